@@ -1,0 +1,224 @@
+"""Checkpoints that plain Transformers reads, in both its spellings, and the manifest beside them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posenc.extension import MARK, Extension
+from hf_posenc.families import LEGACY_KEYS, unwrap
+from hf_posenc.patching import describe, extension_of, patch_model, verify_model
+from hf_posenc.version import __version__
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "context_extension.json"
+ADAPTER_CONFIG = "adapter_config.json"
+FORMAT = 1
+
+
+def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a text config with its rotary settings as Transformers 5 and as Transformers 4 read them.
+
+    Transformers 4 ignores ``rope_parameters``: a checkpoint saved by 5 loads there with ``rope_theta=10000`` and no
+    scaling, and no warning. It reads ``rope_theta`` and ``rope_scaling`` (``rope_type``, before 4.43 ``type``).
+    """
+    parameters = {key: value for key, value in config["rope_parameters"].items() if key != "type"}
+    names = LEGACY_KEYS.get(str(config.get("model_type")), {})
+    spelled = {**config, "rope_parameters": parameters}
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if parameters.get(key) is not None:
+            spelled[names.get(key, key)] = parameters[key]
+    rope_type = parameters["rope_type"]
+    # Transformers 5 prefers rope_scaling where it finds one, so it holds everything.
+    spelled["rope_scaling"] = None if rope_type == "default" else {**parameters, "type": rope_type}
+    return spelled
+
+
+def make_manifest(model: nn.Module, *, tokens_trained: int, base_model: str | None) -> dict[str, Any]:
+    """Return the manifest: what was asked, of what, how long it was trained, and with which versions."""
+    base = unwrap(model)
+    extension = extension_of(base)
+    if extension is None:
+        raise ValueError("the model is not extended: call patch_model first, or save it with save_pretrained.")
+    return {
+        "format": FORMAT,
+        **extension.describe(),
+        "rope_theta": extension.spec.rope_theta,
+        "base_model": base_model or getattr(base.config, "_name_or_path", "") or None,
+        "tokens_trained": tokens_trained,
+        "rope_parameters": base.config.get_text_config(decoder=True).rope_parameters,
+        "versions": {"hf_posenc": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
+    }
+
+
+def save_extended(
+    model: nn.Module,
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    tokens_trained: int = 0,
+    base_model: str | None = None,
+    card: str | None = None,
+) -> Path:
+    """Save a patched model so that Transformers 4.57 and 5 load it extended, without hf_posenc.
+
+    A PEFT-wrapped model is saved as an adapter with the manifest beside it; ``load_extended`` applies it to the base.
+    Everything is written to a folder beside ``path`` and moved there at the end.
+
+    Args:
+        model: A model that ``patch_model`` extended, or one loaded extended.
+        path: The folder; files of an earlier checkpoint in it are replaced.
+        tokenizer: Saved too, with ``model_max_length`` set to the target.
+        tokens_trained: Tokens it was fine-tuned on since, for the manifest.
+        base_model: Where the unextended model came from; None to take it from the config.
+        card: Text of the model card, README.md.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RotaryMismatchError: The live model does not hold what would be saved.
+        ValueError: The model is not extended.
+    """
+    target = Path(path)
+    base = unwrap(model)
+    manifest = make_manifest(base, tokens_trained=tokens_trained, base_model=base_model)
+    verify_model(base)
+    partial = target.with_name(target.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    if isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config"):
+        base.save_pretrained(partial)
+        _rewrite_config(partial / "config.json", base.config, manifest)
+    else:
+        model.save_pretrained(str(partial))  # type: ignore[operator]
+    if tokenizer is not None:
+        _save_tokenizer(tokenizer, partial, manifest["context_length"])
+    if card is not None:
+        (partial / "README.md").write_text(card, encoding="utf-8")
+    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    _move_into(partial, target)
+    return target
+
+
+def _rewrite_config(file: Path, config: PreTrainedConfig, manifest: dict[str, Any]) -> None:
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    text_config = config.get_text_config(decoder=True)
+    marked = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
+    if text_config is config:
+        saved = {**both_spellings(saved), MARK: marked}
+    else:
+        name = next(key for key in config.sub_configs if getattr(config, key) is text_config)
+        saved[name] = {**both_spellings(saved[name]), MARK: marked}
+    file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: Path, length: int) -> None:
+    before = tokenizer.model_max_length
+    try:
+        tokenizer.model_max_length = length
+        tokenizer.save_pretrained(path)
+    finally:
+        tokenizer.model_max_length = before
+
+
+def _move_into(partial: Path, target: Path) -> None:
+    """Move a finished folder into place; the manifest last, so that a half-moved one is never taken for whole."""
+    if not target.exists():
+        partial.rename(target)
+        return
+    new = sorted((p for p in partial.iterdir()), key=lambda p: p.name == MANIFEST)
+    names = {p.name for p in new}
+    for stale in (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")):
+        if stale.name not in names:
+            stale.unlink()
+    for file in new:
+        os.replace(file, target / file.name)
+    partial.rmdir()
+
+
+def read_manifest(path: str | Path) -> dict[str, Any] | None:
+    """Return the manifest of a folder; None if it has none.
+
+    Raises:
+        ValueError: It is damaged or of a newer format.
+    """
+    file = Path(path) / MANIFEST
+    if not file.is_file():
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        newer = int(manifest["format"]) > FORMAT
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}). Save the model again with save_extended.") from error
+    if newer:
+        raise ValueError(f"{file} was written by a newer hf_posenc (format {manifest['format']}). Upgrade hf_posenc.")
+    return manifest
+
+
+def apply_manifest(model: nn.Module, manifest: dict[str, Any]) -> None:
+    """Patch an unextended model as a manifest says."""
+    patch_model(
+        model,
+        manifest["method"],
+        context_length=manifest["context_length"],
+        original_max_position_embeddings=manifest["original_max_position_embeddings"],
+        **manifest["options"],
+    )
+
+
+def load_extended(path: str | Path, **kwargs: Any) -> Any:
+    """Load what ``save_extended`` wrote, verified: a model, or a base model with its adapter.
+
+    Args:
+        path: The folder.
+        **kwargs: Passed on to ``from_pretrained``, such as ``dtype`` or ``device_map``.
+
+    Raises:
+        FileNotFoundError: There is no manifest.
+        ValueError: The adapter's base is already extended in another way.
+        RotaryMismatchError: The loaded model does not hold what the manifest says.
+    """
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise FileNotFoundError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
+    if (Path(path) / ADAPTER_CONFIG).is_file():
+        return _load_adapter(Path(path), manifest, kwargs)
+    model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    _check_loaded(model, manifest, path)
+    return model
+
+
+def _load_adapter(path: Path, manifest: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    from peft import PeftConfig, PeftModel
+
+    source = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+    if not source:
+        raise ValueError(f"{path / ADAPTER_CONFIG} does not say which base model it is for (base_model_name_or_path).")
+    base = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+    if describe(base)["method"] == "none":
+        apply_manifest(base, manifest)
+    _check_loaded(base, manifest, path)
+    return PeftModel.from_pretrained(base, str(path))
+
+
+def _check_loaded(model: PreTrainedModel, manifest: dict[str, Any], path: str | Path) -> None:
+    verify_model(model)
+    there = describe(model)
+    differing = [key for key in Extension.FACTS if there[key] != manifest[key]]
+    if differing:
+        raise ValueError(
+            f"{path}: the model does not carry the manifest's extension: "
+            + ", ".join(f"{key} is {there[key]!r}, the manifest says {manifest[key]!r}" for key in differing)
+            + "."
+        )

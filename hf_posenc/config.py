@@ -1,0 +1,139 @@
+"""What a model was trained with (``RopeSpec``) and what is asked of it (``RopeScaling``): frozen, checked when made."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+RAMPS = ("code", "paper", "harmonic")
+
+
+def check_number(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> float:
+    """Return ``value`` as a float, or say what came and what is allowed."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
+    if at_least is not None and not value >= at_least:
+        raise ValueError(f"{name} must be >= {at_least:g}, got {value:g}.")
+    if above is not None and not value > above:
+        raise ValueError(f"{name} must be greater than {above:g}, got {value:g}.")
+    return float(value)
+
+
+def check_length(name: str, value: Any) -> int:
+    """Return a length in tokens as a plain int >= 1; floats that are not whole are refused."""
+    number = check_number(name, value, at_least=1)
+    if number != int(number):
+        raise ValueError(f"{name} must be a whole number of tokens, got {value!r}.")
+    return int(number)
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """The rotary embedding a model was trained with.
+
+    Attributes:
+        rotary_dim: Features of a head that rotate; even.
+        rope_theta: Base of the geometric series of frequencies.
+        original_max_position_embeddings: Tokens the model was trained on.
+    """
+
+    rotary_dim: int
+    rope_theta: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        if check_length("rotary_dim", self.rotary_dim) % 2:
+            raise ValueError(f"rotary_dim must be even (features turn in pairs), got {self.rotary_dim}.")
+        check_number("rope_theta", self.rope_theta, above=1)
+        check_length("original_max_position_embeddings", self.original_max_position_embeddings)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """What is asked for: a method, how many times longer, and the method's own options.
+
+    Which options a method takes is in ``registry.METHODS``; here only their values are checked.
+
+    Attributes:
+        method: Canonical name, such as ``"yarn"``.
+        factor: Target length / original length, >= 1.
+        attention_factor: Multiplies cos and sin, so logits grow by its square; None for the method's own.
+        beta_fast: Turns over the original context from which a pair keeps its frequency.
+        beta_slow: Turns up to which a pair's frequency is divided by ``factor``.
+        truncate: Round the ends of YaRN's ramp outward, as its code does.
+        ramp: YaRN's blend: ``"code"`` (linear in the pair's index), ``"paper"`` (linear in turns) or
+            ``"harmonic"`` (PoSE: index ramp, wavelengths blended).
+        mscale, mscale_all_dim: DeepSeek's pair; both given, they replace YaRN's temperature.
+        low_freq_factor, high_freq_factor: Llama 3's turns, as ``beta_slow`` and ``beta_fast``.
+        short_factor, long_factor: LongRoPE's divisors per pair, each ``rotary_dim // 2`` long.
+        rope_theta: The new base, for ``abf``.
+        scope: For ``dynamic``: ``"sequence"`` is Transformers' rule, one scale for the whole forward.
+    """
+
+    method: str
+    factor: float = 1.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    ramp: str = "code"
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    rope_theta: float | None = None
+    scope: str | None = None
+
+    def __post_init__(self) -> None:
+        self._set("factor", _check_factor(self.factor))
+        for name in ("attention_factor", "mscale", "mscale_all_dim", "rope_theta"):
+            if getattr(self, name) is not None:
+                self._set(name, check_number(name, getattr(self, name), above=0))
+        for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
+            self._set(low, check_number(low, getattr(self, low), above=0))
+            self._set(high, check_number(high, getattr(self, high), above=0))
+            if not getattr(self, high) > getattr(self, low):
+                raise ValueError(
+                    f"{high} must be greater than {low}, got {getattr(self, high):g} and {getattr(self, low):g}."
+                )
+        if not isinstance(self.truncate, bool):
+            raise TypeError(f"truncate must be True or False, got {self.truncate!r}.")
+        if self.ramp not in RAMPS:
+            raise ValueError(f"ramp must be one of {', '.join(RAMPS)}, got {self.ramp!r}.")
+        if self.scope not in (None, "sequence"):
+            raise ValueError(f"scope must be 'sequence', got {self.scope!r}.")
+        for name in ("short_factor", "long_factor"):
+            self._set(name, _check_factor_list(name, getattr(self, name)))
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    def changed_options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as JSON-able values."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("method", "factor")}
+        defaults = RopeScaling(self.method)
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in given.items()
+            if value != getattr(defaults, name)
+        }
+
+
+def _check_factor(factor: Any) -> float:
+    hint = "It is target / original length: 4 makes a 4096-token model read 16384 (llama.cpp's 0.25 is the inverse)."
+    try:
+        return check_number("factor", factor, at_least=1)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} {hint}") from None
+
+
+def _check_factor_list(name: str, values: Any) -> tuple[float, ...] | None:
+    if values is None:
+        return None
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a list of numbers, one per pair of features, got {values!r}.")
+    return tuple(check_number(f"{name}[{i}]", value, above=0) for i, value in enumerate(values))

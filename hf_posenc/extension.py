@@ -1,0 +1,288 @@
+"""A request (method, factor, options) resolved against a config, and the config that says so in Transformers' words."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from hf_posenc.config import RopeScaling, RopeSpec, check_length, check_number
+from hf_posenc.families import LONGROPE_ONLY
+from hf_posenc.registry import METHODS, get_method, longrope_spelling, make_scaling
+
+# What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
+_SCALING_KEYS = frozenset(
+    {
+        "rope_type",
+        "type",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "attn_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "low_freq_factor",
+        "high_freq_factor",
+        "short_factor",
+        "long_factor",
+        "finetuned",
+    }
+)
+# config.context_extension, written by save_extended: what a plain load of an extended checkpoint knows about itself.
+MARK = "context_extension"
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A scaling resolved against a model.
+
+    Attributes:
+        spec: What the model was trained with.
+        scaling: What is asked for; ``factor`` is exactly ``context_length / original``.
+        context_length: The target, in tokens.
+        original_known: False for a checkpoint whose config does not say what it was trained on.
+    """
+
+    spec: RopeSpec
+    scaling: RopeScaling
+    context_length: int
+    original_known: bool = True
+
+    FACTS: ClassVar[tuple[str, ...]] = (
+        "method",
+        "factor",
+        "options",
+        "original_max_position_embeddings",
+        "context_length",
+    )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the extension as JSON-able facts, the words of records and manifests."""
+        return {
+            "method": self.scaling.method,
+            "factor": self.scaling.factor,
+            "options": self.scaling.changed_options(),
+            "original_max_position_embeddings": (
+                self.spec.original_max_position_embeddings if self.original_known else None
+            ),
+            "context_length": self.context_length,
+        }
+
+
+def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the flat ``rope_parameters`` of a text config.
+
+    Raises:
+        ValueError: There are none, they are nested per layer type, or they lack ``rope_theta``.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        raise ValueError(f"model_type {config.model_type!r} has no rope_parameters: it has no rotary embedding.")
+    if any(isinstance(value, Mapping) for value in parameters.values()):
+        raise ValueError(
+            f"model_type {config.model_type!r} has rope_parameters of its own for each layer type "
+            f"({', '.join(parameters)}), which is not supported yet."
+        )
+    if parameters.get("rope_theta") is None:
+        raise ValueError(
+            "config.rope_parameters has no rope_theta. Assigning config.rope_scaling or config.rope_parameters "
+            "replaces the whole dict in Transformers 5, and has no effect on a loaded model. Reload the model and "
+            "call patch_model."
+        )
+    legacy = config.__dict__.get("rope_theta")
+    if legacy is not None and legacy != parameters["rope_theta"]:
+        raise ValueError(
+            f"config.rope_theta was set to {legacy!r}, which Transformers 5 does not read "
+            f"(rope_parameters['rope_theta'] is {parameters['rope_theta']!r}). Use method='abf' with "
+            f"rope_theta={legacy!r}, or delete the attribute."
+        )
+    return dict(parameters)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Return the features of a head, also where ``config.head_dim`` is missing or None."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def declared_scaling(config: PreTrainedConfig) -> Extension | None:
+    """Return the scaling that a config already carries, None for a plain one.
+
+    Raises:
+        ValueError: Its ``rope_type`` is none that hf_posenc knows.
+    """
+    parameters = declared_rope(config)
+    mark = getattr(config, MARK, None)
+    if mark is not None:
+        spec = _spec(config, {**parameters, **mark}, mark["original_max_position_embeddings"])
+        return Extension(spec, make_scaling(mark["method"], mark["factor"], mark["options"]), mark["context_length"])
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "default":
+        return None
+    if rope_type not in METHODS:
+        raise ValueError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
+    target = int(config.max_position_embeddings)
+    original = parameters.get("original_max_position_embeddings", target)
+    given = {k: parameters[k] for k in get_method(rope_type).options if parameters.get(k) is not None}
+    factor = parameters.get("factor") or max(target / original, 1.0)
+    # Of linear checkpoints, some keep max_position_embeddings at the trained length and some raise it.
+    known = rope_type != "linear" or "original_max_position_embeddings" in parameters
+    spec = _spec(config, parameters, original)
+    return Extension(spec, make_scaling(rope_type, float(factor), given), target, known)
+
+
+def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any) -> RopeSpec:
+    rotary_dim = int(head_dim_of(config) * parameters.get("partial_rotary_factor", 1.0))
+    length = check_length("original_max_position_embeddings", original)
+    return RopeSpec(rotary_dim, float(parameters["rope_theta"]), length)
+
+
+def plain_spec(config: PreTrainedConfig) -> RopeSpec:
+    """Return what an unscaled config says the model was trained with."""
+    return _spec(config, declared_rope(config), config.max_position_embeddings)
+
+
+def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return method, factor, options, original and target length of a config; method ``"none"`` if it is plain."""
+    text_config = config.get_text_config(decoder=True)
+    declared = declared_scaling(text_config)
+    if declared is not None:
+        return declared.describe()
+    length = int(text_config.max_position_embeddings)
+    return Extension(plain_spec(text_config), RopeScaling("none"), length).describe()
+
+
+def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
+    """Return what the model was trained with, before any scaling it carries; refuse what cannot be known."""
+    if on_scaled not in ("refuse", "replace"):
+        raise ValueError(f"on_scaled must be 'refuse' or 'replace', got {on_scaled!r}.")
+    if original is not None:
+        original = check_length("original_max_position_embeddings", original)
+    if there is None:
+        spec = plain_spec(config)
+    elif on_scaled == "refuse":
+        was = (
+            f"original length {there.spec.original_max_position_embeddings}"
+            if there.original_known
+            else "original length not recorded"
+        )
+        raise ValueError(
+            f"the model is already scaled: {there.scaling.method}, factor {there.scaling.factor:g}, {was}. Factors do "
+            "not multiply. Pass on_scaled='replace' to put the new rule in its place, with factor or context_length "
+            "counted from the original length."
+        )
+    elif original is None and not there.original_known:
+        raise ValueError(
+            f"the model is already scaled (linear, factor {there.scaling.factor:g}), and such a config does not say "
+            "what it was trained on: pass original_max_position_embeddings."
+        )
+    else:
+        spec = there.spec
+    return spec if original is None else dataclasses.replace(spec, original_max_position_embeddings=original)
+
+
+def _target(original: int, factor: float | None, context_length: int | None) -> int:
+    if (factor is None) == (context_length is None):
+        came = "neither" if factor is None else "both"
+        raise ValueError(f"give factor or context_length, one of the two; got {came}. factor=4 means 4 times longer.")
+    if context_length is not None:
+        target = check_length("context_length", context_length)
+        if target < original:
+            raise ValueError(f"context_length must be at least the original length, {original} tokens, got {target}.")
+        return target
+    RopeScaling("linear", factor)  # type: ignore[arg-type]  # checks the factor with its full message
+    return round(check_number("factor", factor) * original)
+
+
+def resolve(
+    config: PreTrainedConfig,
+    method: str,
+    factor: float | None,
+    context_length: int | None,
+    original_max_position_embeddings: int | None,
+    on_scaled: str,
+    options: Mapping[str, Any],
+) -> Extension:
+    """Check a request against a text config before anything is touched; arguments as ``patch_model``'s."""
+    name = get_method(method).name
+    there = declared_scaling(config)
+    spec = _base_spec(config, there, original_max_position_embeddings, on_scaled)
+    original = spec.original_max_position_embeddings
+    target = _target(original, factor, context_length)
+    # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
+    scaling = make_scaling(name, target / original, options)
+    if name == "dynamic" and scaling.scope is None:
+        raise ValueError(
+            "method 'dynamic' needs scope='sequence': Transformers' own rule, one scale for the whole forward. It is "
+            "not exact with a KV cache and depends on batch-mates; 'ntk' and 'yarn' are."
+        )
+    METHODS[name].formula(spec, scaling, None)  # raises on options that do not fit the model
+    return Extension(spec, scaling, target)
+
+
+def write_config(config: PreTrainedConfig, extension: Extension) -> None:
+    """Write an extension into a text config, in place: merged, never replaced, lengths as ints."""
+    spec, scaling = extension.spec, extension.scaling
+    spell = longrope_spelling if config.model_type in LONGROPE_ONLY else METHODS[scaling.method].on_disk
+    kept = {k: v for k, v in declared_rope(config).items() if k not in _SCALING_KEYS}
+    config.rope_parameters = {**kept, "rope_theta": spec.rope_theta, **spell(spec, scaling)}
+    if scaling.method == "dynamic":  # reads max_position_embeddings as the original length
+        config.max_position_embeddings = spec.original_max_position_embeddings
+    else:
+        config.max_position_embeddings = extension.context_length
+    if hasattr(config, "original_max_position_embeddings"):  # Phi-3: wins over rope_parameters
+        config.original_max_position_embeddings = spec.original_max_position_embeddings
+    if getattr(config, "head_dim", 0) is None:  # yarn, dynamic and longrope do not derive it
+        config.head_dim = head_dim_of(config)
+    if hasattr(config, MARK):
+        delattr(config, MARK)
+    config.validate_rope()
+
+
+def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
+    """Warn about what the positions cannot help: a sliding window on every layer, Transformers' dynamic rule."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window and window < extension.context_length and "full_attention" not in layer_types:
+        warnings.warn(
+            f"config.sliding_window is {window}, so attention ends there whatever the positions allow. "
+            f"Set it to None before loading to use {extension.context_length}.",
+            stacklevel=4,
+        )
+    if extension.scaling.method == "dynamic":
+        warnings.warn(
+            "dynamic with scope='sequence' picks one scale per forward: results change with the KV cache, with "
+            "batch-mates and with what ran before.",
+            stacklevel=4,
+        )
+
+
+def extend_config(
+    config: PreTrainedConfig,
+    method: str = "yarn",
+    factor: float | None = None,
+    *,
+    context_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    on_scaled: str = "refuse",
+    **options: Any,
+) -> PreTrainedConfig:
+    """Return a new config to hand to ``from_pretrained``; the given one is not touched.
+
+    Arguments and errors are those of ``patch_model``.
+    """
+    extended = copy.deepcopy(config)
+    text_config = extended.get_text_config(decoder=True)
+    extension = resolve(
+        text_config, method, factor, context_length, original_max_position_embeddings, on_scaled, options
+    )
+    write_config(text_config, extension)
+    warn_about_limits(text_config, extension)
+    return extended

@@ -1,0 +1,201 @@
+"""``patch_model`` and its undoing, and the check that the live modules hold what the closed form says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.extension import (
+    Extension,
+    declared_scaling,
+    describe_config,
+    plain_spec,
+    resolve,
+    warn_about_limits,
+    write_config,
+)
+from hf_posenc.families import rotary_modules, text_configs, unwrap
+from hf_posenc.rotary import SavedRotary, instantiate, read_rotary, restore_rotary, write_rotary
+from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_RECORD = "_hf_posenc_patch"
+# What write_config may change; absent ones stay absent.
+_CONFIG_VALUES = (
+    "rope_parameters",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "head_dim",
+    "context_extension",
+)
+# How far a cast to bfloat16 before patching can have rounded the frequencies of an otherwise right model.
+_BF16_ROUNDING = 2.0**-8
+
+
+@dataclass
+class _Record:
+    extension: Extension
+    rotary: dict[str, SavedRotary]
+    config_values: list[dict[str, Any]]
+
+
+def patch_model(
+    model: ModelT,
+    method: str = "yarn",
+    factor: float | None = None,
+    *,
+    context_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    on_scaled: str = "refuse",
+    **options: Any,
+) -> ModelT:
+    """Extend a loaded model: swap its rotary frequencies, in place, verified and undoable.
+
+    Works on any device or several, quantised or not, before or after ``torch.compile`` or PEFT. The model gets a
+    config of its own, so another model built from the same config object is not touched. A KV cache filled before the
+    call holds keys at the old frequencies: drop it.
+
+    Args:
+        model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.
+        method: A name or alias of ``available_methods()``.
+        factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens.
+        context_length: The target in tokens, instead of ``factor``.
+        original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
+        on_scaled: ``"replace"`` to put the rule in place of one the checkpoint already has (Llama 3.1, Yarn-...);
+            lengths still count from the original length.
+        **options: The method's own, such as ``beta_fast`` or ``rope_theta``.
+
+    Returns:
+        The model that was given.
+
+    Raises:
+        TypeError: Not a Transformers model, or an option the method does not take.
+        ValueError: A bad value, an already patched or scaled model, an unsupported family. Nothing was changed.
+        RotaryMismatchError: The live frequencies are not what the config says, before or after patching.
+    """
+    base = unwrap(model)
+    if _RECORD in base.__dict__:
+        there = describe(base)
+        raise ValueError(
+            f"model is already patched ({there['method']}, factor {there['factor']:g}). "
+            "Call unpatch_model(model) first; factors do not multiply."
+        )
+    text_config = base.config.get_text_config(decoder=True)
+    extension = resolve(
+        text_config, method, factor, context_length, original_max_position_embeddings, on_scaled, options
+    )
+    modules = rotary_modules(base)
+    _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
+    new_config = copy.deepcopy(text_config)
+    write_config(new_config, extension)
+    values = {name: instantiate(module, new_config) for name, module in modules.items()}
+    warn_about_limits(new_config, extension)
+
+    _own_configs(model)
+    record = _Record(extension, {n: read_rotary(m) for n, m in modules.items()}, _read_configs(base))
+    for config in text_configs(base):
+        write_config(config, extension)
+    for name, module in modules.items():
+        write_rotary(module, values[name])
+    base.__dict__[_RECORD] = record
+    try:
+        verify_model(base)
+    except RotaryMismatchError:
+        unpatch_model(base)
+        raise
+    return model
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Put every tensor and config value that ``patch_model`` changed back, bit for bit.
+
+    Raises:
+        ValueError: The model is not patched.
+    """
+    base = unwrap(model)
+    record = base.__dict__.get(_RECORD)
+    if record is None:
+        raise ValueError("model is not patched: there is nothing to undo. A checkpoint saved extended stays extended.")
+    for name, module in rotary_modules(base).items():
+        restore_rotary(module, record.rotary[name])
+    for config, values in zip(text_configs(base), record.config_values, strict=True):
+        for name in _CONFIG_VALUES:
+            if name in values:
+                setattr(config, name, values[name])
+            else:
+                config.__dict__.pop(name, None)
+    del base.__dict__[_RECORD]
+    return model
+
+
+@contextmanager
+def patched(model: ModelT, method: str = "yarn", factor: float | None = None, **kwargs: Any) -> Iterator[ModelT]:
+    """Patch for the length of a ``with`` block; keywords as ``patch_model``'s."""
+    patch_model(model, method, factor, **kwargs)
+    try:
+        yield model
+    finally:
+        unpatch_model(model)
+
+
+def verify_model(model: nn.Module) -> Verification:
+    """Compare what the live rotary modules hold and hand out with the float64 closed form.
+
+    For a patched model the closed form is that of the request; for any other, that of its config, so a scaling that
+    was set on the config after loading, which has no effect, is found.
+
+    Raises:
+        RotaryMismatchError: They differ; the message says where and by how much.
+        ValueError: The family is not supported.
+    """
+    return _verify(unwrap(model), rtol=None)
+
+
+def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
+    extension = extension_of(base)
+    spec = extension.spec if extension is not None else plain_spec(base.config.get_text_config(decoder=True))
+    scaling = extension.scaling if extension is not None else None
+    checks: list[RotaryCheck] = []
+    for name, module in rotary_modules(base).items():
+        if not module._buffers["inv_freq"].is_meta:  # type: ignore[union-attr]
+            checks.append(check_rotary(name, module, spec, scaling, rtol))
+    return Verification(describe(base), tuple(checks))
+
+
+def extension_of(model: nn.Module) -> Extension | None:
+    """Return what a model was patched with, or what its config declares; None for a plain model."""
+    base = unwrap(model)
+    record = base.__dict__.get(_RECORD)
+    if record is not None:
+        return record.extension  # type: ignore[no-any-return]
+    return declared_scaling(base.config.get_text_config(decoder=True))
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """Return method, factor, options, original and target length of a model; method ``"none"`` for a plain one."""
+    base = unwrap(model)
+    record = base.__dict__.get(_RECORD)
+    return record.extension.describe() if record is not None else describe_config(base.config)
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give the model copies of its config objects, which other models may share."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.__dict__["config"] = copy.deepcopy(config, memo)
+
+
+def _read_configs(base: PreTrainedModel) -> list[dict[str, Any]]:
+    return [
+        {name: copy.deepcopy(config.__dict__[name]) for name in _CONFIG_VALUES if name in config.__dict__}
+        for config in text_configs(base)
+    ]

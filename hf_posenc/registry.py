@@ -1,0 +1,243 @@
+"""The methods, as one table: formula, options, source, and how each is spelled in a checkpoint's config.json."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_posenc import frequencies as rules
+from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.frequencies import Frequencies
+
+Formula = Callable[[RopeSpec, RopeScaling, int | None], Frequencies]
+OnDisk = Callable[[RopeSpec, RopeScaling], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to extend a model.
+
+    Attributes:
+        name: What users type and records say.
+        formula: The float64 closed form.
+        options: Keywords it takes besides ``factor``; any other is an error.
+        paper: Where the rule comes from.
+        summary: One plain sentence.
+        on_disk: The keys of Transformers' ``rope_parameters`` that express the rule.
+        rope_type: The ``rope_type`` Transformers knows it by.
+        aliases: Other names it answers to.
+    """
+
+    name: str
+    formula: Formula
+    options: frozenset[str]
+    paper: str
+    summary: str
+    on_disk: OnDisk
+    rope_type: str
+    aliases: tuple[str, ...] = ()
+
+
+def longrope_spelling(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    """Express any static rule as ``longrope``: what each plain frequency is divided by, twice the same list.
+
+    Equal lists make the switch at the original length harmless, so the rule is exact with a KV cache.
+    """
+    if scaling.factor == 1 and scaling.method != "longrope":
+        return {"rope_type": "default"}
+    if scaling.method == "longrope":
+        short, long = scaling.short_factor or (1.0,) * (spec.rotary_dim // 2), scaling.long_factor or ()
+        attention_factor = scaling.attention_factor
+    else:
+        scaled, attention_factor = METHODS[scaling.method].formula(spec, scaling, None)
+        short = long = tuple((rules.plain_frequencies(spec)[0] / scaled).tolist())
+    spelled: dict[str, Any] = {
+        "rope_type": "longrope",
+        "factor": scaling.factor,
+        "short_factor": list(short),
+        "long_factor": list(long),
+        "original_max_position_embeddings": spec.original_max_position_embeddings,
+    }
+    return spelled if attention_factor is None else {**spelled, "attention_factor": float(attention_factor)}
+
+
+def _linear_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    return {"rope_type": "linear", "factor": scaling.factor}
+
+
+def _ntk_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    theta = rules.ntk_theta(spec.rope_theta, spec.rotary_dim, scaling.factor)
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _abf_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": scaling.rope_theta}
+
+
+def _dynamic_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    return {"rope_type": "dynamic", "factor": scaling.factor}
+
+
+def _llama3_spelling(spec: RopeSpec, factor: float, slow: float, fast: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": slow,
+        "high_freq_factor": fast,
+        "original_max_position_embeddings": spec.original_max_position_embeddings,
+    }
+
+
+def _llama3_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    return _llama3_spelling(spec, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor)
+
+
+def _ntk_by_parts_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    # Llama 3's rule is the paper's NTK-by-parts under another name.
+    return _llama3_spelling(spec, scaling.factor, scaling.beta_slow, scaling.beta_fast)
+
+
+def _yarn_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    if scaling.ramp != "code":
+        return longrope_spelling(spec, scaling)
+    named = {k: v for k, v in scaling.changed_options().items() if k != "ramp"}
+    return {
+        "rope_type": "yarn",
+        "factor": scaling.factor,
+        "original_max_position_embeddings": spec.original_max_position_embeddings,
+        **named,
+    }
+
+
+_YARN_PAPER = "Peng et al. 2023, arXiv:2309.00071"
+_YARN_OPTIONS = frozenset(
+    {"ramp", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
+)
+
+_ALL = (
+    Method(
+        name="linear",
+        formula=rules.linear_frequencies,
+        options=frozenset(),
+        paper="Chen et al. 2023, arXiv:2306.15595, section 2.3",
+        summary="Divides all frequencies: squeezes positions into the trained range; wants fine-tuning.",
+        on_disk=_linear_on_disk,
+        rope_type="linear",
+        aliases=("pi",),
+    ),
+    Method(
+        name="ntk",
+        formula=rules.ntk_frequencies,
+        options=frozenset(),
+        paper=f"bloc97 2023; {_YARN_PAPER}, section 3.1",
+        summary="Raises the base: keeps fast pairs, stretches slow ones; useful without fine-tuning.",
+        on_disk=_ntk_on_disk,
+        rope_type="default",
+    ),
+    Method(
+        name="ntk_by_parts",
+        formula=rules.ntk_by_parts_frequencies,
+        options=frozenset({"beta_fast", "beta_slow"}),
+        paper=f"{_YARN_PAPER}, section 3.2",
+        summary="Keeps pairs that turn often, divides those that hardly turn, blends by turns between.",
+        on_disk=_ntk_by_parts_on_disk,
+        rope_type="llama3",
+    ),
+    Method(
+        name="dynamic",
+        formula=rules.dynamic_frequencies,
+        options=frozenset({"scope"}),
+        paper=f"emozilla 2023; {_YARN_PAPER}, section 3.3",
+        summary="Transformers' own: NTK with a base that grows with the sequence; not exact with a KV cache.",
+        on_disk=_dynamic_on_disk,
+        rope_type="dynamic",
+        aliases=("dynamic_ntk",),
+    ),
+    Method(
+        name="yarn",
+        formula=rules.yarn_frequencies,
+        options=_YARN_OPTIONS,
+        paper=f"{_YARN_PAPER}, sections 3.2 and 3.4",
+        summary="NTK-by-parts with an attention temperature: the usual choice, with or without fine-tuning.",
+        on_disk=_yarn_on_disk,
+        rope_type="yarn (longrope for ramp=paper and ramp=harmonic)",
+    ),
+    Method(
+        name="llama3",
+        formula=rules.llama3_frequencies,
+        options=frozenset({"low_freq_factor", "high_freq_factor"}),
+        paper="Llama Team 2024, arXiv:2407.21783, section 3.4.2",
+        summary="Llama 3.1's frequencies: NTK-by-parts between 1 and 4 turns.",
+        on_disk=_llama3_on_disk,
+        rope_type="llama3",
+    ),
+    Method(
+        name="longrope",
+        formula=rules.longrope_frequencies,
+        options=frozenset({"short_factor", "long_factor", "attention_factor"}),
+        paper="Ding et al. 2024, arXiv:2402.13753, section 3",
+        summary="A divisor per pair, given as a list (found by search, or another model's).",
+        on_disk=longrope_spelling,
+        rope_type="longrope",
+    ),
+    Method(
+        name="abf",
+        formula=rules.abf_frequencies,
+        options=frozenset({"rope_theta"}),
+        paper="Xiong et al. 2023, arXiv:2309.16039, section 2.1",
+        summary="A larger base of your choice; wants fine-tuning.",
+        on_disk=_abf_on_disk,
+        rope_type="default",
+    ),
+)
+
+METHODS: dict[str, Method] = {method.name: method for method in _ALL}
+_BY_NAME = {name: method for method in _ALL for name in (method.name, *method.aliases)}
+
+
+def get_method(name: str) -> Method:
+    """Look a method up by name or alias.
+
+    Raises:
+        ValueError: It is unknown; the nearest known name is suggested.
+    """
+    key = name.lower().replace("-", "_") if isinstance(name, str) else name
+    if key not in _BY_NAME:
+        near = difflib.get_close_matches(str(key), _BY_NAME, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown method {name!r}.{hint} Known: {', '.join(sorted(_BY_NAME))}.")
+    return _BY_NAME[key]
+
+
+def make_scaling(method: str, factor: float, options: Mapping[str, Any]) -> RopeScaling:
+    """Check that a method takes the given options, and their values.
+
+    Raises:
+        TypeError: The method does not take an option, or a value is of the wrong type.
+        ValueError: The method is unknown or a value is out of range.
+    """
+    entry = get_method(method)
+    for option in options:
+        if option not in entry.options:
+            takers = [m.name for m in METHODS.values() if option in m.options]
+            others = f" ({', '.join(takers)} {'does' if len(takers) == 1 else 'do'})" if takers else ""
+            allowed = f" It takes: {', '.join(sorted(entry.options))}." if entry.options else ""
+            raise TypeError(f"method {entry.name!r} takes no option {option!r}{others}.{allowed}")
+    return RopeScaling(entry.name, factor, **options)
+
+
+def available_methods() -> list[dict[str, Any]]:
+    """Return the table of methods as rows: name, aliases, summary, paper, options, on_disk."""
+    return [
+        {
+            "name": m.name,
+            "aliases": list(m.aliases),
+            "summary": m.summary,
+            "paper": m.paper,
+            "options": sorted(m.options),
+            "on_disk": m.rope_type,
+        }
+        for m in METHODS.values()
+    ]

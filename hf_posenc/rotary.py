@@ -1,0 +1,110 @@
+"""The rotary door: static rules written into the model's own rotary modules, kept float32, and taken out again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+BUFFERS = ("inv_freq", "original_inv_freq")
+ATTRIBUTES = ("attention_scaling", "rope_type", "max_seq_len_cached", "original_max_seq_len")
+_KEPT = "_hf_posenc_float32"
+
+
+class _Float32Rotary(nn.Module):
+    """Keeps the frequencies float32 and unrounded through ``.to(bfloat16)``, ``.half()`` and ``to_empty``.
+
+    Transformers guards them only while loading; a later cast rounds ``inv_freq``, by up to 2.9 radians at
+    position 16384 in bfloat16.
+    """
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        _put_buffers(self, self.__dict__[_KEPT])
+        if self.rope_type == "dynamic":  # the buffers are those of the original length again
+            self.max_seq_len_cached = self.original_max_seq_len
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The guarded class is made at run time, so a pickle names the class it was made from.
+        return _rebuild, (rotary_class(self),), self.__dict__
+
+
+_GUARDED: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _guarded(rotary_class: type[nn.Module]) -> type[nn.Module]:
+    if rotary_class not in _GUARDED:
+        # The name stays: Transformers re-initialises modules whose class name contains "RotaryEmbedding".
+        namespace = {"__module__": rotary_class.__module__}
+        _GUARDED[rotary_class] = type(rotary_class.__name__, (_Float32Rotary, rotary_class), namespace)
+    return _GUARDED[rotary_class]
+
+
+def _rebuild(rotary_class: type[nn.Module]) -> nn.Module:
+    cls = _guarded(rotary_class)
+    return cls.__new__(cls)
+
+
+def rotary_class(module: nn.Module) -> type[nn.Module]:
+    """Return Transformers' class of a rotary module, guarded or not."""
+    cls = type(module)
+    return cls.__bases__[1] if issubclass(cls, _Float32Rotary) else cls
+
+
+@dataclass
+class SavedRotary:
+    """Everything of a rotary module that patching changes."""
+
+    buffers: dict[str, torch.Tensor]
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+def _put_buffers(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    for name, value in values.items():
+        old = module._buffers[name]
+        assert old is not None
+        if old.is_meta or old.dtype != value.dtype or old.shape != value.shape:
+            module._buffers[name] = value.to(old.device, copy=True)
+        else:
+            with torch.no_grad():
+                old.copy_(value)  # in place: compiled code and CUDA graphs keep the address
+
+
+def read_rotary(module: nn.Module) -> SavedRotary:
+    """Copy the state of a rotary module."""
+    buffers = {name: module._buffers[name].detach().clone() for name in BUFFERS}  # type: ignore[union-attr]
+    attributes = {name: module.__dict__[name] for name in ATTRIBUTES if name in module.__dict__}
+    return SavedRotary(buffers, attributes)
+
+
+def _write(module: nn.Module, saved: SavedRotary) -> None:
+    _put_buffers(module, saved.buffers)
+    module.__dict__.update(copy.copy(saved.attributes))
+    module.__dict__.pop("long_inv_freq", None)  # longrope's cache of the other list
+
+
+def instantiate(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
+    """Return what Transformers itself puts into a rotary module of this class when it is built from ``config``."""
+    with torch.device("cpu"):
+        fresh = rotary_class(module)(config)
+    return read_rotary(fresh)
+
+
+def write_rotary(module: nn.Module, saved: SavedRotary) -> None:
+    """Make the module hold ``saved``, float32, and keep it so through later casts."""
+    _write(module, saved)
+    module.__dict__[_KEPT] = saved.buffers
+    module.__class__ = _guarded(rotary_class(module))
+
+
+def restore_rotary(module: nn.Module, saved: SavedRotary) -> None:
+    """Undo ``write_rotary``: class, buffers and attributes as they were."""
+    module.__class__ = rotary_class(module)
+    module.__dict__.pop(_KEPT, None)
+    _write(module, saved)

@@ -1,0 +1,145 @@
+"""Two independent computations held against each other: a live rotary module and the float64 closed form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.frequencies import plain_frequencies
+from hf_posenc.registry import METHODS
+
+_RTOL = 1e-6
+_PROBES = (0, 1, 2, 5, 17, 63)  # positions at which cos and sin are compared
+_HINT = (
+    "A config changed after loading has no effect on the model, and a later cast or another library may have changed "
+    "the module: reload the model and call patch_model."
+)
+
+
+class RotaryMismatchError(RuntimeError):
+    """The live rotary modules do not hold what they should."""
+
+
+@dataclass(frozen=True)
+class RotaryCheck:
+    """One module's largest deviations from the closed form.
+
+    Attributes:
+        name: The module's name in the model.
+        inv_freq_error: Relative, over all pairs.
+        attention_factor: What multiplies cos and sin, as found.
+        output_error: Absolute, of cos and sin at a few positions.
+    """
+
+    name: str
+    inv_freq_error: float
+    attention_factor: float
+    output_error: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify_model`` found; it raises instead if something differs.
+
+    Attributes:
+        extension: Method, factor, options, original and target length.
+        modules: One entry per rotary module; empty for a model on the meta device.
+    """
+
+    extension: dict[str, Any]
+    modules: tuple[RotaryCheck, ...]
+
+
+def _expected(
+    spec: RopeSpec, scaling: RopeScaling | None, module: nn.Module
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return the closed form's original frequencies, those in force now, and the attention factor."""
+    formula = METHODS[scaling.method].formula if scaling is not None else plain_frequencies
+    original, attention_factor = formula(spec, scaling, None)  # type: ignore[arg-type]
+    # Transformers' dynamic rule and longrope change inv_freq with the length of a forward.
+    if module.rope_type == "dynamic":
+        return original, formula(spec, scaling, int(module.max_seq_len_cached))[0], attention_factor  # type: ignore[arg-type]
+    return original, original, attention_factor
+
+
+def check_rotary(
+    name: str, module: nn.Module, spec: RopeSpec, scaling: RopeScaling | None, rtol: float | None = None
+) -> RotaryCheck:
+    """Compare one module with the closed form.
+
+    Args:
+        name: The module's name, for messages.
+        module: A rotary module of Transformers' usual form.
+        spec: What the model was trained with.
+        scaling: What it should hold; None for no scaling.
+        rtol: Relative tolerance; None for float32's own.
+
+    Raises:
+        RotaryMismatchError: It differs.
+    """
+    # float32 holds an exponent with a relative error of 2**-24, which the base multiplies by its logarithm.
+    tolerance = rtol if rtol is not None else _RTOL * max(1.0, math.log(spec.rope_theta) / math.log(1e6))
+    original, current, attention_factor = _expected(spec, scaling, module)
+    error = max(
+        _relative(name, "original_inv_freq", module, original),
+        _relative(name, "inv_freq", module, current) if module.rope_type != "longrope" else 0.0,
+    )
+    what = scaling.method if scaling is not None else "no scaling"
+    if not error <= tolerance:
+        raise RotaryMismatchError(
+            f"{name}: the live frequencies are not those of {what}: relative difference {error:.3g}, allowed "
+            f"{tolerance:.3g}. {_HINT}"
+        )
+    found = float(module.__dict__["attention_scaling"])
+    if not abs(found - attention_factor) <= _RTOL * attention_factor:
+        raise RotaryMismatchError(
+            f"{name}: the live attention factor is {found:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
+        )
+    output_error = _check_output(name, module, spec, original, attention_factor, tolerance)
+    return RotaryCheck(name, error, found, output_error)
+
+
+def _relative(name: str, buffer: str, module: nn.Module, expected: torch.Tensor) -> float:
+    live = getattr(module, buffer).detach().to(device="cpu", dtype=torch.float64)
+    if live.shape != expected.shape:
+        raise RotaryMismatchError(
+            f"{name}.{buffer} holds {live.numel()} frequencies, the config says {expected.numel()} (rotary_dim / 2)."
+        )
+    return float(((live - expected).abs() / expected).max())
+
+
+@torch.no_grad()
+def _check_output(
+    name: str,
+    module: nn.Module,
+    spec: RopeSpec,
+    inv_freq: torch.Tensor,
+    attention_factor: float,
+    tolerance: float,
+) -> float:
+    """Run the module at a few positions: what it hands out must come from the frequencies it holds."""
+    device = module.get_buffer("inv_freq").device
+    # Within the original length, where rules that depend on the length of a forward are at rest.
+    positions = [p for p in _PROBES if p < spec.original_max_position_embeddings - 1]
+    probes = torch.tensor(positions, device=device).unsqueeze(0)
+    cos, sin = module(torch.zeros(1, 1, 1, device=device), probes)
+    angles = torch.tensor(positions, dtype=torch.float64).unsqueeze(1) * inv_freq
+    num_pairs = len(inv_freq)
+    error = 0.0
+    for output, expected in ((cos, angles.cos()), (sin, angles.sin())):
+        live = output[0].cpu().double()
+        # Pairs are laid out in halves (cat) or side by side (repeat_interleave); either is the family's own.
+        layouts = (live[:, :num_pairs], live[:, ::2]) if live.shape[-1] == 2 * num_pairs else (live,)
+        error = max(error, min(float((x - expected * attention_factor).abs().max()) for x in layouts))
+    allowed = attention_factor * (max(positions) * tolerance + 1e-5)
+    if not error <= allowed:
+        raise RotaryMismatchError(
+            f"{name}: cos and sin differ by {error:.3g} from what its frequencies give (allowed {allowed:.3g}): the "
+            f"module does not use inv_freq as usual, so {type(module).__name__} cannot be scaled."
+        )
+    return error

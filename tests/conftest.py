@@ -1,0 +1,51 @@
+"""What every test gets: a fixed seed, two threads, no network, and tiny models made from configs."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports the Hugging Face libraries: nothing here may reach for the Hub.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Threads that wait by spinning stall each other when test processes share two cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def make_tiny_llama(**overrides: Any) -> LlamaForCausalLM:
+    """A random float32 Llama: 2 layers, vocabulary 128, hidden 64, head_dim 16, context 64; made in a moment."""
+    settings: dict[str, Any] = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "attn_implementation": "sdpa",
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).eval()
+
+
+@pytest.fixture
+def tiny_llama() -> Callable[..., LlamaForCausalLM]:
+    """The factory: ``tiny_llama()`` or ``tiny_llama(max_position_embeddings=128)``; equal arguments, equal weights."""
+    return make_tiny_llama

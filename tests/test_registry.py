@@ -1,0 +1,68 @@
+"""The table of methods: names, aliases, options, and what bad input is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hf_posenc import available_methods
+from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.registry import METHODS, get_method, make_scaling
+
+
+def test_rows_cover_the_table() -> None:
+    rows = available_methods()
+    assert [row["name"] for row in rows] == list(METHODS)
+    assert all(row["summary"] and row["paper"] and row["on_disk"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("pi", "linear"), ("dynamic_ntk", "dynamic"), ("YaRN", "yarn"), ("ntk-by-parts", "ntk_by_parts")],
+)
+def test_aliases(given: str, name: str) -> None:
+    assert get_method(given).name == name
+
+
+def test_unknown_method_suggests_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown method 'yran'\. Did you mean 'yarn'\? Known: abf, "):
+        get_method("yran")
+
+
+@pytest.mark.parametrize(
+    ("method", "factor", "options", "error", "message"),
+    [
+        ("linear", 4, {"beta_fast": 32}, TypeError, r"'linear' takes no option 'beta_fast' \(ntk_by_parts, yarn do\)"),
+        ("yarn", 4, {"attn_factor": 1.0}, TypeError, r"takes no option 'attn_factor'\. It takes: attention_factor"),
+        ("yarn", 0.25, {}, ValueError, r"factor must be >= 1, got 0\.25\. It is target / original"),
+        ("yarn", "4", {}, TypeError, r"factor must be a number, got '4' \(str\)"),
+        ("yarn", True, {}, TypeError, r"factor must be a number, got True"),
+        ("yarn", 4, {"beta_fast": 1, "beta_slow": 2}, ValueError, "beta_fast must be greater than beta_slow"),
+        ("yarn", 4, {"attention_factor": -1}, ValueError, "attention_factor must be greater than 0, got -1"),
+        ("yarn", 4, {"truncate": "no"}, TypeError, "truncate must be True or False"),
+        ("yarn", 4, {"ramp": "cubic"}, ValueError, "ramp must be one of code, paper, harmonic, got 'cubic'"),
+        ("longrope", 4, {"long_factor": "1,2"}, TypeError, "long_factor must be a list of numbers"),
+        ("longrope", 4, {"long_factor": [1, 0]}, ValueError, r"long_factor\[1\] must be greater than 0"),
+        ("dynamic", 4, {"scope": "token"}, ValueError, "scope must be 'sequence', got 'token'"),
+    ],
+)
+def test_bad_requests_say_what_came_and_what_is_allowed(
+    method: str, factor: Any, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_scaling(method, factor, options)
+
+
+def test_changed_options_leave_defaults_out() -> None:
+    assert make_scaling("yarn", 4, {"beta_fast": 16, "truncate": True}).changed_options() == {"beta_fast": 16.0}
+    assert RopeScaling("longrope", 4, long_factor=(1.0, 2.0)).changed_options() == {"long_factor": [1.0, 2.0]}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [((7, 1e4, 64), "even"), ((8, 0.5, 64), "rope_theta must be greater than 1"), ((8, 1e4, 0), "must be >= 1, got 0")],
+)
+def test_spec_checks_itself(values: tuple[int, float, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RopeSpec(*values)
