@@ -39,8 +39,10 @@ def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
         if parameters.get(key) is not None:
             spelled[names.get(key, key)] = parameters[key]
     rope_type = parameters["rope_type"]
-    # Transformers 5 prefers rope_scaling where it finds one, so it holds everything.
-    spelled["rope_scaling"] = None if rope_type == "default" else {**parameters, "type": rope_type}
+    scaling = {key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    spelled["rope_scaling"] = None if rope_type == "default" else {**scaling, "type": rope_type}
+    if rope_type == "longrope":  # Transformers 4 looks for it here only, and else switches lists at the target
+        spelled["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
     return spelled
 
 

@@ -47,20 +47,19 @@ def longrope_spelling(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
     """
     if scaling.factor == 1 and scaling.method != "longrope":
         return {"rope_type": "default"}
+    scaled, attention_factor = METHODS[scaling.method].formula(spec, scaling, None)
+    short = long = (rules.plain_frequencies(spec)[0] / scaled).tolist()
     if scaling.method == "longrope":
-        short, long = scaling.short_factor or (1.0,) * (spec.rotary_dim // 2), scaling.long_factor or ()
-        attention_factor = scaling.attention_factor
-    else:
-        scaled, attention_factor = METHODS[scaling.method].formula(spec, scaling, None)
-        short = long = tuple((rules.plain_frequencies(spec)[0] / scaled).tolist())
-    spelled: dict[str, Any] = {
+        short, long = list(scaling.short_factor or short), list(scaling.long_factor or ())
+    return {
         "rope_type": "longrope",
         "factor": scaling.factor,
-        "short_factor": list(short),
-        "long_factor": list(long),
+        "short_factor": short,
+        "long_factor": long,
         "original_max_position_embeddings": spec.original_max_position_embeddings,
+        # Always written: without it Transformers 4 takes the logarithm of the target, not of the original length.
+        "attention_factor": float(attention_factor),
     }
-    return spelled if attention_factor is None else {**spelled, "attention_factor": float(attention_factor)}
 
 
 def _linear_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def test_both_spellings() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
     spelled = both_spellings({"model_type": "llama", "rope_parameters": yarn})
     assert spelled["rope_theta"] == 1e6
-    assert spelled["rope_scaling"] == {**yarn, "type": "yarn"}
+    assert spelled["rope_scaling"] == {k: v for k, v in yarn.items() if k != "rope_theta"} | {"type": "yarn"}
     assert spelled["rope_parameters"] == yarn
     plain = both_spellings({"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
     assert (plain["rope_scaling"], plain["rope_theta"]) == (None, 1e6)
@@ -175,8 +175,10 @@ handler.emit = lambda record: complaints.append(record.getMessage())
 transformers.logging.get_logger("transformers").addHandler(handler)
 for path in sys.argv[1:]:
     rotary = AutoModelForCausalLM.from_pretrained(path).model.rotary_emb
-    inv_freq = rotary.inv_freq.view(torch.int32).tolist()
-    print(json.dumps([transformers.__version__, path, inv_freq, rotary.attention_scaling, complaints]))
+    short = rotary.inv_freq.view(torch.int32).tolist()
+    rotary(torch.zeros(1), torch.arange(200).unsqueeze(0))  # past the original length, where longrope switches lists
+    long = rotary.inv_freq.view(torch.int32).tolist()
+    print(json.dumps([transformers.__version__, path, short, long, rotary.attention_scaling, complaints]))
     assert not any(name.startswith("hf_posenc") for name in sys.modules)
 """
 CACHE = Path(__file__).parent.parent / ".cache" / "transformers-versions"
@@ -208,11 +210,13 @@ def test_other_transformers_read_the_same_frequencies(tmp_path: Path, version: s
             name, options = method_options(key, model)
             path = save_extended(patch_model(model, name, 4, **options), tmp_path / f"{family}-{key}")
             rotary = model.model.rotary_emb
-            expected[str(path)] = [rotary.inv_freq.view(torch.int32).tolist(), rotary.attention_scaling]
+            short = rotary.inv_freq.view(torch.int32).tolist()
+            rotary(torch.zeros(1), torch.arange(200).unsqueeze(0))
+            expected[str(path)] = [short, rotary.inv_freq.view(torch.int32).tolist(), rotary.attention_scaling]
     output = subprocess.run(
         [python_with(version), "-c", READ_BACK, *expected], check=True, capture_output=True, text=True, cwd=tmp_path
     ).stdout
     rows = [json.loads(line) for line in output.splitlines()]
     assert [row[0] for row in rows] == [version] * len(expected)
-    assert {row[1]: row[2:4] for row in rows} == expected
-    assert rows[-1][4] == []  # nothing was logged as a warning
+    assert {row[1]: row[2:5] for row in rows} == expected
+    assert rows[-1][5] == []  # nothing was logged as a warning
