@@ -1,0 +1,145 @@
+"""Train the tiny Llama of ``hf_posenc/assets/tiny`` from nothing, on five Austen novels at context 256.
+
+The sixth novel is held out. The model and the gradients are bf16, which two CPU cores do about twice as
+fast as float32; AdamW steps on a float32 copy, so that small updates are not rounded away. The same seed,
+thread count and machine give the same weights.
+
+    python scripts/pretrain_tiny.py --output-dir hf_posenc/assets/tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+
+CONTEXT = 256
+VOCAB_SIZE = 2048
+EOS = "<|endoftext|>"
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE, so that any text can be read back exactly."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, model_max_length=CONTEXT)
+
+
+def build_model() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        max_position_embeddings=CONTEXT,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        dtype=torch.bfloat16,
+        attn_implementation="eager",  # faster than sdpa at this size on a CPU
+    )
+    return LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return [*tokenizer(text, verbose=False)["input_ids"], tokenizer.eos_token_id]
+
+
+@torch.no_grad()
+def held_out_perplexity(model: LlamaForCausalLM, ids: torch.Tensor, length: int, num_starts: int = 24) -> float:
+    starts = torch.linspace(0, len(ids) - length - 1, num_starts).long().tolist()
+    nll = 0.0
+    for start in starts:
+        window = ids[start : start + length].unsqueeze(0).to(model.device)
+        logits = model(window).logits[0, :-1].float()
+        nll += torch.nn.functional.cross_entropy(logits, window[0, 1:], reduction="sum").item()
+    return math.exp(nll / (num_starts * (length - 1)))
+
+
+def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespace) -> None:
+    masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
+    decayed = [m for m in masters if m.ndim > 1]
+    plain = [m for m in masters if m.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    num_steps = args.tokens // (args.batch_size * CONTEXT)
+    began = time.perf_counter()
+    for step in range(num_steps):
+        warmup = min(1.0, (step + 1) / 100)
+        lr = args.learning_rate * warmup * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
+        starts = torch.randint(0, len(stream) - CONTEXT, (args.batch_size,))
+        batch = torch.stack([stream[s : s + CONTEXT] for s in starts.tolist()]).to(args.device)
+        loss = model(batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        for param, master in zip(model.parameters(), masters, strict=True):
+            master.grad = param.grad.float() if param.grad is not None else None
+            param.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        with torch.no_grad():
+            for param, master in zip(model.parameters(), masters, strict=True):
+                param.copy_(master)
+        if step % 50 == 0 or step == num_steps - 1:
+            rate = (step + 1) * args.batch_size * CONTEXT / (time.perf_counter() - began)
+            print(f"step {step + 1}/{num_steps} loss {loss.item():.3f} lr {lr:.2e} {rate:,.0f} tokens/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=8_000_000, help="tokens trained on (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, default=16, help="blocks of 256 tokens per step")
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+
+    texts = [load_novel(name) for name in TRAIN_NOVELS]
+    tokenizer = train_tokenizer(texts)
+    stream = torch.tensor([token for text in texts for token in encode(tokenizer, text)])
+    held_out = torch.tensor(encode(tokenizer, load_novel(HELD_OUT_NOVEL)))
+    model = build_model().to(args.device)
+    num_params = sum(p.numel() for p in model.parameters())
+    print(f"{num_params:,} parameters, {len(stream):,} training tokens, {len(held_out):,} held out", flush=True)
+
+    began = time.perf_counter()
+    train(model, stream, args)
+    minutes = (time.perf_counter() - began) / 60
+    perplexities = {n: round(held_out_perplexity(model, held_out, n), 2) for n in (256, 512, 1024, 2048)}
+    print(f"{minutes:.1f} minutes; held-out perplexity by length: {perplexities}")
+
+    partial = args.output_dir.with_name(args.output_dir.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    facts = {"tokens": args.tokens, "seed": args.seed, "minutes": round(minutes, 1), "perplexity": perplexities}
+    (partial / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
+    shutil.rmtree(args.output_dir, ignore_errors=True)
+    partial.rename(args.output_dir)
+
+
+if __name__ == "__main__":
+    main()
