@@ -11,11 +11,13 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer, decoders, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 torch.set_num_threads(2)
 
@@ -49,3 +51,22 @@ def make_tiny_llama(**overrides: Any) -> LlamaForCausalLM:
 def tiny_llama() -> Callable[..., LlamaForCausalLM]:
     """The factory: ``tiny_llama()`` or ``tiny_llama(max_position_embeddings=128)``; equal arguments, equal weights."""
     return make_tiny_llama
+
+
+def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character: 95 printable ASCII characters, the end of a line, and EOS, of a vocabulary of 128."""
+    characters = ["<eos>", "\n", *(chr(code) for code in range(32, 127))]
+    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(characters)}, []))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<eos>", eos_token="<eos>", model_max_length=64
+    )
+
+
+@pytest.fixture
+def tiny_checkpoint(tmp_path: Path) -> Path:
+    """A folder with the tiny Llama and its tokenizer, as ``save_pretrained`` leaves it."""
+    folder = tmp_path / "tiny-llama"
+    make_tiny_llama().save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
