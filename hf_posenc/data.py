@@ -1,0 +1,121 @@
+"""Texts from files, folders, stdin and datasets, and their token ids, whole: nothing is truncated here."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+TEXT_SUFFIXES = (".txt", ".md")
+_OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
+_NOVEL = "novel:"
+_FORMS = "a .txt, .md or .jsonl file (.xz and .gz too), a folder of text files, '-', novel:NAME or a dataset's name"
+
+
+def read_documents(
+    source: str | Path, *, text_field: str = "text", split: str = "train", config_name: str | None = None
+) -> list[str]:
+    """Read whole documents from wherever the user keeps them.
+
+    Args:
+        source: A text file (one document), a ``.jsonl`` file (one document a line), either of them compressed as
+            ``.xz`` or ``.gz``, a folder (each ``.txt`` or ``.md`` file one document, sorted by path), ``-`` for
+            stdin (one document), ``novel:persuasion`` for a novel of this package, or else what
+            ``datasets.load_dataset`` takes: a name on the Hub or a folder of parquet or jsonl files.
+        text_field: The field holding the text, for ``.jsonl`` and datasets.
+        split: The split of a dataset; ``test[:50]`` works too.
+        config_name: The configuration of a dataset, for those that have several.
+
+    Returns:
+        The documents that hold more than blanks, in the order of the source.
+
+    Raises:
+        FileNotFoundError: ``source`` looks like a path and there is nothing.
+        ValueError: No text in it, no such field, not UTF-8, or no such dataset.
+    """
+    documents = [text for text in _read(str(source), text_field, split, config_name) if text.strip()]
+    if not documents:
+        raise ValueError(f"{str(source)!r} holds no text. Give {_FORMS}.")
+    return documents
+
+
+def tokenize_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> list[torch.Tensor]:
+    """Turn each document into all of its token ids, int64 ``(num_tokens,)``.
+
+    Never truncated, whatever the tokenizer's ``model_max_length``, and no warning about length; no special tokens
+    are added, so that a BOS is there only where the caller puts one.
+    """
+    return [
+        torch.tensor(
+            tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"], dtype=torch.int64
+        )
+        for text in documents
+    ]
+
+
+def _read(source: str, text_field: str, split: str, config_name: str | None) -> Iterable[str]:
+    if source == "-":
+        return [sys.stdin.read()]
+    if source.startswith(_NOVEL):
+        from hf_posenc.assets import load_novel
+
+        return [load_novel(source.removeprefix(_NOVEL))]
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".parquet":
+        return _read_jsonl(path, text_field) if _kind(path) == ".jsonl" else [_read_text(path)]
+    if path.is_dir() and (files := [file for file in sorted(path.rglob("*")) if _kind(file) in TEXT_SUFFIXES]):
+        return [_read_text(file) for file in files]
+    if not path.exists() and (_kind(path) in (*TEXT_SUFFIXES, ".jsonl", ".parquet") or source[:1] in "./~"):
+        raise FileNotFoundError(f"there is no file or folder {source!r}. Give {_FORMS}.")
+    return _read_dataset(path if path.exists() else source, text_field, split, config_name)
+
+
+def _kind(path: Path) -> str:
+    """Return the suffix that says what is in the file, below any compression: ``.txt`` for ``a.txt.xz``."""
+    return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
+
+
+def _read_text(path: Path) -> str:
+    content = _OPENERS.get(path.suffix, bytes)(path.read_bytes())
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 text ({error}). Convert it, or give {_FORMS}.") from error
+
+
+def _read_jsonl(path: Path, text_field: str) -> Iterable[str]:
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"line {number} of {str(path)!r} is not JSON: {error}") from error
+            yield _text_of(row, text_field, f"line {number} of {str(path)!r}")
+
+
+def _read_dataset(source: str | Path, text_field: str, split: str, config_name: str | None) -> Iterable[str]:
+    import datasets
+
+    try:
+        if isinstance(source, Path) and source.is_file():
+            rows: Any = datasets.load_dataset("parquet", data_files=str(source), split=split)
+        else:
+            rows = datasets.load_dataset(str(source), config_name, split=split)
+    except Exception as error:  # whatever the hub, the network and the file formats raise
+        raise ValueError(f"{str(source)!r} cannot be read as a dataset: {error}. Give {_FORMS}.") from error
+    return (_text_of(row, text_field, f"dataset {str(source)!r}") for row in rows)
+
+
+def _text_of(row: Any, text_field: str, where: str) -> str:
+    text = row.get(text_field) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        fields = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
+        raise ValueError(f"{where} has no text in field {text_field!r}; it has: {fields}. Name it with text_field=.")
+    return text

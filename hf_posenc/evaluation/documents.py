@@ -1,0 +1,145 @@
+"""Which token ids are scored: the same documents at every length, and hashes that say which they were."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posenc.data import tokenize_documents
+from hf_posenc.evaluation.plans import spread
+from hf_posenc.families import unwrap
+
+Document = str | Sequence[int] | torch.Tensor
+
+
+def to_token_ids(
+    model: PreTrainedModel, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase | None
+) -> list[torch.Tensor]:
+    """Return int64 ``(num_tokens,)`` on the CPU for each document, a text or already token ids.
+
+    Raises:
+        TypeError: One text or one row of ids instead of a list of them, or a text without a tokenizer.
+        ValueError: No document, or an id outside the model's vocabulary.
+    """
+    if isinstance(documents, (str, torch.Tensor)) or (len(documents) > 0 and isinstance(documents[0], int)):
+        raise TypeError("documents must be a list of texts or of rows of token ids; put a single one in a list.")
+    if len(documents) == 0:
+        raise ValueError("documents is empty: there is nothing to measure on.")
+    ids = [_one_row(document, tokenizer) for document in documents]
+    vocab_size = unwrap(model).config.get_text_config().vocab_size
+    largest = max((int(row.max()) for row in ids if len(row)), default=0)
+    if largest >= vocab_size:
+        raise ValueError(
+            f"token id {largest} is outside the model's vocabulary of {vocab_size}: these ids are another tokenizer's."
+        )
+    return ids
+
+
+def _one_row(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> torch.Tensor:
+    if isinstance(document, str):
+        if tokenizer is None:
+            raise TypeError("documents given as texts need tokenizer=, the model's own.")
+        return tokenize_documents(tokenizer, [document])[0]
+    row = torch.as_tensor(document).to(device="cpu", dtype=torch.int64)
+    if row.dim() != 1:
+        raise TypeError(f"token ids must be rows of one dimension, got shape {tuple(row.shape)}.")
+    return row
+
+
+def bos_token_id(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, bos: Literal["prepended"] | None
+) -> int | None:
+    """Return the id to put before every document, or None where no BOS is asked for.
+
+    Raises:
+        ValueError: ``bos`` is not "prepended", or neither the tokenizer nor the model has a BOS token.
+    """
+    if bos is None:
+        return None
+    if bos != "prepended":
+        raise ValueError(f"bos must be None or 'prepended', got {bos!r}.")
+    token_id = getattr(tokenizer, "bos_token_id", None)
+    if token_id is None:
+        token_id = unwrap(model).config.get_text_config().bos_token_id
+    if token_id is None:
+        raise ValueError("bos='prepended', but neither the tokenizer nor the model's config has a BOS token.")
+    return int(token_id)
+
+
+def select_documents(
+    ids: Sequence[torch.Tensor],
+    longest: int,
+    *,
+    max_tokens: int | None = None,
+    bos_id: int | None = None,
+    cut: bool = False,
+    max_documents: int | None = None,
+) -> list[torch.Tensor]:
+    """Return the documents that reach the longest context length, so that every length is measured on the same ones.
+
+    Args:
+        ids: Token ids of each document.
+        longest: The longest context length, in tokens.
+        max_tokens: What is kept of a document at most; None keeps ``longest``.
+        bos_id: Put before every document (or piece); it counts as one of its tokens.
+        cut: Cut long documents into consecutive pieces instead of keeping their beginning only.
+        max_documents: At most this many, evenly spread over all that are long enough.
+
+    Raises:
+        ValueError: No document is long enough, or ``max_tokens`` is less than ``longest``.
+    """
+    kept_tokens = longest if max_tokens is None else max_tokens
+    if kept_tokens < longest:
+        raise ValueError(f"max_tokens ({kept_tokens}) must not be less than the longest context length ({longest}).")
+    start = [] if bos_id is None else [bos_id]
+    needed, kept = longest - len(start), kept_tokens - len(start)
+    long_enough = [row for row in ids if len(row) >= (kept if cut else needed)]
+    _tell_left_out(ids, len(long_enough), kept if cut else needed)
+    if cut:
+        pieces = [piece for row in long_enough for piece in torch.split(row, kept) if len(piece) == kept]
+    else:
+        pieces = [row[:kept] for row in long_enough]
+    if any(piece[0].item() == bos_id for piece in pieces):
+        raise ValueError(f"bos='prepended', but a document already starts with BOS (token {bos_id}). Leave bos out.")
+    return [torch.cat([piece.new_tensor(start), piece]) for piece in spread(pieces, max_documents)]
+
+
+def _tell_left_out(ids: Sequence[torch.Tensor], num_kept: int, needed: int) -> None:
+    longest = max(len(row) for row in ids)
+    if num_kept == 0:
+        raise ValueError(
+            f"none of the {len(ids)} documents has the {needed} tokens that the longest context length needs; the "
+            f"longest has {longest}. Give longer documents, or context lengths up to {longest}."
+        )
+    if num_kept < len(ids):
+        warnings.warn(
+            f"{len(ids) - num_kept} of {len(ids)} documents have less than the {needed} tokens that the longest "
+            "context length needs and are left out of every length, so that all lengths compare the same documents.",
+            stacklevel=4,
+        )
+
+
+def hash_token_ids(ids: Iterable[torch.Tensor]) -> str:
+    """Return a short hash of rows of token ids, of their order and of where one ends."""
+    digest = hashlib.sha256()
+    for row in ids:
+        digest.update(len(row).to_bytes(8, "little"))
+        digest.update(row.numpy().astype("<i8").tobytes())
+    return digest.hexdigest()[:16]
+
+
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Return a short hash of how a tokenizer cuts texts; empty where there is none."""
+    if tokenizer is None:
+        return ""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = {"vocab": tokenizer.get_vocab()} if backend is None else json.loads(backend.to_str())
+    for passing in ("truncation", "padding"):  # left over from the last call, not a property of the tokenizer
+        state.pop(passing, None)
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]

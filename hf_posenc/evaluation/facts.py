@@ -1,0 +1,94 @@
+"""Everything about a number that is not the number: which model, which texts, which software, how much memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import resource
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from hf_posenc.evaluation.documents import hash_token_ids
+from hf_posenc.evaluation.plans import Run
+from hf_posenc.families import unwrap
+from hf_posenc.version import __version__
+
+_SAMPLES_PER_TENSOR = 1024
+
+
+def model_facts(model: PreTrainedModel, model_name: str | None, tokens_trained: int, label: str) -> dict[str, Any]:
+    """Return the fields of a record that belong to the model and the software."""
+    from hf_posenc.patching import describe
+
+    base, description = unwrap(model), describe(model)
+    shared = ("method", "factor", "options", "original_max_position_embeddings")
+    return {
+        "model": model_name or base.config.name_or_path or type(base).__name__,
+        **{name: description[name] for name in shared},
+        "tokens_trained": tokens_trained,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "attn_implementation": str(base.config._attn_implementation),
+        "versions": {
+            "hf_posenc": __version__,
+            "torch": str(torch.__version__),
+            "transformers": transformers.__version__,
+        },
+        "label": label,
+    }
+
+
+def identify_run(
+    run: Run, ids: Sequence[torch.Tensor], facts: dict[str, Any], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a record's fields except its results; ``run_key`` is a hash of them and of what else decides these."""
+    identity = {
+        **facts,
+        "protocol": run.protocol,
+        "context_length": run.context_length,
+        "window": run.window,
+        "stride": run.stride,
+        "last_k": run.last_k,
+        "text_hash": hash_token_ids(row[: run.fed(len(row))] for row in ids),
+    }
+    return {**identity, "run_key": hash_json([identity, settings])}
+
+
+@torch.no_grad()
+def hash_weights(model: PreTrainedModel) -> str:
+    """Return a hash of samples of every parameter and buffer: training or patching in place changes it."""
+    digest = hashlib.sha256()
+    base = unwrap(model)
+    for name, tensor in sorted([*base.named_parameters(), *base.named_buffers()], key=lambda pair: pair[0]):
+        digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+        if not tensor.is_meta and tensor.numel():
+            step = math.ceil(tensor.numel() / _SAMPLES_PER_TENSOR)
+            sample = tensor.detach().flatten()[::step].contiguous()
+            digest.update(sample.view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def hash_json(value: Any) -> str:
+    """Return a short hash of anything JSON can write, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def reset_peak_memory(model: PreTrainedModel) -> None:
+    """Let the GPU's peak start again from what is allocated now; nothing resets a process' peak."""
+    device = unwrap(model).device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory(model: PreTrainedModel) -> int:
+    """Return the peak in bytes: of the GPU's allocator on CUDA, else of the whole process since its start."""
+    device = unwrap(model).device
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes

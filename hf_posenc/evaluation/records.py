@@ -1,0 +1,126 @@
+"""One measured number with everything that says how it was measured: a line of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@dataclass(frozen=True)
+class Record:
+    """A perplexity and its protocol. ``context_length`` (tokens fed at a time) is the x axis.
+
+    ``perplexity`` is ``exp(nll_sum / n_tokens)``: nats summed and tokens counted over all documents, divided once;
+    ``ci_low`` and ``ci_high`` are its bootstrap 95 % interval, over ``ci_unit``. ``window``, ``stride`` and
+    ``last_k`` are None where the protocol has none. ``text_hash`` is of the token ids fed at this length: numbers
+    compare where it and the protocol are the same. ``tokens_trained`` 0 means zero-shot. ``seconds`` is the time of
+    the pass, which other records may share. ``run_key`` is a hash of all that decides the number, weights included.
+    """
+
+    model: str
+    method: str
+    factor: float
+    options: dict[str, Any]
+    tokens_trained: int
+    original_max_position_embeddings: int | None
+    context_length: int
+    protocol: str
+    window: int | None
+    stride: int | None
+    last_k: int | None
+    bos: str
+    num_documents: int
+    n_tokens: int
+    nll_sum: float
+    perplexity: float
+    ci_low: float
+    ci_high: float
+    ci_unit: str
+    tokenizer_hash: str
+    text_hash: str
+    dtype: str
+    attn_implementation: str
+    versions: dict[str, str]
+    seconds: float
+    peak_memory_bytes: int
+    label: str = ""
+    run_key: str = field(default="", repr=False)
+
+    def to_json(self) -> str:
+        """Return the record as one line of JSON, without the line's end."""
+        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """Read a record back; fields this version does not know are left out.
+
+        Raises:
+            ValueError: Not JSON, or not all fields of a record.
+        """
+        values = json.loads(line)
+        known = [one.name for one in fields(cls)]
+        missing = [name for name in known if name not in values and name not in ("label", "run_key")]
+        if missing:
+            raise ValueError(f"not a perplexity record: it has no {', '.join(missing)}.")
+        return cls(**{name: values[name] for name in known if name in values})
+
+
+def read_records(path: str | Path) -> list[Record]:
+    """Read a file of records; a last line cut off in the middle of writing is left out.
+
+    Raises:
+        ValueError: A line is not a record; the message names it.
+    """
+    lines = list(whole_lines(Path(path)))
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                records.append(Record.from_json(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"line {number} of {str(path)!r}: {error}") from error
+    return records
+
+
+def whole_lines(path: Path) -> Iterable[str]:
+    """Yield the lines that were written to their end; none if there is no file."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        for line in lines:
+            if line.endswith("\n") or _is_json(line):
+                yield line
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add one line with a single write, first removing what a killed writer left of its last one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        lead = b"\n" if _cut_torn_tail(file) else b""
+        file.write(lead + line.encode("utf-8") + b"\n")
+
+
+def _cut_torn_tail(file: BinaryIO) -> bool:
+    """Truncate an unfinished last line; return whether a finished one only lacks its line end."""
+    size = file.seek(0, 2)
+    file.seek(max(size - 1, 0))
+    if file.read(1) in (b"", b"\n"):
+        return False
+    file.seek(0)
+    content = file.read()
+    tail = content[content.rfind(b"\n") + 1 :]
+    if _is_json(tail.decode("utf-8", errors="replace")):
+        return True
+    file.truncate(size - len(tail))
+    return False
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""Reading documents from every kind of source, and token ids that are all there."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import lzma
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_posenc.assets import load_novel
+from hf_posenc.data import read_documents, tokenize_documents
+
+
+def test_text_file_is_one_document(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwö\n", encoding="utf-8")
+    assert read_documents(tmp_path / "a.txt") == ["one\ntwö\n"]
+
+
+@pytest.mark.parametrize(("suffix", "compress"), [(".xz", lzma.compress), (".gz", gzip.compress)])
+def test_compressed_files(tmp_path, suffix, compress):
+    (tmp_path / f"a.txt{suffix}").write_bytes(compress(b"text"))
+    (tmp_path / f"b.jsonl{suffix}").write_bytes(compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    assert read_documents(tmp_path / f"a.txt{suffix}") == ["text"]
+    assert read_documents(str(tmp_path / f"b.jsonl{suffix}")) == ["one", "two"]
+
+
+def test_jsonl_has_a_document_per_line_and_keeps_line_separators_inside_strings(tmp_path):
+    rows = [{"body": "first\u2028line\n"}, {"body": "  "}, {"body": "second"}]
+    text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    assert read_documents(tmp_path / "a.jsonl", text_field="body") == ["first\u2028line\n", "second"]
+    with pytest.raises(ValueError, match=r"line 1 .* no text in field 'text'; it has: body"):
+        read_documents(tmp_path / "a.jsonl")
+
+
+def test_broken_jsonl_names_the_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n{"text": ')
+    with pytest.raises(ValueError, match="line 2 of"):
+        read_documents(tmp_path / "a.jsonl")
+
+
+def test_folder_gives_its_text_files_sorted(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("b.txt", "a.md", "sub/c.txt", "ignored.bin"):
+        (tmp_path / name).write_text(name)
+    assert read_documents(tmp_path) == ["a.md", "b.txt", "sub/c.txt"]
+
+
+def test_stdin(monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("typed text"))
+    assert read_documents("-") == ["typed text"]
+
+
+def test_packaged_novel():
+    assert read_documents("novel:persuasion") == [load_novel("persuasion")]
+    with pytest.raises(ValueError, match="unknown novel"):
+        read_documents("novel:ulysses")
+
+
+def test_dataset_folder_and_parquet_file(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = datasets.Dataset.from_dict({"text": ["one", "two", "three"], "n": [1, 2, 3]})
+    (tmp_path / "data").mkdir()
+    rows.to_parquet(tmp_path / "data" / "train.parquet")
+    assert read_documents(tmp_path / "data") == ["one", "two", "three"]
+    assert read_documents(tmp_path / "data" / "train.parquet", split="train[:2]") == ["one", "two"]
+    with pytest.raises(ValueError, match="no text in field 'n'; it has: text, n"):
+        read_documents(tmp_path / "data", text_field="n")
+
+
+def test_missing_empty_and_binary_sources(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no file or folder"):
+        read_documents(tmp_path / "nothing.txt")
+    with pytest.raises(FileNotFoundError, match="novel:NAME"):
+        read_documents("nothing.jsonl")
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(ValueError, match="holds no text"):
+        read_documents(tmp_path / "empty.txt")
+    (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_documents(tmp_path / "latin.txt")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ValueError, match="cannot be read as a dataset"):
+        read_documents(tmp_path / "folder")
+
+
+def test_tokens_are_never_truncated_and_nothing_is_said_about_length(caplog):
+    words = {word: i for i, word in enumerate(["[UNK]", "a", "b", "<s>"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.enable_truncation(3)  # a limit left on by somebody else
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", model_max_length=4)
+    first, second = tokenize_documents(tokenizer, ["a b " * 10, "b"])
+    assert first.tolist() == [1, 2] * 10
+    assert second.tolist() == [2]
+    assert first.dtype == torch.int64
+    assert not caplog.records

@@ -1,0 +1,95 @@
+"""The head taken apart: its losses, its memory, and the check that nothing is missing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaModel,
+)
+
+from hf_posenc.lm_head import check_head, decoder_body, head_logits, row_chunks, token_losses
+
+SHARED = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "gemma2, capped": Gemma2Config(**SHARED, final_logit_softcapping=0.05),
+    "cohere, multiplied": CohereConfig(**SHARED, logit_scale=0.25),
+    "granite, divided": GraniteConfig(**SHARED, logits_scaling=8.0),
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def changing_model(request):
+    """A model that does something to its logits after the matrix product, strongly enough to be seen."""
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[request.param]).eval()
+
+
+@torch.no_grad()
+def test_families_that_change_their_logits(changing_model):
+    model, ids = changing_model, torch.arange(1, 20)[None]
+    check_head(model)
+    expected = model(input_ids=ids, use_cache=False).logits
+    hidden = decoder_body(model)(input_ids=ids, use_cache=False).last_hidden_state
+    torch.testing.assert_close(head_logits(model, hidden), expected, rtol=1e-6, atol=1e-7)
+    product = model.lm_head(hidden)
+    assert (product - expected).abs().max() > 1e-2  # or the test would pass without head_logits doing anything
+
+
+@torch.no_grad()
+def test_losses_equal_the_model_s_own_in_any_chunks(changing_model):
+    model, ids = changing_model, torch.arange(1, 24)
+    expected = float(model(input_ids=ids[None], labels=ids[None], use_cache=False).loss)
+    hidden = decoder_body(model)(input_ids=ids[None], use_cache=False).last_hidden_state[0, :-1]
+    for rows in (1, 5, 22, 1000):
+        losses = token_losses(model, hidden, ids[1:], rows)
+        assert losses.mean().item() == pytest.approx(expected, rel=1e-6)
+        assert (losses.shape, losses.dtype, losses.device.type) == ((22,), torch.float32, "cpu")
+
+
+def test_logits_never_have_more_rows_than_asked(tiny_llama):
+    model, rows = tiny_llama(), []
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.numel() // 128))
+    token_losses(model, torch.randn(50, 64), torch.randint(0, 128, (50,)), rows_per_chunk=8)
+    assert rows == [8, 8, 8, 8, 8, 8, 2]
+
+
+def test_half_precision_heads_give_float32_losses_that_pass_the_check(changing_model):
+    model = changing_model.to(torch.bfloat16)
+    check_head(model)
+    losses = token_losses(model, torch.randn(4, 32, dtype=torch.bfloat16), torch.tensor([1, 2, 3, 4]))
+    assert losses.dtype == torch.float32
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 1.01, lambda x: torch.tanh(x / 0.1) * 0.1, lambda x: x + 0.01])
+def test_an_unknown_change_to_the_logits_is_refused(changing_model, change):
+    model = changing_model
+    model.register_forward_hook(lambda module, args, output: setattr(output, "logits", change(output.logits)))
+    with pytest.raises(ValueError, match=rf"report this model_type: {model.config.model_type}"):
+        check_head(model)
+
+
+def test_a_body_without_a_head_is_refused(tiny_llama):
+    body = LlamaModel(tiny_llama().config)
+    with pytest.raises(ValueError, match="has no separate language-model head"):
+        decoder_body(body)
+
+
+def test_row_chunks_cover_everything_once():
+    assert [(rows.start, rows.stop) for rows in row_chunks(7, 3)] == [(0, 3), (3, 6), (6, 7)]
+    assert list(row_chunks(0, 3)) == []

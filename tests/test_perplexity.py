@@ -1,0 +1,408 @@
+"""Perplexities against brute force, token by token; resuming; intervals; what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from unittest.mock import ANY
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from hf_posenc.evaluation import Record, perplexity, read_records
+from hf_posenc.evaluation.bootstrap import block_totals, bootstrap_interval, interval_over
+from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
+from hf_posenc.evaluation.losses import document_losses
+from hf_posenc.evaluation.plans import sliding_windows
+
+VOCAB = 128
+
+
+def random_documents(count=2, length=40, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCAB, (length,), generator=generator) for _ in range(count)]
+
+
+@torch.no_grad()
+def brute_force_loss(model, context, target):
+    """The loss of one token after ``context``, from the model's own logits, in float64."""
+    logits = model(input_ids=context[None], use_cache=False).logits[0, -1].double()
+    return float(torch.logsumexp(logits, 0) - logits[target])
+
+
+def measure(model, documents, lengths, *args, **kwargs):
+    return perplexity(model, documents, lengths, *args, progress=False, **kwargs)
+
+
+def family(name):
+    shared = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shared |= {"intermediate_size": 48, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0}
+    torch.manual_seed(0)
+    if name == "gemma2":
+        config = Gemma2Config(
+            **shared, num_key_value_heads=1, head_dim=16, sliding_window=8, final_logit_softcapping=0.5
+        )
+        return Gemma2ForCausalLM(config).eval()
+    if name == "mistral":
+        config = MistralConfig(**shared, num_key_value_heads=1, head_dim=16, sliding_window=8)
+        return MistralForCausalLM(config).eval()
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**shared)).eval()
+
+
+@pytest.mark.parametrize("prefill_chunk", [None, 1, 7, 1000])
+def test_truncated_and_last_k_equal_brute_force(tiny_llama, prefill_chunk):
+    model, documents = tiny_llama(), random_documents(length=24)
+    records = measure(
+        model, documents, [5, 24, 17], ["truncated", "last_k"], last_k=3, prefill_chunk=prefill_chunk, logits_chunk=4
+    )
+    assert [(one.protocol, one.context_length) for one in records] == [
+        *[("truncated", length) for length in (5, 17, 24)],
+        *[("last_k", length) for length in (5, 17, 24)],
+    ]
+    losses = [[brute_force_loss(model, ids[:t], ids[t]) for t in range(1, 24)] for ids in documents]
+    for record in records:
+        start = 1 if record.protocol == "truncated" else record.context_length - 3
+        expected = [loss for row in losses for loss in row[start - 1 : record.context_length - 1]]
+        assert record.n_tokens == len(expected)
+        assert record.nll_sum == pytest.approx(sum(expected), rel=1e-5)
+        assert record.perplexity == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-5)
+        assert record.last_k == (3 if record.protocol == "last_k" else None)
+        assert (record.num_documents, record.window, record.stride, record.bos) == (2, None, None, "none")
+
+
+@pytest.mark.parametrize("prefill_chunk", [None, 3])
+def test_sliding_window_equals_brute_force(tiny_llama, prefill_chunk):
+    model, documents = tiny_llama(), random_documents()
+    records = measure(model, documents, [6, 11], "sliding_window", stride=4, max_tokens=14, prefill_chunk=prefill_chunk)
+    for record in records:
+        expected = []
+        for ids in documents:
+            for window in sliding_windows(14, record.context_length, 4):
+                for t in range(window.score_from, window.end):
+                    expected.append(brute_force_loss(model, ids[window.start : t], ids[t]))
+        assert record.n_tokens == len(expected) == 26
+        assert record.perplexity == pytest.approx(math.exp(sum(expected) / 26), rel=1e-5)
+        assert (record.window, record.stride) == (record.context_length, 4)
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("prefill_chunk", [None, 5])
+def test_other_families_equal_brute_force(name, prefill_chunk):
+    model, (ids,) = family(name), random_documents(1, 16)
+    losses = document_losses(model, ids, prefill_chunk=prefill_chunk, logits_chunk=3)
+    expected = [brute_force_loss(model, ids[:t], ids[t]) for t in range(1, 16)]
+    torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_only_asked_positions_reach_the_head_in_small_chunks(tiny_llama):
+    model, documents = tiny_llama(), random_documents(1)
+    rows = []
+    hook = model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.numel() // VOCAB))
+    measure(model, documents, [40], logits_chunk=8)
+    assert max(rows[2:]) == 8  # after the two forwards of check_head
+    assert sum(rows[2:]) == 39
+    rows.clear()
+    measure(model, documents, [20, 40], "last_k", last_k=3, logits_chunk=8, prefill_chunk=16)
+    hook.remove()
+    assert sum(rows[2:]) == 6
+
+
+def test_short_documents_are_left_out_of_every_length(tiny_llama):
+    model = tiny_llama()
+    documents = [*random_documents(2, 40), random_documents(1, 30, seed=5)[0]]
+    with pytest.warns(UserWarning, match="1 of 3 documents have less than the 40 tokens"):
+        records = measure(model, documents, [10, 40])
+    assert [one.num_documents for one in records] == [2, 2]
+    assert records[0].nll_sum == pytest.approx(measure(model, documents[:2], [10])[0].nll_sum, rel=1e-6)
+    with pytest.raises(ValueError, match=r"none of the 3 documents has the 64 tokens .* longest has 40"):
+        measure(model, documents, [64])
+
+
+def test_cut_uses_all_of_a_long_document(tiny_llama):
+    model, (ids,) = tiny_llama(), random_documents(1, 50)
+    pieces = [ids[:12], ids[12:24], ids[24:36], ids[36:48]]
+    expected = measure(model, pieces, [6, 12])
+    records = measure(model, [ids], [6, 12], cut=True)
+    assert [one.nll_sum for one in records] == [one.nll_sum for one in expected]
+    assert [one.text_hash for one in records] == [one.text_hash for one in expected]
+    spread = measure(model, [ids], [12], cut=True, max_documents=2)[0]
+    assert spread.text_hash == measure(model, [pieces[0], pieces[2]], [12])[0].text_hash
+
+
+def test_bos_is_a_token_of_the_context(tiny_llama):
+    model, (ids,) = tiny_llama(), random_documents(1)
+    record = measure(model, [ids], [10], bos="prepended")[0]
+    by_hand = measure(model, [torch.cat([torch.tensor([0]), ids])], [10])[0]
+    assert (record.bos, by_hand.bos) == ("prepended", "none")
+    assert (record.nll_sum, record.n_tokens) == (by_hand.nll_sum, 9)
+    with pytest.raises(ValueError, match="already starts with BOS"):
+        measure(model, [[0, *ids.tolist()]], [10], bos="prepended")
+    with pytest.raises(ValueError, match="bos must be None or 'prepended', got 'yes'"):
+        measure(model, [ids], [10], bos="yes")
+
+
+def test_texts_need_a_list_a_tokenizer_and_the_right_vocabulary(tiny_llama):
+    model = tiny_llama()
+    with pytest.raises(TypeError, match="put a single one in a list"):
+        measure(model, "one text", [8])
+    with pytest.raises(TypeError, match="put a single one in a list"):
+        measure(model, torch.arange(10), [8])
+    with pytest.raises(TypeError, match="put a single one in a list"):
+        measure(model, [1, 2, 3], [2])
+    with pytest.raises(TypeError, match="need tokenizer="):
+        measure(model, ["one text"], [8])
+    with pytest.raises(ValueError, match="token id 500 is outside the model's vocabulary of 128"):
+        measure(model, [[1] * 8 + [500]], [8])
+    with pytest.raises(ValueError, match="nothing to measure"):
+        measure(model, [], [8])
+    with pytest.raises(ValueError, match="prefill_chunk must be at least 1"):
+        measure(model, [[1] * 8], [8], prefill_chunk=0)
+
+
+def test_texts_are_tokenized_whole_and_the_tokenizer_is_on_record(tiny_llama):
+    words = {"[UNK]": 0, **{f"w{i}": i for i in range(1, VOCAB)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=4)
+    model, (ids,) = tiny_llama(), random_documents(1)
+    text = " ".join(f"w{i}" for i in ids.tolist())
+    record = measure(model, [text], [40], tokenizer=tokenizer)[0]
+    expected = measure(model, [ids], [40])[0]
+    assert (record.nll_sum, record.text_hash) == (expected.nll_sum, expected.text_hash)
+    assert expected.tokenizer_hash == ""
+    assert measure(model, [text], [40], tokenizer=tokenizer)[0] == replace(record, seconds=ANY, peak_memory_bytes=ANY)
+    tokenizer([text], truncation=True, max_length=3)  # leaves its settings in the tokenizer
+    assert hash_tokenizer(tokenizer) == record.tokenizer_hash
+    del words["w5"]
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="[UNK]")))
+    assert measure(model, [ids], [40], tokenizer=other)[0].tokenizer_hash not in ("", record.tokenizer_hash)
+
+
+def test_the_text_hash_sees_ids_order_and_where_documents_end():
+    rows = [[1, 2, 3], [4]]
+    texts = [rows, rows[::-1], [[1, 2], [3, 4]], [[1, 2, 3, 4]], [[1, 2, 3], [5]], [[1, 2, 3]]]
+    hashes = {hash_token_ids([torch.tensor(row) for row in text]) for text in texts}
+    assert len(hashes) == len(texts)
+
+
+def test_the_model_is_left_as_it_was_and_dropout_is_off(tiny_llama):
+    model = tiny_llama(attention_dropout=0.5)
+    expected = measure(model, random_documents(), [20])[0].nll_sum
+    model.train()
+    model.model.layers[0].eval()
+    assert measure(model, random_documents(), [20])[0].nll_sum == expected
+    assert model.training
+    assert not model.model.layers[0].mlp.training
+    assert model.model.layers[1].mlp.training
+
+
+def test_overflowing_losses_are_an_error(tiny_llama):
+    model = tiny_llama()
+    torch.nn.init.constant_(model.model.norm.weight, float("inf"))
+    with pytest.raises(ValueError, match=r"loss of token 1 is nan|logits"):
+        measure(model, random_documents(), [8])
+
+
+def dynamic_llama(tiny_llama):
+    return tiny_llama(
+        max_position_embeddings=16, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    )
+
+
+def longrope_llama(tiny_llama):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    return tiny_llama(
+        max_position_embeddings=64, rope_parameters={**rope, "factor": 4.0, "original_max_position_embeddings": 16}
+    )
+
+
+@pytest.mark.parametrize("make", [dynamic_llama, longrope_llama])
+def test_length_dependent_frequencies_get_a_pass_per_length(tiny_llama, make, caplog):
+    documents = random_documents()
+    records = measure(make(tiny_llama), documents, [12, 24, 40], ["truncated", "last_k"], last_k=2)
+    assert "one pass for each context length" in caplog.text
+    curve = []
+    for length in (12, 24, 40):
+        model, total = make(tiny_llama), 0.0  # fresh, so nothing remembers another length
+        for ids in documents:
+            batch = ids[None, :length]
+            with torch.no_grad():
+                total += float(make(tiny_llama)(input_ids=batch, labels=batch, use_cache=False).loss) * (length - 1)
+        curve.append(total)
+    assert [one.nll_sum for one in records[:3]] == pytest.approx(curve, rel=1e-5)
+    again = measure(model, documents, [40, 12])  # the same model again, now with a history
+    assert [one.nll_sum for one in again] == [records[0].nll_sum, records[2].nll_sum]
+    mixed = measure(model, documents, [20, 40], ["truncated", "sliding_window"], stride=5)[2]
+    alone = measure(make(tiny_llama), documents, [20], "sliding_window", stride=5, max_tokens=40)[0]
+    assert (mixed.context_length, mixed.nll_sum) == (20, alone.nll_sum)  # the pass over 40 tokens left nothing behind
+    with pytest.raises(ValueError, match="prefill_chunk cannot be used with rope_type"):
+        measure(model, documents, [40], prefill_chunk=8)
+
+
+def test_records_say_how_they_were_measured(tiny_llama, tmp_path):
+    from hf_posenc.patching import patched
+
+    model, path = tiny_llama(), tmp_path / "out" / "results.jsonl"
+    with patched(model, method="yarn", factor=4):
+        (record,) = measure(model, random_documents(), [20], output=path, label="mine", tokens_trained=7)
+    assert (record.method, record.factor, record.original_max_position_embeddings) == ("yarn", 4.0, 64)
+    assert (record.label, record.tokens_trained, record.dtype) == ("mine", 7, "float32")
+    assert record.attn_implementation == "sdpa"
+    assert record.versions["torch"] == torch.__version__
+    assert record.seconds > 0
+    assert record.peak_memory_bytes > 1e7
+    (line,) = path.read_text().splitlines()
+    assert Record.from_json(line) == record == read_records(path)[0]
+    assert set(json.loads(line)) == set(Record.__dataclass_fields__)
+    plain = measure(model, random_documents(), [20])[0]
+    assert (plain.method, plain.text_hash) == ("none", record.text_hash)
+    assert plain.nll_sum != record.nll_sum
+    assert measure(model, random_documents(seed=9), [20])[0].text_hash != record.text_hash
+
+
+RESULTS = ("n_tokens", "nll_sum", "perplexity", "ci_low", "ci_high", "run_key", "text_hash")
+
+
+def results(records):
+    return [tuple(getattr(one, name) for name in RESULTS) for one in records]
+
+
+class Stop(Exception):
+    """Stands for ctrl-C or a power cut."""
+
+
+def interrupt_after(model, forwards):
+    """Make the model's body stop in the middle; returns the hook."""
+    left = iter(range(forwards))
+
+    def stop(*_):
+        if next(left, None) is None:
+            raise Stop
+
+    return model.model.register_forward_pre_hook(stop)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_an_interrupted_run_resumes_to_the_same_bits(tiny_llama, tmp_path, torn):
+    model, documents, path = tiny_llama(), random_documents(6), tmp_path / "results.jsonl"
+    progress_path = tmp_path / "results.jsonl.progress"
+    arguments = (model, documents, [10, 40], ["truncated", "sliding_window"])
+    expected = measure(*arguments, max_tokens=40, stride=5)
+    hook = interrupt_after(model, 5)  # two for check_head, then three documents
+    with pytest.raises(Stop):
+        measure(*arguments, max_tokens=40, stride=5, output=path)
+    hook.remove()
+    assert not path.exists()
+    assert len(progress_path.read_text().splitlines()) == 3
+    if torn:  # killed while writing the third line
+        progress_path.write_bytes(progress_path.read_bytes()[:-20])
+    forwards = []
+    hook = model.model.register_forward_pre_hook(lambda *_: forwards.append(1))
+    records = measure(*arguments, max_tokens=40, stride=5, output=path)
+    hook.remove()
+    # check_head, the documents left, then 7 windows of 10 and one of 40 tokens for each document
+    assert len(forwards) == 2 + (4 if torn else 3) + 6 * 7 + 6
+    assert results(records) == results(expected)
+    assert read_records(path) == records
+    assert not progress_path.exists()
+
+
+def test_finished_runs_are_not_repeated(tiny_llama, tmp_path, caplog):
+    model, documents, path = tiny_llama(), random_documents(), tmp_path / "results.jsonl"
+    first = measure(model, documents, [10, 20], output=path)
+    hook = interrupt_after(model, 2)
+    assert measure(model, documents, [10, 20], output=path) == first
+    hook.remove()
+    assert "2 of 2 results are already in" in caplog.text
+    more = measure(model, documents, [20, 40], output=path)
+    assert more[0] == first[1]
+    assert len(read_records(path)) == 3
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)  # trained further: the same name, another number
+    assert measure(model, documents, [20], output=path)[0].nll_sum != first[1].nll_sum
+    assert len(read_records(path)) == 4
+
+
+def test_a_record_torn_by_a_kill_is_measured_again(tiny_llama, tmp_path):
+    model, documents, path = tiny_llama(), random_documents(), tmp_path / "results.jsonl"
+    expected = measure(model, documents, [10, 20], output=path)
+    path.write_bytes(path.read_bytes()[:-30])
+    assert read_records(path) == expected[:1]
+    assert results(measure(model, documents, [10, 20], output=path)) == results(expected)
+    assert results(read_records(path)) == results(expected)
+    path.write_text(path.read_text().rstrip("\n"))  # whole, but for its line end
+    measure(model, documents, [30], output=path)
+    assert [one.context_length for one in read_records(path)] == [10, 20, 30]
+
+
+def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"model": "x"}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .*not a perplexity record: it has no method, factor"):
+        read_records(tmp_path / "a.jsonl")
+
+
+def test_two_evaluations_share_one_file(tiny_llama, tmp_path):
+    path, documents = tmp_path / "results.jsonl", random_documents(3)
+    one, other = tiny_llama(), tiny_llama(num_hidden_layers=1)
+    hook = interrupt_after(one, 3)
+    with pytest.raises(Stop):
+        measure(one, documents, [20], output=path)
+    hook.remove()
+    measure(other, documents, [20], output=path)
+    assert len((tmp_path / "results.jsonl.progress").read_text().splitlines()) == 1  # the first one's is kept
+    measure(one, documents, [20], output=path)
+    assert len(read_records(path)) == 2
+    assert not (tmp_path / "results.jsonl.progress").exists()
+
+
+def test_interval_widens_with_the_spread_and_vanishes_without():
+    counts = [100] * 20
+    narrow = bootstrap_interval([300.0 + (-1) ** i for i in range(20)], counts)
+    wide = bootstrap_interval([300.0 + 10 * (-1) ** i for i in range(20)], counts)
+    assert wide[0] < narrow[0] < math.exp(3) < narrow[1] < wide[1]
+    assert bootstrap_interval([300.0] * 20, counts) == pytest.approx((math.exp(3), math.exp(3)), rel=1e-12)
+    assert bootstrap_interval([300.0, 310.0], [100, 100], seed=1) == bootstrap_interval(
+        [300.0, 310.0], [100, 100], seed=1
+    )
+
+
+def test_interval_covers_the_truth_about_as_often_as_it_says():
+    """95 % intervals of samples whose true perplexity is known: near 95 % must hold it."""
+    generator = torch.Generator().manual_seed(3)
+    hits = 0
+    for sample in range(200):
+        sums = (300 + 20 * torch.randn(40, generator=generator)).tolist()
+        low, high = bootstrap_interval(sums, [100] * 40, seed=sample)
+        hits += low < math.exp(3) < high
+    assert 0.88 < hits / 200 < 0.99
+
+
+def test_interval_is_over_documents_only_where_there_are_enough(tiny_llama):
+    model = tiny_llama()
+    assert measure(model, random_documents(4), [20])[0].ci_unit == "blocks"
+    record = measure(model, random_documents(5), [20])[0]
+    assert record.ci_unit == "documents"
+    assert record.ci_low < record.perplexity < record.ci_high
+    same = measure(model, random_documents(1) * 5, [20])[0]
+    assert same.ci_low == pytest.approx(same.perplexity, rel=1e-12)
+    assert same.ci_high == pytest.approx(same.perplexity, rel=1e-12)
+
+
+@pytest.mark.parametrize(("num_tokens", "sizes"), [(3, [1, 1, 1]), (63, [15, 15, 15, 15, 3]), (1024, [32] * 32)])
+def test_blocks(num_tokens, sizes):
+    losses = torch.rand(num_tokens)
+    sums, counts = block_totals(losses)
+    assert counts == sizes
+    assert sum(sums) == pytest.approx(losses.double().sum().item(), rel=1e-12)
+    assert interval_over([(sums, counts)])[2] == "blocks"
