@@ -32,3 +32,5 @@ _ensure_env() {
 
 _ensure_env || exit 1
 PYTHON=.venv/bin/python
+# Threads that spin while they wait stall everything else that runs on the same few cores.
+export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}

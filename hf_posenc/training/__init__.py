@@ -1,0 +1,8 @@
+"""Fine-tuning on a small token budget: the recipe, the packing, the loss that never builds [tokens, vocabulary]."""
+
+from __future__ import annotations
+
+from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.finetune import FinetuneResult, finetune
+
+__all__ = ["FinetuneConfig", "FinetuneResult", "finetune"]

@@ -1,0 +1,98 @@
+"""The model card of a fine-tuned model: what was done, what it gave by length, how to load it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hf_posenc.evaluation.records import Record
+
+
+def model_card(
+    description: dict[str, Any],
+    base_model: str,
+    tokens_trained: int,
+    settings: dict[str, Any],
+    records: Sequence[Record],
+) -> str:
+    """Return the text of README.md, with the metadata block the Hub reads.
+
+    Args:
+        description: What ``hf_posenc.patching.describe`` says of the model.
+        base_model: Name or path of the model that was extended.
+        tokens_trained: Tokens it was fine-tuned on.
+        settings: Of the run: learning_rate, seq_len, lora and so on, shown as they are.
+        records: Labelled "before" and "after".
+    """
+    original, target = description["original_max_position_embeddings"], description["context_length"]
+    options = "".join(f", {name} {value}" for name, value in description["options"].items())
+    lora = bool(settings["lora"])
+    return "\n".join(
+        [
+            "---",
+            "library_name: " + ("peft" if lora else "transformers"),
+            *([f"base_model: {base_model}"] if base_model else []),
+            "tags: [hf_posenc, long-context]",
+            "---",
+            "",
+            f"# {base_model.rstrip('/').rpartition('/')[2] or 'Model'}, extended to {target} tokens",
+            "",
+            f"Trained on {original} tokens, extended {description['factor']:g} times with `{description['method']}`"
+            f"{options}, then fine-tuned on {tokens_trained:,} tokens in blocks of {settings['seq_len']}.",
+            "",
+            "## Perplexity by length",
+            "",
+            *_table(records, original),
+            "",
+            "## Loading",
+            "",
+            *_loading(lora),
+            "",
+            "## Training",
+            "",
+            *(f"- {name}: {value}" for name, value in settings.items()),
+            "",
+        ]
+    )
+
+
+def _table(records: Sequence[Record], original: int) -> list[str]:
+    by_length = {n: {r.label: r for r in records if r.context_length == n} for n in {r.context_length for r in records}}
+    if not by_length:
+        return ["Not measured."]
+    lines = ["| context length | before | after |", "|---:|---:|---:|"]
+    for length, row in sorted(by_length.items()):
+        cells = [
+            f"{r.perplexity:.2f} [{r.ci_low:.2f}, {r.ci_high:.2f}]" if (r := row.get(label)) else "-"
+            for label in ("before", "after")
+        ]
+        mark = " (original)" if length == original else ""
+        lines.append(f"| {length}{mark} | {cells[0]} | {cells[1]} |")
+    one = records[0]
+    return [
+        *lines,
+        "",
+        f"Before: extended, not yet trained. Held-out text, protocol `{one.protocol}`, texts: {one.num_documents}, "
+        f"{one.dtype}, {one.attn_implementation} attention; 95 % bootstrap interval over {one.ci_unit}.",
+    ]
+
+
+def _loading(lora: bool) -> list[str]:
+    if lora:
+        return [
+            "The adapter needs its base model extended the same way; `load_extended` sees to it:",
+            "",
+            "```python",
+            "from hf_posenc import load_extended",
+            'model = load_extended("path/of/this/folder")',
+            "```",
+        ]
+    return [
+        "Plain Transformers is enough:",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        'model = AutoModelForCausalLM.from_pretrained("path/of/this/folder", dtype="auto")',
+        'tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")',
+        "```",
+    ]

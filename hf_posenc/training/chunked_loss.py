@@ -1,0 +1,112 @@
+"""Training loss of a causal language model whose logits [tokens, vocabulary] are never built whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_posenc.families import unwrap
+from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
+from hf_posenc.training.packing import IGNORED
+
+
+def chunked_causal_lm_loss(
+    model: PreTrainedModel,
+    hidden_states: torch.Tensor,
+    labels: torch.Tensor,
+    num_items: torch.Tensor | int | None = None,
+    rows_per_chunk: int = DEFAULT_ROWS_PER_CHUNK,
+) -> torch.Tensor:
+    """Return the mean loss in nats, with gradients, holding the logits of one chunk of rows at a time.
+
+    Each chunk's logits are made again in the backward pass (activation checkpointing). That suits every head
+    ``head_logits`` knows, soft-capped ones too, which torch's fused ``linear_cross_entropy`` does not.
+
+    Args:
+        model: The causal language model whose head is used.
+        hidden_states: ``(batch, seq_len, hidden_size)``; row t predicts token t + 1.
+        labels: ``(batch, seq_len)``, not shifted; ``-100`` is left out.
+        num_items: Divide the sum by this many (the labels of the global batch); None: by those given here.
+        rows_per_chunk: Rows whose logits exist at one time; memory is this x vocabulary x about 8 bytes.
+    """
+    rows = hidden_states[:, :-1].reshape(-1, hidden_states.shape[-1])
+    targets = labels[:, 1:].reshape(-1)
+
+    def chunk_loss(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = head_logits(model, rows)
+        return nn.functional.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED, reduction="sum")
+
+    losses: list[torch.Tensor] = [
+        checkpoint(chunk_loss, rows[chunk], targets[chunk], use_reentrant=False, preserve_rng_state=False)
+        for chunk in row_chunks(len(targets), rows_per_chunk)
+    ]
+    total = torch.stack(losses).sum()
+    items = torch.as_tensor((targets != IGNORED).sum() if num_items is None else num_items)
+    return total / items.to(total.device).clamp(min=1)
+
+
+@contextmanager
+def chunked_lm_loss(model: Any, rows_per_chunk: int = DEFAULT_ROWS_PER_CHUNK) -> Iterator[None]:
+    """While open, the causal language model inside ``model`` returns only the loss, computed in chunks.
+
+    The loss belongs inside the model's forward: there DistributedDataParallel, PEFT and mixed precision see
+    it. Only this instance changes, and only until the block ends.
+
+    Raises:
+        ValueError: The head is not separable, or the model is set to add a router loss, which would be lost.
+    """
+    base = unwrap(model)
+    if getattr(base.config.get_text_config(), "output_router_logits", False):
+        raise ValueError(
+            "config.output_router_logits is on, but the loss in chunks has no router loss. Set it to False to train."
+        )
+    with _attributes_kept(base), _attributes_kept(model):
+        vars(base)["forward"] = _loss_forward(base, decoder_body(base), rows_per_chunk)
+        vars(base)["accepts_loss_kwargs"] = True  # Trainer then hands over num_items_in_batch
+        yield
+
+
+@contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Put back what this loss, and accelerate's mixed precision around it, set on the instance.
+
+    accelerate wraps ``forward`` of the outermost module and has no undo that works for a plain function.
+    """
+    names = ("forward", "_original_forward", "accepts_loss_kwargs")
+    before = {name: vars(module)[name] for name in names if name in vars(module)}
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(module).pop(name, None)
+        vars(module).update(before)
+
+
+def _loss_forward(base: PreTrainedModel, body: nn.Module, rows_per_chunk: int) -> Callable[..., CausalLMOutputWithPast]:
+    def forward(
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **unused: Any,
+    ) -> CausalLMOutputWithPast:
+        if labels is None:
+            raise ValueError("the training forward needs labels; it returns the loss and no logits.")
+        if attention_mask is not None:
+            raise ValueError(
+                "an attention mask came with packed documents: Transformers would let them see each other. "
+                "Pass position_ids only."
+            )
+        hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        loss = chunked_causal_lm_loss(base, hidden, labels, num_items_in_batch, rows_per_chunk)
+        return CausalLMOutputWithPast(loss=loss)
+
+    return forward

@@ -1,0 +1,163 @@
+"""What a fine-tuning run is told, checked before any weights are touched. The defaults are the papers'."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
+from hf_posenc.registry import get_method, make_scaling
+from hf_posenc.units import ContextLength, TokenCount
+
+_LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
+# What may differ between a run and its continuation: none of it changes what is trained.
+_FREE_ON_RESUME = frozenset(
+    {"output_dir", "resume", "save_steps", "report_to", "run_name", "eval_lengths", "eval_documents"}
+)
+
+
+class MethodOptions(dict[str, Any]):
+    """Options of a method; on the command line a JSON object such as ``{"beta_fast": 16}``."""
+
+    def __init__(self, value: str | dict[str, Any] | None = None) -> None:
+        if isinstance(value, str):
+            value = json.loads(value)
+            if not isinstance(value, dict):
+                raise ValueError(f"options must be a JSON object, got {value!r}")
+        super().__init__(value or {})
+
+
+@dataclass(frozen=True)
+class FinetuneConfig:
+    """A fine-tuning run. Each field's help text is its documentation (and the command line's).
+
+    Raises:
+        ValueError, TypeError: A value is out of range, unknown, or contradicts another.
+    """
+
+    output_dir: str = field(metadata={"help": "folder for checkpoints, logs, results and the trained model"})
+    method: str = field(
+        default="yarn", metadata={"help": "extension method, unless the model is extended already (see `methods`)"}
+    )
+    factor: float | None = field(default=None, metadata={"help": "target length / original length; 4 reads 4x further"})
+    context_length: ContextLength | None = field(
+        default=None, metadata={"help": "target length in tokens (32k = 32768), instead of --factor"}
+    )
+    options: MethodOptions = field(
+        default_factory=MethodOptions, metadata={"help": 'options of the method, as JSON: {"beta_fast": 16}'}
+    )
+    # YaRN (section 4.1) takes 400 steps of 64 blocks of 64k tokens, 1.7 B tokens; in PI (table 4) the whole window
+    # is in use after 200 steps. 1M is a first try: hundreds of steps for a small model, and cheap to raise.
+    token_budget: TokenCount = field(
+        default=TokenCount("1M"), metadata={"help": "tokens to train on (300k, 1M), rounded up to whole steps"}
+    )
+    seq_len: ContextLength | None = field(
+        default=None, metadata={"help": "tokens of a training block; default: the target length, as in YaRN and PI"}
+    )
+    micro_batch_size: int = field(default=1, metadata={"help": "blocks per forward and device"})
+    gradient_accumulation_steps: int = field(
+        default=1, metadata={"help": "forwards per optimizer step; YaRN and PI step on 64 blocks"}
+    )
+    # YaRN, section 4.1: rate 2e-5, no weight decay, linear warm-up over 20 steps, AdamW with 0.9 and 0.95.
+    # PI, section 3.1: the same for 7B and 13B (1e-5 for larger ones), warming up from a tenth. Neither names a decay.
+    learning_rate: float = field(default=2e-5, metadata={"help": "peak rate; 2e-5 is YaRN's and PI's for 7B models"})
+    lr_schedule: str = field(default="constant_with_warmup", metadata={"help": " | ".join(_LR_SCHEDULES)})
+    warmup_steps: int = field(
+        default=20, metadata={"help": "steps of linear warm-up (YaRN, PI: 20); at most a fifth of a short run"}
+    )
+    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's; YaRN and PI use none"})
+    adam_beta1: float = field(default=0.9, metadata={"help": "AdamW's first beta (YaRN, PI)"})
+    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second beta (YaRN, PI)"})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "clip the gradient's norm; 0 does not clip"})
+    # LongLoRA, section 3.3: adapters alone fall well short of full fine-tuning at long contexts; training the
+    # embedding and the norms as well, a small share of the parameters, closes the gap. Rank 8 on the attention.
+    lora: bool = field(default=False, metadata={"help": "train adapters, the embedding and the norms, not all weights"})
+    lora_rank: int = field(default=8, metadata={"help": "rank of the adapters (LongLoRA: 8)"})
+    lora_alpha: int = field(default=16, metadata={"help": "the adapters' output is scaled by alpha / rank"})
+    gradient_checkpointing: bool = field(
+        default=False, metadata={"help": "recompute each layer in the backward pass: less memory, about a third slower"}
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={
+            "help": "compute in bfloat16 (autocast); default: if the checkpoint is in half precision. Trained weights "
+            "are float32 either way, and saved as they came"
+        },
+    )
+    seed: int = field(default=0, metadata={"help": "of the order of the documents and blocks, and of new weights"})
+    save_steps: int = field(default=100, metadata={"help": "steps between checkpoints; the last two are kept"})
+    resume: bool = field(default=False, metadata={"help": "go on from the last checkpoint in the output folder"})
+    logging_steps: int = field(default=1, metadata={"help": "steps between lines of the loss log"})
+    report_to: str = field(default="none", metadata={"help": "none | tensorboard | wandb | trackio"})
+    run_name: str | None = field(default=None, metadata={"help": "name of the run, for the tracker"})
+    eval_lengths: list[ContextLength] | None = field(
+        default=None,
+        metadata={"help": "lengths measured before and after; default: half the original, the original, the target"},
+    )
+    eval_documents: int = field(
+        default=8, metadata={"help": "held-out texts of the longest measured length; 0 measures nothing"}
+    )
+    logits_chunk: int = field(
+        default=DEFAULT_ROWS_PER_CHUNK, metadata={"help": "rows whose logits exist at one time in the loss"}
+    )
+
+    def __post_init__(self) -> None:
+        for name, kind in (("context_length", ContextLength), ("seq_len", ContextLength), ("token_budget", TokenCount)):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _count(name, value, kind))
+        if self.eval_lengths is not None:
+            object.__setattr__(
+                self, "eval_lengths", [_count("eval_lengths", n, ContextLength) for n in self.eval_lengths]
+            )
+        self._check_method()
+        self._check_ranges()
+
+    def _check_method(self) -> None:
+        if self.factor is not None and self.context_length is not None:
+            raise ValueError(
+                f"give factor or context_length, not both (got {self.factor:g} and {self.context_length}): "
+                "factor is context_length / original length."
+            )
+        object.__setattr__(self, "method", get_method(self.method).name)
+        object.__setattr__(self, "options", MethodOptions(self.options))
+        make_scaling(self.method, 1.0 if self.factor is None else self.factor, self.options)
+
+    def _check_ranges(self) -> None:
+        at_least = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1}
+        at_least |= {"save_steps": 1, "logging_steps": 1, "logits_chunk": 1, "warmup_steps": 0, "eval_documents": 0}
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
+        for name in ("weight_decay", "max_grad_norm"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}.")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate!r}. YaRN and PI use 2e-5.")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}.")
+        if self.lr_schedule not in _LR_SCHEDULES:
+            raise ValueError(f"unknown lr_schedule {self.lr_schedule!r}. Known: {', '.join(_LR_SCHEDULES)}.")
+        if self.seq_len is not None and self.seq_len < 2:
+            raise ValueError(f"seq_len must be at least 2 tokens, got {self.seq_len}.")
+
+    def fixed_settings(self) -> dict[str, Any]:
+        """Return what a resumed run must share with the run it continues, JSON-able."""
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _FREE_ON_RESUME}
+        plain: dict[str, Any] = json.loads(json.dumps(settings))
+        return plain
+
+
+def _count(name: str, value: Any, kind: type[int]) -> int:
+    try:
+        number = kind(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    if number != value and not isinstance(value, str):
+        raise ValueError(f"{name} must be a whole number of tokens, got {value!r}.")
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1 token, got {value!r}.")
+    return number

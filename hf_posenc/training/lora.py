@@ -1,0 +1,76 @@
+"""LoRA for longer contexts: adapters on the attention, with the embedding and the norms trained whole."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def add_lora(model: PreTrainedModel, rank: int, alpha: int) -> Any:
+    """Wrap a model by PEFT so that its attention gets adapters and its embedding and norms are trained.
+
+    A head that is tied to the embedding stays tied: it uses the trained embedding, and merging keeps it so.
+
+    Args:
+        model: The causal language model; it is changed in place.
+        rank: Of the adapters.
+        alpha: The adapters' output is scaled by ``alpha / rank``.
+
+    Raises:
+        ValueError: No linear layer inside an attention module, by name.
+
+    Reference: Chen et al. 2023, LongLoRA, arXiv:2309.12307, section 3.3.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    tied = head is not None and head.weight is embedding.weight
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=attention_linears(model),
+        modules_to_save=[_leaf_name(model, embedding), *norm_names(model)],
+        ensure_weight_tying=tied,
+    )
+    with warnings.catch_warnings():
+        # PEFT asks Transformers for an attribute that has been renamed since; nothing a user could do about.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        return get_peft_model(model, config)
+
+
+def attention_linears(model: nn.Module) -> list[str]:
+    """Return the last name parts of the linear layers inside attention modules, such as ``q_proj``.
+
+    Raises:
+        ValueError: There are none.
+    """
+    names = {
+        name.rpartition(".")[2]
+        for module in model.modules()
+        if "Attention" in type(module).__name__
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Linear)
+    }
+    if not names:
+        raise ValueError(
+            f"LoRA: {type(model).__name__} has no nn.Linear inside a module named ...Attention. "
+            "Wrap the model by peft.get_peft_model yourself and pass it with lora=False."
+        )
+    return sorted(names)
+
+
+def norm_names(model: nn.Module) -> list[str]:
+    """Return the last name parts of the normalisation layers, such as ``input_layernorm``."""
+    return sorted(
+        {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__.endswith("Norm")}
+    )
+
+
+def _leaf_name(model: nn.Module, wanted: nn.Module) -> str:
+    names = (name.rpartition(".")[2] for name, module in model.named_modules() if module is wanted)
+    return str(next(names))

@@ -1,0 +1,78 @@
+"""Perplexity before and after training: which texts are held out, which lengths are measured."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_posenc.evaluation import Record, perplexity
+from hf_posenc.training.config import FinetuneConfig
+
+logger = logging.getLogger(__name__)
+
+_HELD_OUT = 20  # one part in so many
+
+
+def hold_out(documents: Sequence[torch.Tensor], longest: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Split documents into those to train on and the last twentieth, to measure on.
+
+    Of a single document the tail is held out: a twentieth, or ``longest`` tokens if that is no more than a quarter.
+
+    Args:
+        documents: Token ids, 1-D.
+        longest: The longest length to be measured, in tokens.
+    """
+    if len(documents) > 1:
+        num_held = max(1, round(len(documents) / _HELD_OUT))
+        return list(documents[:-num_held]), list(documents[-num_held:])
+    (only,) = documents
+    tail = max(len(only) // _HELD_OUT, min(longest, len(only) // 4))
+    return [only[: len(only) - tail]], [only[len(only) - tail :]]
+
+
+def default_lengths(original: int, target: int) -> list[int]:
+    """Half the original length, the original, the target."""
+    return sorted({max(2, original // 2), original, target})
+
+
+def measure(
+    model: Any,
+    tokenizer: Any,
+    held_out: Sequence[torch.Tensor],
+    lengths: Sequence[int],
+    config: FinetuneConfig,
+    *,
+    label: str,
+    tokens_trained: int,
+    output: Path | None,
+) -> list[Record]:
+    """Append the perplexities at ``lengths`` to ``output``; lengths no held-out text reaches are left out.
+
+    The held-out texts are cut in pieces of the longest length, so that short lengths are scored on many texts too.
+    """
+    reach = max((len(document) for document in held_out), default=0)
+    reached = [length for length in lengths if length <= reach]
+    if len(reached) < len(lengths):
+        logger.warning(
+            "the longest held-out text has %d tokens, so perplexity at %s is not measured. Pass longer eval_documents.",
+            reach,
+            ", ".join(str(length) for length in lengths if length > reach),
+        )
+    if not reached or config.eval_documents == 0:
+        return []
+    return perplexity(
+        model,
+        [document for document in held_out if len(document) >= max(reached)],
+        reached,
+        tokenizer=tokenizer,
+        cut=True,
+        max_documents=config.eval_documents,
+        logits_chunk=config.logits_chunk,
+        output=output,
+        label=label,
+        tokens_trained=tokens_trained,
+    )

@@ -1,0 +1,62 @@
+"""The folder of a run: what it was started with, and where it can go on."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_SETTINGS = "finetune.json"
+
+
+def open_run(folder: Path, settings: dict[str, Any], *, resume: bool, write: bool = True) -> Path | None:
+    """Claim a folder for a run, or check that it holds the beginning of this same run.
+
+    Args:
+        folder: Made if it is not there.
+        settings: JSON-able; all that decides what is trained: options, data, base weights.
+        resume: Go on where the run in the folder stopped.
+        write: Write the settings down; False on all processes but the first.
+
+    Returns:
+        The last whole checkpoint to resume from; None to start at the beginning.
+
+    Raises:
+        ValueError: There is a run in the folder and ``resume`` is off, or it was started with other settings.
+    """
+    file = folder / _SETTINGS
+    if not file.is_file():
+        if last_checkpoint(folder) is not None:
+            raise ValueError(f"{folder} holds checkpoints of another program. Choose an empty output_dir.")
+        if write:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = file.with_name(file.name + ".partial")
+            partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            os.replace(partial, file)
+        return None
+    if not resume:
+        raise ValueError(f"{folder} holds a run already. Pass resume=True to go on with it, or another output_dir.")
+    _check_same(json.loads(file.read_text(encoding="utf-8")), settings, folder)
+    checkpoint = last_checkpoint(folder)
+    logger.info("resuming from %s", checkpoint if checkpoint is not None else "the beginning: no checkpoint yet")
+    return checkpoint
+
+
+def _check_same(there: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
+    differing = [name for name in {**there, **settings} if there.get(name) != settings.get(name)]
+    if differing:
+        raise ValueError(
+            f"the run in {folder} was started with other settings: "
+            + "; ".join(f"{name} was {there.get(name)!r}, is now {settings.get(name)!r}" for name in differing)
+            + ". Resume with the same ones, or choose another output_dir."
+        )
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """Return the newest checkpoint that was written to its end; Trainer writes its state last."""
+    found = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)

@@ -1,0 +1,100 @@
+"""The loss log: one JSON line per logged step, without repeats however often a run is resumed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+class LossLog(TrainerCallback):
+    """Append ``step, loss, learning_rate, grad_norm, tokens_trained, seconds`` to a JSON-lines file.
+
+    On resume, lines past the checkpoint belong to steps that are done again and are removed first.
+
+    Args:
+        path: The file.
+        tokens_per_step: Tokens one optimizer step is trained on, over all devices.
+        vocab_size: To tell a first loss that is no better than guessing.
+    """
+
+    def __init__(self, path: Path, tokens_per_step: int, vocab_size: int) -> None:
+        self.path = path
+        self.tokens_per_step = tokens_per_step
+        self.vocab_size = vocab_size
+        self.seconds_before = 0.0
+        self.began = time.perf_counter()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.began = time.perf_counter()
+        if state.is_world_process_zero:
+            kept = [line for line in read_log(self.path) if line["step"] <= state.global_step]
+            self.seconds_before = kept[-1]["seconds"] if kept else 0.0
+            partial = self.path.with_name(self.path.name + ".partial")
+            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+            os.replace(partial, self.path)
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if not state.is_world_process_zero or logs is None or "loss" not in logs:
+            return
+        loss = float(logs["loss"])
+        line = {
+            "step": state.global_step,
+            "loss": loss,
+            "learning_rate": float(logs["learning_rate"]),
+            "grad_norm": float(logs["grad_norm"]) if "grad_norm" in logs else None,
+            "tokens_trained": state.global_step * self.tokens_per_step,
+            "seconds": round(self.seconds_before + time.perf_counter() - self.began, 3),
+        }
+        if not math.isfinite(loss):
+            raise RuntimeError(
+                f"the loss of step {state.global_step} is {loss}. Lower learning_rate, or train with bf16=False; "
+                "resume=True goes on from the last checkpoint, if that one is still sound."
+            )
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if state.global_step == 1:
+            hint_first_loss(loss, self.vocab_size)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a loss log; one that a kill cut off in the middle is left out."""
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def hint_first_loss(loss: float, vocab_size: int) -> None:
+    """Log what the first loss says; near that of guessing, the positions are probably not what they should be."""
+    guessing = math.log(vocab_size)
+    if loss < 0.8 * guessing:
+        logger.info("first loss %.2f nats per token; guessing would give %.2f", loss, guessing)
+        return
+    logger.warning(
+        "the first loss is %.2f nats per token, about that of guessing (%.2f). A pretrained model starts far lower: "
+        "check that the checkpoint and the tokenizer belong together, and that the positions were applied "
+        "(verify_model(model) raises if not).",
+        loss,
+        guessing,
+    )

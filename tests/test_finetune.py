@@ -1,0 +1,420 @@
+"""Fine-tuning end to end on tiny models: learns, resumes to the same numbers, saves what loads again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_posenc.checkpoint import load_extended, read_manifest, save_extended
+from hf_posenc.evaluation import read_records
+from hf_posenc.patching import describe, patch_model, verify_model
+from hf_posenc.training import FinetuneConfig, finetune
+from hf_posenc.training.lora import attention_linears, norm_names
+from hf_posenc.training.measure import hold_out
+from hf_posenc.training.packing import BlockSchedule, PackedDataset
+from hf_posenc.training.precision import float32_trained_weights
+from hf_posenc.training.run_folder import last_checkpoint
+from hf_posenc.training.train_log import LossLog, hint_first_loss, read_log
+
+SEQ = 128  # factor 2 of the fixture's 64
+Build = Callable[..., LlamaForCausalLM]
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"</s>": 0, **{f"w{i}": i for i in range(1, 128)}}
+    inner = Tokenizer(models.WordLevel(words, unk_token="</s>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="</s>", eos_token="</s>")
+
+
+@pytest.fixture
+def documents() -> list[torch.Tensor]:
+    """Texts with something to learn: each repeats its own stretch of 10 tokens."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(1, 60, (10,), generator=generator).repeat(20) for _ in range(24)]
+
+
+def config(folder: Path, **changes: Any) -> FinetuneConfig:
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "factor": 2.0,
+        "token_budget": 12 * 2 * SEQ,
+        "micro_batch_size": 2,
+        "learning_rate": 3e-3,
+        "warmup_steps": 2,
+        "eval_documents": 2,
+        "save_steps": 6,
+    }
+    return FinetuneConfig(**{**settings, **changes})
+
+
+def logits_of(model: nn.Module, length: int = SEQ) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        return model.eval()(torch.randint(1, 60, (1, length), generator=generator)).logits.float()
+
+
+def test_thirty_steps_lower_the_loss_and_everything_is_written(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
+):
+    folder = tmp_path / "run"
+    result = finetune(tiny_llama(), tokenizer, documents, config(folder, token_budget=30 * 2 * SEQ - 100))
+    log = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in log] == list(range(1, 31))
+    assert log[-1]["loss"] < 0.9 * log[0]["loss"]
+    assert result.steps == 30
+    assert result.tokens_trained == log[-1]["tokens_trained"] == 30 * 2 * SEQ  # the budget, up to whole steps
+    assert result.train_loss == pytest.approx(sum(line["loss"] for line in log) / 30)
+    assert log[1]["learning_rate"] == pytest.approx(1.5e-3)  # half way through the warm-up
+    assert log[-1]["learning_rate"] == pytest.approx(3e-3)
+
+    records = read_records(folder / "results.jsonl")
+    assert records == result.records
+    assert [(r.label, r.context_length, r.tokens_trained) for r in records] == [
+        *(("before", n, 0) for n in (32, 64, 128)),
+        *(("after", n, result.tokens_trained) for n in (32, 64, 128)),
+    ]
+    for before, after in zip(records[:3], records[3:], strict=True):
+        assert after.text_hash == before.text_hash
+        assert after.perplexity < 0.9 * before.perplexity
+
+    card = (folder / "README.md").read_text()
+    assert "yarn" in card
+    assert f"{result.tokens_trained:,} tokens" in card
+    for record in records:
+        assert f"{record.perplexity:.2f}" in card
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert (manifest["method"], manifest["factor"], manifest["tokens_trained"]) == ("yarn", 2.0, 30 * 2 * SEQ)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits_of(plain), logits_of(result.model), rtol=0, atol=0)
+    assert PreTrainedTokenizerFast.from_pretrained(folder).model_max_length == SEQ
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Let the process die just after the loss of ``step`` is written down."""
+    write = LossLog.on_log
+
+    def dying(self: LossLog, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        write(self, args, state, control, logs, **kwargs)
+        if state.global_step == step:
+            raise Killed
+
+    monkeypatch.setattr(LossLog, "on_log", dying)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {"lr_schedule": "cosine", "gradient_accumulation_steps": 2, "token_budget": 12 * 4 * SEQ}),
+        (torch.float32, {"lora": True}),
+        (torch.bfloat16, {"lora": True, "gradient_checkpointing": True}),
+    ],
+    ids=["full", "full-bf16-cosine", "lora", "lora-bf16-checkpointing"],
+)
+def test_a_resumed_run_gives_the_same_losses_and_weights(
+    tmp_path: Path,
+    tiny_llama: Build,
+    tokenizer: Any,
+    documents: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    changes: dict[str, Any],
+):
+    tiny_llama(tie_word_embeddings=True).to(dtype).save_pretrained(tmp_path / "base")
+
+    def base() -> Any:
+        return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+
+    straight = finetune(base(), tokenizer, documents, config(tmp_path / "straight", **changes))
+    with monkeypatch.context() as patch:
+        kill_at(patch, 8)
+        with pytest.raises(Killed):
+            finetune(base(), tokenizer, documents, config(tmp_path / "killed", **changes))
+    before = read_log(tmp_path / "killed/train_log.jsonl")
+    assert [line["step"] for line in before] == list(range(1, 9))
+    resumed = finetune(base(), tokenizer, documents, config(tmp_path / "killed", resume=True, **changes))
+
+    lines = [read_log(tmp_path / name / "train_log.jsonl") for name in ("straight", "killed")]
+    assert [line["step"] for line in lines[1]] == list(range(1, 13))
+    assert lines[1][:6] == before[:6]  # their times too: these steps were not done again
+    for one, other in zip(*lines, strict=True):
+        for name in ("loss", "learning_rate", "grad_norm", "tokens_trained"):
+            assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-12), name
+    assert lines[1][-1]["seconds"] >= lines[1][7]["seconds"]
+    assert resumed.train_loss == pytest.approx(straight.train_loss, rel=1e-6)
+    weights = [r.model.state_dict() for r in (straight, resumed)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=0, atol=0, msg=name)
+    assert [r.perplexity for r in resumed.records] == [r.perplexity for r in straight.records]
+    assert len(read_records(tmp_path / "killed/results.jsonl")) == len(straight.records)
+
+
+def test_what_may_not_differ_on_resume_is_named(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
+):
+    first = {"token_budget": 2 * SEQ, "eval_documents": 0}
+    finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **first))
+    again = {**first, "resume": True}
+    with pytest.raises(ValueError, match=r"holds a run already. Pass resume=True"):
+        finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **first))
+    with pytest.raises(ValueError, match=r"learning_rate was 0.003, is now 0.001\. Resume"):
+        finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **{**again, "learning_rate": 1e-3}))
+    with pytest.raises(ValueError, match="data was '"):
+        finetune(tiny_llama(), tokenizer, documents[1:], config(tmp_path, **again))
+    with pytest.raises(ValueError, match="base_weights was '"):
+        finetune(tiny_llama(rms_norm_eps=1e-3, vocab_size=129), tokenizer, documents, config(tmp_path, **again))
+    (tmp_path / "checkpoint-9").mkdir()  # one that was being written when the process died
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    done = finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **again, save_steps=3))
+    assert done.steps == len(read_log(tmp_path / "train_log.jsonl")) == 1
+
+
+@pytest.mark.parametrize(("micro", "accumulation"), [(4, 1), (2, 2), (1, 4)])
+def test_the_loss_of_a_step_is_the_mean_over_its_tokens(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], micro: int, accumulation: int
+):
+    uneven = [document[: 5 + 11 * i] for i, document in enumerate(documents)]  # blocks with unequal label counts
+    settings = config(
+        tmp_path,
+        micro_batch_size=micro,
+        gradient_accumulation_steps=accumulation,
+        token_budget=2 * 4 * SEQ,
+        learning_rate=1e-30,  # the weights stay as they are, so that both steps can be checked
+        eval_documents=0,
+    )
+    finetune(tiny_llama(), tokenizer, uneven, settings)
+    model = patch_model(tiny_llama(), "yarn", 2.0)
+    blocks = list(BlockSchedule(PackedDataset(uneven, SEQ, eos_token_id=0), 8, seed=0))
+    expected = [mean_loss_of_documents(model, blocks[i : i + 4]) for i in (0, 4)]
+    assert [line["loss"] for line in read_log(tmp_path / "train_log.jsonl")] == pytest.approx(expected, rel=1e-5)
+
+
+def mean_loss_of_documents(model: nn.Module, blocks: list[dict[str, torch.Tensor]]) -> float:
+    """Each document of each block alone, with all its logits."""
+    total, count = 0.0, 0
+    for block in blocks:
+        bounds = [*(block["position_ids"] == 0).nonzero().flatten().tolist(), SEQ]
+        for start, end in itertools.pairwise(bounds):
+            piece = block["input_ids"][start:end]
+            if len(piece) > 1:
+                logits = model(piece[None]).logits[0, :-1]
+                total += nn.functional.cross_entropy(logits, piece[1:], reduction="sum").item()
+                count += len(piece) - 1
+    return total / count
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora_trains_embedding_and_norms_and_reloads_and_merges_to_the_same(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], tied: bool, dtype: torch.dtype
+):
+    tiny_llama(tie_word_embeddings=tied).to(dtype).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    initial = {name: p.clone() for name, p in base.named_parameters()}
+    result = finetune(base, tokenizer, documents, config(tmp_path / "run", lora=True))
+    assert result.records[-1].perplexity < 0.95 * result.records[2].perplexity  # the untied head stays random
+
+    trained = {name for name, p in result.model.named_parameters() if p.requires_grad}
+    kinds = {"lora_A", "lora_B", "embed_tokens", "input_layernorm", "post_attention_layernorm", "model.norm"}
+    assert {kind for kind in kinds if any(kind in name for name in trained)} == kinds
+    assert not any("mlp" in name for name in trained)
+    for name, parameter in result.model.named_parameters():
+        if "modules_to_save" in name and "lm_head" not in name:
+            plain = name.removeprefix("base_model.model.").replace("modules_to_save.default.", "")
+            assert not torch.equal(parameter, initial[plain]), name
+            assert parameter.dtype == dtype
+
+    expected = logits_of(result.model)
+    assert (tmp_path / "run/adapter_model.safetensors").is_file()
+    loaded = load_extended(tmp_path / "run")
+    torch.testing.assert_close(logits_of(loaded), expected, rtol=0, atol=1e-6)
+    merged = loaded.merge_and_unload()
+    assert (merged.lm_head.weight is merged.model.embed_tokens.weight) is tied
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05  # merging rounds the sum to bfloat16 once
+    torch.testing.assert_close(logits_of(merged), expected, rtol=0, atol=tolerance)
+    save_extended(merged, tmp_path / "merged", tokenizer)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits_of(reloaded), logits_of(merged), rtol=0, atol=0)
+    assert reloaded.dtype == dtype
+
+
+def test_a_half_precision_checkpoint_is_trained_in_float32_and_comes_back(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    tiny_llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    seen: list[set[torch.dtype]] = []
+    hook = model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: (
+            seen.append({module.up_proj.weight.dtype, output.dtype}) if module.training else None
+        )
+    )
+    result = finetune(model, tokenizer, documents, config(tmp_path / "run", eval_documents=0))
+    hook.remove()
+    assert all(dtypes == {torch.float32, torch.bfloat16} for dtypes in seen)  # weights, and what autocast computes
+    assert len(seen) == result.steps
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    verify_model(model)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert reloaded.dtype == torch.bfloat16
+    torch.testing.assert_close(logits_of(reloaded), logits_of(model), rtol=0, atol=0)
+    assert logits_of(model).dtype == torch.float32  # by the helper's cast alone:
+    assert model(torch.ones(1, 4, dtype=torch.int64)).logits.dtype == torch.bfloat16  # no autocast is left behind
+
+
+def test_float32_trained_weights_keeps_ties_and_frozen_weights(tiny_llama: Build):
+    model = tiny_llama(tie_word_embeddings=True).to(torch.bfloat16)
+    model.model.norm.weight.requires_grad_(False)
+    with float32_trained_weights(model):
+        assert model.lm_head.weight.dtype == torch.float32
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.model.norm.weight.dtype == torch.bfloat16
+        with torch.no_grad():
+            model.lm_head.weight += 1e-5  # lost at once in bfloat16
+        assert not torch.equal(model.lm_head.weight, model.lm_head.weight.bfloat16().float())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_an_extended_model_is_taken_as_it_is_or_refused(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
+):
+    small = {"token_budget": 2 * SEQ, "eval_documents": 0}
+    model = patch_model(tiny_llama(), "linear", 2)
+    with pytest.raises(ValueError, match=r"extended already: linear, factor 2, 128 tokens.*asked for: factor 4"):
+        finetune(model, tokenizer, documents, config(tmp_path / "a", method="linear", factor=4.0, **small))
+    with pytest.raises(ValueError, match="asked for: method yarn"):
+        finetune(model, tokenizer, documents, config(tmp_path / "a", **small))
+    result = finetune(model, tokenizer, documents, config(tmp_path / "b", factor=None, **small))
+    assert describe(result.model)["method"] == "linear"
+    again = finetune(
+        load_extended(tmp_path / "b"), tokenizer, documents, config(tmp_path / "c", method="linear", **small)
+    )
+    assert describe(again.model)["factor"] == 2
+
+
+def test_texts_eval_documents_and_lengths(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+):
+    texts = [tokenizer.decode(document) for document in documents[:4]]
+    result = finetune(
+        tiny_llama(),
+        tokenizer,
+        texts,
+        config(tmp_path, token_budget=2 * SEQ, eval_lengths=[16, 100, 4096]),
+        eval_documents=texts[:1],
+    )
+    assert [r.context_length for r in result.records] == [16, 100] * 2
+    assert "perplexity at 4096 is not measured" in caplog.text
+
+
+def test_trackers_get_what_trainer_logs(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tracker"))
+    settings = config(tmp_path / "run", token_budget=2 * SEQ, eval_documents=0, report_to="tensorboard")
+    finetune(tiny_llama(), tokenizer, documents, settings)
+    assert list((tmp_path / "tracker").rglob("events.out.tfevents.*"))
+
+
+def test_hold_out():
+    many = [torch.full((5,), i) for i in range(40)]
+    train, held = hold_out(many, 100)
+    assert [d[0].item() for d in held] == [38, 39]
+    assert len(train) == 38
+    one = [torch.arange(1000)]
+    assert [len(d[0]) for d in hold_out(one, 100)] == [900, 100]
+    assert [len(d[0]) for d in hold_out(one, 600)] == [750, 250]
+    assert hold_out(one, 10)[1][0].tolist() == list(range(950, 1000))
+
+
+def test_block_schedule_sees_every_block_before_any_again():
+    packed = PackedDataset([torch.arange(1, 41)], 8, eos_token_id=None)
+    order = BlockSchedule(packed, 12, seed=1).order
+    assert sorted(order[:5]) == sorted(order[5:10]) == [0, 1, 2, 3, 4]
+    assert len(order) == 12
+    assert order[:5] != order[5:10]
+
+
+def test_names_of_what_lora_trains(tiny_llama: Build):
+    model = tiny_llama()
+    assert attention_linears(model) == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    assert norm_names(model) == ["input_layernorm", "norm", "post_attention_layernorm"]
+    with pytest.raises(ValueError, match=r"no nn\.Linear inside a module named"):
+        attention_linears(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_first_loss_hint(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING)
+    hint_first_loss(4.0, 32000)
+    assert not caplog.records
+    hint_first_loss(10.1, 32000)
+    assert "positions were applied" in caplog.text
+    assert f"{math.log(32000):.2f}" in caplog.text
+
+
+def test_the_probe_and_the_packing_are_logged(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.INFO, logger="hf_posenc"):
+        finetune(tiny_llama(), tokenizer, documents, config(tmp_path, token_budget=SEQ, eval_documents=0))
+    assert "packed documents are isolated (attn_implementation 'sdpa', 2 blocks per step)" in caplog.text
+    assert "none dropped" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"context_length": 128}, ValueError, "give factor or context_length, not both"),
+        ({"factor": 0.25}, ValueError, "factor must be >= 1, got 0.25"),
+        ({"method": "yran"}, ValueError, "unknown method 'yran'. Did you mean 'yarn'"),
+        ({"method": "linear", "options": {"beta_fast": 3}}, TypeError, "'linear' takes no option 'beta_fast'"),
+        ({"token_budget": 0}, ValueError, "token_budget must be at least 1"),
+        ({"token_budget": "lots"}, ValueError, "token_budget: expected a number of tokens"),
+        ({"seq_len": 1}, ValueError, "seq_len must be at least 2"),
+        ({"micro_batch_size": 0}, ValueError, "micro_batch_size must be a whole number >= 1, got 0"),
+        ({"save_steps": 2.5}, ValueError, "save_steps must be a whole number >= 1, got 2.5"),
+        ({"learning_rate": 0}, ValueError, "learning_rate must be > 0"),
+        ({"weight_decay": -1.0}, ValueError, "weight_decay must be >= 0"),
+        ({"adam_beta2": 1.0}, ValueError, r"adam_beta2 must be in \[0, 1\)"),
+        ({"lr_schedule": "zigzag"}, ValueError, "unknown lr_schedule 'zigzag'"),
+        ({"eval_lengths": [0]}, ValueError, "eval_lengths must be at least 1"),
+    ],
+)
+def test_bad_settings_are_refused_when_made(changes: dict[str, Any], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        config(Path("nowhere"), **changes)
+
+
+def test_flags_are_made_from_the_config():
+    parser = HfArgumentParser(FinetuneConfig)
+    flags = ["--output-dir", "out", "--context-length", "32k", "--token-budget", "300k", "--seq-len", "4k", "--lora"]
+    flags += ["--options", '{"beta_fast": 16}', "--eval-lengths", "2k", "32k", "--bf16", "true"]
+    (made,) = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    assert (made.context_length, made.token_budget, made.seq_len) == (32768, 300_000, 4096)
+    assert made.options == {"beta_fast": 16}
+    assert made.eval_lengths == [2048, 32768]
+    assert (made.lora, made.bf16, made.factor, made.resume) == (True, True, None, False)
+    (plain,) = parser.parse_args_into_dataclasses(["--output_dir", "out"], look_for_args_file=False)
+    assert plain == FinetuneConfig("out")
+    assert (plain.learning_rate, plain.warmup_steps, plain.adam_beta2) == (2e-5, 20, 0.95)
+    assert "2e-5 is YaRN's and PI's" in " ".join(parser.format_help().split())
