@@ -1,0 +1,66 @@
+"""Records -> a Markdown table, plots and one HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_posenc.evaluation.records import Record
+from hf_posenc.report.markdown import headline, markdown_report, text_table
+from hf_posenc.report.page import html_page
+from hf_posenc.report.plot import draw
+from hf_posenc.report.tables import make_tables
+
+__all__ = ["ReportPaths", "report", "text_table"]
+
+
+@dataclass(frozen=True)
+class ReportPaths:
+    """The files of a report; ``plots`` holds a PNG and an SVG for each protocol."""
+
+    html: Path
+    markdown: Path
+    plots: tuple[Path, ...]
+
+
+def report(
+    records: Sequence[Record], output_dir: str | Path, title: str = "Perplexity by context length"
+) -> ReportPaths:
+    """Write records as a Markdown table, plots and one self-contained HTML page.
+
+    Rows are methods (with what they were fine-tuned on), columns context lengths; each protocol has its own table.
+
+    Args:
+        records: Of any number of models, from ``perplexity`` or ``read_records``; of repeated ones the last counts.
+        output_dir: Gets ``report.html``, ``report.md`` and ``perplexity_<protocol>.png`` and ``.svg``; files of an
+            earlier report there are replaced.
+        title: The heading.
+
+    Raises:
+        ValueError: No records; numbers that cannot be compared, with the difference named; or none at or below the
+            original length.
+    """
+    tables = make_tables(records)
+    headlines = [headline(table) for table in tables]
+    drawn = [draw(table) for table in tables]
+    folder = Path(output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = tuple(
+        _write(folder / f"perplexity_{table.slug}{suffix}", content)
+        for table, files in zip(tables, drawn, strict=True)
+        for suffix, content in files.items()
+    )
+    page = html_page(title, tables, headlines, [files[".svg"].decode() for files in drawn])
+    return ReportPaths(
+        html=_write(folder / "report.html", page.encode()),
+        markdown=_write(folder / "report.md", markdown_report(title, tables, headlines).encode()),
+        plots=plots,
+    )
+
+
+def _write(path: Path, content: bytes) -> Path:
+    """Write a file so that it is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content)
+    return partial.replace(path)

@@ -1,0 +1,161 @@
+"""Tables as text, and the words that say how numbers were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_posenc.evaluation.records import Record
+from hf_posenc.report.tables import Row, Table, length_name, make_rows, number_name
+
+_SCORED = {
+    "truncated": "The first N tokens of each document are read in one go; all but the first token are scored.",
+    "last_k": "The first N tokens of each document are read in one go; the last {last_k} of them are scored.",
+    "sliding_window": (
+        "A window of N tokens slides over each document; every token but the first is scored once, when it is new."
+    ),
+}
+
+
+def column_names(table: Table) -> list[str]:
+    """Return the headings of the lengths, each with how it relates to the original one."""
+    names = []
+    for length in table.lengths:
+        name = length_name(length)
+        if len(table.originals) == 1:
+            original = table.originals[0]
+            relation = (
+                " (original)" if length == original else f" (x{length / original:.3g})" if length > original else ""
+            )
+            name += relation
+        names.append(name)
+    return names
+
+
+def interval_name(record: Record) -> str:
+    """Return the 95 % interval, such as ``27.1-29.6``."""
+    return f"{number_name(record.ci_low)}–{number_name(record.ci_high)}"
+
+
+def change_name(change: float | None) -> str:
+    """Return a change in percent with its sign, or nothing."""
+    return "" if change is None else f"{round(change, 1) + 0.0:+.1f} %"  # + 0.0: no minus before a zero
+
+
+def text_table(records: Sequence[Record]) -> str:
+    """Return perplexities for a terminal: a line per protocol and row, a column per length; nothing is refused."""
+    lengths = sorted({record.context_length for record in records})
+    rows = [
+        (f"{protocol}  {row.full_name}", row)
+        for protocol in dict.fromkeys(record.protocol for record in records)
+        for row in make_rows([record for record in records if record.protocol == protocol])
+    ]
+    width = max((len(name) for name, _ in rows), default=0)
+    lines = [" " * width + "".join(f"{length_name(n):>9}" for n in lengths)]
+    for name, row in rows:
+        cells = (number_name(row.records[n].perplexity) if n in row.records else "" for n in lengths)
+        lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
+    return "\n".join(lines)
+
+
+def markdown_table(table: Table) -> str:
+    """Return a table in GitHub's Markdown."""
+    lines = [
+        "| " + " | ".join(["method", "fine-tuning", *column_names(table)]) + " |",
+        "|" + "---|" * 2 + "---:|" * len(table.lengths),
+    ]
+    for row in table.rows:
+        cells = [_cell(table, row, length) for length in table.lengths]
+        lines.append("| " + " | ".join([row.name.replace("|", "\\|"), row.training, *cells]) + " |")
+    return "\n".join(lines)
+
+
+def _cell(table: Table, row: Row, length: int) -> str:
+    record = row.records.get(length)
+    if record is None:
+        return ""
+    value = number_name(record.perplexity)
+    value = f"**{value}**" if record.perplexity == table.best(length) else value
+    return f"{value} ({interval_name(record)}) {change_name(table.change(row, length))}".strip()
+
+
+def legend(table: Table) -> str:
+    """Return the sentence that explains a table's cells."""
+    unit = table.at_length(table.lengths[0]).ci_unit
+    text = f"Perplexity, lower is better; with it the 95 % interval over {unit}; the lowest of a column is bold."
+    if any(table.change(row, length) is not None for row in table.rows for length in table.lengths):
+        text += " Up to the original length, the percentage says how far a row is above the unpatched model."
+    return text
+
+
+def measured(table: Table) -> list[tuple[str, str]]:
+    """Return what has to be the same to measure these numbers again, as pairs of a name and a value."""
+    records = [record for row in table.rows for record in row.records.values()]
+    first = records[0]
+
+    def all_of(name: str) -> str:
+        return ", ".join(dict.fromkeys(str(getattr(record, name)) for record in records))
+
+    versions = dict.fromkeys(f"{name} {value}" for record in records for name, value in record.versions.items())
+    pairs = [
+        ("Protocol", f"{first.protocol}. {_SCORED.get(first.protocol, '').format(last_k=first.last_k)}".strip()),
+        ("Perplexity", "exp(sum of the losses in nats / number of scored tokens), summed over all documents first."),
+        ("Model", all_of("model")),
+        ("Documents", all_of("num_documents")),
+        ("BOS token", all_of("bos")),
+        ("Tokenizer hash", first.tokenizer_hash),
+        ("Weights and attention", f"{all_of('dtype')}, {all_of('attn_implementation')}"),
+        ("Versions", ", ".join(versions)),
+    ]
+    if first.stride is not None:
+        strides = dict.fromkeys(f"{table.at_length(n).stride} at {length_name(n)}" for n in table.lengths)
+        pairs.insert(1, ("Stride in tokens", ", ".join(strides)))
+    return pairs
+
+
+def markdown_report(title: str, tables: list[Table], headlines: list[str]) -> str:
+    """Return the whole report as Markdown; plots are the PNG files beside it."""
+    parts = [f"# {title}"]
+    for table, line in zip(tables, headlines, strict=True):
+        facts = "\n".join(f"- {name}: {value}" for name, value in measured(table))
+        scored = "\n".join(
+            f"| {length_name(n)} | {table.at_length(n).n_tokens:,} | `{table.at_length(n).text_hash}` |"
+            for n in table.lengths
+        )
+        parts += [
+            f"## {table.title}",
+            line,
+            markdown_table(table),
+            legend(table),
+            f"![Perplexity by length](perplexity_{table.slug}.png)",
+            f"How it was measured:\n\n{facts}",
+            f"| length | tokens scored | text hash |\n|---:|---:|---|\n{scored}",
+        ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def headline(table: Table) -> str:
+    """Say what a table shows at the longest length up to a row's target, and what short texts pay for it."""
+    extended = [row for row in table.rows if row.first.method != "none"]
+    reached = [(n, row) for row in extended for n in row.records if n <= _target(row)]
+    if not reached:
+        return ""
+    length = max(n for n, _ in reached)
+    best = min((row for n, row in reached if n == length), key=lambda row: row.records[length].perplexity)
+    text = f"At {length_name(length)} tokens, {_in_words(best)} has perplexity "
+    text += number_name(best.records[length].perplexity)
+    base = table.baseline(best)
+    if base is not None and length in base.records:
+        text += f" and the unpatched model {number_name(base.records[length].perplexity)}"
+    short = max((n for n in table.lengths if table.change(best, n) is not None), default=length)
+    if (change := table.change(best, short)) is not None:
+        text += f"; at {length_name(short)} tokens it is {abs(change):.1f} % {'worse' if change >= 0 else 'better'}"
+        text += " than the unpatched model"
+    return text + "."
+
+
+def _target(row: Row) -> float:
+    return (row.first.original_max_position_embeddings or 0) * row.first.factor
+
+
+def _in_words(row: Row) -> str:
+    return f"{row.name} ({row.training})"

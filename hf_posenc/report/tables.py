@@ -1,0 +1,179 @@
+"""Records sorted into tables of comparable numbers, or refused with the difference that makes them incomparable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_posenc.evaluation.records import Record
+
+# What must be equal among the numbers of one column; and the tokenizer, among those of a whole table.
+_PER_LENGTH = ("bos", "window", "stride", "num_documents", "n_tokens", "text_hash")
+_ADVICE = "Evaluate both in the same way, or make two reports."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model, as it was extended and trained, at several lengths."""
+
+    name: str
+    training: str
+    records: dict[int, Record]
+
+    @property
+    def first(self) -> Record:
+        return next(iter(self.records.values()))
+
+    @property
+    def is_unpatched(self) -> bool:
+        return self.first.method == "none" and self.first.tokens_trained == 0
+
+    @property
+    def full_name(self) -> str:
+        return self.name if self.is_unpatched else f"{self.name}, {self.training}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Comparable numbers: the rows of one protocol."""
+
+    slug: str
+    title: str
+    lengths: tuple[int, ...]
+    originals: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    def baseline(self, row: Row) -> Row | None:
+        """Return the unpatched row to measure against: the only one, or that of the same model."""
+        unpatched = [other for other in self.rows if other.is_unpatched]
+        same = [other for other in unpatched if other.first.model == row.first.model]
+        return unpatched[0] if len(unpatched) == 1 else same[0] if len(same) == 1 else None
+
+    def change(self, row: Row, length: int) -> float | None:
+        """Return how far a row is above the unpatched one at a length up to the original, in percent."""
+        base = self.baseline(row)
+        original = row.first.original_max_position_embeddings
+        if base is None or base is row or original is None or length > original:
+            return None
+        if length not in row.records or length not in base.records:
+            return None
+        return 100 * (row.records[length].perplexity / base.records[length].perplexity - 1)
+
+    def best(self, length: int) -> float:
+        """Return the lowest perplexity of a column."""
+        return min(row.records[length].perplexity for row in self.rows if length in row.records)
+
+    def at_length(self, length: int) -> Record:
+        """Return any record of a column; what they share is the same in all."""
+        return next(row.records[length] for row in self.rows if length in row.records)
+
+
+def make_tables(records: Sequence[Record]) -> list[Table]:
+    """Sort records into one table per protocol.
+
+    Of two records of the same row and length the later counts.
+
+    Raises:
+        ValueError: No records; records of a table that cannot be compared; no length up to the original one.
+    """
+    if not records:
+        raise ValueError("there are no records to report. hf-posenc eval --output results.jsonl writes them.")
+    protocols: dict[tuple[str, int | None], list[Record]] = {}
+    for record in records:
+        protocols.setdefault((record.protocol, record.last_k), []).append(record)
+    return [_make_table(group) for group in protocols.values()]
+
+
+def length_name(length: int) -> str:
+    """Return ``32k`` for 32768 and ``500`` for 500."""
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def tokens_name(count: int) -> str:
+    """Return ``300k`` for 300000 and ``1.5M`` for 1500000."""
+    for unit, name in ((1_000_000, "M"), (1_000, "k")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return str(count)
+
+
+def number_name(value: float) -> str:
+    """Return a perplexity with as many digits as are worth reading: 5.73, 28.33, 730.1, 12,345."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def _make_table(records: Sequence[Record]) -> Table:
+    refuse_incomparable(records)
+    first = records[0]
+    lengths = tuple(sorted({record.context_length for record in records}))
+    originals = tuple(
+        sorted({r.original_max_position_embeddings for r in records if r.original_max_position_embeddings})
+    )
+    if originals and lengths[0] > originals[0]:
+        raise ValueError(
+            f"the shortest length evaluated is {lengths[0]} tokens, above the original {originals[0]}: a report has to "
+            f"show what short texts pay. Evaluate at {originals[0]} tokens or fewer too ({first.protocol})."
+        )
+    slug, title = (
+        first.protocol,
+        {"truncated": "First N tokens", "sliding_window": "Sliding window of N tokens"}.get(
+            first.protocol, first.protocol
+        ),
+    )
+    if first.last_k is not None:
+        slug, title = f"last_{first.last_k}", f"Last {first.last_k} of N tokens"
+    return Table(slug, title, lengths, originals, make_rows(records))
+
+
+def refuse_incomparable(records: Sequence[Record]) -> None:
+    """Raise if numbers that would stand in one table were measured on different text or in different ways."""
+    seen: dict[int, Record] = {}
+    for record in records:
+        _refuse_difference(records[0], record, ("tokenizer_hash",))
+        other = seen.setdefault(record.context_length, record)
+        _refuse_difference(other, record, _PER_LENGTH)
+
+
+def _refuse_difference(one: Record, other: Record, names: Iterable[str]) -> None:
+    for name in names:
+        if getattr(one, name) != getattr(other, name):
+            raise ValueError(
+                f"records cannot be compared: at {other.context_length} tokens ({other.protocol}), {name} is "
+                f"{getattr(one, name)!r} for {_row_name(one, ())} and {getattr(other, name)!r} for "
+                f"{_row_name(other, ())}. {_ADVICE}"
+            )
+
+
+def _row_key(record: Record) -> tuple[object, ...]:
+    options = json.dumps(record.options, sort_keys=True)
+    who = (record.model, record.dtype, record.attn_implementation)
+    return (*who, record.label, record.method, record.factor, options, record.tokens_trained)
+
+
+def make_rows(records: Sequence[Record]) -> tuple[Row, ...]:
+    """Group records by model, extension and training; the unpatched first, then in order of appearance."""
+    groups: dict[tuple[object, ...], dict[int, Record]] = {}
+    for record in records:
+        groups.setdefault(_row_key(record), {})[record.context_length] = record
+    # Said only where rows differ in it.
+    names = ("model", "dtype", "attn_implementation")
+    extras = tuple(name for name in names if len({getattr(record, name) for record in records}) > 1)
+    rows = []
+    for by_length in groups.values():
+        first = next(iter(by_length.values()))
+        trained = first.tokens_trained
+        training = f"after {tokens_name(trained)} tokens" if trained else "zero-shot"
+        rows.append(Row(_row_name(first, extras), training, dict(sorted(by_length.items()))))
+    return tuple(sorted(rows, key=lambda row: not row.is_unpatched))
+
+
+def _row_name(record: Record, extras: Iterable[str]) -> str:
+    name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
+    if record.options:
+        values = {key: json.dumps(value).strip('"') for key, value in record.options.items()}
+        name += " (" + ", ".join(f"{k}={v if len(v) <= 20 else '...'}" for k, v in values.items()) + ")"
+    shown = {"model": Path(record.model).name}
+    label = [record.label] if record.label else []
+    return " · ".join([name, *label, *(str(shown.get(extra, getattr(record, extra))) for extra in extras)])

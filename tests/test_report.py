@@ -1,0 +1,236 @@
+"""Reports: what stands in them, what they refuse, and that nothing is fetched to show them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_posenc.evaluation.records import Record
+from hf_posenc.report import report, text_table
+from hf_posenc.report.plot import _spread
+from hf_posenc.report.tables import make_tables, number_name, tokens_name
+
+
+def make_record(method: str = "none", length: int = 256, perplexity: float = 40.0, **changes: Any) -> Record:
+    tokens = 8 * (length - 1)
+    record = Record(
+        model="tiny",
+        method=method,
+        factor=1.0 if method == "none" else 4.0,
+        options={},
+        tokens_trained=0,
+        original_max_position_embeddings=256,
+        context_length=length,
+        protocol="truncated",
+        window=None,
+        stride=None,
+        last_k=None,
+        bos="none",
+        num_documents=8,
+        n_tokens=tokens,
+        nll_sum=math.log(perplexity) * tokens,
+        perplexity=perplexity,
+        ci_low=perplexity * 0.95,
+        ci_high=perplexity * 1.05,
+        ci_unit="documents",
+        tokenizer_hash="tok-1",
+        text_hash=f"text-{length}",
+        dtype="float32",
+        attn_implementation="sdpa",
+        versions={"torch": "2.13.0"},
+        seconds=1.0,
+        peak_memory_bytes=1,
+    )
+    return dataclasses.replace(record, **changes)
+
+
+CURVES: dict[tuple[str, int], dict[int, float]] = {
+    ("none", 0): {128: 60.0, 256: 50.0, 1024: 1234.5},
+    ("linear", 0): {128: 160.0, 256: 140.0, 1024: 150.0},
+    ("yarn", 0): {128: 75.0, 256: 60.0, 1024: 70.0},
+    ("yarn", 300_000): {128: 61.5, 256: 49.0, 1024: 46.0},
+}
+
+
+def make_records(**changes: Any) -> list[Record]:
+    return [
+        make_record(method, length, perplexity, tokens_trained=tokens, **changes)
+        for (method, tokens), curve in CURVES.items()
+        for length, perplexity in curve.items()
+    ]
+
+
+def cells(markdown: str) -> list[list[str]]:
+    rows = [line for line in markdown.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_markdown_holds_every_number_once_with_interval_original_and_change(tmp_path: Path) -> None:
+    paths = report(make_records(), tmp_path / "report")
+    head, *rows = cells(paths.markdown.read_text())[:5]
+    assert head == ["method", "fine-tuning", "128", "256 (original)", "1k (x4)"]
+    assert rows[0] == [
+        "unpatched",
+        "zero-shot",
+        "**60.00** (57.00–63.00)",
+        "50.00 (47.50–52.50)",
+        "1,234 (1,173–1,296)",
+    ]
+    assert rows[1][:2] == ["linear x4", "zero-shot"]
+    assert rows[1][3] == "140.0 (133.0–147.0) +180.0 %"
+    assert rows[3][:2] == ["yarn x4", "after 300k tokens"]
+    assert rows[3][2].endswith("+2.5 %")
+    assert rows[3][3].startswith("**49.00**")
+    assert rows[3][3].endswith("-2.0 %")
+    assert rows[3][4] == "**46.00** (43.70–48.30)"  # no change beyond the original length
+
+
+def test_page_asks_for_nothing_and_says_how_it_was_measured(tmp_path: Path) -> None:
+    paths = report(make_records(), tmp_path, title="A <b>title</b> & more")
+    page = paths.html.read_text()
+
+    class Attributes(HTMLParser):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tags: list[str] = []
+            self.links: list[str] = []
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            self.tags.append(tag)
+            self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    parser = Attributes()
+    parser.feed(page)
+    assert parser.links
+    assert all(link.startswith("#") for link in parser.links)
+    assert not {"script", "link", "img", "b"} & set(parser.tags)
+    assert {"svg", "table", "dl"} <= set(parser.tags)
+    assert not re.search(r"url\((?!#)|@import", page)
+    assert "A &lt;b&gt;title&lt;/b&gt; &amp; more" in page
+    assert all(fact in page for fact in ("truncated", "tok-1", "text-1024", "float32, sdpa", "torch 2.13.0", "2,040"))
+
+
+def test_plots_show_every_row_and_the_original_length(tmp_path: Path) -> None:
+    paths = report(make_records(), tmp_path)
+    png, svg = paths.plots
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    drawing = ET.parse(svg).getroot()
+    # Text is drawn as paths, with the words in comments.
+    words = re.findall(r"<!-- (.*?) -->", svg.read_text())
+    shown = " ".join(words)
+    for expected in (
+        "trained on 256",
+        "unpatched  1,234",
+        "linear x4, zero-shot  150.0",
+        "yarn x4, after 300k tokens  46.00",
+    ):
+        assert expected in shown
+    assert drawing.tag.endswith("svg")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "perplexity_truncated.png",
+        "perplexity_truncated.svg",
+        "report.html",
+        "report.md",
+    ]
+
+
+def test_same_records_give_the_same_files(tmp_path: Path) -> None:
+    first, second = report(make_records(), tmp_path / "a"), report(make_records(), tmp_path / "b")
+    for one, two in zip((first.html, *first.plots), (second.html, *second.plots), strict=True):
+        assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("text_hash", "other"),
+        ("tokenizer_hash", "tok-2"),
+        ("n_tokens", 99),
+        ("bos", "prepended"),
+        ("num_documents", 9),
+        ("stride", 64),
+        ("window", 512),
+    ],
+)
+def test_refuses_what_cannot_be_compared(tmp_path: Path, field: str, value: Any) -> None:
+    odd = dataclasses.replace(make_record("ntk", 256, 55.0), **{field: value})
+    with pytest.raises(ValueError, match=rf"cannot be compared.*{field} is .* for .* and {value!r} for ntk x4"):
+        report([*make_records(), odd], tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_refuses_a_report_of_long_texts_only(tmp_path: Path) -> None:
+    long_only = [record for record in make_records() if record.context_length > 256]
+    with pytest.raises(ValueError, match="shortest length evaluated is 1024 tokens, above the original 256"):
+        report(long_only, tmp_path)
+    with pytest.raises(ValueError, match="no records"):
+        report([], tmp_path)
+
+
+def test_each_protocol_has_its_own_table_and_unique_ids(tmp_path: Path) -> None:
+    last = make_records(protocol="last_k", last_k=64, n_tokens=8 * 64, text_hash="same")
+    paths = report([*make_records(), *last], tmp_path)
+    assert [path.name for path in paths.plots if path.suffix == ".png"] == [
+        "perplexity_truncated.png",
+        "perplexity_last_64.png",
+    ]
+    page = paths.html.read_text()
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]+)"', page)) <= set(ids)
+    assert "Last 64 of N tokens" in page
+
+
+def test_rows_are_told_apart_by_what_differs_and_later_records_replace_earlier_ones() -> None:
+    bf16 = [dataclasses.replace(record, dtype="bfloat16") for record in make_records()[:3]]
+    (table,) = make_tables([*make_records()[:3], *bf16])
+    assert [row.name for row in table.rows] == ["unpatched · float32", "unpatched · bfloat16"]
+    (table,) = make_tables([make_record(perplexity=40.0), make_record(perplexity=41.0)])
+    assert [row.records[256].perplexity for row in table.rows] == [41.0]
+    (table,) = make_tables([make_record("yarn", options={"beta_fast": 16}, label="mine")])
+    assert table.rows[0].name == "yarn x4 (beta_fast=16) · mine"
+
+
+def test_change_is_only_against_the_same_model_when_there_are_several() -> None:
+    other = [dataclasses.replace(r, model="other", perplexity=2 * r.perplexity) for r in make_records()]
+    (table,) = make_tables([*make_records(), *other])
+    changes = {row.name: table.change(row, 256) for row in table.rows if row.first.method == "linear"}
+    assert changes == {"linear x4 · tiny": pytest.approx(180.0), "linear x4 · other": pytest.approx(180.0)}
+
+
+def test_headline_is_about_the_target_length_not_beyond_it(tmp_path: Path) -> None:
+    beyond = [make_record("none", 2048, 2000.0), make_record("yarn", 2048, 900.0, tokens_trained=300_000)]
+    text = report([*make_records(), *beyond], tmp_path).markdown.read_text()
+    assert "At 1k tokens, yarn x4 (after 300k tokens) has perplexity 46.00 and the unpatched model 1,234" in text
+    assert "at 256 tokens it is 2.0 % better than the unpatched model." in text
+
+
+def test_terminal_table_refuses_nothing() -> None:
+    lines = text_table([make_record(length=1024, perplexity=70.0), make_record("yarn", 1024, 46.0)]).splitlines()
+    assert [line.split() for line in lines] == [
+        ["1k"],
+        ["truncated", "unpatched", "70.00"],
+        ["truncated", "yarn", "x4,", "zero-shot", "46.00"],
+    ]
+
+
+def test_labels_move_apart_in_order_and_no_further_than_needed() -> None:
+    assert _spread([0.0, 100.0], gap=10) == [0.0, 100.0]
+    assert _spread([50.0, 50.0], gap=10) == [45.0, 55.0]
+    moved = _spread([3.0, 0.0, 1.0, 40.0], gap=10)
+    assert moved[1] < moved[2] < moved[0] < moved[3]
+    assert sorted(moved)[1] - sorted(moved)[0] == pytest.approx(10)
+    assert sum(moved[:3]) / 3 == pytest.approx(4 / 3)
+    assert moved[3] == 40.0
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [number_name(x) for x in (5.726, 28.333, 730.12, 12345.6)] == ["5.73", "28.33", "730.1", "12,346"]
+    assert [tokens_name(n) for n in (500, 300_000, 303_104, 1_500_000)] == ["500", "300k", "303k", "1.5M"]
