@@ -1,0 +1,144 @@
+"""What the commands take, as dataclasses: each field is a flag, and its help text its documentation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hf_posenc.units import ContextLength, TokenCount
+
+# The same as in evaluation.plans, whose package imports PyTorch: too slow for --help.
+PROTOCOLS = ("truncated", "last_k", "sliding_window")
+
+
+@dataclass
+class ModelArguments:
+    """How the model is loaded."""
+
+    dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's own), float32, bfloat16 or float16"})
+    device: str | None = field(
+        default=None, metadata={"help": "cpu, cuda, auto (all GPUs); default: a GPU if there is one"}
+    )
+    attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, eager, flash_attention_2, ..."})
+
+
+@dataclass
+class ExtensionArguments:
+    """How far the model is extended."""
+
+    factor: float | None = field(default=None, metadata={"help": "target length / original length; 4 reads 4x further"})
+    context_length: ContextLength | None = field(
+        default=None, metadata={"help": "target length in tokens (32k = 32768), instead of --factor"}
+    )
+    original_max_position_embeddings: int | None = field(
+        default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
+    )
+    on_scaled: Literal["refuse", "replace"] = field(
+        default="refuse", metadata={"help": "what to do with a model that is scaled already"}
+    )
+
+
+@dataclass
+class OptionArguments:
+    """The method's own options."""
+
+    option: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "options of the method: --option beta_fast=16 ramp=paper",
+            "action": "extend",
+            "metavar": "K=V",
+        },
+    )
+
+
+@dataclass
+class DocumentArguments:
+    """Where the texts come from."""
+
+    documents: str = field(
+        metadata={"help": "text or .jsonl file, folder of text files, - (stdin), novel:persuasion, or a dataset's name"}
+    )
+    text_field: str = field(default="text", metadata={"help": "field holding the text, for .jsonl and datasets"})
+    split: str = field(default="train", metadata={"help": "split of a dataset"})
+    config_name: str | None = field(default=None, metadata={"help": "configuration of a dataset"})
+
+
+@dataclass
+class PatchArguments:
+    """Which rule is written into the checkpoint."""
+
+    method: str = field(default="yarn", metadata={"help": "a name from `hf-posenc methods`"})
+
+
+@dataclass
+class EvalArguments:
+    """What is measured, and where the numbers go."""
+
+    context_lengths: list[ContextLength] = field(metadata={"help": "tokens fed at a time: 512 2k 32k"})
+    method: list[str] = field(
+        default_factory=lambda: ["none"], metadata={"help": "one or more from `hf-posenc methods`, or none: as it is"}
+    )
+    protocol: list[str] = field(
+        default_factory=lambda: ["truncated"],
+        metadata={"help": "one or more of truncated, last_k, sliding_window", "choices": PROTOCOLS},
+    )
+    output: str | None = field(
+        default=None, metadata={"help": "append results to this .jsonl file, and resume from it"}
+    )
+    stride: int | None = field(default=None, metadata={"help": "new tokens a sliding window scores; default 256"})
+    last_k: int = field(default=256, metadata={"help": "tokens scored by last_k"})
+    max_tokens: ContextLength | None = field(
+        default=None, metadata={"help": "tokens of a document the sliding window covers; default: the longest length"}
+    )
+    bos: Literal["prepended"] | None = field(default=None, metadata={"help": "put a BOS token before every document"})
+    prefill_chunk: ContextLength | None = field(
+        default=None, metadata={"help": "feed so many tokens at a time over a KV cache: same numbers, less memory"}
+    )
+    max_documents: int | None = field(default=None, metadata={"help": "at most so many documents, evenly spread"})
+    cut: bool = field(default=False, metadata={"help": "cut long documents into pieces of the longest length"})
+    label: str = field(default="", metadata={"help": "words for the row in a report"})
+    model_name: str | None = field(default=None, metadata={"help": "the model's name in results; default: as given"})
+    hide_progress: bool = field(default=False, metadata={"help": "no progress bar"})
+
+
+@dataclass
+class ReportArguments:
+    """Where a report goes."""
+
+    output_dir: str = field(default="report", metadata={"help": "folder for report.html, report.md and the plots"})
+    title: str = field(default="Perplexity by context length", metadata={"help": "heading of the report"})
+
+
+@dataclass
+class DemoArguments:
+    """How long the demo may train, and where its files go."""
+
+    output_dir: str = field(default="outputs/demo", metadata={"help": "folder for results, report and trained model"})
+    token_budget: TokenCount = field(default=TokenCount("300k"), metadata={"help": "tokens to fine-tune on"})
+
+
+def parse_options(pairs: list[str]) -> dict[str, Any]:
+    """Turn ``["beta_fast=16", "ramp=paper"]`` into ``{"beta_fast": 16, "ramp": "paper"}``; values are JSON or words.
+
+    Raises:
+        ValueError: A pair without ``=``, or one option given twice.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--option takes name=value, such as beta_fast=16, got {pair!r}.")
+        name = name.strip().replace("-", "_")
+        if name in options:
+            raise ValueError(f"--option {name} is given twice.")
+        options[name] = _value(text)
+    return options
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text in ("True", "False") else text)
+    except json.JSONDecodeError:
+        return text

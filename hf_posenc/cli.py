@@ -1,0 +1,275 @@
+"""``hf-posenc``: one command for each station, each one call into the library.
+
+PyTorch and Transformers are imported inside the commands, so that help and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hf_posenc import arguments as args_
+
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.records import Record
+
+_EXAMPLES = """\
+examples:
+  hf-posenc patch MODEL longer-model --method yarn --factor 4
+  hf-posenc eval MODEL --documents book.txt --context-lengths 512 2k 8k --method none yarn --factor 4 --output r.jsonl
+  hf-posenc finetune MODEL --documents books/ --method yarn --factor 4 --token-budget 1M --output-dir trained
+  hf-posenc report r.jsonl --output-dir report
+
+MODEL is a name on the Hugging Face Hub, a folder or a .gguf file. `hf-posenc COMMAND --help` lists a command's flags.
+"""
+
+
+def patch(argv: Sequence[str]) -> None:
+    """Extend a model and save it so that plain Transformers loads it extended."""
+    places = {"model": "name on the Hub, folder or .gguf file", "output": "folder to write"}
+    known = (args_.PatchArguments, args_.ExtensionArguments, args_.OptionArguments, args_.ModelArguments)
+    given, which, extension, options, loading = _parse("patch", patch, argv, known, places)
+    if Path(given.model).resolve() == Path(given.output).resolve():
+        raise ValueError("the output folder is the model's own. Give another, so that the original is kept.")
+    from hf_posenc.checkpoint import save_extended
+    from hf_posenc.loading import load_model
+    from hf_posenc.patching import patch_model, verify_model
+
+    model, tokenizer = load_model(given.model, **vars(loading))
+    patch_model(model, which.method, **vars(extension), **args_.parse_options(options.option))
+    verification = verify_model(model)
+    save_extended(model, given.output, tokenizer, base_model=given.model)
+    done = verification.extension
+    worst = max((check.inv_freq_error for check in verification.modules), default=0.0)
+    print(
+        f"{done['method']} x{done['factor']:g}: {done['original_max_position_embeddings']} -> {done['context_length']} "
+        f"tokens\nverified: frequencies differ from the closed form by at most {worst:.1e}\nsaved: {given.output}"
+    )
+
+
+def evaluate(argv: Sequence[str]) -> None:
+    """Measure perplexity by context length, of a model as it is or extended by one or more methods."""
+    known: list[Any] = [args_.EvalArguments, args_.ExtensionArguments, args_.OptionArguments]
+    known += [args_.DocumentArguments, args_.ModelArguments]
+    places = {"model": "name on the Hub, folder or .gguf file"}
+    given, what, extension, options, source, loading = _parse("eval", evaluate, argv, known, places)
+    settings = vars(what)
+    methods, output = settings.pop("method"), what.output
+    settings |= {"progress": not settings.pop("hide_progress"), "model_name": what.model_name or given.model}
+    rules = args_.parse_options(options.option)
+    if methods == ["none"] and (rules or extension.factor or extension.context_length):
+        raise ValueError("--factor, --context-length and --option need a --method, such as yarn.")
+    from hf_posenc.checkpoint import read_manifest
+    from hf_posenc.evaluation import perplexity
+    from hf_posenc.loading import load_model
+    from hf_posenc.patching import patched
+    from hf_posenc.registry import get_method
+    from hf_posenc.report import text_table
+
+    for method in methods:
+        if method != "none":
+            get_method(method)  # a typing mistake is found before minutes of loading
+    documents = _read(source)
+    model, tokenizer = load_model(given.model, **vars(loading))
+    settings["tokens_trained"] = (read_manifest(given.model) or {}).get("tokens_trained", 0)
+    records: list[Record] = []
+    for method in methods:
+        if method == "none":
+            records += perplexity(model, documents, tokenizer=tokenizer, **settings)
+        else:
+            with patched(model, method, **vars(extension), **rules):
+                records += perplexity(model, documents, tokenizer=tokenizer, **settings)
+    print(text_table(records))
+    if output is not None:
+        print(f"\nin {output}; a page with plots: hf-posenc report {output} --output-dir report")
+
+
+def finetune(argv: Sequence[str]) -> None:
+    """Fine-tune an extended model on a budget of tokens, measure it before and after, and save it."""
+    from hf_posenc.training import FinetuneConfig
+
+    known = (FinetuneConfig, args_.OptionArguments, args_.DocumentArguments, args_.ModelArguments)
+    places = {"model": "name on the Hub, folder or .gguf file"}
+    given, config, options, source, loading = _parse("finetune", finetune, argv, known, places)
+    if options.option:
+        config = dataclasses.replace(config, options={**config.options, **args_.parse_options(options.option)})
+    from hf_posenc.loading import load_model
+    from hf_posenc.report import text_table
+    from hf_posenc.training import finetune as run
+
+    documents = _read(source)
+    model, tokenizer = load_model(given.model, **vars(loading))
+    result = run(model, tokenizer, documents, config)
+    print(text_table(result.records))
+    print(f"\ntrained on {result.tokens_trained:,} tokens; saved: {result.output_dir}")
+
+
+def report(argv: Sequence[str]) -> None:
+    """Turn result files into a table, plots and one HTML page."""
+    places = {"results": "one or more .jsonl files that hf-posenc eval or finetune wrote"}
+    given, where = _parse("report", report, argv, (args_.ReportArguments,), places, several=True)
+    for path in given.results:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
+    from hf_posenc.evaluation.records import read_records
+    from hf_posenc.report import report as write
+
+    records = [record for path in given.results for record in read_records(path)]
+    paths = write(records, **vars(where))
+    for written in (paths.html, paths.markdown, *paths.plots):
+        print(written)
+
+
+def methods(argv: Sequence[str]) -> None:
+    """List the methods a model can be extended with."""
+    _parse("methods", methods, argv, (), {})
+    from hf_posenc.registry import available_methods
+
+    width = min(shutil.get_terminal_size().columns, 120)
+    for row in available_methods():
+        also = f" (or {', '.join(row['aliases'])})" if row["aliases"] else ""
+        options = ", ".join(row["options"]) or "none"
+        lines = [row["summary"], f"options: {options}", f"on disk: {row['on_disk']}", row["paper"]]
+        print(f"{row['name']}{also}")
+        for line in lines:
+            print(textwrap.fill(line, width, initial_indent="    ", subsequent_indent="      "))
+
+
+def demo(argv: Sequence[str]) -> None:
+    """Show the whole line on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores."""
+    _, chosen = _parse("demo", demo, argv, (args_.DemoArguments,), {})
+    from hf_posenc.demo import run_demo
+
+    run_demo(Path(chosen.output_dir), chosen.token_budget)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "patch": patch,
+    "eval": evaluate,
+    "finetune": finetune,
+    "report": report,
+    "methods": methods,
+    "demo": demo,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; a user's mistake gives one line on stderr and exit code 2."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    show_traceback = "--traceback" in words
+    words = [word for word in words if word != "--traceback"]
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_posenc").setLevel(logging.INFO)
+    try:
+        _command(words)
+    except (ValueError, TypeError, FileNotFoundError, ImportError, RuntimeError) as error:
+        if show_traceback or not _is_for_the_user(error):
+            raise
+        print(f"hf-posenc: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # a reader such as `head` has had enough
+        sys.stderr.close()
+    except KeyboardInterrupt:
+        print("hf-posenc: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _command(words: list[str]) -> None:
+    listing = "\n".join(f"  {name:<10}{_first_line(run)}" for name, run in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="hf-posenc",
+        description="Make a LLaMA, Mistral or Qwen model read further, and measure that it does.",
+        epilog=f"commands:\n{listing}\n\n{_EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("--version", action="version", version=f"hf-posenc {_version()}")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    own = next((index + 1 for index, word in enumerate(words) if not word.startswith("-")), len(words))
+    COMMANDS[parser.parse_args(words[:own]).command](words[own:])
+
+
+def _parse(
+    command: str,
+    run: Callable[[Sequence[str]], None],
+    argv: Sequence[str],
+    known: Sequence[Any],
+    places: dict[str, str],
+    several: bool = False,
+) -> Any:
+    """Return the positional arguments (a namespace), then one instance of each dataclass."""
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(f"{message} (hf-posenc {command} --help lists the flags)")
+
+    usage = " ".join(
+        ["hf-posenc", command, *(name.upper() + (" ..." if several else "") for name in places), "[flags]"]
+    )
+    parser = Parser(known, usage=usage, description=_first_line(run), formatter_class=_Help)
+    for name, help_text in places.items():
+        parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
+    parser.set_defaults(command=command)  # so that there is a namespace even where nothing is positional
+    *filled, given = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
+    return given, *filled
+
+
+class _Help(argparse.HelpFormatter):
+    """Flags with dashes only (underscores work too), and defaults only where there are any."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        values = "" if action.nargs in (0, "?") else self._format_args(action, action.dest.upper())
+        flags = ", ".join(flag for flag in action.option_strings if "_" not in flag)
+        return f"{flags} {values}".strip()
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.option_strings and action.required:
+            return f"{text} (required)".replace("%", "%%")
+        if not action.option_strings or not action.default or action.default == argparse.SUPPRESS:
+            return text
+        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else action.default
+        return f"{text} (default: {default})".replace("%", "%%")
+
+
+def _read(source: args_.DocumentArguments) -> list[str]:
+    from hf_posenc.data import read_documents
+
+    return read_documents(
+        source.documents, text_field=source.text_field, split=source.split, config_name=source.config_name
+    )
+
+
+def _is_for_the_user(error: BaseException) -> bool:
+    """Say whether a message is meant for the user: all that we raise, and values and files refused by others."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    ours = where.filename.startswith(str(Path(__file__).parent)) and (where.line or "").startswith("raise")
+    return ours or isinstance(error, (ValueError, FileNotFoundError))
+
+
+def _first_line(run: Callable[[Sequence[str]], None]) -> str:
+    return (run.__doc__ or "").splitlines()[0]
+
+
+def _version() -> str:
+    try:
+        return version("hf_posenc")
+    except PackageNotFoundError:  # run from a checkout that is not installed
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
