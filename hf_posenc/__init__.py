@@ -1,23 +1,69 @@
 """Make a LLaMA, Mistral or Qwen-style model read further than it was trained to, and prove that it does."""
 
-from hf_posenc.checkpoint import load_extended, save_extended
-from hf_posenc.extension import extend_config
-from hf_posenc.patching import describe, patch_model, patched, unpatch_model, verify_model
-from hf_posenc.registry import available_methods
-from hf_posenc.verification import RotaryMismatchError, Verification
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from hf_posenc.version import __version__
 
+if TYPE_CHECKING:
+    from hf_posenc.checkpoint import load_extended, save_extended
+    from hf_posenc.evaluation.perplexity import perplexity
+    from hf_posenc.evaluation.records import Record
+    from hf_posenc.extension import extend_config
+    from hf_posenc.patching import describe, patch_model, patched, unpatch_model, verify_model
+    from hf_posenc.registry import available_methods
+    from hf_posenc.training.config import FinetuneConfig
+    from hf_posenc.training.finetune import FinetuneResult, finetune
+    from hf_posenc.verification import RotaryMismatchError, Verification
+
+# Imported when first asked for: PyTorch and Trainer take seconds, which `hf-posenc --help` need not cost.
+_MODULES = {
+    "FinetuneConfig": "training",
+    "FinetuneResult": "training",
+    "Record": "evaluation",
+    "RotaryMismatchError": "verification",
+    "Verification": "verification",
+    "available_methods": "registry",
+    "describe": "patching",
+    "extend_config": "extension",
+    "finetune": "training",
+    "load_extended": "checkpoint",
+    "patch_model": "patching",
+    "patched": "patching",
+    "perplexity": "evaluation",
+    "save_extended": "checkpoint",
+    "unpatch_model": "patching",
+    "verify_model": "patching",
+}
+
 __all__ = [
+    "FinetuneConfig",
+    "FinetuneResult",
+    "Record",
     "RotaryMismatchError",
     "Verification",
     "__version__",
     "available_methods",
     "describe",
     "extend_config",
+    "finetune",
     "load_extended",
     "patch_model",
     "patched",
+    "perplexity",
     "save_extended",
     "unpatch_model",
     "verify_model",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

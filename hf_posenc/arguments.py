@@ -27,7 +27,9 @@ class ModelArguments:
 class ExtensionArguments:
     """How far the model is extended."""
 
-    factor: float | None = field(default=None, metadata={"help": "target length / original length; 4 reads 4x further"})
+    factor: float | None = field(
+        default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
+    )
     context_length: ContextLength | None = field(
         default=None, metadata={"help": "target length in tokens (32k = 32768), instead of --factor"}
     )

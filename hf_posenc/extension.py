@@ -36,6 +36,8 @@ _SCALING_KEYS = frozenset(
         "finetuned",
     }
 )
+# Where neither factor nor context_length is given.
+DEFAULT_FACTOR = 4.0
 # config.context_extension, written by save_extended: what a plain load of an extended checkpoint knows about itself.
 MARK = "context_extension"
 
@@ -150,8 +152,16 @@ def plain_spec(config: PreTrainedConfig) -> RopeSpec:
 
 
 def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return method, factor, options, original and target length of a config; method ``"none"`` if it is plain."""
+    """Return method, factor, options, original and target length of a config.
+
+    The method is ``"none"`` if the config is plain, and for models whose positions hf_posenc cannot change: those
+    without a rotary embedding, and those with rotary settings for each layer type.
+    """
     text_config = config.get_text_config(decoder=True)
+    parameters = getattr(text_config, "rope_parameters", None)
+    if not parameters or any(isinstance(value, Mapping) for value in parameters.values()):
+        length = getattr(text_config, "max_position_embeddings", None)  # GPT-2's n_positions under a common name
+        return dict(zip(Extension.FACTS, ("none", 1.0, {}, length, length), strict=True))
     declared = declared_scaling(text_config)
     if declared is not None:
         return declared.describe()
@@ -189,16 +199,19 @@ def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int 
 
 
 def _target(original: int, factor: float | None, context_length: int | None) -> int:
-    if (factor is None) == (context_length is None):
-        came = "neither" if factor is None else "both"
-        raise ValueError(f"give factor or context_length, one of the two; got {came}. factor=4 means 4 times longer.")
+    if factor is not None and context_length is not None:
+        raise ValueError(
+            f"give factor or context_length, not both (got {factor} and {context_length}): "
+            f"factor is context_length / original length, {original} tokens here."
+        )
     if context_length is not None:
         target = check_length("context_length", context_length)
         if target < original:
             raise ValueError(f"context_length must be at least the original length, {original} tokens, got {target}.")
         return target
-    RopeScaling("linear", factor)  # type: ignore[arg-type]  # checks the factor with its full message
-    return round(check_number("factor", factor) * original)
+    asked = DEFAULT_FACTOR if factor is None else factor
+    RopeScaling("linear", asked)  # checks the factor with its full message
+    return round(check_number("factor", asked) * original)
 
 
 def resolve(

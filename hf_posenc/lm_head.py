@@ -48,17 +48,22 @@ def check_head(model: PreTrainedModel, num_tokens: int = 16) -> None:
     """Raise unless body + head give the logits of the model's own forward on a few tokens.
 
     Raises:
-        ValueError: The model does something to its logits that ``head_logits`` does not know.
+        ValueError: The logits are not finite, or the model does something to them that ``head_logits`` does not know.
     """
     base = unwrap(model)
     vocab_size = base.config.get_text_config().vocab_size
     input_ids = (torch.arange(num_tokens, device=base.device) * 7919 % vocab_size).unsqueeze(0)
     expected = base(input_ids=input_ids, use_cache=False).logits.float()
+    if not expected.isfinite().all():
+        raise ValueError(
+            f"the model gives logits that are not finite, in {str(base.dtype).removeprefix('torch.')}. "
+            "Check its weights; float16 overflows in many models where bfloat16 and float32 do not."
+        )
     hidden = decoder_body(base)(input_ids=input_ids, use_cache=False).last_hidden_state
     actual = head_logits(base, hidden).to(expected.device)
     # Both run the same kernels, but a head in bf16 may round before or after the cap: allow that rounding.
     tolerance = 4 * torch.finfo(base.dtype).eps * expected.abs().max().item() + 1e-5
-    if (actual - expected).abs().max().item() > tolerance:
+    if not (actual - expected).abs().max().item() <= tolerance:  # not a number is not equal either
         raise ValueError(
             f"{type(base).__name__} changes its logits in a way hf_posenc does not know, so losses computed in "
             "chunks would be wrong. Please report this model_type: " + str(base.config.model_type)

@@ -65,7 +65,8 @@ def patch_model(
     Args:
         model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.
         method: A name or alias of ``available_methods()``.
-        factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens.
+        factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens. 4 if
+            neither it nor ``context_length`` is given.
         context_length: The target in tokens, instead of ``factor``.
         original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
         on_scaled: ``"replace"`` to put the rule in place of one the checkpoint already has (Llama 3.1, Yarn-...);

@@ -248,7 +248,7 @@ def print_table(results: list[Result]) -> None:
 def print_row(what: str, value: float, better: str, goal: float) -> None:
     met = value >= goal if better == "higher" else value <= goal
     sign = ">=" if better == "higher" else "<="
-    print(f"{what:48} {value:8.3g}  {sign} {goal:g}: {'met' if met else 'MISSED'}")
+    print(f"{what:48} {value:8.4g}  {sign} {goal:g}: {'met' if met else 'MISSED'}")
 
 
 if __name__ == "__main__":

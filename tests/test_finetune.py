@@ -70,12 +70,12 @@ def test_thirty_steps_lower_the_loss_and_everything_is_written(
     tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
 ):
     folder = tmp_path / "run"
-    result = finetune(tiny_llama(), tokenizer, documents, config(folder, token_budget=30 * 2 * SEQ - 100))
+    result = finetune(tiny_llama(), tokenizer, documents, config(folder, token_budget=30 * 2 * SEQ + 100))
     log = [json.loads(line) for line in (folder / "train_log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log] == list(range(1, 31))
     assert log[-1]["loss"] < 0.9 * log[0]["loss"]
     assert result.steps == 30
-    assert result.tokens_trained == log[-1]["tokens_trained"] == 30 * 2 * SEQ  # the budget, up to whole steps
+    assert result.tokens_trained == log[-1]["tokens_trained"] == 30 * 2 * SEQ  # the budget, down to whole steps
     assert result.train_loss == pytest.approx(sum(line["loss"] for line in log) / 30)
     assert log[1]["learning_rate"] == pytest.approx(1.5e-3)  # half way through the warm-up
     assert log[-1]["learning_rate"] == pytest.approx(3e-3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -283,8 +285,7 @@ def test_an_assigned_rope_theta_is_explained() -> None:  # row 19
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"factor": 4, "context_length": 256}, ValueError, "give factor or context_length, one of the two; got both"),
-        ({}, ValueError, "one of the two; got neither"),
+        ({"factor": 4, "context_length": 256}, ValueError, r"not both \(got 4 and 256\)"),
         ({"factor": 0.25}, ValueError, r"factor must be >= 1, got 0\.25"),
         ({"factor": "4"}, TypeError, "factor must be a number, got '4'"),
         ({"context_length": 32}, ValueError, "at least the original length, 64 tokens, got 32"),
@@ -387,4 +388,17 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason() -> None:
 
 def test_public_names() -> None:
     assert sorted(hf_posenc.__all__) == hf_posenc.__all__
-    assert all(hasattr(hf_posenc, name) for name in hf_posenc.__all__)
+    assert {*hf_posenc._MODULES, "__version__"} == set(hf_posenc.__all__)
+    for name in hf_posenc.__all__:
+        assert getattr(hf_posenc, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'pach_model'"):
+        _ = hf_posenc.pach_model
+
+
+def test_importing_the_package_does_not_wait_for_pytorch() -> None:
+    code = "import sys, hf_posenc, hf_posenc.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_factor_and_length_the_factor_is_4() -> None:
+    assert describe(patch_model(make_model("Llama")))["context_length"] == 256

@@ -13,6 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     MistralConfig,
@@ -54,6 +58,12 @@ def family(name):
             **shared, num_key_value_heads=1, head_dim=16, sliding_window=8, final_logit_softcapping=0.5
         )
         return Gemma2ForCausalLM(config).eval()
+    if name == "gemma3":  # rotary settings for each layer type
+        config = Gemma3TextConfig(**shared, num_key_value_heads=1, head_dim=16, sliding_window=8)
+        return Gemma3ForCausalLM(config).eval()
+    if name == "gpt2":  # no rotary embedding
+        config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=64, bos_token_id=0)
+        return GPT2LMHeadModel(config).eval()
     if name == "mistral":
         config = MistralConfig(**shared, num_key_value_heads=1, head_dim=16, sliding_window=8)
         return MistralForCausalLM(config).eval()
@@ -96,13 +106,20 @@ def test_sliding_window_equals_brute_force(tiny_llama, prefill_chunk):
         assert (record.window, record.stride) == (record.context_length, 4)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gpt2", "mistral", "gpt_neox"])
 @pytest.mark.parametrize("prefill_chunk", [None, 5])
 def test_other_families_equal_brute_force(name, prefill_chunk):
     model, (ids,) = family(name), random_documents(1, 16)
     losses = document_losses(model, ids, prefill_chunk=prefill_chunk, logits_chunk=3)
     expected = [brute_force_loss(model, ids[:t], ids[t]) for t in range(1, 16)]
     torch.testing.assert_close(losses, torch.tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt2"])
+def test_models_that_cannot_be_extended_can_be_measured(name):
+    (record,) = measure(family(name), random_documents(), [32])
+    assert (record.method, record.factor, record.original_max_position_embeddings) == ("none", 1.0, 64)
+    assert record.n_tokens == 62
 
 
 def test_only_asked_positions_reach_the_head_in_small_chunks(tiny_llama):
@@ -210,7 +227,7 @@ def test_the_model_is_left_as_it_was_and_dropout_is_off(tiny_llama):
 def test_overflowing_losses_are_an_error(tiny_llama):
     model = tiny_llama()
     torch.nn.init.constant_(model.model.norm.weight, float("inf"))
-    with pytest.raises(ValueError, match=r"loss of token 1 is nan|logits"):
+    with pytest.raises(ValueError, match=r"logits that are not finite, in float32"):
         measure(model, random_documents(), [8])
 
 

@@ -41,7 +41,9 @@ class FinetuneConfig:
     method: str = field(
         default="yarn", metadata={"help": "extension method, unless the model is extended already (see `methods`)"}
     )
-    factor: float | None = field(default=None, metadata={"help": "target length / original length; 4 reads 4x further"})
+    factor: float | None = field(
+        default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
+    )
     context_length: ContextLength | None = field(
         default=None, metadata={"help": "target length in tokens (32k = 32768), instead of --factor"}
     )
@@ -51,7 +53,8 @@ class FinetuneConfig:
     # YaRN (section 4.1) takes 400 steps of 64 blocks of 64k tokens, 1.7 B tokens; in PI (table 4) the whole window
     # is in use after 200 steps. 1M is a first try: hundreds of steps for a small model, and cheap to raise.
     token_budget: TokenCount = field(
-        default=TokenCount("1M"), metadata={"help": "tokens to train on (300k, 1M), rounded up to whole steps"}
+        default=TokenCount("1M"),
+        metadata={"help": "tokens to train on (300k, 1M) at most, in whole steps, one at least"},
     )
     seq_len: ContextLength | None = field(
         default=None, metadata={"help": "tokens of a training block; default: the target length, as in YaRN and PI"}

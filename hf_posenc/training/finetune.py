@@ -215,7 +215,7 @@ def _training_arguments(model: PreTrainedModel, config: FinetuneConfig, *, autoc
 
 
 def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDataset, tokens_per_step: int) -> None:
-    args.max_steps = math.ceil(config.token_budget / tokens_per_step)
+    args.max_steps = max(1, config.token_budget // tokens_per_step)
     args.warmup_steps = min(config.warmup_steps, args.max_steps // 5)
     logger.info(
         "%d steps of %d tokens: %d tokens, %.2f passes over the data; warm-up over %d steps",

@@ -54,6 +54,8 @@ def measure(
 
     The held-out texts are cut in pieces of the longest length, so that short lengths are scored on many texts too.
     """
+    if config.eval_documents == 0:
+        return []
     reach = max((len(document) for document in held_out), default=0)
     reached = [length for length in lengths if length <= reach]
     if len(reached) < len(lengths):
@@ -62,7 +64,7 @@ def measure(
             reach,
             ", ".join(str(length) for length in lengths if length > reach),
         )
-    if not reached or config.eval_documents == 0:
+    if not reached:
         return []
     return perplexity(
         model,
