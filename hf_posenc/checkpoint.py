@@ -6,17 +6,21 @@ import json
 import logging
 import os
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import LEGACY_KEYS, unwrap
 from hf_posenc.patching import describe, extension_of, patch_model, verify_model
+from hf_posenc.pretrained import load_weights
 from hf_posenc.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -196,7 +200,7 @@ def load_extended(path: str | Path, **kwargs: Any) -> Any:
         raise FileNotFoundError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return _load_adapter(Path(path), manifest, kwargs)
-    model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    model = load_weights(path, **kwargs)
     _check_loaded(model, manifest, path)
     return model
 
@@ -207,11 +211,20 @@ def _load_adapter(path: Path, manifest: dict[str, Any], kwargs: dict[str, Any]) 
     source = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
     if not source:
         raise ValueError(f"{path / ADAPTER_CONFIG} does not say which base model it is for (base_model_name_or_path).")
-    base = AutoModelForCausalLM.from_pretrained(source, **kwargs)
+    base = load_weights(source, **kwargs)
     if describe(base)["method"] == "none":
         apply_manifest(base, manifest)
     _check_loaded(base, manifest, path)
-    return PeftModel.from_pretrained(base, str(path))
+    with peft_renamed_attribute():
+        return PeftModel.from_pretrained(base, str(path))
+
+
+@contextmanager
+def peft_renamed_attribute() -> Iterator[None]:
+    """While open, PEFT may ask Transformers for an attribute that was renamed; a user can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
 
 
 def _check_loaded(model: PreTrainedModel, manifest: dict[str, Any], path: str | Path) -> None:

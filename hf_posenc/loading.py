@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint import ADAPTER_CONFIG, MANIFEST, load_extended
-
-# llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.
-_SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+from hf_posenc.pretrained import load_tokenizer, load_weights
 
 
 def load_model(
@@ -49,13 +47,9 @@ def load_model(
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _check_path(path, str(name_or_path))
     try:
-        if path.is_file():
-            model, tokenizer = _load_gguf(path, kwargs)
-        elif path.is_dir():
-            model, tokenizer = _load_folder(path, kwargs)
-        else:
-            model = _from_pretrained(str(name_or_path), use_safetensors=True, **kwargs)
-            tokenizer = AutoTokenizer.from_pretrained(str(name_or_path))
+        source = str(path if path.exists() else name_or_path)
+        model = load_extended(path, **kwargs) if (path / MANIFEST).is_file() else load_weights(source, **kwargs)
+        tokenizer = load_tokenizer(_tokenizer_source(path, source), model)
     except OSError as error:
         raise ValueError(
             f"cannot load {str(name_or_path)!r}: {str(error).strip().splitlines()[0]} "
@@ -91,77 +85,8 @@ def _check_path(path: Path, given: str) -> None:
         raise FileNotFoundError(f"there is no {'file' if path.suffix else 'file or folder'} {given!r}.")
 
 
-def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
-    """Load weights; Transformers makes up those that are missing, with a log line, which is no use here."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(
-            f"{str(source)!r} lacks {len(missing)} of the model's weights, such as {missing[0]}. "
-            "The download or the conversion is incomplete: get it again."
-        )
-    return model  # type: ignore[no-any-return]
-
-
-def _load_folder(path: Path, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    if (path / MANIFEST).is_file():
-        model = load_extended(path, **kwargs)
-    else:
-        model = _from_pretrained(path, use_safetensors=True, **kwargs)
-    return model, AutoTokenizer.from_pretrained(_tokenizer_source(path))
-
-
-def _tokenizer_source(path: Path) -> str:
-    """Return the folder, or for an adapter saved without a tokenizer, its base model."""
+def _tokenizer_source(path: Path, source: str) -> str:
+    """Return the source, or for an adapter saved without a tokenizer, its base model."""
     if (path / ADAPTER_CONFIG).is_file() and not (path / "tokenizer_config.json").is_file():
         return str(json.loads((path / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
-    return str(path)
-
-
-def _load_gguf(path: Path, kwargs: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    refuse_gguf_scaling(path)
-    from transformers import GgufConfig
-
-    if kwargs["dtype"] == "auto":
-        kwargs = {**kwargs, "dtype": torch.float32}  # the weights' scales are float16 times small integers
-    kwargs = {**kwargs, "quantization_config": GgufConfig(dequantize=True)}
-    model: Any = _from_pretrained(path.parent, gguf_file=path.name, **kwargs)
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    # The weights are plain tensors now; with these marks left, save_pretrained and training refuse.
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    if tokenizer.model_max_length > 1e9:  # Transformers' word for "unknown"
-        tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-    return model, tokenizer
-
-
-def refuse_gguf_scaling(path: Path) -> None:
-    """Raise if a ``.gguf`` file declares a RoPE scaling: Transformers 5.23 drops it for all but gpt-oss.
-
-    Raises:
-        ImportError: The gguf package is not installed.
-        ValueError: It is scaled, or is no GGUF file.
-    """
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ImportError("reading a .gguf file needs more packages: pip install 'hf_posenc[smollm2]'") from error
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, IndexError) as error:
-        raise ValueError(f"{str(path)!r} is not a GGUF file: {error}") from error
-    declared = {
-        name.split(".rope.scaling.")[1]: field.contents()
-        for name, field in reader.fields.items()
-        if ".rope.scaling." in name
-    }
-    scaled = declared.get("type", "none") != "none" or declared.get("factor", 1.0) not in (0.0, 1.0)
-    tensors = [tensor.name for tensor in reader.tensors if tensor.name in _SCALING_TENSORS]
-    if scaled or tensors:
-        what = ", ".join([*(f"{key}={value}" for key, value in declared.items()), *tensors])
-        raise ValueError(
-            f"{path.name} has scaled rotary positions ({what}), which Transformers would silently drop. "
-            "Use the original safetensors checkpoint instead."
-        )
+    return source

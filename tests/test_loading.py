@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from hf_posenc.checkpoint import save_extended
 from hf_posenc.loading import load_model
 from hf_posenc.patching import describe, patch_model
+from hf_posenc.training import FinetuneConfig, finetune
 
 IDS = torch.arange(40).unsqueeze(0)
 
@@ -121,6 +122,19 @@ def test_gguf_is_the_model_it_was_made_from_and_can_be_saved(
     torch.testing.assert_close(logits(reloaded), logits(original), rtol=0, atol=1e-6)
     half, _ = load_model(tmp_path / "tiny.gguf", dtype="bfloat16", device="cpu")
     assert half.dtype == torch.bfloat16
+
+
+def test_an_adapter_trained_on_a_gguf_finds_it_again(
+    tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    model, tokenizer = load_model("tiny.gguf", device="cpu")
+    config = FinetuneConfig("trained", factor=2.0, token_budget=256, lora=True, eval_documents=0, seq_len=64)
+    result = finetune(model, tokenizer, [IDS[0].repeat(8)], config)
+    assert json.loads(Path("trained/adapter_config.json").read_text())["base_model_name_or_path"] == "tiny.gguf"
+    loaded, _ = load_model("trained", device="cpu")
+    torch.testing.assert_close(logits(loaded), logits(result.model), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaling", [{"type": "yarn", "factor": 4.0}, {"factor": 2.0}, {"type": "linear"}])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation.records import Record
@@ -13,7 +15,8 @@ def model_card(
     base_model: str,
     tokens_trained: int,
     settings: dict[str, Any],
-    records: Sequence[Record],
+    before: Sequence[Record],
+    after: Sequence[Record],
 ) -> str:
     """Return the text of README.md, with the metadata block the Hub reads.
 
@@ -22,7 +25,7 @@ def model_card(
         base_model: Name or path of the model that was extended.
         tokens_trained: Tokens it was fine-tuned on.
         settings: Of the run: learning_rate, seq_len, lora and so on, shown as they are.
-        records: Labelled "before" and "after".
+        before, after: Perplexities of the extended model before and after training, at the same lengths.
     """
     original, target = description["original_max_position_embeddings"], description["context_length"]
     options = "".join(f", {name} {value}" for name, value in description["options"].items())
@@ -31,7 +34,7 @@ def model_card(
         [
             "---",
             "library_name: " + ("peft" if lora else "transformers"),
-            *([f"base_model: {base_model}"] if base_model else []),
+            *([f"base_model: {base_model}"] if _is_hub_name(base_model) else []),
             "tags: [hf_posenc, long-context]",
             "---",
             "",
@@ -42,7 +45,7 @@ def model_card(
             "",
             "## Perplexity by length",
             "",
-            *_table(records, original),
+            *_table(before, after, original),
             "",
             "## Loading",
             "",
@@ -56,24 +59,25 @@ def model_card(
     )
 
 
-def _table(records: Sequence[Record], original: int) -> list[str]:
-    by_length = {n: {r.label: r for r in records if r.context_length == n} for n in {r.context_length for r in records}}
-    if not by_length:
+def _is_hub_name(base_model: str) -> bool:
+    """Say whether it can be a name on the Hub, which refuses cards with any other base model."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) is not None and not Path(base_model).exists()
+
+
+def _table(before: Sequence[Record], after: Sequence[Record], original: int) -> list[str]:
+    if not after:
         return ["Not measured."]
     lines = ["| context length | before | after |", "|---:|---:|---:|"]
-    for length, row in sorted(by_length.items()):
-        cells = [
-            f"{r.perplexity:.2f} [{r.ci_low:.2f}, {r.ci_high:.2f}]" if (r := row.get(label)) else "-"
-            for label in ("before", "after")
-        ]
-        mark = " (original)" if length == original else ""
-        lines.append(f"| {length}{mark} | {cells[0]} | {cells[1]} |")
-    one = records[0]
+    for one, other in zip(before, after, strict=True):
+        cells = (f"{r.perplexity:.2f} [{r.ci_low:.2f}, {r.ci_high:.2f}]" for r in (one, other))
+        mark = " (original)" if one.context_length == original else ""
+        lines.append(f"| {one.context_length}{mark} | {' | '.join(cells)} |")
+    first = before[0]
     return [
         *lines,
         "",
-        f"Before: extended, not yet trained. Held-out text, protocol `{one.protocol}`, texts: {one.num_documents}, "
-        f"{one.dtype}, {one.attn_implementation} attention; 95 % bootstrap interval over {one.ci_unit}.",
+        f"Before: extended, not yet trained. Held-out text, protocol `{first.protocol}`, texts: {first.num_documents}, "
+        f"{first.dtype}, {first.attn_implementation} attention; 95 % bootstrap interval over {first.ci_unit}.",
     ]
 
 

@@ -25,7 +25,7 @@ from hf_posenc.patching import describe, patch_model
 from hf_posenc.training.card import model_card
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.lora import add_lora
+from hf_posenc.training.lora import add_lora, base_not_looked_up
 from hf_posenc.training.measure import default_lengths, hold_out, measure
 from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
 from hf_posenc.training.precision import float32_trained_weights, is_half
@@ -49,7 +49,7 @@ class FinetuneResult:
         tokens_trained: Tokens trained on, repeated passes counted.
         steps: Optimizer steps.
         train_loss: Mean of the logged losses, nats per token.
-        records: Perplexities labelled "before" and "after".
+        records: Perplexities before and after, told apart by ``tokens_trained``.
         seconds: Of training, over all resumed parts.
     """
 
@@ -106,16 +106,15 @@ def finetune(
     tokens_trained = args.max_steps * tokens_per_step
 
     results = folder / RESULTS if main else None
-    before = measure(model, tokenizer, held_out, lengths, config, label="before", tokens_trained=0, output=results)
+    before = measure(model, tokenizer, held_out, lengths, config, tokens_trained=0, output=results)
     trained = add_lora(model, config.lora_rank, config.lora_alpha) if config.lora else model
     loss_log = LossLog(folder / LOSS_LOG, tokens_per_step, unwrap(model).config.get_text_config().vocab_size)
     _train(trained, args, packed, config, loss_log, checkpoint)
-    after = measure(
-        trained, tokenizer, held_out, lengths, config, label="after", tokens_trained=tokens_trained, output=results
-    )
+    after = measure(trained, tokenizer, held_out, lengths, config, tokens_trained=tokens_trained, output=results)
     if main:
-        card = model_card(description, base_model, tokens_trained, _card_settings(config, packed, args), before + after)
-        save_extended(trained, folder, tokenizer, tokens_trained=tokens_trained, base_model=base_model, card=card)
+        card = model_card(description, base_model, tokens_trained, _card_settings(config, packed, args), before, after)
+        with base_not_looked_up():
+            save_extended(trained, folder, tokenizer, tokens_trained=tokens_trained, base_model=base_model, card=card)
     lines = read_log(folder / LOSS_LOG)
     return FinetuneResult(
         output_dir=folder,
@@ -257,7 +256,8 @@ def _train(
             with autocast:
                 probe_isolation(model, args.train_batch_size)
             trainer = _InOrderTrainer(model=model, args=args, train_dataset=schedule, callbacks=[loss_log])
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
+            with base_not_looked_up():
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     finally:
         base.config.use_cache = use_cache  # Trainer may switch it off for checkpointing
     model.eval()

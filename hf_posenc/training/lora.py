@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
+
+from hf_posenc.checkpoint import peft_renamed_attribute
 
 
 def add_lora(model: PreTrainedModel, rank: int, alpha: int) -> Any:
@@ -37,10 +41,19 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int) -> Any:
         modules_to_save=[_leaf_name(model, embedding), *norm_names(model)],
         ensure_weight_tying=tied,
     )
-    with warnings.catch_warnings():
-        # PEFT asks Transformers for an attribute that has been renamed since; nothing a user could do about.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+    with peft_renamed_attribute():
         return get_peft_model(model, config)
+
+
+@contextmanager
+def base_not_looked_up() -> Iterator[None]:
+    """While open, PEFT's failure to look up the base model's vocabulary is no news.
+
+    On saving it asks the Hub for it, to decide whether the embedding has to be saved; here it always is.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Could not find a config file|Unable to fetch remote file", UserWarning)
+        yield
 
 
 def attention_linears(model: nn.Module) -> list[str]:

