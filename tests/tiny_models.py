@@ -76,3 +76,14 @@ def token_ids(length: int, rows: int = 1) -> torch.Tensor:
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     return model(ids, use_cache=False).logits
+
+
+def state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def assert_same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name

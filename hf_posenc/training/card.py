@@ -66,7 +66,7 @@ def _is_hub_name(base_model: str) -> bool:
 
 def _table(before: Sequence[Record], after: Sequence[Record], original: int) -> list[str]:
     if not after:
-        return ["Not measured."]
+        return ["Not measured: no held-out text, or eval_documents was 0."]
     lines = ["| context length | before | after |", "|---:|---:|---:|"]
     for one, other in zip(before, after, strict=True):
         cells = (f"{r.perplexity:.2f} [{r.ci_low:.2f}, {r.ci_high:.2f}]" for r in (one, other))
