@@ -13,7 +13,7 @@ from hf_posenc.training import FinetuneConfig
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"context_length": 128}, ValueError, "give factor or context_length, not both"),
+        ({"factor": 2.0, "context_length": 128}, ValueError, "give factor or context_length, not both"),
         ({"factor": 0.25}, ValueError, "factor must be >= 1, got 0.25"),
         ({"method": "yran"}, ValueError, "unknown method 'yran'. Did you mean 'yarn'"),
         ({"method": "linear", "options": {"beta_fast": 3}}, TypeError, "'linear' takes no option 'beta_fast'"),

@@ -19,30 +19,18 @@ from tiny_models import (
     logits,
     make_model,
     method_options,
+    native,
     state,
     token_ids,
 )
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc import extend_config, patch_model, patched, unpatch_model, verify_model
+from hf_posenc import patch_model, patched, unpatch_model, verify_model
 from hf_posenc.patching import describe
 from hf_posenc.verification import RotaryMismatchError
 
 IDS = token_ids(100, rows=2)  # past the original 64
-
-
-def native(model: PreTrainedModel, method: str, factor: float, **options: Any) -> PreTrainedModel:
-    """The same weights in a model that Transformers builds from the extended config."""
-    built = type(model)(extend_config(model.config, method, factor, **options))
-    built.load_state_dict(model.state_dict())
-    # As from_pretrained(dtype=...) does: weights in the model's dtype, frequencies in float32.
-    frequencies = {name: buffer.clone() for name, buffer in built.named_buffers() if "inv_freq" in name}
-    built = built.to(model.dtype).eval()
-    for name, value in frequencies.items():
-        owner, buffer = name.rsplit(".", 1)
-        built.get_submodule(owner)._buffers[buffer] = value
-    return built
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

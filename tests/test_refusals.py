@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import assert_same_state, make_model, state
+from tiny_models import assert_same_state, logits, make_model, native, state, token_ids
 from torch import nn
 
 from hf_posenc import extend_config, patch_model, unpatch_model, verify_model
 from hf_posenc.patching import describe
 from hf_posenc.verification import RotaryMismatchError
+
+IDS = token_ids(100, rows=2)  # past the original 64
 
 
 def test_a_config_set_after_loading_is_found() -> None:  # pains row 1

@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hf_posenc import extend_config
+
 _SIZES: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -87,3 +89,16 @@ def assert_same_state(one: dict[str, torch.Tensor], other: dict[str, torch.Tenso
     for name, tensor in one.items():
         assert tensor.dtype == other[name].dtype, name
         assert torch.equal(tensor, other[name]), name
+
+
+def native(model: PreTrainedModel, method: str, factor: float, **options: Any) -> PreTrainedModel:
+    """The same weights in a model that Transformers builds from the extended config."""
+    built = type(model)(extend_config(model.config, method, factor, **options))
+    built.load_state_dict(model.state_dict())
+    # As from_pretrained(dtype=...) does: weights in the model's dtype, frequencies in float32.
+    frequencies = {name: buffer.clone() for name, buffer in built.named_buffers() if "inv_freq" in name}
+    built = built.to(model.dtype).eval()
+    for name, value in frequencies.items():
+        owner, buffer = name.rsplit(".", 1)
+        built.get_submodule(owner)._buffers[buffer] = value
+    return built
