@@ -27,7 +27,18 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "context_extension.json"
 ADAPTER_CONFIG = "adapter_config.json"
+CONFIG = "config.json"
 FORMAT = 1
+# The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
+_CHECKPOINT_FILES = (
+    MANIFEST,
+    CONFIG,
+    ADAPTER_CONFIG,
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "adapter_model.safetensors",
+)
 
 
 def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +94,7 @@ def save_extended(
 
     Args:
         model: A model that ``patch_model`` extended, or one loaded extended.
-        path: The folder; files of an earlier checkpoint in it are replaced.
+        path: The folder; the files of an earlier checkpoint in it are replaced, others are left alone.
         tokenizer: Saved too, with ``model_max_length`` set to the target.
         tokens_trained: Tokens it was fine-tuned on since, for the manifest.
         base_model: Where the unextended model came from; None to take it from the config.
@@ -94,9 +105,11 @@ def save_extended(
 
     Raises:
         RotaryMismatchError: The live model does not hold what would be saved.
-        ValueError: The model is not extended.
+        ValueError: The model is not extended, or ``path`` is a file.
     """
-    target = Path(path)
+    target = Path(path).expanduser().absolute()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{str(path)!r} is a file. Give the folder to save the model in.")
     base = unwrap(model)
     manifest = make_manifest(base, tokens_trained=tokens_trained, base_model=base_model)
     verify_model(base)
@@ -105,7 +118,7 @@ def save_extended(
     partial.mkdir(parents=True)
     if isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config"):
         base.save_pretrained(partial)
-        _rewrite_config(partial / "config.json", base.config, manifest)
+        _rewrite_config(partial / CONFIG, base.config, manifest)
     else:
         model.save_pretrained(str(partial))  # type: ignore[operator]
     if tokenizer is not None:
@@ -139,16 +152,17 @@ def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: Path, length: int)
 
 
 def _move_into(partial: Path, target: Path) -> None:
-    """Move a finished folder into place; the manifest last, so that a half-moved one is never taken for whole."""
+    """Move a finished folder into place, over an earlier checkpoint; other files there are left alone.
+
+    What makes a folder a checkpoint goes first and comes back last: one left half-moved is not taken for whole.
+    """
     if not target.exists():
         partial.rename(target)
         return
-    new = sorted((p for p in partial.iterdir()), key=lambda p: p.name == MANIFEST)
-    names = {p.name for p in new}
-    for stale in (*target.glob("*.safetensors"), *target.glob("*.safetensors.index.json")):
-        if stale.name not in names:
+    for pattern in _CHECKPOINT_FILES:
+        for stale in target.glob(pattern):
             stale.unlink()
-    for file in new:
+    for file in sorted(partial.iterdir(), key=lambda p: (p.name == MANIFEST, p.name in (CONFIG, ADAPTER_CONFIG))):
         os.replace(file, target / file.name)
     partial.rmdir()
 

@@ -94,13 +94,58 @@ def test_saving_over_an_earlier_checkpoint_replaces_it(tmp_path: Path) -> None:
     model, path = extended(tmp_path)
     (path / "model-00001-of-00002.safetensors").write_bytes(b"stale")
     (path / "notes.txt").write_text("mine")
+    (path / "my_lora.safetensors").write_bytes(b"mine")
     unpatch_model(model)
     patch_model(model, "linear", 2)
     save_extended(model, path)
     assert describe(load_extended(path))["method"] == "linear"
     assert not list(path.glob("model-0*"))
     assert (path / "notes.txt").read_text() == "mine"
+    assert (path / "my_lora.safetensors").read_bytes() == b"mine"
     assert not (tmp_path / "model.partial").exists()
+
+
+def test_a_half_replaced_checkpoint_is_not_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = extended(tmp_path)
+    moved = []
+
+    def dying(source: Path, target: Path) -> None:
+        if len(moved) == 2:
+            raise KeyboardInterrupt
+        moved.append(Path(source).rename(target))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", dying)
+        with pytest.raises(KeyboardInterrupt):
+            save_extended(model, path)
+    with pytest.raises(FileNotFoundError, match=r"has no context_extension\.json"):
+        load_extended(path)
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        AutoModelForCausalLM.from_pretrained(path)
+    save_extended(model, path)
+    assert torch.equal(logits(load_extended(path), IDS), logits(model, IDS))
+
+
+def test_a_merged_model_replaces_its_adapter(tmp_path: Path) -> None:
+    make_model("Llama").save_pretrained(tmp_path / "base")
+    model = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "yarn", 4)
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    adapted = get_peft_model(model, lora)
+    path = save_extended(adapted, tmp_path / "model")
+    merged = adapted.merge_and_unload()
+    save_extended(merged, path)
+    assert torch.equal(logits(load_extended(path), IDS), logits(merged, IDS))
+
+
+def test_a_file_in_the_way_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = extended(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ValueError, match=r"is a file\. Give the folder"):
+        save_extended(model, tmp_path / "file")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    save_extended(model, ".")
+    assert describe(load_extended("."))["factor"] == 4
 
 
 def test_only_extended_models_are_saved(tmp_path: Path) -> None:
