@@ -1,10 +1,16 @@
-"""What the commands take, as dataclasses: each field is a flag, and its help text its documentation."""
+"""What the commands take, as dataclasses: each field is a flag, and its help text its documentation.
+
+And the parser that fills them, and what can be checked before a model is loaded.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, NoReturn
 
 from hf_posenc.units import ContextLength, TokenCount
 
@@ -101,7 +107,10 @@ class EvalArguments:
     max_documents: int | None = field(default=None, metadata={"help": "at most so many documents, evenly spread"})
     cut: bool = field(default=False, metadata={"help": "cut long documents into pieces of the longest length"})
     label: str = field(default="", metadata={"help": "words for the row in a report"})
-    model_name: str | None = field(default=None, metadata={"help": "the model's name in results; default: as given"})
+    model_name: str | None = field(
+        default=None,
+        metadata={"help": "the model's name in results, where rows of one name are compared; default: as given"},
+    )
     hide_progress: bool = field(default=False, metadata={"help": "no progress bar"})
 
 
@@ -119,6 +128,67 @@ class DemoArguments:
 
     output_dir: str = field(default="outputs/demo", metadata={"help": "folder for results, report and trained model"})
     token_budget: TokenCount = field(default=TokenCount("300k"), metadata={"help": "tokens to fine-tune on"})
+
+
+def parse(
+    command: str,
+    summary: str,
+    argv: Sequence[str],
+    known: Sequence[Any],
+    places: dict[str, str],
+    several: bool = False,
+) -> Any:
+    """Parse the words that follow a command.
+
+    Args:
+        command: Its name, for the help and the messages.
+        summary: One sentence, for the help.
+        argv: The words.
+        known: The dataclasses to fill.
+        places: Positional arguments with their help.
+        several: Whether a positional argument takes one or more words.
+
+    Returns:
+        The positional arguments (a namespace), then one instance of each dataclass.
+
+    Raises:
+        ValueError: The words do not fit.
+    """
+    from transformers import HfArgumentParser
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ValueError(f"{message} (hf-posenc {command} --help lists the flags)")
+
+    usage = " ".join(
+        ["hf-posenc", command, *(name.upper() + (" ..." if several else "") for name in places), "[flags]"]
+    )
+    parser = Parser(known, usage=usage, description=summary, formatter_class=_Help)
+    for name, help_text in places.items():
+        parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
+    parser.set_defaults(command=command)  # so that there is a namespace even where nothing is positional
+    *filled, given = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
+    return given, *filled
+
+
+class _Help(argparse.HelpFormatter):
+    """Flags with dashes only (underscores work too), and defaults only where there are any."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        values = "" if action.nargs in (0, "?") else self._format_args(action, action.dest.upper())
+        flags = ", ".join(flag for flag in action.option_strings if "_" not in flag)
+        return f"{flags} {values}".strip()
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if action.option_strings and action.required:
+            return f"{text} (required)".replace("%", "%%")
+        if not action.option_strings or not action.default or action.default == argparse.SUPPRESS:
+            return text
+        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else action.default
+        return f"{text} (default: {default})".replace("%", "%%")
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:
@@ -144,3 +214,48 @@ def _value(text: str) -> Any:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except json.JSONDecodeError:
         return text
+
+
+def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]) -> None:
+    """Check a request for one or more methods as far as it goes without the model; "none" is no method.
+
+    Raises:
+        TypeError: A method does not take an option, or a value is of the wrong type.
+        ValueError: A method is unknown, a value is out of range, or factor and length are both given.
+    """
+    from hf_posenc.config import check_length
+    from hf_posenc.registry import make_scaling
+
+    if extension.factor is not None and extension.context_length is not None:
+        raise ValueError(
+            f"give --factor or --context-length, not both (got {extension.factor:g} and {extension.context_length}): "
+            "factor is context length / original length."
+        )
+    for name in ("context_length", "original_max_position_embeddings"):
+        if getattr(extension, name) is not None:
+            check_length(name, getattr(extension, name))
+    for method in methods:
+        if method != "none":
+            make_scaling(method, 1.0 if extension.factor is None else extension.factor, rules)
+
+
+def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
+    """Check a folder to write a model to.
+
+    Raises:
+        ValueError: It is a file or the model's own folder, or, unless it may, holds files that are not ours.
+    """
+    from hf_posenc.checkpoint import MANIFEST
+
+    folder = Path(output).expanduser().resolve()
+    if Path(model).expanduser().resolve() == folder:
+        raise ValueError("the output folder is the model's own. Give another, so that the original is kept.")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{output!r} is a file. Give a folder to write the model to.")
+    if may_hold_files or not folder.is_dir() or (folder / MANIFEST).is_file():
+        return
+    if found := sorted(path.name for path in folder.iterdir()):
+        raise ValueError(
+            f"folder {output!r} is not empty and was not written by hf-posenc; it holds {', '.join(found[:8])}. "
+            "Give a new folder, so that nothing is mixed up."
+        )

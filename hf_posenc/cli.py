@@ -12,14 +12,18 @@ import shutil
 import sys
 import textwrap
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc import arguments as args_
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_posenc.evaluation.records import Record
 
 _EXAMPLES = """\
@@ -37,17 +41,19 @@ def patch(argv: Sequence[str]) -> None:
     """Extend a model and save it so that plain Transformers loads it extended."""
     places = {"model": "name on the Hub, folder or .gguf file", "output": "folder to write"}
     known = (args_.PatchArguments, args_.ExtensionArguments, args_.OptionArguments, args_.ModelArguments)
-    given, which, extension, options, loading = _parse("patch", patch, argv, known, places)
-    if Path(given.model).resolve() == Path(given.output).resolve():
-        raise ValueError("the output folder is the model's own. Give another, so that the original is kept.")
+    given, which, extension, options, loading = args_.parse("patch", _first_line(patch), argv, known, places)
+    rules = args_.parse_options(options.option)
+    args_.check_request([which.method], extension, rules)
+    args_.check_folder(given.model, given.output, may_hold_files=False)
     from hf_posenc.checkpoint import save_extended
     from hf_posenc.loading import load_model
     from hf_posenc.patching import patch_model, verify_model
 
     model, tokenizer = load_model(given.model, **vars(loading))
-    patch_model(model, which.method, **vars(extension), **args_.parse_options(options.option))
+    patch_model(model, which.method, **vars(extension), **rules)
     verification = verify_model(model)
-    save_extended(model, given.output, tokenizer, base_model=given.model)
+    trained = _tokens_trained(given.model)
+    save_extended(model, given.output, tokenizer, tokens_trained=trained, base_model=given.model)
     done = verification.extension
     worst = max((check.inv_freq_error for check in verification.modules), default=0.0)
     print(
@@ -61,33 +67,33 @@ def evaluate(argv: Sequence[str]) -> None:
     known: list[Any] = [args_.EvalArguments, args_.ExtensionArguments, args_.OptionArguments]
     known += [args_.DocumentArguments, args_.ModelArguments]
     places = {"model": "name on the Hub, folder or .gguf file"}
-    given, what, extension, options, source, loading = _parse("eval", evaluate, argv, known, places)
+    given, what, extension, options, source, loading = args_.parse("eval", _first_line(evaluate), argv, known, places)
     settings = vars(what)
     methods, output = settings.pop("method"), what.output
     settings |= {"progress": not settings.pop("hide_progress"), "model_name": what.model_name or given.model}
     rules = args_.parse_options(options.option)
-    if methods == ["none"] and (rules or extension.factor or extension.context_length):
+    if set(methods) == {"none"} and (rules or extension.factor or extension.context_length):
         raise ValueError("--factor, --context-length and --option need a --method, such as yarn.")
-    from hf_posenc.checkpoint import read_manifest
+    args_.check_request(methods, extension, rules)
     from hf_posenc.evaluation import perplexity
+    from hf_posenc.evaluation.plans import plan_runs
+    from hf_posenc.evaluation.records import check_output
     from hf_posenc.loading import load_model
     from hf_posenc.patching import patched
-    from hf_posenc.registry import get_method
     from hf_posenc.report import text_table
 
-    for method in methods:
-        if method != "none":
-            get_method(method)  # a typing mistake is found before minutes of loading
+    plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k)
+    if output is not None:
+        check_output(output)
     documents = _read(source)
     model, tokenizer = load_model(given.model, **vars(loading))
-    settings["tokens_trained"] = (read_manifest(given.model) or {}).get("tokens_trained", 0)
+    _try_methods(model, methods, extension, rules)
+    settings["tokens_trained"] = _tokens_trained(given.model)
     records: list[Record] = []
     for method in methods:
-        if method == "none":
+        extended = nullcontext() if method == "none" else patched(model, method, **vars(extension), **rules)
+        with extended:
             records += perplexity(model, documents, tokenizer=tokenizer, **settings)
-        else:
-            with patched(model, method, **vars(extension), **rules):
-                records += perplexity(model, documents, tokenizer=tokenizer, **settings)
     print(text_table(records))
     if output is not None:
         print(f"\nin {output}; a page with plots: hf-posenc report {output} --output-dir report")
@@ -99,24 +105,25 @@ def finetune(argv: Sequence[str]) -> None:
 
     known = (FinetuneConfig, args_.OptionArguments, args_.DocumentArguments, args_.ModelArguments)
     places = {"model": "name on the Hub, folder or .gguf file"}
-    given, config, options, source, loading = _parse("finetune", finetune, argv, known, places)
+    given, config, options, source, loading = args_.parse("finetune", _first_line(finetune), argv, known, places)
     if options.option:
         config = dataclasses.replace(config, options={**config.options, **args_.parse_options(options.option)})
+    args_.check_folder(given.model, config.output_dir)
     from hf_posenc.loading import load_model
     from hf_posenc.report import text_table
     from hf_posenc.training import finetune as run
 
     documents = _read(source)
     model, tokenizer = load_model(given.model, **vars(loading))
-    result = run(model, tokenizer, documents, config)
+    result = run(model, tokenizer, documents, config, tokens_trained=_tokens_trained(given.model))
     print(text_table(result.records))
-    print(f"\ntrained on {result.tokens_trained:,} tokens; saved: {result.output_dir}")
+    print(f"\ntrained on {result.tokens_trained:,} tokens in all; saved: {result.output_dir}")
 
 
 def report(argv: Sequence[str]) -> None:
     """Turn result files into a table, plots and one HTML page."""
     places = {"results": "one or more .jsonl files that hf-posenc eval or finetune wrote"}
-    given, where = _parse("report", report, argv, (args_.ReportArguments,), places, several=True)
+    given, where = args_.parse("report", _first_line(report), argv, (args_.ReportArguments,), places, several=True)
     for path in given.results:
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
@@ -131,7 +138,7 @@ def report(argv: Sequence[str]) -> None:
 
 def methods(argv: Sequence[str]) -> None:
     """List the methods a model can be extended with."""
-    _parse("methods", methods, argv, (), {})
+    args_.parse("methods", _first_line(methods), argv, (), {})
     from hf_posenc.registry import available_methods
 
     width = min(shutil.get_terminal_size().columns, 120)
@@ -146,7 +153,7 @@ def methods(argv: Sequence[str]) -> None:
 
 def demo(argv: Sequence[str]) -> None:
     """Show the whole line on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores."""
-    _, chosen = _parse("demo", demo, argv, (args_.DemoArguments,), {})
+    _, chosen = args_.parse("demo", _first_line(demo), argv, (args_.DemoArguments,), {})
     from hf_posenc.demo import run_demo
 
     run_demo(Path(chosen.output_dir), chosen.token_budget)
@@ -171,13 +178,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("hf_posenc").setLevel(logging.INFO)
     try:
         _command(words)
-    except (ValueError, TypeError, FileNotFoundError, ImportError, RuntimeError) as error:
+    except BrokenPipeError:  # a reader such as `head` has had enough
+        sys.stderr.close()
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if show_traceback or not _is_for_the_user(error):
             raise
         print(f"hf-posenc: error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # a reader such as `head` has had enough
-        sys.stderr.close()
     except KeyboardInterrupt:
         print("hf-posenc: interrupted", file=sys.stderr)
         return 130
@@ -199,50 +206,25 @@ def _command(words: list[str]) -> None:
     COMMANDS[parser.parse_args(words[:own]).command](words[own:])
 
 
-def _parse(
-    command: str,
-    run: Callable[[Sequence[str]], None],
-    argv: Sequence[str],
-    known: Sequence[Any],
-    places: dict[str, str],
-    several: bool = False,
-) -> Any:
-    """Return the positional arguments (a namespace), then one instance of each dataclass."""
-    from transformers import HfArgumentParser
+def _try_methods(
+    model: PreTrainedModel, methods: Sequence[str], extension: args_.ExtensionArguments, rules: dict[str, Any]
+) -> None:
+    """Patch by each method and undo it, so that what a model refuses is found before anything is measured."""
+    from hf_posenc.patching import patched
 
-    class Parser(HfArgumentParser):
-        def error(self, message: str) -> NoReturn:
-            raise ValueError(f"{message} (hf-posenc {command} --help lists the flags)")
-
-    usage = " ".join(
-        ["hf-posenc", command, *(name.upper() + (" ..." if several else "") for name in places), "[flags]"]
-    )
-    parser = Parser(known, usage=usage, description=_first_line(run), formatter_class=_Help)
-    for name, help_text in places.items():
-        parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
-    parser.set_defaults(command=command)  # so that there is a namespace even where nothing is positional
-    *filled, given = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
-    return given, *filled
+    for method in methods:
+        if method != "none":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they come when it is patched to be measured
+                with patched(model, method, **vars(extension), **rules):
+                    pass
 
 
-class _Help(argparse.HelpFormatter):
-    """Flags with dashes only (underscores work too), and defaults only where there are any."""
+def _tokens_trained(model: str) -> int:
+    """Return how many tokens a model was fine-tuned on by us, as its folder says; 0 for any other."""
+    from hf_posenc.checkpoint import read_manifest
 
-    def _format_action_invocation(self, action: argparse.Action) -> str:
-        if not action.option_strings:
-            return super()._format_action_invocation(action)
-        values = "" if action.nargs in (0, "?") else self._format_args(action, action.dest.upper())
-        flags = ", ".join(flag for flag in action.option_strings if "_" not in flag)
-        return f"{flags} {values}".strip()
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if action.option_strings and action.required:
-            return f"{text} (required)".replace("%", "%%")
-        if not action.option_strings or not action.default or action.default == argparse.SUPPRESS:
-            return text
-        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else action.default
-        return f"{text} (default: {default})".replace("%", "%%")
+    return int((read_manifest(Path(model).expanduser()) or {}).get("tokens_trained", 0))
 
 
 def _read(source: args_.DocumentArguments) -> list[str]:
@@ -257,7 +239,7 @@ def _is_for_the_user(error: BaseException) -> bool:
     """Say whether a message is meant for the user: all that we raise, and values and files refused by others."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     ours = where.filename.startswith(str(Path(__file__).parent)) and (where.line or "").startswith("raise")
-    return ours or isinstance(error, (ValueError, FileNotFoundError))
+    return ours or isinstance(error, (ValueError, OSError))
 
 
 def _first_line(run: Callable[[Sequence[str]], None]) -> str:

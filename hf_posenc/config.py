@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,14 +12,23 @@ RAMPS = ("code", "paper", "harmonic")
 
 
 def check_number(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> float:
-    """Return ``value`` as a float, or say what came and what is allowed."""
+    """Return ``value`` as a finite float, or say what came and what is allowed."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
+    if not _is_finite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}.")
     if at_least is not None and not value >= at_least:
         raise ValueError(f"{name} must be >= {at_least:g}, got {value:g}.")
     if above is not None and not value > above:
         raise ValueError(f"{name} must be greater than {above:g}, got {value:g}.")
     return float(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        return False
 
 
 def check_length(name: str, value: Any) -> int:

@@ -6,6 +6,7 @@ import gzip
 import json
 import lzma
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 TEXT_SUFFIXES = (".txt", ".md")
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
+_DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
 _NOVEL = "novel:"
 _FORMS = "a .txt, .md or .jsonl file (.xz and .gz too), a folder of text files, '-', novel:NAME or a dataset's name"
 
@@ -38,7 +40,7 @@ def read_documents(
 
     Raises:
         FileNotFoundError: ``source`` looks like a path and there is nothing.
-        ValueError: No text in it, no such field, not UTF-8, or no such dataset.
+        ValueError: No text in it, no such field, not UTF-8, a damaged .xz or .gz file, or no such dataset.
     """
     documents = [text for text in _read(str(source), text_field, split, config_name) if text.strip()]
     if not documents:
@@ -70,11 +72,16 @@ def _read(source: str, text_field: str, split: str, config_name: str | None) -> 
     path = Path(source).expanduser()
     if path.is_file() and path.suffix != ".parquet":
         return _read_jsonl(path, text_field) if _kind(path) == ".jsonl" else [_read_text(path)]
-    if path.is_dir() and (files := [file for file in sorted(path.rglob("*")) if _kind(file) in TEXT_SUFFIXES]):
+    if path.is_dir() and (files := _text_files(path)):
         return [_read_text(file) for file in files]
     if not path.exists() and (_kind(path) in (*TEXT_SUFFIXES, ".jsonl", ".parquet") or source[:1] in "./~"):
         raise FileNotFoundError(f"there is no file or folder {source!r}. Give {_FORMS}.")
     return _read_dataset(path if path.exists() else source, text_field, split, config_name)
+
+
+def _text_files(folder: Path) -> list[Path]:
+    """Return a folder's text files, sorted; a folder may be named ``notes.txt`` too."""
+    return [path for path in sorted(folder.rglob("*")) if _kind(path) in TEXT_SUFFIXES and path.is_file()]
 
 
 def _kind(path: Path) -> str:
@@ -83,9 +90,11 @@ def _kind(path: Path) -> str:
 
 
 def _read_text(path: Path) -> str:
-    content = _OPENERS.get(path.suffix, bytes)(path.read_bytes())
     try:
+        content = _OPENERS.get(path.suffix, bytes)(path.read_bytes())
         return content.decode("utf-8")
+    except _DAMAGED as error:
+        raise ValueError(f"{str(path)!r} is damaged or no {path.suffix} file ({error}). Get it again.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is not UTF-8 text ({error}). Convert it, or give {_FORMS}.") from error
 

@@ -34,8 +34,8 @@ def load_model(
     Raises:
         FileNotFoundError: The path, or the ``config.json`` in it, does not exist.
         ValueError: The Hub has no such model, it cannot be read, or a ``.gguf`` declares a scaling that
-            Transformers drops, or weights are missing.
-        ImportError: A ``.gguf`` file, and the package that reads it is not installed.
+            Transformers drops, or weights are missing; or the device is unknown or not there.
+        ImportError: A package that reads the model (``.gguf``, quantised) or the attention asked for is not installed.
     """
     path = Path(name_or_path).expanduser()
     kwargs: dict[str, Any] = {"dtype": _dtype(dtype)}
@@ -43,8 +43,8 @@ def load_model(
         kwargs["attn_implementation"] = attn_implementation
     if device == "auto":
         kwargs["device_map"] = "auto"
-    elif device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    else:
+        device = _device(device)
     _check_path(path, str(name_or_path))
     try:
         source = str(path if path.exists() else name_or_path)
@@ -55,6 +55,8 @@ def load_model(
             f"cannot load {str(name_or_path)!r}: {str(error).strip().splitlines()[0]} "
             "Give a name on the Hugging Face Hub, a folder with config.json and *.safetensors, or a .gguf file."
         ) from error
+    except ImportError as error:  # Transformers' own, for FlashAttention and quantised models, name what is missing
+        raise ImportError(f"cannot load {str(name_or_path)!r}: {str(error).strip()}") from error
     if device != "auto":
         model.to(device)  # type: ignore[arg-type]  # mypy takes it for an unbound method
     model.train(False)
@@ -67,6 +69,21 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     resolved = getattr(torch, dtype, None)
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
         raise ValueError(f"unknown dtype {dtype!r}. Known: auto, float32, bfloat16, float16.")
+    return resolved
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    """Return the device to use, tried out: a wrong one would show only after minutes of loading."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(1, device=resolved)
+    # AssertionError: PyTorch without that backend. ImportError: a backend that is a package of its own.
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        there = "auto, cpu, cuda" if torch.cuda.is_available() else "auto, cpu (PyTorch sees no GPU)"
+        raise ValueError(f"device {str(device)!r} cannot be used here. Allowed: {there}. ({reason})") from error
     return resolved
 
 

@@ -1,6 +1,7 @@
 # Sourced by the scripts beside it: goes to the repository root and makes .venv there, once.
-# Again when pyproject.toml or constraints.txt changed since.
+# Again when pyproject.toml or constraints.txt changed since. Paths a user gives are relative to CALLED_FROM.
 
+CALLED_FROM=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
 _find_python() {
@@ -31,6 +32,6 @@ _ensure_env() {
 }
 
 _ensure_env || exit 1
-PYTHON=.venv/bin/python
+PYTHON=$PWD/.venv/bin/python
 # Threads that spin while they wait stall everything else that runs on the same few cores.
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-passive}

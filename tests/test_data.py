@@ -29,6 +29,16 @@ def test_compressed_files(tmp_path, suffix, compress):
     assert read_documents(str(tmp_path / f"b.jsonl{suffix}")) == ["one", "two"]
 
 
+@pytest.mark.parametrize("suffix", [".xz", ".gz"])
+def test_damaged_compressed_files_are_named(tmp_path, suffix):
+    whole = {".xz": lzma.compress, ".gz": gzip.compress}[suffix](b"text" * 1000)
+    flipped = whole[:14] + bytes([whole[14] ^ 255]) + whole[15:]
+    for content in (b"no archive", whole[:-10], flipped):
+        (tmp_path / f"a.txt{suffix}").write_bytes(content)
+        with pytest.raises(ValueError, match=rf"a\.txt\{suffix}' is damaged or no \{suffix} file"):
+            read_documents(tmp_path / f"a.txt{suffix}")
+
+
 def test_jsonl_has_a_document_per_line_and_keeps_line_separators_inside_strings(tmp_path):
     rows = [{"body": "first\u2028line\n"}, {"body": "  "}, {"body": "second"}]
     text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
@@ -48,6 +58,7 @@ def test_folder_gives_its_text_files_sorted(tmp_path):
     (tmp_path / "sub").mkdir()
     for name in ("b.txt", "a.md", "sub/c.txt", "ignored.bin"):
         (tmp_path / name).write_text(name)
+    (tmp_path / "folder.txt").mkdir()  # not a text, whatever its name
     assert read_documents(tmp_path) == ["a.md", "b.txt", "sub/c.txt"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -85,6 +86,24 @@ def test_dtype_and_attention_are_those_asked_for(tiny_checkpoint: Path) -> None:
         load_model(tiny_checkpoint, dtype="bf17")
     with pytest.raises(ValueError, match="unknown dtype 'nn'"):
         load_model(tiny_checkpoint, dtype="nn")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "mps", "xpu", "hpu"])
+def test_a_device_that_is_not_there_is_said_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    if device.split(":")[0] in ("mps", "xpu") and torch.get_device_module(device).is_available():
+        pytest.skip(f"{device} is there")
+    monkeypatch.setattr("hf_posenc.loading.load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match=rf"device '{device}' cannot be used here\. Allowed: auto, cpu"):
+        load_model(tmp_path, device=device)
+
+
+def test_attention_that_is_not_installed_is_said(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("FlashAttention is installed")
+    with pytest.raises(ImportError, match=r"cannot load .*tiny-llama': FlashAttention2 .* installed"):
+        load_model(tiny_checkpoint, attn_implementation="flash_attention_2")
 
 
 def test_extended_folder_comes_back_extended(

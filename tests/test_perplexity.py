@@ -178,8 +178,11 @@ def test_texts_need_a_list_a_tokenizer_and_the_right_vocabulary(tiny_llama):
         measure(model, [1, 2, 3], [2])
     with pytest.raises(TypeError, match="need tokenizer="):
         measure(model, ["one text"], [8])
-    with pytest.raises(ValueError, match="token id 500 is outside the model's vocabulary of 128"):
-        measure(model, [[1] * 8 + [500]], [8])
+    for outside in (500, 128, -100):
+        with pytest.raises(ValueError, match=f"token id {outside} is outside the model's vocabulary, 0 to 127"):
+            measure(model, [[1] * 8 + [outside]], [8])
+    with pytest.raises(TypeError, match=r"whole numbers, got torch\.float32"):
+        measure(model, [[1.5] * 8], [8])
     with pytest.raises(ValueError, match="nothing to measure"):
         measure(model, [], [8])
     with pytest.raises(ValueError, match="prefill_chunk must be at least 1"):

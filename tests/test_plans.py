@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 
 from hf_posenc.evaluation.plans import Pass, Run, Window, plan_passes, plan_runs, sliding_windows, spread
 
@@ -72,6 +74,25 @@ def test_runs_are_sorted_unique_and_take_a_stride_that_fits():
 def test_bad_plans(protocols, lengths, options, message):
     with pytest.raises(ValueError, match=message):
         plan_runs(protocols, lengths, **options)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (16, r"a list of numbers of tokens, such as \[512, 2048\], got 16"),
+        ("16", "a list of numbers of tokens"),
+        ([8, 16.5], "whole numbers of tokens, got 16.5"),
+        (["16"], "whole numbers of tokens, got '16'"),
+    ],
+)
+def test_lengths_are_a_list_of_whole_numbers(lengths, message):
+    with pytest.raises(TypeError, match=message):
+        plan_runs(["truncated"], lengths)
+
+
+def test_lengths_may_come_from_numpy_or_torch():
+    expected = [Run("truncated", 4), Run("truncated", 8)]
+    assert plan_runs(["truncated"], np.array([8, 4])) == plan_runs(["truncated"], torch.tensor([8, 4])) == expected
 
 
 def test_one_pass_serves_all_lengths_of_a_causal_model_only():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hf_posenc import available_methods
-from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.config import RopeScaling, RopeSpec, check_length
 from hf_posenc.registry import METHODS, get_method, make_scaling
 
 
@@ -39,6 +39,11 @@ def test_unknown_method_suggests_the_nearest() -> None:
         ("yarn", "4", {}, TypeError, r"factor must be a number, got '4' \(str\)"),
         ("yarn", True, {}, TypeError, r"factor must be a number, got True"),
         ("yarn", 4, {"beta_fast": 1, "beta_slow": 2}, ValueError, "beta_fast must be greater than beta_slow"),
+        ("yarn", float("inf"), {}, ValueError, "factor must be a finite number, got inf. It is target / original"),
+        ("yarn", float("nan"), {}, ValueError, "factor must be a finite number, got nan"),
+        ("yarn", 4, {"attention_factor": float("inf")}, ValueError, "attention_factor must be a finite number"),
+        ("abf", 4, {"rope_theta": float("inf")}, ValueError, "rope_theta must be a finite number, got inf"),
+        ("longrope", 4, {"long_factor": [1, float("inf")]}, ValueError, r"long_factor\[1\] must be a finite number"),
         ("yarn", 4, {"attention_factor": -1}, ValueError, "attention_factor must be greater than 0, got -1"),
         ("yarn", 4, {"truncate": "no"}, TypeError, "truncate must be True or False"),
         ("yarn", 4, {"ramp": "cubic"}, ValueError, "ramp must be one of code, paper, harmonic, got 'cubic'"),
@@ -52,6 +57,21 @@ def test_bad_requests_say_what_came_and_what_is_allowed(
 ) -> None:
     with pytest.raises(error, match=message):
         make_scaling(method, factor, options)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(float("inf"), "must be a finite number, got inf"), (16.5, "a whole number of tokens, got 16.5"), (0, ">= 1")],
+)
+def test_lengths_are_whole_and_finite(value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=f"context_length.*{message}"):
+        check_length("context_length", value)
+    assert check_length("context_length", 16.0) == 16
+
+
+def test_a_number_too_large_for_a_float_is_not_finite() -> None:
+    with pytest.raises(ValueError, match="factor must be a finite number, got 1000"):
+        make_scaling("yarn", 10**400, {})
 
 
 def test_changed_options_leave_defaults_out() -> None:

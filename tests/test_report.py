@@ -47,6 +47,7 @@ def make_record(method: str = "none", length: int = 256, perplexity: float = 40.
         versions={"torch": "2.13.0"},
         seconds=1.0,
         peak_memory_bytes=1,
+        run_key="run-1",
     )
     return dataclasses.replace(record, **changes)
 
@@ -168,10 +169,37 @@ def test_refuses_what_cannot_be_compared(tmp_path: Path, field: str, value: Any)
 
 def test_refuses_a_report_of_long_texts_only(tmp_path: Path) -> None:
     long_only = [record for record in make_records() if record.context_length > 256]
-    with pytest.raises(ValueError, match="shortest length evaluated is 1024 tokens, above the original 256"):
+    with pytest.raises(ValueError, match="evaluated for unpatched is 1024 tokens, above the original 256"):
         report(long_only, tmp_path)
     with pytest.raises(ValueError, match="no records"):
         report([], tmp_path)
+
+
+def test_every_row_has_to_show_what_short_texts_pay(tmp_path: Path) -> None:
+    baseline = [make_record("none", length) for length in (256, 1024)]
+    with pytest.raises(ValueError, match=r"for yarn x4, zero-shot is 1024 tokens, above the original 256: .* at 256"):
+        report([*baseline, make_record("yarn", 1024)], tmp_path)
+    longer = {"model": "big", "original_max_position_embeddings": 1024}
+    (table,) = make_tables([*baseline, make_record("none", 1024, **longer)])  # each row has its own original length
+    assert [row.name for row in table.rows] == ["unpatched · tiny", "unpatched · big"]
+
+
+def test_two_runs_of_one_row_are_refused_and_a_repeat_is_not(tmp_path: Path) -> None:
+    runs = [
+        make_record("yarn", 256, perplexity, tokens_trained=100, run_key=key)
+        for key, perplexity in (("rate 1e-4", 40.0), ("rate 2e-5", 41.5))
+    ]
+    with pytest.raises(ValueError, match=r"row 'yarn x4' of model 'tiny': .* 40 and the other 41\.5\..*--label"):
+        report(runs, tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+    (table,) = make_tables([runs[0], dataclasses.replace(runs[1], label="2e-5")])
+    assert [row.records[256].perplexity for row in table.rows] == [40.0, 41.5]
+
+
+def test_a_file_is_no_folder_for_a_report(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="file' is a file"):
+        report(make_records(), tmp_path / "file")
 
 
 def test_each_protocol_has_its_own_table_and_unique_ids(tmp_path: Path) -> None:
@@ -203,6 +231,15 @@ def test_change_is_only_against_the_same_model_when_there_are_several() -> None:
     (table,) = make_tables([*make_records(), *other])
     changes = {row.name: table.change(row, 256) for row in table.rows if row.first.method == "linear"}
     assert changes == {"linear x4 · tiny": pytest.approx(180.0), "linear x4 · other": pytest.approx(180.0)}
+
+
+def test_the_unpatched_model_is_compared_with_itself_only(tmp_path: Path) -> None:
+    records = [make_record("none", model="small", perplexity=50.0), make_record("yarn", model="big", perplexity=30.0)]
+    (table,) = make_tables(records)
+    assert [table.change(row, 256) for row in table.rows] == [None, None]
+    text = report(records, tmp_path).markdown.read_text()
+    assert "perplexity 30.00." in text
+    assert "%" not in text.replace("95 %", "")
 
 
 def test_headline_is_about_the_target_length_not_beyond_it(tmp_path: Path) -> None:

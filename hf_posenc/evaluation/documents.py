@@ -24,7 +24,8 @@ def to_token_ids(
     """Return int64 ``(num_tokens,)`` on the CPU for each document, a text or already token ids.
 
     Raises:
-        TypeError: One text or one row of ids instead of a list of them, or a text without a tokenizer.
+        TypeError: One text or one row of ids instead of a list of them, ids that are not whole numbers, or a text
+            without a tokenizer.
         ValueError: No document, or an id outside the model's vocabulary.
     """
     if isinstance(documents, (str, torch.Tensor)) or (len(documents) > 0 and isinstance(documents[0], int)):
@@ -33,11 +34,13 @@ def to_token_ids(
         raise ValueError("documents is empty: there is nothing to measure on.")
     ids = [_one_row(document, tokenizer) for document in documents]
     vocab_size = unwrap(model).config.get_text_config().vocab_size
-    largest = max((int(row.max()) for row in ids if len(row)), default=0)
-    if largest >= vocab_size:
-        raise ValueError(
-            f"token id {largest} is outside the model's vocabulary of {vocab_size}: these ids are another tokenizer's."
-        )
+    for row in ids:
+        outside = row[(row < 0) | (row >= vocab_size)]
+        if len(outside):
+            raise ValueError(
+                f"token id {int(outside[0])} is outside the model's vocabulary, 0 to {vocab_size - 1}: these ids are "
+                "another tokenizer's, or labels."
+            )
     return ids
 
 
@@ -46,10 +49,12 @@ def _one_row(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> t
         if tokenizer is None:
             raise TypeError("documents given as texts need tokenizer=, the model's own.")
         return tokenize_documents(tokenizer, [document])[0]
-    row = torch.as_tensor(document).to(device="cpu", dtype=torch.int64)
+    row = torch.as_tensor(document)
     if row.dim() != 1:
         raise TypeError(f"token ids must be rows of one dimension, got shape {tuple(row.shape)}.")
-    return row
+    if row.is_floating_point() and len(row):  # an empty list comes as float32
+        raise TypeError(f"token ids must be whole numbers, got {row.dtype}.")
+    return row.to(device="cpu", dtype=torch.int64)
 
 
 def bos_token_id(

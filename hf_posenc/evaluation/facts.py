@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import resource
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,8 @@ from hf_posenc.evaluation.plans import Run
 from hf_posenc.families import unwrap
 from hf_posenc.version import __version__
 
-_SAMPLES_PER_TENSOR = 1024
+_ROW_BYTES = 8192
+_ROWS_AT_ONCE = 1024  # 8 MB: what is computed on the way needs no more memory than a few of these
 
 
 def model_facts(model: PreTrainedModel, model_name: str | None, tokens_trained: int, label: str) -> dict[str, Any]:
@@ -61,16 +61,40 @@ def identify_run(
 
 @torch.no_grad()
 def hash_weights(model: PreTrainedModel) -> str:
-    """Return a hash of samples of every parameter and buffer: training or patching in place changes it."""
+    """Return a hash of all parameters and buffers: training, patching or editing in place changes it.
+
+    Every bit counts, by exact sums that are the same on every device and take 0.2 s for 540 MB on two CPU cores. Of
+    a tensor on the meta device (offloaded) only name, shape and dtype count; of a quantised model what its library
+    keeps as parameters and buffers, so not scales that are plain attributes.
+    """
     digest = hashlib.sha256()
     base = unwrap(model)
     for name, tensor in sorted([*base.named_parameters(), *base.named_buffers()], key=lambda pair: pair[0]):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         if not tensor.is_meta and tensor.numel():
-            step = math.ceil(tensor.numel() / _SAMPLES_PER_TENSOR)
-            sample = tensor.detach().flatten()[::step].contiguous()
-            digest.update(sample.view(torch.uint8).cpu().numpy().tobytes())
+            for part in _checksums(tensor.detach()):
+                digest.update(part.cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _checksums(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what changes with any change of a tensor's bits: its sums by row and by column, and what fills no row.
+
+    The bytes are laid out in rows and read as 32-bit numbers, summed without overflow. A change that leaves all sums
+    as they were would have to be made for it: four numbers at least, at the corners of a rectangle.
+    """
+    raw = tensor.contiguous().flatten().view(torch.uint8)
+    if raw.storage_offset() % 8:  # a view as int64 has to start at a whole one
+        raw = raw.clone()
+    whole = len(raw) // _ROW_BYTES * _ROW_BYTES
+    words = raw[:whole].view(torch.int64).view(-1, _ROW_BYTES // 8)
+    columns, rows = words.new_zeros(2, words.shape[1]), []
+    for chunk in torch.split(words, _ROWS_AT_ONCE):
+        # Sums of the 64 bits as they are would wrap, so that two changed signs, the top bits, cancel.
+        for half, numbers in enumerate((chunk & 0xFFFFFFFF, chunk >> 32)):
+            rows.append(numbers.sum(1))
+            columns[half] += numbers.sum(0)
+    return [torch.cat([columns.flatten(), *rows]), raw[whole:]]
 
 
 def hash_json(value: Any) -> str:

@@ -33,7 +33,7 @@ from hf_posenc.evaluation.facts import (
 from hf_posenc.evaluation.losses import Advance, evaluation_mode, length_dependent_rope_types, window_losses
 from hf_posenc.evaluation.plans import DEFAULT_LAST_K, Pass, Protocol, Run, plan_passes, plan_runs
 from hf_posenc.evaluation.progress import Finished, ProgressFile
-from hf_posenc.evaluation.records import Record, append_line, read_records
+from hf_posenc.evaluation.records import Record, append_line, check_output, read_records
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, check_head
 
 logger = logging.getLogger(__name__)
@@ -102,9 +102,12 @@ def perplexity(
 
     Raises:
         ValueError: No document is long enough; a length, stride, chunk or protocol that cannot be; a model whose head
-            or losses cannot be trusted.
-        TypeError: ``documents`` is not a list, or texts came without a tokenizer.
+            or losses cannot be trusted; ``output`` is a folder.
+        TypeError: ``documents`` is not a list, ``context_lengths`` not one of whole numbers, or texts came without a
+            tokenizer.
     """
+    if output is not None:
+        check_output(output)
     protocols = [protocol] if isinstance(protocol, str) else list(protocol)
     runs = plan_runs(protocols, context_lengths, stride, last_k)
     _check_chunks(prefill_chunk, logits_chunk)

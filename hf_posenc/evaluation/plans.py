@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
@@ -95,9 +96,10 @@ def plan_runs(
         last_k: Tokens scored by ``last_k``; less than every context length.
 
     Raises:
+        TypeError: ``context_lengths`` is not a list of whole numbers.
         ValueError: An unknown protocol, no length, or a length, stride or last_k out of its range.
     """
-    lengths = sorted({int(length) for length in context_lengths})
+    lengths = sorted({_whole(length) for length in _as_list(context_lengths)})
     if not lengths or lengths[0] < 2:
         raise ValueError(f"context_lengths must be one or more numbers of tokens, each at least 2, got {lengths}.")
     runs: list[Run] = []
@@ -114,6 +116,21 @@ def plan_runs(
     if not runs:
         raise ValueError(f"protocol is empty. Known: {', '.join(PROTOCOLS)}.")
     return runs
+
+
+def _as_list(context_lengths: Iterable[int]) -> list[int]:
+    if isinstance(context_lengths, str) or not isinstance(context_lengths, Iterable):
+        raise TypeError(
+            f"context_lengths must be a list of numbers of tokens, such as [512, 2048], got {context_lengths!r}."
+        )
+    return list(context_lengths)
+
+
+def _whole(length: int) -> int:
+    try:
+        return operator.index(length)
+    except TypeError:
+        raise TypeError(f"context_lengths must be whole numbers of tokens, got {length!r}.") from None
 
 
 def _check_last_k(last_k: int, shortest: int) -> None:

@@ -17,7 +17,8 @@ class Record:
     ``ci_low`` and ``ci_high`` are its bootstrap 95 % interval, over ``ci_unit``. ``window``, ``stride`` and
     ``last_k`` are None where the protocol has none. ``text_hash`` is of the token ids fed at this length: numbers
     compare where it and the protocol are the same. ``tokens_trained`` 0 means zero-shot. ``seconds`` is the time of
-    the pass, which other records may share. ``run_key`` is a hash of all that decides the number, weights included.
+    the pass, which other records may share. ``run_key`` is a hash of all that decides the number, weights included:
+    records of one key are repeats of one measurement.
     """
 
     model: str
@@ -46,8 +47,8 @@ class Record:
     versions: dict[str, str]
     seconds: float
     peak_memory_bytes: int
+    run_key: str = field(repr=False)
     label: str = ""
-    run_key: str = field(default="", repr=False)
 
     def to_json(self) -> str:
         """Return the record as one line of JSON, without the line's end."""
@@ -62,7 +63,7 @@ class Record:
         """
         values = json.loads(line)
         known = [one.name for one in fields(cls)]
-        missing = [name for name in known if name not in values and name not in ("label", "run_key")]
+        missing = [name for name in known if name not in values and name != "label"]
         if missing:
             raise ValueError(f"not a perplexity record: it has no {', '.join(missing)}.")
         return cls(**{name: values[name] for name in known if name in values})
@@ -83,6 +84,18 @@ def read_records(path: str | Path) -> list[Record]:
         except (ValueError, TypeError) as error:
             raise ValueError(f"line {number} of {str(path)!r}: {error}") from error
     return records
+
+
+def check_output(path: str | Path) -> None:
+    """Raise before any work if records could not be written to a file of this name.
+
+    Raises:
+        ValueError: It is a folder, or a file is where its folder should be.
+    """
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    if Path(path).is_dir() or not folder.is_dir():
+        what = f"{str(path)!r} is a folder" if Path(path).is_dir() else f"{str(folder)!r} is not a folder"
+        raise ValueError(f"results cannot be written to {str(path)!r}: {what}. Give a file, such as results.jsonl.")
 
 
 def whole_lines(path: Path) -> Iterable[str]:

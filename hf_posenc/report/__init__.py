@@ -32,19 +32,22 @@ def report(
     Rows are methods (with what they were fine-tuned on), columns context lengths; each protocol has its own table.
 
     Args:
-        records: Of any number of models, from ``perplexity`` or ``read_records``; of repeated ones the last counts.
+        records: Of any number of models, from ``perplexity`` or ``read_records``; of repeats (equal
+            ``run_key``) the last counts.
         output_dir: Gets ``report.html``, ``report.md`` and ``perplexity_<protocol>.png`` and ``.svg``; files of an
             earlier report there are replaced.
         title: The heading.
 
     Raises:
-        ValueError: No records; numbers that cannot be compared, with the difference named; or none at or below the
-            original length.
+        ValueError: No records; numbers that cannot be compared, with the difference named; two runs that would share
+            a row; a row without a number at or below its original length; or ``output_dir`` is a file.
     """
+    folder = Path(output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{str(output_dir)!r} is a file. Give a folder for the report.")
     tables = make_tables(records)
     headlines = [headline(table) for table in tables]
     drawn = [draw(table) for table in tables]
-    folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     plots = tuple(
         _write(folder / f"perplexity_{table.slug}{suffix}", content)

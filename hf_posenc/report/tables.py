@@ -46,10 +46,9 @@ class Table:
     rows: tuple[Row, ...]
 
     def baseline(self, row: Row) -> Row | None:
-        """Return the unpatched row to measure against: the only one, or that of the same model."""
-        unpatched = [other for other in self.rows if other.is_unpatched]
-        same = [other for other in unpatched if other.first.model == row.first.model]
-        return unpatched[0] if len(unpatched) == 1 else same[0] if len(same) == 1 else None
+        """Return the unpatched row of the same model to measure against; None if there is not exactly one."""
+        same = [other for other in self.rows if other.is_unpatched and other.first.model == row.first.model]
+        return same[0] if len(same) == 1 else None
 
     def change(self, row: Row, length: int) -> float | None:
         """Return how far a row is above the unpatched one at a length up to the original, in percent."""
@@ -73,10 +72,11 @@ class Table:
 def make_tables(records: Sequence[Record]) -> list[Table]:
     """Sort records into one table per protocol.
 
-    Of two records of the same row and length the later counts.
+    Of a repeated measurement (equal ``run_key``) the later record counts.
 
     Raises:
-        ValueError: No records; records of a table that cannot be compared; no length up to the original one.
+        ValueError: No records; records of a table that cannot be compared, or of two runs that would share a row; a
+            row without a length up to its original one.
     """
     if not records:
         raise ValueError("there are no records to report. hf-posenc eval --output results.jsonl writes them.")
@@ -106,16 +106,15 @@ def number_name(value: float) -> str:
 
 def _make_table(records: Sequence[Record]) -> Table:
     refuse_incomparable(records)
+    _refuse_shared_rows(records)
+    rows = make_rows(records)
+    for row in rows:
+        _refuse_long_only(row)
     first = records[0]
     lengths = tuple(sorted({record.context_length for record in records}))
     originals = tuple(
         sorted({r.original_max_position_embeddings for r in records if r.original_max_position_embeddings})
     )
-    if originals and lengths[0] > originals[0]:
-        raise ValueError(
-            f"the shortest length evaluated is {lengths[0]} tokens, above the original {originals[0]}: a report has to "
-            f"show what short texts pay. Evaluate at {originals[0]} tokens or fewer too ({first.protocol})."
-        )
     slug, title = (
         first.protocol,
         {"truncated": "First N tokens", "sliding_window": "Sliding window of N tokens"}.get(
@@ -124,7 +123,7 @@ def _make_table(records: Sequence[Record]) -> Table:
     )
     if first.last_k is not None:
         slug, title = f"last_{first.last_k}", f"Last {first.last_k} of N tokens"
-    return Table(slug, title, lengths, originals, make_rows(records))
+    return Table(slug, title, lengths, originals, rows)
 
 
 def refuse_incomparable(records: Sequence[Record]) -> None:
@@ -134,6 +133,31 @@ def refuse_incomparable(records: Sequence[Record]) -> None:
         _refuse_difference(records[0], record, ("tokenizer_hash",))
         other = seen.setdefault(record.context_length, record)
         _refuse_difference(other, record, _PER_LENGTH)
+
+
+def _refuse_shared_rows(records: Iterable[Record]) -> None:
+    """Raise if one run would replace another's number: two models of one name, say, trained at two learning rates."""
+    seen: dict[tuple[object, ...], Record] = {}
+    for record in records:
+        other = seen.setdefault((*_row_key(record), record.context_length), record)
+        if other.run_key != record.run_key:
+            raise ValueError(
+                f"two runs would share the row {_row_name(record, ())!r} of model {record.model!r}: at "
+                f"{record.context_length} tokens ({record.protocol}) one has perplexity {other.perplexity:.6g} and the "
+                f"other {record.perplexity:.6g}. Weights, versions or seed differ. Tell them apart with --label or "
+                "--model-name of hf-posenc eval (label= and model_name= of perplexity), or leave one out."
+            )
+
+
+def _refuse_long_only(row: Row) -> None:
+    """Raise for a row that does not show what short texts pay; one whose original length is unknown may pass."""
+    original, shortest = row.first.original_max_position_embeddings, min(row.records)
+    if original is not None and shortest > original:
+        raise ValueError(
+            f"the shortest length evaluated for {row.full_name} is {shortest} tokens, above the original {original}: a "
+            f"report has to show what short texts pay. Evaluate it at {original} tokens or fewer too "
+            f"({row.first.protocol})."
+        )
 
 
 def _refuse_difference(one: Record, other: Record, names: Iterable[str]) -> None:
