@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
+import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 CONTEXT = 256
 VOCAB_SIZE = 2048
 EOS = "<|endoftext|>"
+FACTS = "training.json"  # written last; a folder that has it is an earlier output
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
@@ -106,6 +108,29 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespac
             print(f"step {step + 1}/{num_steps} loss {loss.item():.3f} lr {lr:.2e} {rate:,.0f} tokens/s", flush=True)
 
 
+def check_output(folder: Path) -> None:
+    """Refuse to write among files that this script did not write.
+
+    Raises:
+        SystemExit: The folder holds something else than an earlier output.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise SystemExit(f"{folder} is a file. Give the folder to write the model to.")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / FACTS).is_file():
+        raise SystemExit(f"{folder} is not empty and no earlier output ({FACTS} is not in it). Give a new folder.")
+
+
+def save(folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, facts: dict[str, object]) -> None:
+    """Write everything beside the folder first, then move it in, file by file; other files are left alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (Path(partial) / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+        for file in sorted(Path(partial).iterdir(), key=lambda file: file.name == FACTS):
+            os.replace(file, folder / file.name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
@@ -115,6 +140,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    check_output(args.output_dir)
     torch.manual_seed(args.seed)
 
     texts = [load_novel(name) for name in TRAIN_NOVELS]
@@ -131,14 +157,8 @@ def main() -> None:
     perplexities = {n: round(held_out_perplexity(model, held_out, n), 2) for n in (256, 512, 1024, 2048)}
     print(f"{minutes:.1f} minutes; held-out perplexity by length: {perplexities}")
 
-    partial = args.output_dir.with_name(args.output_dir.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
     facts = {"tokens": args.tokens, "seed": args.seed, "minutes": round(minutes, 1), "perplexity": perplexities}
-    (partial / "training.json").write_text(json.dumps(facts, indent=2) + "\n")
-    shutil.rmtree(args.output_dir, ignore_errors=True)
-    partial.rename(args.output_dir)
+    save(args.output_dir, model, tokenizer, facts)
 
 
 if __name__ == "__main__":

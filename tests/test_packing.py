@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from hf_posenc.training.packing import PackedDataset, log_summary
+from hf_posenc.training.packing import PackedDataset, check_ids, log_summary
 
 EOS = 0
 
@@ -99,3 +99,11 @@ def test_short_documents_are_reported_as_teaching_nothing_long(caplog: pytest.Lo
 def test_bad_input(documents: list[torch.Tensor], seq_len: int, message: str):
     with pytest.raises(ValueError, match=message):
         PackedDataset(documents, seq_len, eos_token_id=EOS)
+
+
+def test_ids_the_model_has_no_embedding_for():
+    check_ids([ids(0, 5), ids(9)], vocab_size=10)
+    with pytest.raises(ValueError, match="text 1 holds token id 10, but the model's vocabulary has 10 ids, 0 to 9"):
+        check_ids([ids(0, 5), ids(9, 10)], 10, "text")
+    with pytest.raises(TypeError, match=r"document 0 must hold token ids \(int64\), got torch.float32"):
+        check_ids([torch.ones(3)], 10)

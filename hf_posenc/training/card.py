@@ -17,31 +17,37 @@ def model_card(
     settings: dict[str, Any],
     before: Sequence[Record],
     after: Sequence[Record],
+    *,
+    tokens_before: int = 0,
+    adapter: bool = False,
 ) -> str:
     """Return the text of README.md, with the metadata block the Hub reads.
 
     Args:
         description: What ``hf_posenc.patching.describe`` says of the model.
         base_model: Name or path of the model that was extended.
-        tokens_trained: Tokens it was fine-tuned on.
+        tokens_trained: Tokens it was fine-tuned on, over all runs.
         settings: Of the run: learning_rate, seq_len, lora and so on, shown as they are.
         before, after: Perplexities of the extended model before and after training, at the same lengths.
+        tokens_before: Of these tokens, those of earlier runs.
+        adapter: The folder holds an adapter, not a whole model.
     """
     original, target = description["original_max_position_embeddings"], description["context_length"]
     options = "".join(f", {name} {value}" for name, value in description["options"].items())
-    lora = bool(settings["lora"])
+    earlier = f" ({tokens_before:,} of them in earlier runs)" if tokens_before else ""
     return "\n".join(
         [
             "---",
-            "library_name: " + ("peft" if lora else "transformers"),
+            "library_name: " + ("peft" if adapter else "transformers"),
             *([f"base_model: {base_model}"] if _is_hub_name(base_model) else []),
             "tags: [hf_posenc, long-context]",
             "---",
             "",
             f"# {base_model.rstrip('/').rpartition('/')[2] or 'Model'}, extended to {target} tokens",
             "",
-            f"Trained on {original} tokens, extended {description['factor']:g} times with `{description['method']}`"
-            f"{options}, then fine-tuned on {tokens_trained:,} tokens in blocks of {settings['seq_len']}.",
+            f"Context length {original} tokens as trained, extended {description['factor']:g} times with "
+            f"`{description['method']}`{options}, then fine-tuned on {tokens_trained:,} tokens{earlier} in blocks of "
+            f"{settings['seq_len']}.",
             "",
             "## Perplexity by length",
             "",
@@ -49,7 +55,7 @@ def model_card(
             "",
             "## Loading",
             "",
-            *_loading(lora),
+            *_loading(adapter),
             "",
             "## Training",
             "",
@@ -73,16 +79,17 @@ def _table(before: Sequence[Record], after: Sequence[Record], original: int) -> 
         mark = " (original)" if one.context_length == original else ""
         lines.append(f"| {one.context_length}{mark} | {' | '.join(cells)} |")
     first = before[0]
+    state = f"fine-tuned on {first.tokens_trained:,} tokens" if first.tokens_trained else "extended, not yet trained"
     return [
         *lines,
         "",
-        f"Before: extended, not yet trained. Held-out text, protocol `{first.protocol}`, texts: {first.num_documents}, "
+        f"Before: {state}. Held-out text, protocol `{first.protocol}`, texts: {first.num_documents}, "
         f"{first.dtype}, {first.attn_implementation} attention; 95 % bootstrap interval over {first.ci_unit}.",
     ]
 
 
-def _loading(lora: bool) -> list[str]:
-    if lora:
+def _loading(adapter: bool) -> list[str]:
+    if adapter:
         return [
             "The adapter needs its base model extended the same way; `load_extended` sees to it:",
             "",

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from hf_posenc.config import check_number
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.registry import get_method, make_scaling
+from hf_posenc.training.trackers import check_tracker
 from hf_posenc.units import ContextLength, TokenCount
 
+DEFAULT_METHOD = "yarn"
 _LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
-# What may differ between a run and its continuation: none of it changes what is trained.
-_FREE_ON_RESUME = frozenset(
-    {"output_dir", "resume", "save_steps", "report_to", "run_name", "eval_lengths", "eval_documents"}
-)
-
-
-class MethodOptions(dict[str, Any]):
-    """Options of a method; on the command line a JSON object such as ``{"beta_fast": 16}``."""
-
-    def __init__(self, value: str | dict[str, Any] | None = None) -> None:
-        if isinstance(value, str):
-            value = json.loads(value)
-            if not isinstance(value, dict):
-                raise ValueError(f"options must be a JSON object, got {value!r}")
-        super().__init__(value or {})
+# What may differ between a run and its continuation: none of it changes what is trained or held out.
+_FREE_ON_RESUME = frozenset({"output_dir", "resume", "save_steps", "report_to", "run_name", "logging_steps"})
+# The least that whole numbers and numbers may be; of the latter, the learning rate must be above it.
+_WHOLE = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1, "save_steps": 1}
+_WHOLE |= {"logging_steps": 1, "logits_chunk": 1, "warmup_steps": 0, "eval_documents": 0, "seed": 0}
+_NUMBERS = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2")
+_SWITCHES = ("lora", "gradient_checkpointing", "resume")
 
 
 @dataclass(frozen=True)
@@ -38,8 +34,9 @@ class FinetuneConfig:
     """
 
     output_dir: str = field(metadata={"help": "folder for checkpoints, logs, results and the trained model"})
-    method: str = field(
-        default="yarn", metadata={"help": "extension method, unless the model is extended already (see `methods`)"}
+    method: str | None = field(
+        default=None,
+        metadata={"help": "extension method (see `methods`); default: yarn, unless the model is extended already"},
     )
     factor: float | None = field(
         default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
@@ -47,9 +44,15 @@ class FinetuneConfig:
     context_length: ContextLength | None = field(
         default=None, metadata={"help": "target length in tokens (32k = 32768), instead of --factor"}
     )
-    options: MethodOptions = field(
-        default_factory=MethodOptions, metadata={"help": 'options of the method, as JSON: {"beta_fast": 16}'}
+    original_max_position_embeddings: ContextLength | None = field(
+        default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
     )
+    on_scaled: Literal["refuse", "replace"] = field(
+        default="refuse",
+        metadata={"help": "replace: put the method in place of the scaling that the checkpoint came with"},
+    )
+    # Options of the method, such as {"beta_fast": 16}. Not shown as a flag: the command line has --option for them.
+    options: dict[str, Any] = field(default_factory=dict, metadata={"help": argparse.SUPPRESS})
     # YaRN (section 4.1) takes 400 steps of 64 blocks of 64k tokens, 1.7 B tokens; in PI (table 4) the whole window
     # is in use after 200 steps. 1M is a first try: hundreds of steps for a small model, and cheap to raise.
     token_budget: TokenCount = field(
@@ -92,8 +95,12 @@ class FinetuneConfig:
     seed: int = field(default=0, metadata={"help": "of the order of the documents and blocks, and of new weights"})
     save_steps: int = field(default=100, metadata={"help": "steps between checkpoints; the last two are kept"})
     resume: bool = field(default=False, metadata={"help": "go on from the last checkpoint in the output folder"})
-    logging_steps: int = field(default=1, metadata={"help": "steps between lines of the loss log"})
-    report_to: str = field(default="none", metadata={"help": "none | tensorboard | wandb | trackio"})
+    logging_steps: int = field(
+        default=1, metadata={"help": "steps between losses shown on the console; train_log.jsonl has every step"}
+    )
+    report_to: str = field(
+        default="none", metadata={"help": "none | tensorboard | wandb | trackio | ... | all (that are installed)"}
+    )
     run_name: str | None = field(default=None, metadata={"help": "name of the run, for the tracker"})
     eval_lengths: list[ContextLength] | None = field(
         default=None,
@@ -107,45 +114,64 @@ class FinetuneConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, kind in (("context_length", ContextLength), ("seq_len", ContextLength), ("token_budget", TokenCount)):
+        self._set("output_dir", str(self.output_dir))
+        if not self.output_dir:
+            raise ValueError("output_dir is empty: name the folder the trained model goes to.")
+        lengths = ("context_length", "original_max_position_embeddings", "seq_len")
+        for name, kind in (*((name, ContextLength) for name in lengths), ("token_budget", TokenCount)):
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _count(name, value, kind))
+                self._set(name, _count(name, value, kind))
+        if self.seq_len is not None and self.seq_len < 2:
+            raise ValueError(f"seq_len must be at least 2 tokens, got {self.seq_len}.")
         if self.eval_lengths is not None:
-            object.__setattr__(
-                self, "eval_lengths", [_count("eval_lengths", n, ContextLength) for n in self.eval_lengths]
-            )
+            if not isinstance(self.eval_lengths, (list, tuple)):
+                raise TypeError(f"eval_lengths must be a list of lengths in tokens, got {self.eval_lengths!r}.")
+            self._set("eval_lengths", [_count("eval_lengths", n, ContextLength) for n in self.eval_lengths])
         self._check_method()
-        self._check_ranges()
+        self._check_numbers()
+        self._check_words()
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def _check_method(self) -> None:
+        factor = 1.0 if self.factor is None else self.factor
         if self.factor is not None and self.context_length is not None:
             raise ValueError(
-                f"give factor or context_length, not both (got {self.factor:g} and {self.context_length}): "
+                f"give factor or context_length, not both (got {self.factor} and {self.context_length}): "
                 "factor is context_length / original length."
             )
-        object.__setattr__(self, "method", get_method(self.method).name)
-        object.__setattr__(self, "options", MethodOptions(self.options))
-        make_scaling(self.method, 1.0 if self.factor is None else self.factor, self.options)
+        if not isinstance(self.options, dict):
+            raise TypeError(f'options must be a dict such as {{"beta_fast": 16}}, got {self.options!r}.')
+        if self.method is not None:
+            self._set("method", get_method(self.method).name)
+        # The options of a method that the model brings are checked against that model.
+        make_scaling(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
 
-    def _check_ranges(self) -> None:
-        at_least = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1}
-        at_least |= {"save_steps": 1, "logging_steps": 1, "logits_chunk": 1, "warmup_steps": 0, "eval_documents": 0}
-        for name, least in at_least.items():
+    def _check_numbers(self) -> None:
+        for name, least in _WHOLE.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
-        for name in ("weight_decay", "max_grad_norm"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}.")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate must be > 0, got {self.learning_rate!r}. YaRN and PI use 2e-5.")
+        for name in _NUMBERS:
+            self._set(name, check_number(name, getattr(self, name), at_least=0))
         for name in ("adam_beta1", "adam_beta2"):
-            if not 0 <= getattr(self, name) < 1:
+            if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}.")
+        try:
+            self._set("learning_rate", check_number("learning_rate", self.learning_rate, above=0))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{error} YaRN and PI use 2e-5.") from None
+
+    def _check_words(self) -> None:
+        for name in (*_SWITCHES, *(("bf16",) if self.bf16 is not None else ())):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if self.on_scaled not in ("refuse", "replace"):
+            raise ValueError(f"on_scaled must be 'refuse' or 'replace', got {self.on_scaled!r}.")
         if self.lr_schedule not in _LR_SCHEDULES:
             raise ValueError(f"unknown lr_schedule {self.lr_schedule!r}. Known: {', '.join(_LR_SCHEDULES)}.")
-        if self.seq_len is not None and self.seq_len < 2:
-            raise ValueError(f"seq_len must be at least 2 tokens, got {self.seq_len}.")
+        check_tracker(self.report_to)
 
     def fixed_settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the run it continues, JSON-able."""

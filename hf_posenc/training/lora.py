@@ -45,6 +45,34 @@ def add_lora(model: PreTrainedModel, rank: int, alpha: int) -> Any:
         return get_peft_model(model, config)
 
 
+def check_trainable(model: Any, lora: bool) -> None:
+    """Refuse a model that nothing can be trained of, or that has adapters where new ones are asked for.
+
+    Args:
+        model: What is to be trained, PEFT-wrapped or not.
+        lora: Adapters are to be added.
+
+    Raises:
+        ValueError: No parameter asks for a gradient, or ``lora`` and the model is PEFT-wrapped.
+    """
+    if is_adapted(model) and lora:
+        raise ValueError(
+            "the model has adapters already. Merge them first, model = model.merge_and_unload(), or go on training "
+            "them: load them by PeftModel.from_pretrained(base, folder, is_trainable=True) and leave lora out."
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "the model has no trainable parameters: all are frozen, as those of an adapter loaded for inference are. "
+            "Merge an adapter first, model = model.merge_and_unload(), or load it by "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True)."
+        )
+
+
+def is_adapted(model: Any) -> bool:
+    """Return whether a model is wrapped by PEFT."""
+    return not isinstance(model, PreTrainedModel) and hasattr(model, "peft_config")
+
+
 @contextmanager
 def base_not_looked_up() -> Iterator[None]:
     """While open, PEFT's failure to look up the base model's vocabulary is no news.

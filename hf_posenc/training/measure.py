@@ -20,7 +20,8 @@ _HELD_OUT = 20  # one part in so many
 def hold_out(documents: Sequence[torch.Tensor], longest: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Split documents into those to train on and the last twentieth, to measure on.
 
-    Of a single document the tail is held out: a twentieth, or ``longest`` tokens if that is no more than a quarter.
+    Of a single document the tail is held out: a twentieth, but at least ``longest`` tokens where that is no more than a
+    quarter. Where it is more, a twentieth has to do, and ``longest`` is not measured.
 
     Args:
         documents: Token ids, 1-D.
@@ -30,7 +31,7 @@ def hold_out(documents: Sequence[torch.Tensor], longest: int) -> tuple[list[torc
         num_held = max(1, round(len(documents) / _HELD_OUT))
         return list(documents[:-num_held]), list(documents[-num_held:])
     (only,) = documents
-    tail = max(len(only) // _HELD_OUT, min(longest, len(only) // 4))
+    tail = max(len(only) // _HELD_OUT, longest if longest <= len(only) // 4 else 0)
     return [only[: len(only) - tail]], [only[len(only) - tail :]]
 
 
@@ -48,6 +49,7 @@ def measure(
     *,
     tokens_trained: int,
     output: Path | None,
+    progress: bool = True,
 ) -> list[Record]:
     """Append the perplexities at ``lengths`` to ``output``; lengths no held-out text reaches are left out.
 
@@ -75,4 +77,5 @@ def measure(
         logits_chunk=config.logits_chunk,
         output=output,
         tokens_trained=tokens_trained,
+        progress=progress,
     )

@@ -133,6 +133,29 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
         return self.packed[self.order[index]]
 
 
+def check_ids(documents: Sequence[torch.Tensor], vocab_size: int, kind: str = "document") -> None:
+    """Refuse token ids that the model has no embedding for.
+
+    Args:
+        documents: Token ids.
+        vocab_size: Of the model; ids go from 0 to one less.
+        kind: What the message calls one of them.
+
+    Raises:
+        TypeError: They are not whole numbers.
+        ValueError: One is negative or too large.
+    """
+    for index, document in enumerate(documents):
+        if document.is_floating_point() or document.is_complex() or document.dtype == torch.bool:
+            raise TypeError(f"{kind} {index} must hold token ids (int64), got {document.dtype}.")
+        wrong = document[(document < 0) | (document >= vocab_size)]
+        if wrong.numel():
+            raise ValueError(
+                f"{kind} {index} holds token id {int(wrong[0])}, but the model's vocabulary has {vocab_size} ids, 0 to "
+                f"{vocab_size - 1}. Tokenize it with the tokenizer this model was trained with."
+            )
+
+
 def _with_eos(document: torch.Tensor, index: int, eos_token_id: int | None) -> torch.Tensor:
     if document.ndim != 1 or len(document) == 0:
         raise ValueError(f"document {index} must be a 1-D tensor of token ids, got shape {tuple(document.shape)}.")

@@ -8,19 +8,40 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.training.train_log import LOSS_LOG, read_log
+
 logger = logging.getLogger(__name__)
 
 _SETTINGS = "finetune.json"
 
 
-def open_run(folder: Path, settings: dict[str, Any], *, resume: bool, write: bool = True) -> Path | None:
+def check_not_the_models_own(folder: Path, base_model: str) -> None:
+    """Refuse to write the trained model over the one it is trained from.
+
+    Args:
+        folder: Where the run writes.
+        base_model: Name or path the model was loaded from; a name on the Hub is no folder.
+
+    Raises:
+        ValueError: They are the same folder.
+    """
+    if base_model and Path(base_model).exists() and Path(base_model).resolve() == folder.resolve():
+        raise ValueError(
+            f"output_dir {str(folder)!r} is the folder the model was loaded from. Give another, so that the original "
+            "is kept."
+        )
+
+
+def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | None:
     """Claim a folder for a run, or check that it holds the beginning of this same run.
+
+    A start that failed before its first step left nothing to go on with: its folder can be claimed again, with other
+    settings too. Of several processes only the first may call this (see ``processes.from_main``).
 
     Args:
         folder: Made if it is not there.
         settings: JSON-able; all that decides what is trained: options, data, base weights.
         resume: Go on where the run in the folder stopped.
-        write: Write the settings down; False on all processes but the first.
 
     Returns:
         The last whole checkpoint to resume from; None to start at the beginning.
@@ -28,20 +49,20 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool, write: boo
     Raises:
         ValueError: There is a run in the folder and ``resume`` is off, or it was started with other settings.
     """
-    file = folder / _SETTINGS
-    if not file.is_file():
-        if last_checkpoint(folder) is not None:
-            raise ValueError(f"{folder} holds checkpoints of another program. Choose an empty output_dir.")
-        if write:
-            folder.mkdir(parents=True, exist_ok=True)
-            partial = file.with_name(file.name + ".partial")
-            partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-            os.replace(partial, file)
+    file, checkpoint = folder / _SETTINGS, last_checkpoint(folder)
+    if not file.is_file() and checkpoint is not None:
+        raise ValueError(f"{folder} holds checkpoints of another program. Choose an empty output_dir.")
+    if not file.is_file() or (checkpoint is None and not read_log(folder / LOSS_LOG)):
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, file)
         return None
     if not resume:
-        raise ValueError(f"{folder} holds a run already. Pass resume=True to go on with it, or another output_dir.")
+        raise ValueError(
+            f"{folder} holds a run already. Pass resume=True (--resume) to go on with it, or another output_dir."
+        )
     _check_same(json.loads(file.read_text(encoding="utf-8")), settings, folder)
-    checkpoint = last_checkpoint(folder)
     logger.info("resuming from %s", checkpoint if checkpoint is not None else "the beginning: no checkpoint yet")
     return checkpoint
 
@@ -59,4 +80,5 @@ def _check_same(there: dict[str, Any], settings: dict[str, Any], folder: Path) -
 def last_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint that was written to its end; Trainer writes its state last."""
     found = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    numbered = {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdigit()}
+    return numbered[max(numbered)] if numbered else None

@@ -1,4 +1,4 @@
-"""The loss log: one JSON line per logged step, without repeats however often a run is resumed."""
+"""The loss log: one JSON line for every step, without repeats however often a run is resumed."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
+
+LOSS_LOG = "train_log.jsonl"
 
 
 class LossLog(TrainerCallback):
     """Append ``step, loss, learning_rate, grad_norm, tokens_trained, seconds`` to a JSON-lines file.
 
-    On resume, lines past the checkpoint belong to steps that are done again and are removed first.
+    Trainer must log every step: it forgets the losses since its last log when it resumes. On resume, lines past the
+    checkpoint belong to steps that are done again and are removed first.
 
     Args:
         path: The file.
         tokens_per_step: Tokens one optimizer step is trained on, over all devices.
         vocab_size: To tell a first loss that is no better than guessing.
+        tokens_before: Tokens of earlier runs, counted on from.
     """
 
-    def __init__(self, path: Path, tokens_per_step: int, vocab_size: int) -> None:
+    def __init__(self, path: Path, tokens_per_step: int, vocab_size: int, tokens_before: int = 0) -> None:
         self.path = path
+        self.tokens_before = tokens_before
         self.tokens_per_step = tokens_per_step
         self.vocab_size = vocab_size
         self.seconds_before = 0.0
@@ -52,26 +57,55 @@ class LossLog(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if not state.is_world_process_zero or logs is None or "loss" not in logs:
+        if logs is None or "loss" not in logs:
             return
         loss = float(logs["loss"])
-        line = {
-            "step": state.global_step,
-            "loss": loss,
-            "learning_rate": float(logs["learning_rate"]),
-            "grad_norm": float(logs["grad_norm"]) if "grad_norm" in logs else None,
-            "tokens_trained": state.global_step * self.tokens_per_step,
-            "seconds": round(self.seconds_before + time.perf_counter() - self.began, 3),
-        }
-        if not math.isfinite(loss):
+        if not math.isfinite(loss):  # in every process: the loss is that of all, and one alone would leave them waiting
             raise RuntimeError(
                 f"the loss of step {state.global_step} is {loss}. Lower learning_rate, or train with bf16=False; "
                 "resume=True goes on from the last checkpoint, if that one is still sound."
             )
+        if state.is_world_process_zero:
+            self._write(loss, logs, state.global_step)
+
+    def _write(self, loss: float, logs: dict[str, Any], step: int) -> None:
+        line = {
+            "step": step,
+            "loss": loss,
+            "learning_rate": float(logs["learning_rate"]),
+            "grad_norm": float(logs["grad_norm"]) if "grad_norm" in logs else None,
+            "tokens_trained": self.tokens_before + step * self.tokens_per_step,
+            "seconds": round(self.seconds_before + time.perf_counter() - self.began, 3),
+        }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        if state.global_step == 1:
+        if step == 1:
             hint_first_loss(loss, self.vocab_size)
+
+
+class Console(ProgressCallback):
+    """Trainer's progress bar with the losses of some steps only, and without its final summary.
+
+    That one's mean loss covers only the steps since the last resume.
+
+    Args:
+        every: Steps between the losses shown.
+    """
+
+    def __init__(self, every: int) -> None:
+        super().__init__()
+        self.every = every
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is not None and "loss" in logs and (state.global_step == 1 or state.global_step % self.every == 0):
+            super().on_log(args, state, control, logs=logs, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

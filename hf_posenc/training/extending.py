@@ -1,0 +1,95 @@
+"""The model a run starts from: extended as asked, or as it came where that is no contradiction."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_posenc.patching import describe, patch_model
+from hf_posenc.registry import make_scaling
+from hf_posenc.training.config import DEFAULT_METHOD, FinetuneConfig
+
+logger = logging.getLogger(__name__)
+
+_ADVICE = (
+    "Leave method, factor, context_length, options and original_max_position_embeddings out to train it as it is. To "
+    "extend it in another way, call unpatch_model(model) first if patch_model extended it, or give "
+    "on_scaled='replace' (--on-scaled replace) if it was loaded so"
+)
+
+
+def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:
+    """Patch the model as asked; take one that is extended already as it is, unless it contradicts the request.
+
+    Returns:
+        What ``hf_posenc.patching.describe`` says of the model then.
+
+    Raises:
+        ValueError: The model is extended in another way than is asked for, or does not say what it was trained on.
+    """
+    there = describe(model)
+    if there["method"] == "none" or config.on_scaled == "replace":
+        patch_model(
+            model,
+            config.method or DEFAULT_METHOD,
+            config.factor,
+            context_length=config.context_length,
+            original_max_position_embeddings=config.original_max_position_embeddings,
+            on_scaled=config.on_scaled,
+            **config.options,
+        )
+        return describe(model)
+    _check_agreement(there, config)
+    logger.info("training the model as it is extended: %s, factor %g", there["method"], there["factor"])
+    return there
+
+
+def _check_agreement(there: dict[str, Any], config: FinetuneConfig) -> None:
+    wrong = {**_other_lengths(there, config), **_other_rule(there, config)}
+    if wrong:
+        raise ValueError(
+            f"the model is extended already: {there['method']}, factor {there['factor']:g}, {there['context_length']} "
+            f"tokens, options {there['options']}; asked for: {', '.join(f'{k} {v}' for k, v in wrong.items())}. "
+            f"{_ADVICE}."
+        )
+    if there["original_max_position_embeddings"] is None:
+        raise ValueError(
+            f"the model is extended already ({there['method']}, factor {there['factor']:g}), and does not say how many "
+            "tokens it was trained on. Give original_max_position_embeddings, with method, factor and "
+            "on_scaled='replace' (--on-scaled replace)."
+        )
+
+
+def _other_lengths(there: dict[str, Any], config: FinetuneConfig) -> dict[str, Any]:
+    """Return the lengths that were asked for and are not there; factors agree if they lead to the same target."""
+    original = there["original_max_position_embeddings"]
+    wrong: dict[str, Any] = {}
+    if config.factor is not None and not (
+        config.factor == there["factor"] if original is None else round(config.factor * original) == _target(there)
+    ):
+        wrong["factor"] = f"{config.factor:g}"
+    if config.context_length is not None and config.context_length != _target(there):
+        wrong["context_length"] = config.context_length
+    asked = config.original_max_position_embeddings
+    if asked is not None and asked != original:
+        wrong["original_max_position_embeddings"] = asked
+    return wrong
+
+
+def _target(there: dict[str, Any]) -> int:
+    return int(there["context_length"])
+
+
+def _other_rule(there: dict[str, Any], config: FinetuneConfig) -> dict[str, Any]:
+    """Return method, or options, that were asked for and are not there.
+
+    A method that is named stands for its default options too, so a rule with other ones is not taken for it.
+    """
+    if config.method not in (None, there["method"]):
+        return {"method": config.method, **config.options}
+    has = make_scaling(there["method"], there["factor"], there["options"])
+    asks = make_scaling(there["method"], there["factor"], config.options)
+    names = {*config.options, *(there["options"] if config.method is not None else ())}
+    return {name: getattr(asks, name) for name in sorted(names) if getattr(asks, name) != getattr(has, name)}

@@ -1,0 +1,176 @@
+"""Transformers' Trainer as a run needs it: its settings, the order of its data, what its checkpoints say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
+
+from hf_posenc.checkpoint import MANIFEST, make_manifest
+from hf_posenc.extension import MARK, Extension
+from hf_posenc.families import unwrap
+from hf_posenc.training.chunked_loss import chunked_lm_loss
+from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.lora import base_not_looked_up
+from hf_posenc.training.packing import BlockSchedule, PackedDataset
+from hf_posenc.training.precision import float32_weights, is_half
+from hf_posenc.training.probe import probe_isolation
+from hf_posenc.training.train_log import Console, LossLog
+
+logger = logging.getLogger(__name__)
+
+
+def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: PackedDataset) -> TrainingArguments:
+    """Return Trainer's settings; making them joins the process group of a distributed run."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    on_cpu = unwrap(model).device.type == "cpu"
+    values: dict[str, Any] = dict(  # noqa: C408
+        output_dir=config.output_dir,
+        max_steps=1,  # set when the number of devices is known
+        per_device_train_batch_size=config.micro_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_schedule,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        max_grad_norm=config.max_grad_norm,
+        bf16=is_half(model) if config.bf16 is None else config.bf16,
+        seed=config.seed,
+        save_strategy="steps",
+        save_steps=config.save_steps,
+        save_total_limit=2,
+        logging_strategy="steps",
+        logging_steps=1,  # LossLog needs every step
+        logging_first_step=True,
+        logging_nan_inf_filter=False,
+        report_to=config.report_to,
+        run_name=config.run_name,
+        remove_unused_columns=False,
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
+    )
+    values[checkpointing] = config.gradient_checkpointing
+    args = TrainingArguments(**values)
+    if args.n_gpu > 1:
+        logger.warning(
+            "one process uses one GPU; start it with `accelerate launch` or torchrun to use all %d", args.n_gpu
+        )
+        args._n_gpu = 1  # DataParallel copies modules, which the loss in chunks does not survive
+    _set_steps(args, config, packed)
+    return args
+
+
+def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDataset) -> None:
+    per_step = tokens_per_step(args, packed)
+    args.max_steps = max(1, config.token_budget // per_step)
+    args.warmup_steps = min(config.warmup_steps, args.max_steps // 5)
+    logger.info(
+        "%d steps of %d tokens: %d tokens, %.2f passes over the data; warm-up over %d steps",
+        args.max_steps,
+        per_step,
+        args.max_steps * per_step,
+        args.max_steps * per_step / (len(packed) * packed.seq_len),
+        args.warmup_steps,
+    )
+
+
+def _blocks_per_step(args: TrainingArguments) -> int:
+    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def tokens_per_step(args: TrainingArguments, packed: PackedDataset) -> int:
+    """Return the tokens one optimizer step is trained on, over all processes."""
+    return _blocks_per_step(args) * packed.seq_len
+
+
+class _InOrderTrainer(Trainer):
+    """Trainer over a dataset that is already in the order of training; ``mark`` completes its checkpoints."""
+
+    def __init__(self, *args: Any, mark: Callable[[Path, int], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mark = mark
+
+    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> SequentialSampler:
+        dataset: Any = train_dataset if train_dataset is not None else self.train_dataset
+        return SequentialSampler(dataset)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            self.mark(Path(output_dir or str(self.args.output_dir)), self.state.global_step)
+
+
+def train(
+    model: Any,
+    args: TrainingArguments,
+    packed: PackedDataset,
+    config: FinetuneConfig,
+    loss_log: LossLog,
+    checkpoint: Path | None,
+    base_model: str,
+) -> None:
+    """Train a model in place, and leave nothing else changed in it.
+
+    Args:
+        model: The extended model, PEFT-wrapped or not.
+        args: From ``training_arguments``.
+        packed: The blocks.
+        config: The run.
+        loss_log: Gets the loss of every step.
+        checkpoint: Trainer's folder to go on from; None begins.
+        base_model: For the manifests of the checkpoints.
+    """
+
+    def mark(folder: Path, step: int) -> None:
+        trained = loss_log.tokens_before + step * loss_log.tokens_per_step
+        _mark_checkpoint(folder, model, tokens_trained=trained, base_model=base_model)
+
+    schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
+    base = unwrap(model)
+    use_cache = base.config.use_cache
+    autocast = torch.autocast(base.device.type, torch.bfloat16) if args.bf16 else nullcontext()
+    began = time.perf_counter()
+    try:
+        with float32_weights(model, frozen=not args.bf16), chunked_lm_loss(model, config.logits_chunk):
+            with autocast:
+                probe_isolation(model, args.train_batch_size)
+            trainer = _InOrderTrainer(model=model, args=args, train_dataset=schedule, callbacks=[loss_log], mark=mark)
+            if not args.disable_tqdm:
+                trainer.remove_callback(ProgressCallback)
+                trainer.add_callback(Console(config.logging_steps))
+            with base_not_looked_up():
+                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
+    finally:
+        base.config.use_cache = use_cache  # Trainer may switch it off for checkpointing
+    model.eval()
+    logger.info("trained in %.0f s", time.perf_counter() - began)
+
+
+def _mark_checkpoint(folder: Path, model: Any, *, tokens_trained: int, base_model: str) -> None:
+    """Write into a checkpoint of Trainer what it is extended by: without it an ``ntk`` one looks like a plain model.
+
+    The spelling of Transformers 4 is only in the finished model: when Trainer resumes it reads this ``config.json``
+    as a config of no family, and fails where both spellings are there.
+    """
+    manifest = make_manifest(model, tokens_trained=tokens_trained, base_model=base_model)
+    file = folder / "config.json"
+    if file.is_file():  # an adapter has none
+        config = unwrap(model).config
+        text_config = config.get_text_config(decoder=True)
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        names = [key for key in config.sub_configs if getattr(config, key) is text_config]
+        section = saved[names[0]] if names else saved
+        section[MARK] = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
+        file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
