@@ -67,6 +67,11 @@ def make_manifest(model: nn.Module, *, tokens_trained: int, base_model: str | No
     extension = extension_of(base)
     if extension is None:
         raise ValueError("the model is not extended: call patch_model first, or save it with save_pretrained.")
+    if not extension.original_known:
+        raise ValueError(
+            "the model was loaded scaled (linear), and its config does not say what length it was trained on. Say it: "
+            "patch_model(model, 'linear', factor, original_max_position_embeddings=..., on_scaled='replace')."
+        )
     return {
         "format": FORMAT,
         **extension.describe(),

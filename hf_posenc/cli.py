@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
 import shutil
 import sys
 import textwrap
@@ -116,6 +117,8 @@ def finetune(argv: Sequence[str]) -> None:
     documents = _read(source)
     model, tokenizer = load_model(given.model, **vars(loading))
     result = run(model, tokenizer, documents, config, tokens_trained=_tokens_trained(given.model))
+    if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
+        return
     print(text_table(result.records))
     print(f"\ntrained on {result.tokens_trained:,} tokens in all; saved: {result.output_dir}")
 

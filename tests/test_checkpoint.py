@@ -158,6 +158,16 @@ def test_only_extended_models_are_saved(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_scaled_model_of_unknown_original_length_is_not_saved(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    model = make_model("Llama", rope_parameters=rope)
+    with pytest.raises(ValueError, match="does not say what length it was trained on"):
+        save_extended(model, tmp_path / "model")
+    patch_model(model, "linear", 4, original_max_position_embeddings=16, on_scaled="replace")
+    loaded = load_extended(save_extended(model, tmp_path / "model"))
+    assert describe(loaded)["original_max_position_embeddings"] == 16
+
+
 def test_a_checkpoint_without_or_with_a_damaged_manifest(tmp_path: Path) -> None:
     make_model("Llama").save_pretrained(tmp_path / "plain")
     with pytest.raises(FileNotFoundError, match=r"has no context_extension\.json"):
