@@ -123,6 +123,15 @@ class ReportArguments:
 
 
 @dataclass
+class MethodsArguments:
+    """What is listed."""
+
+    families: bool = field(
+        default=False, metadata={"help": "list the model types that can be extended, and why others cannot"}
+    )
+
+
+@dataclass
 class DemoArguments:
     """How long the demo may train, and where its files go."""
 

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.extension import MARK, Extension
-from hf_posenc.families import LEGACY_KEYS, unwrap
+from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, unwrap
 from hf_posenc.patching import describe, extension_of, patch_model, verify_model
 from hf_posenc.pretrained import load_weights
 from hf_posenc.version import __version__
@@ -47,12 +47,19 @@ def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
     Transformers 4 ignores ``rope_parameters``: a checkpoint saved by 5 loads there with ``rope_theta=10000`` and no
     scaling, and no warning. It reads ``rope_theta`` and ``rope_scaling`` (``rope_type``, before 4.43 ``type``).
     """
-    parameters = {key: value for key, value in config["rope_parameters"].items() if key != "type"}
-    names = LEGACY_KEYS.get(str(config.get("model_type")), {})
-    spelled = {**config, "rope_parameters": parameters}
+    nested = {key: dict(value) for key, value in config["rope_parameters"].items() if isinstance(value, dict)}
+    full = next((label for label in nested if label in FULL_ATTENTION), "")
+    parameters = {k: v for k, v in (nested[full] if full else config["rope_parameters"]).items() if k != "type"}
+    model_type = str(config.get("model_type"))
+    spelled = {**config, "rope_parameters": {**config["rope_parameters"], full: parameters} if full else parameters}
+    if full and model_type not in NESTED_KEYS:  # Transformers 4 does not know the family, or no scaling of it
+        return spelled
+    names = LEGACY_KEYS.get(model_type, {})
     for key in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(key) is not None:
             spelled[names.get(key, key)] = parameters[key]
+    if full and (sliding := NESTED_KEYS[model_type]):
+        spelled[sliding] = nested["sliding_attention"]["rope_theta"]
     rope_type = parameters["rope_type"]
     scaling = {key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
     spelled["rope_scaling"] = None if rope_type == "default" else {**scaling, "type": rope_type}

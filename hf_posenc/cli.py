@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import sys
-import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -140,18 +139,12 @@ def report(argv: Sequence[str]) -> None:
 
 
 def methods(argv: Sequence[str]) -> None:
-    """List the methods a model can be extended with."""
-    args_.parse("methods", _first_line(methods), argv, (), {})
-    from hf_posenc.registry import available_methods
+    """List the methods a model can be extended with, or the model types that can be extended."""
+    _, chosen = args_.parse("methods", _first_line(methods), argv, (args_.MethodsArguments,), {})
+    from hf_posenc.listings import families_text, methods_text
 
     width = min(shutil.get_terminal_size().columns, 120)
-    for row in available_methods():
-        also = f" (or {', '.join(row['aliases'])})" if row["aliases"] else ""
-        options = ", ".join(row["options"]) or "none"
-        lines = [row["summary"], f"options: {options}", f"on disk: {row['on_disk']}", row["paper"]]
-        print(f"{row['name']}{also}")
-        for line in lines:
-            print(textwrap.fill(line, width, initial_indent="    ", subsequent_indent="      "))
+    print(families_text(width) if chosen.families else methods_text(width))
 
 
 def demo(argv: Sequence[str]) -> None:

@@ -122,6 +122,10 @@ class RopeScaling:
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def has_default_temperature(self) -> bool:
+        """Return whether neither ``attention_factor`` nor DeepSeek's pair was given."""
+        return self.attention_factor is None and self.mscale is None and self.mscale_all_dim is None
+
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, as JSON-able values."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("method", "factor")}

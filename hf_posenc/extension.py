@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from hf_posenc.config import RopeScaling, RopeSpec, check_length, check_number
-from hf_posenc.families import LONGROPE_ONLY
-from hf_posenc.registry import METHODS, get_method, longrope_spelling, make_scaling
+from hf_posenc.families import FULL_ATTENTION, LONGROPE_ONLY, MLA, refuse_family, rope_label
+from hf_posenc.registry import METHODS, OnDisk, get_method, longrope_spelling, make_scaling
 
 # What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
 _SCALING_KEYS = frozenset(
@@ -33,6 +33,8 @@ _SCALING_KEYS = frozenset(
         "high_freq_factor",
         "short_factor",
         "long_factor",
+        "short_mscale",
+        "long_mscale",
         "finetuned",
     }
 )
@@ -80,19 +82,17 @@ class Extension:
 
 
 def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the flat ``rope_parameters`` of a text config.
+    """Return the ``rope_parameters`` of a text config, those of full attention if each layer type has its own.
 
     Raises:
-        ValueError: There are none, they are nested per layer type, or they lack ``rope_theta``.
+        ValueError: There are none, none for full attention, or they lack ``rope_theta``.
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         raise ValueError(f"model_type {config.model_type!r} has no rope_parameters: it has no rotary embedding.")
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise ValueError(
-            f"model_type {config.model_type!r} has rope_parameters of its own for each layer type "
-            f"({', '.join(parameters)}), which is not supported yet."
-        )
+    label = rope_label(config)
+    if label is not None:
+        parameters = parameters[label]
     if parameters.get("rope_theta") is None:
         raise ValueError(
             "config.rope_parameters has no rope_theta. Assigning config.rope_scaling or config.rope_parameters "
@@ -100,7 +100,7 @@ def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
             "call patch_model."
         )
     legacy = config.__dict__.get("rope_theta")
-    if legacy is not None and legacy != parameters["rope_theta"]:
+    if label is None and legacy is not None and legacy != parameters["rope_theta"]:
         raise ValueError(
             f"config.rope_theta was set to {legacy!r}, which Transformers 5 does not read "
             f"(rope_parameters['rope_theta'] is {parameters['rope_theta']!r}). Use method='abf' with "
@@ -128,6 +128,11 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":
         return None
+    if rope_type == "proportional":
+        raise ValueError(
+            f"model_type {config.model_type!r} is not supported: in its full-attention layers part of the pairs never "
+            "turn (rope_type 'proportional'), which no other rule can express."
+        )
     if rope_type not in METHODS:
         raise ValueError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
     target = int(config.max_position_embeddings)
@@ -151,15 +156,22 @@ def plain_spec(config: PreTrainedConfig) -> RopeSpec:
     return _spec(config, declared_rope(config), config.max_position_embeddings)
 
 
+def _has_frequencies(config: PreTrainedConfig) -> bool:
+    try:
+        refuse_family(config)
+        return declared_rope(config).get("rope_type") != "proportional"
+    except ValueError:
+        return False
+
+
 def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
     """Return method, factor, options, original and target length of a config.
 
-    The method is ``"none"`` if the config is plain, and for models whose positions hf_posenc cannot change: those
-    without a rotary embedding, and those with rotary settings for each layer type.
+    The method is ``"none"`` if the config is plain, and for models whose positions hf_posenc cannot change, such as
+    those without a rotary embedding.
     """
     text_config = config.get_text_config(decoder=True)
-    parameters = getattr(text_config, "rope_parameters", None)
-    if not parameters or any(isinstance(value, Mapping) for value in parameters.values()):
+    if not _has_frequencies(text_config):
         length = getattr(text_config, "max_position_embeddings", None)  # GPT-2's n_positions under a common name
         return dict(zip(Extension.FACTS, ("none", 1.0, {}, length, length), strict=True))
     declared = declared_scaling(text_config)
@@ -225,6 +237,7 @@ def resolve(
 ) -> Extension:
     """Check a request against a text config before anything is touched; arguments as ``patch_model``'s."""
     name = get_method(method).name
+    refuse_family(config)
     there = declared_scaling(config)
     spec = _base_spec(config, there, original_max_position_embeddings, on_scaled)
     original = spec.original_max_position_embeddings
@@ -236,16 +249,33 @@ def resolve(
             "method 'dynamic' needs scope='sequence': Transformers' own rule, one scale for the whole forward. It is "
             "not exact with a KV cache and depends on batch-mates; 'ntk' and 'yarn' are."
         )
+    if name == "yarn" and config.model_type in MLA and scaling.has_default_temperature():
+        # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax scale.
+        scaling = dataclasses.replace(scaling, mscale=1.0, mscale_all_dim=1.0)
     METHODS[name].formula(spec, scaling, None)  # raises on options that do not fit the model
     return Extension(spec, scaling, target)
+
+
+def _spelling(config: PreTrainedConfig, label: str | None, scaling: RopeScaling) -> OnDisk:
+    """Return how a rule is written for a family: by its own name unless Transformers would read that otherwise."""
+    # Transformers looks for truncate where it is not: beside the layer types.
+    untruncated = label is not None and scaling.method == "yarn" and not scaling.truncate
+    if config.model_type in LONGROPE_ONLY or untruncated:
+        return longrope_spelling
+    return METHODS[scaling.method].on_disk
 
 
 def write_config(config: PreTrainedConfig, extension: Extension) -> None:
     """Write an extension into a text config, in place: merged, never replaced, lengths as ints."""
     spec, scaling = extension.spec, extension.scaling
-    spell = longrope_spelling if config.model_type in LONGROPE_ONLY else METHODS[scaling.method].on_disk
+    label = rope_label(config)
     kept = {k: v for k, v in declared_rope(config).items() if k not in _SCALING_KEYS}
-    config.rope_parameters = {**kept, "rope_theta": spec.rope_theta, **spell(spec, scaling)}
+    written = {**kept, "rope_theta": spec.rope_theta, **_spelling(config, label, scaling)(spec, scaling)}
+    if "llama_4_scaling_beta" in kept:  # Ministral 3's attention reads the original length from here, whatever the rule
+        written.setdefault("original_max_position_embeddings", spec.original_max_position_embeddings)
+    if config.model_type == "phimoe" and "attention_factor" in written:  # names of its own, one for each list
+        written |= dict.fromkeys(("short_mscale", "long_mscale"), written["attention_factor"])
+    config.rope_parameters = written if label is None else {**config.rope_parameters, label: written}
     if scaling.method == "dynamic":  # reads max_position_embeddings as the original length
         config.max_position_embeddings = spec.original_max_position_embeddings
     else:
@@ -263,7 +293,7 @@ def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
     """Warn about what the positions cannot help: a sliding window on every layer, Transformers' dynamic rule."""
     window = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if window and window < extension.context_length and "full_attention" not in layer_types:
+    if window and window < extension.context_length and not FULL_ATTENTION & set(layer_types):
         warnings.warn(
             f"config.sliding_window is {window}, so attention ends there whatever the positions allow. "
             f"Set it to None before loading to use {extension.context_length}.",

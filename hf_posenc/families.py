@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 # Transformers accepts only "default" and "longrope" from these: every rule is written as longrope lists.
-LONGROPE_ONLY = frozenset({"phi3", "phi4_multimodal"})
+LONGROPE_ONLY = frozenset({"phi3", "phi4_multimodal", "phimoe"})
 
-# Transformers 4 keeps these two numbers of GPT-NeoX under names of its own, at the top level of config.json.
+# Names of their own that Transformers 4 has for these numbers, at the top level of config.json.
 LEGACY_KEYS: dict[str, dict[str, str]] = {
-    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
+    "gpt_neox": {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"},
 }
-
-_MLA = (
-    "its attention multiplies the softmax scale by YaRN's mscale when it is built, "
-    "which a change of the rotary module alone does not reach"
+# Families with rotary settings for each layer type that Transformers 4 knows, and its name for the sliding base.
+NESTED_KEYS: dict[str, str | None] = {
+    "gemma3_text": "rope_local_base_freq",
+    "gemma3n_text": "rope_local_base_freq",
+    "olmo3": None,
+}
+# Multi-head latent attention: its softmax scale is multiplied by YaRN's mscale_all_dim squared when it is built.
+MLA = frozenset(
+    {
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "hy_v4",
+        "longcat_flash",
+        "minicpm3",
+        "mistral4",
+        "mistral_large4",
+        "youtu",
+    }
 )
+_DEFAULT_ONLY = "its rotary module accepts only the default rule"
+_BASE_PER_LAYER = "each of its layers has a base of its own (layer_rope_theta)"
+_NO_MODULE = "it has no rotary module: each attention layer turns its queries by a table of its own"
 REFUSED: dict[str, str] = {
-    "axk1": _MLA,
-    "axk2": _MLA,
-    "bailing_hybrid": _MLA,
-    "deepseek_v2": _MLA,
-    "deepseek_v3": _MLA,
-    "deepseek_v32": _MLA,
-    "glm4_moe_lite": _MLA,
-    "glm_moe_dsa": _MLA,
-    "hy_v4": _MLA,
-    "longcat_flash": _MLA,
-    "minicpm3": _MLA,
-    "mistral4": _MLA,
-    "mistral_large4": _MLA,
-    "youtu": _MLA,
-    "phimoe": "it computes its frequencies anew in every forward",
-    "recurrent_gemma": "its rotary module accepts only the default rule",
-    "ernie4_5_vl_moe": "its rotary module accepts only the default rule",
-    "granite_swa": "its layers do not read the module named rotary_emb",
+    "recurrent_gemma": f"{_DEFAULT_ONLY}, and its attention ends at a local window",
+    "ernie4_5_vl_moe": _DEFAULT_ONLY,
+    "blt": "its byte encoder, patch model and byte decoder count positions of different things, each its own",
+    "granite_swa": _BASE_PER_LAYER,
+    "granitemoe_swa": _BASE_PER_LAYER,
+    "gptj": _NO_MODULE,
+    "codegen": _NO_MODULE,
+    "roformer": _NO_MODULE,
 }
+# Their full-attention layers have no positions; what turns is behind a sliding window and never looks further.
+_ROTARY_IN_WINDOWS = frozenset(
+    {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5_text", "exaone_moe", "flint", "kolibri1"}
+)
+FAMILIES_TABLE = Path(__file__).with_name("families.json")
+# What the layers that read the whole context are called in config.layer_types.
+FULL_ATTENTION = frozenset({"full_attention", "hybrid", "indexed_attention"})
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -74,24 +98,80 @@ def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
+@cache
+def capabilities() -> dict[str, str | None]:
+    """Return each causal language model type of Transformers with the reason why it is refused; None if it is not.
+
+    The table is written by ``tests/census.py``, and the census test holds every row against a model.
+    """
+    table: dict[str, str | None] = json.loads(FAMILIES_TABLE.read_text(encoding="utf-8"))["types"]
+    return table
+
+
+def census_version() -> str:
+    """Return the version of Transformers that the table of ``capabilities`` is about."""
+    return str(json.loads(FAMILIES_TABLE.read_text(encoding="utf-8"))["transformers"])
+
+
+def refuse_family(config: PreTrainedConfig) -> None:
+    """Raise if scaling the rotary embedding of this family cannot work, or does nothing for long texts.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    reason = REFUSED.get(config.model_type)
+    if config.model_type in _ROTARY_IN_WINDOWS and getattr(config, "sliding_window", None):
+        reason = (
+            "only its layers with a sliding window are rotary, and they never look further; its full-attention layers "
+            "have no positions, so there is nothing to scale"
+        )
+    if reason is not None:
+        raise ValueError(f"model_type {config.model_type!r} is not supported: {reason}.")
+
+
+def rope_label(config: PreTrainedConfig) -> str | None:
+    """Return the key of ``config.rope_parameters`` whose rotary settings are scaled; None if they are one flat dict.
+
+    Layers with a sliding window never see past it, so only full attention is scaled.
+
+    Raises:
+        ValueError: There are settings for each layer type, and none for full attention.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    labels = [key for key, value in parameters.items() if isinstance(value, Mapping)]
+    full = next((label for label in labels if label in FULL_ATTENTION), None)
+    if labels and full is None:
+        raise ValueError(
+            f"model_type {config.model_type!r} has rotary settings for {', '.join(labels)} and none for full "
+            "attention, so no layer that reads the whole context has frequencies to scale."
+        )
+    return full
+
+
+def label_prefix(label: str | None) -> str:
+    """Return what a layer type puts before the names of its buffers, such as ``full_attention_``."""
+    return "" if label is None else f"{label}_"
+
+
 def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the decoder's rotary modules by name.
 
     The convention of Transformers 5: buffers ``inv_freq`` and ``original_inv_freq``, attributes ``rope_type`` and
-    ``attention_scaling``, and the text config. Vision and audio rotaries lack one of these and are left alone.
+    ``attention_scaling`` (with the layer type before the names where each has its own), and the text config. Vision
+    and audio rotaries lack one of these and are left alone.
 
     Raises:
         ValueError: The family is refused, with the reason, or there is no such module.
     """
     config = model.config.get_text_config(decoder=True)
-    if (reason := REFUSED.get(config.model_type)) is not None:
-        raise ValueError(f"model_type {config.model_type!r} is not supported: {reason}.")
+    refuse_family(config)
+    prefix = label_prefix(rope_label(config))
     found = {
         name: module
         for name, module in model.named_modules()
-        if {"inv_freq", "original_inv_freq"} <= module._buffers.keys()
-        and isinstance(getattr(module, "rope_type", None), str)
-        and hasattr(module, "attention_scaling")
+        if {f"{prefix}inv_freq", f"{prefix}original_inv_freq"} <= module._buffers.keys()
+        and isinstance(getattr(module, "rope_type", None), (str, dict))
+        and hasattr(module, f"{prefix}attention_scaling")
         and type(getattr(module, "config", None)) is type(config)
     }
     if not found:

@@ -20,9 +20,10 @@ from hf_posenc.extension import (
     warn_about_limits,
     write_config,
 )
-from hf_posenc.families import rotary_modules, text_configs, unwrap
+from hf_posenc.families import label_prefix, rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.rotary import SavedRotary, instantiate, read_rotary, restore_rotary, write_rotary
-from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary
+from hf_posenc.softmax_scale import expected_scale, instantiate_scale, latent_attentions
+from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary, check_scale
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -43,6 +44,7 @@ _BF16_ROUNDING = 2.0**-8
 class _Record:
     extension: Extension
     rotary: dict[str, SavedRotary]
+    scales: dict[str, float]
     config_values: list[dict[str, Any]]
 
 
@@ -97,14 +99,23 @@ def patch_model(
     new_config = copy.deepcopy(text_config)
     write_config(new_config, extension)
     values = {name: instantiate(module, new_config) for name, module in modules.items()}
+    attentions = latent_attentions(base)
+    scales = {name: instantiate_scale(module, new_config) for name, module in attentions.items()}
     warn_about_limits(new_config, extension)
 
     _own_configs(model)
-    record = _Record(extension, {n: read_rotary(m) for n, m in modules.items()}, _read_configs(base))
+    record = _Record(
+        extension,
+        {name: read_rotary(module) for name, module in modules.items()},
+        {name: float(module.scaling) for name, module in attentions.items()},  # type: ignore[arg-type]
+        _read_configs(base),
+    )
     for config in text_configs(base):
         write_config(config, extension)
     for name, module in modules.items():
         write_rotary(module, values[name])
+    for name, module in attentions.items():
+        module.__dict__["scaling"] = scales[name]
     base.__dict__[_RECORD] = record
     try:
         verify_model(base)
@@ -126,6 +137,8 @@ def unpatch_model(model: ModelT) -> ModelT:
         raise ValueError("model is not patched: there is nothing to undo. A checkpoint saved extended stays extended.")
     for name, module in rotary_modules(base).items():
         restore_rotary(module, record.rotary[name])
+    for name, module in latent_attentions(base).items():
+        module.__dict__["scaling"] = record.scales[name]
     for config, values in zip(text_configs(base), record.config_values, strict=True):
         for name in _CONFIG_VALUES:
             if name in values:
@@ -163,10 +176,13 @@ def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
     extension = extension_of(base)
     spec = extension.spec if extension is not None else plain_spec(base.config.get_text_config(decoder=True))
     scaling = extension.scaling if extension is not None else None
+    label = rope_label(base.config.get_text_config(decoder=True))
     checks: list[RotaryCheck] = []
     for name, module in rotary_modules(base).items():
-        if not module._buffers["inv_freq"].is_meta:  # type: ignore[union-attr]
-            checks.append(check_rotary(name, module, spec, scaling, rtol))
+        if not module._buffers[f"{label_prefix(label)}inv_freq"].is_meta:  # type: ignore[union-attr]
+            checks.append(check_rotary(name, module, label, spec, scaling, rtol))
+    for name, module in latent_attentions(base).items():
+        check_scale(name, float(module.scaling), expected_scale(module, scaling))  # type: ignore[arg-type]
     return Verification(describe(base), tuple(checks))
 
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-BUFFERS = ("inv_freq", "original_inv_freq")
-ATTRIBUTES = ("attention_scaling", "rope_type", "max_seq_len_cached", "original_max_seq_len")
+# Endings, because models whose layer types differ put the layer type before each name.
+_BUFFERS = ("inv_freq",)
+_ATTRIBUTES = ("attention_scaling", "rope_type", "rope_init_fn", "max_seq_len_cached", "original_max_seq_len")
 _KEPT = "_hf_posenc_float32"
 
 
@@ -78,21 +79,36 @@ def _put_buffers(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 def read_rotary(module: nn.Module) -> SavedRotary:
     """Copy the state of a rotary module."""
-    buffers = {name: module._buffers[name].detach().clone() for name in BUFFERS}  # type: ignore[union-attr]
-    attributes = {name: module.__dict__[name] for name in ATTRIBUTES if name in module.__dict__}
+    buffers = {
+        name: buffer.detach().clone()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name.endswith(_BUFFERS)
+    }
+    attributes = {name: copy.copy(value) for name, value in module.__dict__.items() if name.endswith(_ATTRIBUTES)}
     return SavedRotary(buffers, attributes)
 
 
 def _write(module: nn.Module, saved: SavedRotary) -> None:
     _put_buffers(module, saved.buffers)
-    module.__dict__.update(copy.copy(saved.attributes))
-    module.__dict__.pop("long_inv_freq", None)  # longrope's cache of the other list
+    module.__dict__.update({name: copy.copy(value) for name, value in saved.attributes.items()})
+    for name in [name for name in module.__dict__ if name.endswith("long_inv_freq")]:
+        del module.__dict__[name]  # longrope's cache of the other list
 
 
 def instantiate(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
-    """Return what Transformers itself puts into a rotary module of this class when it is built from ``config``."""
-    with torch.device("cpu"):
-        fresh = rotary_class(module)(config)
+    """Return what Transformers itself puts into a rotary module of this class when it is built from ``config``.
+
+    Raises:
+        ValueError: It cannot build one.
+    """
+    try:
+        with torch.device("cpu"):
+            fresh = rotary_class(module)(config)
+    except Exception as error:  # whatever a family's own code trips over
+        raise ValueError(
+            f"Transformers cannot build {rotary_class(module).__name__} from this rule "
+            f"({type(error).__name__}: {error}). Take another method for model_type {config.model_type!r}."
+        ) from error
     return read_rotary(fresh)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.families import label_prefix
 from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.registry import METHODS
 
@@ -55,26 +56,38 @@ class Verification:
     modules: tuple[RotaryCheck, ...]
 
 
+def _live_rope_type(module: nn.Module, label: str | None) -> str:
+    rope_type: Any = module.rope_type
+    return str(rope_type if label is None else rope_type[label])
+
+
 def _expected(
-    spec: RopeSpec, scaling: RopeScaling | None, module: nn.Module
+    spec: RopeSpec, scaling: RopeScaling | None, module: nn.Module, label: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the closed form's original frequencies, those in force now, and the attention factor."""
     formula = METHODS[scaling.method].formula if scaling is not None else plain_frequencies
     original, attention_factor = formula(spec, scaling, None)  # type: ignore[arg-type]
     # Transformers' dynamic rule and longrope change inv_freq with the length of a forward.
-    if module.rope_type == "dynamic":
-        return original, formula(spec, scaling, int(module.max_seq_len_cached))[0], attention_factor  # type: ignore[arg-type]
+    if _live_rope_type(module, label) == "dynamic":
+        cached: Any = getattr(module, f"{label_prefix(label)}max_seq_len_cached", module.max_seq_len_cached)
+        return original, formula(spec, scaling, int(cached))[0], attention_factor  # type: ignore[arg-type]
     return original, original, attention_factor
 
 
 def check_rotary(
-    name: str, module: nn.Module, spec: RopeSpec, scaling: RopeScaling | None, rtol: float | None = None
+    name: str,
+    module: nn.Module,
+    label: str | None,
+    spec: RopeSpec,
+    scaling: RopeScaling | None,
+    rtol: float | None = None,
 ) -> RotaryCheck:
     """Compare one module with the closed form.
 
     Args:
         name: The module's name, for messages.
         module: A rotary module of Transformers' usual form.
+        label: The layer type whose frequencies are compared; None where all share them.
         spec: What the model was trained with.
         scaling: What it should hold; None for no scaling.
         rtol: Relative tolerance; None for float32's own.
@@ -84,24 +97,36 @@ def check_rotary(
     """
     # float32 holds an exponent with a relative error of 2**-24, which the base multiplies by its logarithm.
     tolerance = rtol if rtol is not None else _RTOL * max(1.0, math.log(spec.rope_theta) / math.log(1e6))
-    original, current, attention_factor = _expected(spec, scaling, module)
-    error = max(
-        _relative(name, "original_inv_freq", module, original),
-        _relative(name, "inv_freq", module, current) if module.rope_type != "longrope" else 0.0,
-    )
+    original, current, attention_factor = _expected(spec, scaling, module, label)
+    prefix = label_prefix(label)
+    error = _relative(name, f"{prefix}original_inv_freq", module, original)
+    if _live_rope_type(module, label) != "longrope":
+        error = max(error, _relative(name, f"{prefix}inv_freq", module, current))
     what = scaling.method if scaling is not None else "no scaling"
     if not error <= tolerance:
         raise RotaryMismatchError(
             f"{name}: the live frequencies are not those of {what}: relative difference {error:.3g}, allowed "
             f"{tolerance:.3g}. {_HINT}"
         )
-    found = float(module.__dict__["attention_scaling"])
+    found = float(module.__dict__[f"{prefix}attention_scaling"])
     if not abs(found - attention_factor) <= _RTOL * attention_factor:
         raise RotaryMismatchError(
             f"{name}: the live attention factor is {found:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
         )
-    output_error = _check_output(name, module, spec, original, attention_factor, tolerance)
+    output_error = _check_output(name, module, label, spec, original, attention_factor, tolerance)
     return RotaryCheck(name, error, found, output_error)
+
+
+def check_scale(name: str, found: float, expected: float) -> None:
+    """Compare the softmax scale of an attention module with its closed form.
+
+    Raises:
+        RotaryMismatchError: It differs.
+    """
+    if not abs(found - expected) <= _RTOL * expected:
+        raise RotaryMismatchError(
+            f"{name}: the live softmax scale is {found:.6g}, the rotary settings ask for {expected:.6g}. {_HINT}"
+        )
 
 
 def _relative(name: str, buffer: str, module: nn.Module, expected: torch.Tensor) -> float:
@@ -117,18 +142,21 @@ def _relative(name: str, buffer: str, module: nn.Module, expected: torch.Tensor)
 def _check_output(
     name: str,
     module: nn.Module,
+    label: str | None,
     spec: RopeSpec,
     inv_freq: torch.Tensor,
     attention_factor: float,
     tolerance: float,
 ) -> float:
     """Run the module at a few positions: what it hands out must come from the frequencies it holds."""
-    device = module.get_buffer("inv_freq").device
+    device = module.get_buffer(f"{label_prefix(label)}inv_freq").device
     # Within the original length, where rules that depend on the length of a forward are at rest.
     positions = [p for p in _PROBES if p < spec.original_max_position_embeddings - 1]
     probes = torch.tensor(positions, device=device).unsqueeze(0)
-    cos, sin = module(torch.zeros(1, 1, 1, device=device), probes)
-    angles = torch.tensor(positions, dtype=torch.float64).unsqueeze(1) * inv_freq
+    cos, sin = _cos_and_sin(module, label, probes)
+    alpha = module._buffers.get("alpha")  # Mistral Large 4 has a learned logarithm of each frequency's multiple
+    learned = 1.0 if alpha is None else alpha.detach().cpu().double().exp()
+    angles = torch.tensor(positions, dtype=torch.float64).unsqueeze(1) * inv_freq * learned
     num_pairs = len(inv_freq)
     error = 0.0
     for output, expected in ((cos, angles.cos()), (sin, angles.sin())):
@@ -143,3 +171,10 @@ def _check_output(
             f"module does not use inv_freq as usual, so {type(module).__name__} cannot be scaled."
         )
     return error
+
+
+def _cos_and_sin(module: nn.Module, label: str | None, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call a rotary module; DeepSeek-V2 and Llama 4 hand out complex numbers."""
+    x = torch.zeros(1, 1, 1, device=position_ids.device)
+    output = module(x, position_ids) if label is None else module(x, position_ids, layer_type=label)
+    return (output.real, output.imag) if isinstance(output, torch.Tensor) else output

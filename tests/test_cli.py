@@ -16,6 +16,7 @@ from hf_posenc.checkpoint import read_manifest, save_extended
 from hf_posenc.cli import COMMANDS, main
 from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.evaluation.plans import PROTOCOLS as KNOWN_PROTOCOLS
+from hf_posenc.families import capabilities
 from hf_posenc.loading import load_model
 from hf_posenc.patching import describe, patch_model, patched
 
@@ -155,6 +156,18 @@ def test_methods_lists_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n{name}" in f"\n{shown}" for name in ("linear (or pi)", "ntk", "yarn", "llama3", "longrope", "abf"))
+
+
+def test_methods_families_lists_every_type_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["methods", "--families"]) == 0
+    patched, refused = capsys.readouterr().out.split("Refused:")
+    names = [
+        [name.strip() for line in part.splitlines() for name in line.split(",") if name.strip() in capabilities()]
+        for part in (patched, refused)
+    ]
+    assert sorted(names[0]) == [name for name, reason in capabilities().items() if reason is None]
+    assert sorted(names[1]) == [name for name, reason in capabilities().items() if reason is not None]
+    assert "each attention layer turns its queries by a table of its own" in refused.replace("\n          ", " ")
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

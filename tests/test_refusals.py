@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from census import tiny_model
 from tiny_models import assert_same_state, logits, make_model, native, state, token_ids
 from torch import nn
 
@@ -135,9 +136,7 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
     with pytest.raises(ValueError, match="model_type 'gpt2' has no rope_parameters"):
         patch_model(gpt2, "yarn", 4)
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-    small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 32, "vocab_size": 16, "head_dim": 8}
-    gemma3 = Gemma3ForCausalLM(Gemma3TextConfig(**small, num_attention_heads=2, num_key_value_heads=1))
-    with pytest.raises(ValueError, match="of its own for each layer type"):
-        patch_model(gemma3, "yarn", 4)
+    with pytest.raises(ValueError, match="only its layers with a sliding window are rotary"):
+        patch_model(tiny_model("cohere2"), "yarn", 4)
+    with pytest.raises(ValueError, match=r"part of the pairs never turn \(rope_type 'proportional'\)"):
+        patch_model(tiny_model("gemma4_text"), "yarn", 4)

@@ -1,0 +1,45 @@
+"""The softmax scale of multi-head latent attention, which YaRN's ``mscale_all_dim`` multiplies.
+
+Transformers multiplies it when a model is built, so a change of the rotary modules alone does not reach it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.config import RopeScaling
+from hf_posenc.families import MLA
+
+
+def latent_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the attention modules, by name, whose ``scaling`` depends on the rotary settings; often none."""
+    if model.config.get_text_config(decoder=True).model_type not in MLA:
+        return {}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "qk_head_dim" in vars(module) and isinstance(vars(module).get("scaling"), float)
+    }
+
+
+def instantiate_scale(module: nn.Module, config: PreTrainedConfig) -> float:
+    """Return the scale Transformers itself gives an attention of this class when it is built from ``config``."""
+    attention_class: Any = type(module)
+    with torch.device("meta"):
+        return float(attention_class(config, module.layer_idx).scaling)
+
+
+def expected_scale(module: nn.Module, scaling: RopeScaling | None) -> float:
+    """Return the closed form: ``1 / sqrt(qk_head_dim)``, times the square of ``mscale_all_dim``'s temperature.
+
+    Reference: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4; the square because both queries and keys carry it.
+    """
+    plain = 1.0 / math.sqrt(int(module.qk_head_dim))  # type: ignore[arg-type]
+    if scaling is None or scaling.mscale_all_dim is None or scaling.factor <= 1:
+        return plain
+    return plain * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2

@@ -1,0 +1,198 @@
+"""Every causal language model type of the installed Transformers, tiny and random."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from tiny_models import token_ids
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_posenc import extend_config
+from hf_posenc.families import FAMILIES_TABLE, FULL_ATTENTION
+
+# Given where a config has the name and it is a plain number there.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "ffn_hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "hidden_size_per_layer_input": 16,
+    "num_kv_shared_layers": 0,
+    "index_topk": 128,  # sparse attention that drops nothing here
+    "sliding_window": 32,
+    "attention_window_size": 32,
+}
+# What the sizes above do not fit, by model type, of sub-configs too.
+_MLA_HEADS = {"num_key_value_heads": 4}
+_DOTS3_LAYER = {
+    "head_dim": 32,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+}
+_NESTED = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(
+        ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _MLA_HEADS
+    ),
+    **dict.fromkeys(("longcat_flash", "minicpm3", "youtu", "mistral4", "hy_v4"), _MLA_HEADS),
+    "bailing_hybrid": {**_MLA_HEADS, "layer_group_size": 2},
+    "bamba": {"attn_layer_indices": [1]},
+    "blt_local_encoder": {"hidden_size_global": 64},
+    "blt_local_decoder": {"hidden_size_global": 64},
+    "cohere_compass_text": {"rope_parameters": _NESTED, "layer_types": ["sliding_attention", "full_attention"]},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}, "d_model": 64, "n_heads": 4},
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {
+        **_MLA_HEADS,
+        "head_dim": 32,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "n_group": 1,
+        "per_layer_config": dict.fromkeys((0, 1), _DOTS3_LAYER),
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "granitemoehybrid": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "position_embedding_type": "rope",
+        "mamba_d_head": 16,
+        "mamba_n_heads": 8,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mimo_v2_flash": {"head_dim": 48},  # of which a third rotates
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 128,
+        "indexer_compress_ratio": 4,
+    },
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "use_mem_rope": True, "num_key_value_heads": 4},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid_sliding", "hybrid"]},
+}
+
+# Their modeling files have no rotary class: the decoder inside is another family's.
+_DECODER_BY_AUTO_MODEL = ("fuyu", "got_ocr2", "moss_transcribe_diarize")
+# Those that cannot be built small (they need timm, or settings for 42 layers), and the type of their decoder.
+_DECODER_OF = {
+    "dots3_note": "dots3_note_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4_assistant": "gemma4_text",
+    "gemma4_unified_assistant": "gemma4_unified_text",
+}
+
+
+def causal_types() -> list[str]:
+    """Return every model type that AutoModelForCausalLM knows."""
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+@cache
+def rotary_types() -> list[str]:
+    """Return those that can be built here and whose decoder has a rotary class of Transformers' convention."""
+    found = []
+    for model_type in causal_types():
+        names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+        model_class = getattr(transformers, names if isinstance(names, str) else names[0])
+        source = inspect.getsource(importlib.import_module(model_class.__module__))
+        if model_type not in _DECODER_OF and ("dynamic_rope_update" in source or model_type in _DECODER_BY_AUTO_MODEL):
+            found.append(model_type)
+    return found
+
+
+def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """Return a small config: the class's own defaults with the sizes above, sub-configs too."""
+    default = config_class()
+    names = {*default.to_dict(), *getattr(default, "attribute_map", {})}
+    given = {
+        name: value
+        for name, value in _SIZES.items()
+        if name in names and isinstance(_value(default, name), (int, type(None)))
+    }
+    kinds = sorted(set(_value(default, "layer_types") or ()), key=lambda kind: kind in FULL_ATTENTION)
+    if len(kinds) > 1 and default.model_type != "recurrent_gemma":  # there it cannot be set
+        given["layer_types"] = [kinds[0], kinds[-1]]  # full attention last
+    for name in default.sub_configs or {}:
+        sub = getattr(default, name, None)
+        if isinstance(sub, PreTrainedConfig):
+            given[name] = tiny_config(type(sub)).to_dict()
+    return config_class(**{**given, **_OVERRIDES.get(default.model_type, {})})
+
+
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # differs by layer
+        return ()
+
+
+def tiny_model(model_type: str) -> PreTrainedModel:
+    """Return a random model of a type; equal calls give equal weights."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING[model_type])).eval()
+    for name, parameter in model.named_parameters():
+        if model_type == "zaya" and name.endswith("temp"):  # multiplies the keys, and is zero in a random model
+            torch.nn.init.constant_(parameter, 3.0)
+    return model
+
+
+IDS = token_ids(100)  # past the original 64
+
+
+def reason_refused(model_type: str) -> str | None:
+    """Return why a type is refused; None if it is not."""
+    config_class = CONFIG_MAPPING[_DECODER_OF.get(model_type, model_type)]
+    has_rotary = model_type in _DECODER_OF or model_type in rotary_types()
+    config = tiny_config(config_class) if has_rotary else config_class()
+    try:
+        extend_config(config, "linear", 4, original_max_position_embeddings=64, on_scaled="replace")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def main() -> None:
+    """Write the table of families that the package ships: what became of each type of this Transformers."""
+    reasons = {model_type: reason_refused(model_type) for model_type in causal_types()}
+    table: dict[str, Any] = {"transformers": transformers.__version__, "types": reasons}
+    FAMILIES_TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Every causal language model type of Transformers: patched to what Transformers would build, or refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from census import IDS, causal_types, reason_refused, rotary_types, tiny_model
+from tiny_models import assert_same_state, logits, native, state
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
+from hf_posenc.families import capabilities
+
+pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 32")  # the census's own small window
+
+REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64, "on_scaled": "replace"}
+METHODS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "yarn": {},
+    "ntk": {},
+    "ntk_by_parts": {},
+    "llama3": {},
+    "longrope": {},
+    "abf": {"rope_theta": 1e9},
+}
+FAST = ("linear", "yarn")
+# Transformers' own longrope code asks this config for a number that differs by layer.
+CANNOT_BUILD = {("dots3_note_text", "longrope")}
+
+
+def options_of(method: str, model: PreTrainedModel) -> dict[str, Any]:
+    if method != "longrope":
+        return METHODS[method]
+    pairs = [b.numel() for name, b in model.named_buffers() if name.endswith("original_inv_freq")][-1]
+    return {"long_factor": [1.0 + i for i in range(pairs)]}
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in METHODS])
+@pytest.mark.parametrize("model_type", rotary_types())
+def test_patched_to_what_transformers_would_build_or_refused(model_type: str, method: str) -> None:
+    model = tiny_model(model_type)
+    before, plain = state(model), logits(model, IDS)
+    options = {**REQUEST, **options_of(method, model)}
+    reason = capabilities()[model_type]
+    if reason is not None or (model_type, method) in CANNOT_BUILD:
+        with pytest.raises(ValueError, match=re.escape(reason or "Transformers cannot build")):
+            patch_model(model, method, 4, **options)
+    else:
+        patch_model(model, method, 4, **options)
+        verify_model(model)
+        extended = logits(model, IDS)
+        assert not torch.equal(extended, plain)
+        unpatch_model(model)
+        assert torch.equal(extended, logits(native(model, method, 4, **options), IDS))
+    assert_same_state(state(model), before)
+    assert torch.equal(logits(model, IDS), plain)
+
+
+# Their text models are built here alone, for which Transformers has no auto class to load them by.
+NO_AUTO_CLASS = {"emu3", "mllama"}
+# Rotary settings for each layer type, or a softmax scale or a spelling of their own: all others are saved as a Llama.
+OWN_SPELLING = {
+    "gemma3",
+    "gemma3_text",
+    "gemma3n_text",
+    "olmo3",
+    "laguna",
+    "zaya",
+    "modernbert-decoder",
+    "mimo_v2_flash",
+}
+OWN_SPELLING |= {"deepseek_v2", "deepseek_v3", "phimoe", "phi3", "ministral3", "gpt_oss", "llama4_text", "gpt_neox"}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(t, marks=() if t in OWN_SPELLING else pytest.mark.slow)
+        for t in rotary_types()
+        if capabilities()[t] is None and t not in NO_AUTO_CLASS
+    ],
+)
+def test_saved_and_loaded_by_plain_transformers(model_type: str, tmp_path: Path) -> None:
+    model = tiny_model(model_type)
+    patch_model(model, "yarn", 4, **REQUEST)
+    expected = logits(model, IDS)
+    path = save_extended(model, tmp_path / "model")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path).eval(), IDS), expected)
+    loaded = load_extended(path).eval()
+    assert torch.equal(logits(loaded, IDS), expected)
+    assert describe(loaded) == describe(model)
+    with pytest.raises(ValueError, match="already scaled: yarn, factor 4"):
+        patch_model(loaded, "yarn", 4)
+
+
+def test_the_table_is_true_for_every_type() -> None:
+    assert {model_type: reason_refused(model_type) for model_type in causal_types()} == capabilities()
+    patched = [model_type for model_type, reason in capabilities().items() if reason is None]
+    assert len(patched) > 100
+    without_rotary = set(causal_types()) - set(rotary_types())
+    assert {capabilities()[model_type] is None for model_type in without_rotary - {"dots3_note", "gemma3n"}} == {False}
