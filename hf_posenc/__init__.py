@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from hf_posenc.checkpoint import load_extended, save_extended
     from hf_posenc.evaluation.perplexity import perplexity
     from hf_posenc.evaluation.records import Record
-    from hf_posenc.extension import extend_config
     from hf_posenc.patching import describe, patch_model, patched, unpatch_model, verify_model
     from hf_posenc.registry import available_methods
+    from hf_posenc.request import extend_config
     from hf_posenc.training.config import FinetuneConfig
     from hf_posenc.training.finetune import FinetuneResult, finetune
     from hf_posenc.verification import RotaryMismatchError, Verification
@@ -27,7 +27,7 @@ _MODULES = {
     "Verification": "verification",
     "available_methods": "registry",
     "describe": "patching",
-    "extend_config": "extension",
+    "extend_config": "request",
     "finetune": "training",
     "load_extended": "checkpoint",
     "patch_model": "patching",

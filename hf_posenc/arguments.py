@@ -78,6 +78,9 @@ class PatchArguments:
     """Which rule is written into the checkpoint."""
 
     method: str = field(default="yarn", metadata={"help": "a name from `hf-posenc methods`"})
+    preset: str | None = field(
+        default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
+    )
 
 
 @dataclass

@@ -48,9 +48,13 @@ def patch(argv: Sequence[str]) -> None:
     from hf_posenc.checkpoint import save_extended
     from hf_posenc.loading import load_model
     from hf_posenc.patching import patch_model, verify_model
+    from hf_posenc.presets import get_preset
+
+    if which.preset is not None:
+        get_preset(which.preset)
 
     model, tokenizer = load_model(given.model, **vars(loading))
-    patch_model(model, which.method, **vars(extension), **rules)
+    patch_model(model, which.method, preset=which.preset, **vars(extension), **rules)
     verification = verify_model(model)
     trained = _tokens_trained(given.model)
     save_extended(model, given.output, tokenizer, tokens_trained=trained, base_model=given.model)
@@ -147,6 +151,14 @@ def methods(argv: Sequence[str]) -> None:
     print(families_text(width) if chosen.families else methods_text(width))
 
 
+def presets(argv: Sequence[str]) -> None:
+    """List how published checkpoints are extended."""
+    args_.parse("presets", _first_line(presets), argv, (), {})
+    from hf_posenc.listings import presets_text
+
+    print(presets_text(min(shutil.get_terminal_size().columns, 120)))
+
+
 def demo(argv: Sequence[str]) -> None:
     """Show the whole line on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores."""
     _, chosen = args_.parse("demo", _first_line(demo), argv, (args_.DemoArguments,), {})
@@ -161,6 +173,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "finetune": finetune,
     "report": report,
     "methods": methods,
+    "presets": presets,
     "demo": demo,
 }
 

@@ -1,22 +1,19 @@
-"""A request (method, factor, options) resolved against a config, and the config that says so in Transformers' words."""
+"""What a config says of its rotary embedding: how it was trained, and how it is extended."""
 
 from __future__ import annotations
 
-import copy
-import dataclasses
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.config import RopeScaling, RopeSpec, check_length, check_number
-from hf_posenc.families import FULL_ATTENTION, LONGROPE_ONLY, MLA, refuse_family, rope_label
-from hf_posenc.registry import METHODS, OnDisk, get_method, longrope_spelling, make_scaling
+from hf_posenc.config import RopeScaling, RopeSpec, check_length
+from hf_posenc.families import refuse_family, rope_label
+from hf_posenc.registry import METHODS, get_method, make_scaling
 
 # What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
-_SCALING_KEYS = frozenset(
+SCALING_KEYS = frozenset(
     {
         "rope_type",
         "type",
@@ -38,8 +35,6 @@ _SCALING_KEYS = frozenset(
         "finetuned",
     }
 )
-# Where neither factor nor context_length is given.
-DEFAULT_FACTOR = 4.0
 # config.context_extension, written by save_extended: what a plain load of an extended checkpoint knows about itself.
 MARK = "context_extension"
 
@@ -179,153 +174,3 @@ def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
         return declared.describe()
     length = int(text_config.max_position_embeddings)
     return Extension(plain_spec(text_config), RopeScaling("none"), length).describe()
-
-
-def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
-    """Return what the model was trained with, before any scaling it carries; refuse what cannot be known."""
-    if on_scaled not in ("refuse", "replace"):
-        raise ValueError(f"on_scaled must be 'refuse' or 'replace', got {on_scaled!r}.")
-    if original is not None:
-        original = check_length("original_max_position_embeddings", original)
-    if there is None:
-        spec = plain_spec(config)
-    elif on_scaled == "refuse":
-        was = (
-            f"original length {there.spec.original_max_position_embeddings}"
-            if there.original_known
-            else "original length not recorded"
-        )
-        raise ValueError(
-            f"the model is already scaled: {there.scaling.method}, factor {there.scaling.factor:g}, {was}. Factors do "
-            "not multiply. Pass on_scaled='replace' to put the new rule in its place, with factor or context_length "
-            "counted from the original length."
-        )
-    elif original is None and not there.original_known:
-        raise ValueError(
-            f"the model is already scaled (linear, factor {there.scaling.factor:g}), and such a config does not say "
-            "what it was trained on: pass original_max_position_embeddings."
-        )
-    else:
-        spec = there.spec
-    return spec if original is None else dataclasses.replace(spec, original_max_position_embeddings=original)
-
-
-def _target(original: int, factor: float | None, context_length: int | None) -> int:
-    if factor is not None and context_length is not None:
-        raise ValueError(
-            f"give factor or context_length, not both (got {factor} and {context_length}): "
-            f"factor is context_length / original length, {original} tokens here."
-        )
-    if context_length is not None:
-        target = check_length("context_length", context_length)
-        if target < original:
-            raise ValueError(f"context_length must be at least the original length, {original} tokens, got {target}.")
-        return target
-    asked = DEFAULT_FACTOR if factor is None else factor
-    RopeScaling("linear", asked)  # checks the factor with its full message
-    return round(check_number("factor", asked) * original)
-
-
-def resolve(
-    config: PreTrainedConfig,
-    method: str,
-    factor: float | None,
-    context_length: int | None,
-    original_max_position_embeddings: int | None,
-    on_scaled: str,
-    options: Mapping[str, Any],
-) -> Extension:
-    """Check a request against a text config before anything is touched; arguments as ``patch_model``'s."""
-    name = get_method(method).name
-    refuse_family(config)
-    there = declared_scaling(config)
-    spec = _base_spec(config, there, original_max_position_embeddings, on_scaled)
-    original = spec.original_max_position_embeddings
-    target = _target(original, factor, context_length)
-    # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
-    scaling = make_scaling(name, target / original, options)
-    if name == "dynamic" and scaling.scope is None:
-        raise ValueError(
-            "method 'dynamic' needs scope='sequence': Transformers' own rule, one scale for the whole forward. It is "
-            "not exact with a KV cache and depends on batch-mates; 'ntk' and 'yarn' are."
-        )
-    if name == "yarn" and config.model_type in MLA and scaling.has_default_temperature():
-        # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax scale.
-        scaling = dataclasses.replace(scaling, mscale=1.0, mscale_all_dim=1.0)
-    METHODS[name].formula(spec, scaling, None)  # raises on options that do not fit the model
-    return Extension(spec, scaling, target)
-
-
-def _spelling(config: PreTrainedConfig, label: str | None, scaling: RopeScaling) -> OnDisk:
-    """Return how a rule is written for a family: by its own name unless Transformers would read that otherwise."""
-    # Transformers looks for truncate where it is not: beside the layer types.
-    untruncated = label is not None and scaling.method == "yarn" and not scaling.truncate
-    if config.model_type in LONGROPE_ONLY or untruncated:
-        return longrope_spelling
-    return METHODS[scaling.method].on_disk
-
-
-def write_config(config: PreTrainedConfig, extension: Extension) -> None:
-    """Write an extension into a text config, in place: merged, never replaced, lengths as ints."""
-    spec, scaling = extension.spec, extension.scaling
-    label = rope_label(config)
-    kept = {k: v for k, v in declared_rope(config).items() if k not in _SCALING_KEYS}
-    written = {**kept, "rope_theta": spec.rope_theta, **_spelling(config, label, scaling)(spec, scaling)}
-    if "llama_4_scaling_beta" in kept:  # Ministral 3's attention reads the original length from here, whatever the rule
-        written.setdefault("original_max_position_embeddings", spec.original_max_position_embeddings)
-    if config.model_type == "phimoe" and "attention_factor" in written:  # names of its own, one for each list
-        written |= dict.fromkeys(("short_mscale", "long_mscale"), written["attention_factor"])
-    config.rope_parameters = written if label is None else {**config.rope_parameters, label: written}
-    if scaling.method == "dynamic":  # reads max_position_embeddings as the original length
-        config.max_position_embeddings = spec.original_max_position_embeddings
-    else:
-        config.max_position_embeddings = extension.context_length
-    if hasattr(config, "original_max_position_embeddings"):  # Phi-3: wins over rope_parameters
-        config.original_max_position_embeddings = spec.original_max_position_embeddings
-    if getattr(config, "head_dim", 0) is None:  # yarn, dynamic and longrope do not derive it
-        config.head_dim = head_dim_of(config)
-    if hasattr(config, MARK):
-        delattr(config, MARK)
-    config.validate_rope()
-
-
-def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
-    """Warn about what the positions cannot help: a sliding window on every layer, Transformers' dynamic rule."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if window and window < extension.context_length and not FULL_ATTENTION & set(layer_types):
-        warnings.warn(
-            f"config.sliding_window is {window}, so attention ends there whatever the positions allow. "
-            f"Set it to None before loading to use {extension.context_length}.",
-            stacklevel=4,
-        )
-    if extension.scaling.method == "dynamic":
-        warnings.warn(
-            "dynamic with scope='sequence' picks one scale per forward: results change with the KV cache, with "
-            "batch-mates and with what ran before.",
-            stacklevel=4,
-        )
-
-
-def extend_config(
-    config: PreTrainedConfig,
-    method: str = "yarn",
-    factor: float | None = None,
-    *,
-    context_length: int | None = None,
-    original_max_position_embeddings: int | None = None,
-    on_scaled: str = "refuse",
-    **options: Any,
-) -> PreTrainedConfig:
-    """Return a new config to hand to ``from_pretrained``; the given one is not touched.
-
-    Arguments and errors are those of ``patch_model``.
-    """
-    extended = copy.deepcopy(config)
-    text_config = extended.get_text_config(decoder=True)
-    extension = resolve(
-        text_config, method, factor, context_length, original_max_position_embeddings, on_scaled, options
-    )
-    write_config(text_config, extension)
-    warn_about_limits(text_config, extension)
-    return extended

@@ -6,6 +6,7 @@ import re
 import textwrap
 
 from hf_posenc.families import capabilities, census_version
+from hf_posenc.presets import presets
 from hf_posenc.registry import available_methods
 
 
@@ -40,4 +41,16 @@ def families_text(width: int) -> str:
     ]
     for reason, model_types in sorted(refused.items(), key=lambda pair: len(pair[1])):
         lines += [_filled(", ".join(model_types), width), _filled(reason, width, indent="        ")]
+    return "\n".join(lines)
+
+
+def presets_text(width: int) -> str:
+    """Return every preset with its numbers, the checkpoints it is for and the source."""
+    lines = []
+    for preset in presets().values():
+        original = preset.original_max_position_embeddings
+        options = "".join(f", {name} {value:g}" for name, value in preset.options.items())
+        rule = f"{preset.method}, factor {preset.factor:g}{options}: {original} -> {round(original * preset.factor)}"
+        facts = (rule, f"for {', '.join(preset.checkpoints)}", f"source: {preset.source}")
+        lines += [preset.name, *(_filled(fact, width) for fact in facts)]
     return "\n".join(lines)

@@ -11,16 +11,9 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.extension import (
-    Extension,
-    declared_scaling,
-    describe_config,
-    plain_spec,
-    resolve,
-    warn_about_limits,
-    write_config,
-)
+from hf_posenc.extension import Extension, declared_scaling, describe_config, plain_spec
 from hf_posenc.families import label_prefix, rope_label, rotary_modules, text_configs, unwrap
+from hf_posenc.request import resolve, warn_about_limits, write_config
 from hf_posenc.rotary import SavedRotary, instantiate, read_rotary, restore_rotary, write_rotary
 from hf_posenc.softmax_scale import expected_scale, instantiate_scale, latent_attentions
 from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary, check_scale
@@ -55,6 +48,7 @@ def patch_model(
     *,
     context_length: int | None = None,
     original_max_position_embeddings: int | None = None,
+    preset: str | None = None,
     on_scaled: str = "refuse",
     **options: Any,
 ) -> ModelT:
@@ -71,6 +65,7 @@ def patch_model(
             neither it nor ``context_length`` is given.
         context_length: The target in tokens, instead of ``factor``.
         original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
+        preset: A name of ``hf-posenc presets``, instead of all the above: how a published checkpoint is extended.
         on_scaled: ``"replace"`` to put the rule in place of one the checkpoint already has (Llama 3.1, Yarn-...);
             lengths still count from the original length.
         **options: The method's own, such as ``beta_fast`` or ``rope_theta``.
@@ -92,7 +87,7 @@ def patch_model(
         )
     text_config = base.config.get_text_config(decoder=True)
     extension = resolve(
-        text_config, method, factor, context_length, original_max_position_embeddings, on_scaled, options
+        text_config, method, factor, context_length, original_max_position_embeddings, on_scaled, options, preset
     )
     modules = rotary_modules(base)
     _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong

@@ -19,6 +19,7 @@ from hf_posenc.evaluation.plans import PROTOCOLS as KNOWN_PROTOCOLS
 from hf_posenc.families import capabilities
 from hf_posenc.loading import load_model
 from hf_posenc.patching import describe, patch_model, patched
+from hf_posenc.presets import presets
 
 
 @pytest.fixture
@@ -156,6 +157,18 @@ def test_methods_lists_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n{name}" in f"\n{shown}" for name in ("linear (or pi)", "ntk", "yarn", "llama3", "longrope", "abf"))
+
+
+def test_presets_are_listed_and_applied(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["presets"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"\n{name}\n" in f"\n{shown}" for name in presets())
+    config = json.loads((tiny_checkpoint / "config.json").read_text())
+    (tiny_checkpoint / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    assert main(["patch", str(tiny_checkpoint), str(tmp_path / "out"), "--preset", "smollm2-yarn-2x"]) == 0
+    assert "yarn x2: 8192 -> 16384 tokens" in capsys.readouterr().out
 
 
 def test_methods_families_lists_every_type_once(capsys: pytest.CaptureFixture[str]) -> None:

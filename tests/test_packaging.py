@@ -36,7 +36,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         names = archive.namelist()
     assert {name.split("/")[0] for name in names} == {"hf_posenc", "hf_posenc-0.1.0.dist-info"}
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == sources
+    assert {name for name in names if name.endswith(".py")} == sources | {"hf_posenc/patches/__init__.py"}
+    presets = {f"hf_posenc/patches/{p.name}" for p in (ROOT / "patches").glob("*.toml")}
+    assert {name for name in names if name.endswith(".toml")} == presets
+    assert "hf_posenc/families.json" in names
     assert {"hf_posenc/py.typed", "hf_posenc/assets/tiny/model.safetensors"} <= set(names)
     assert {"hf_posenc/assets/tiny/tokenizer.json", "hf_posenc/assets/austen/emma.txt.xz"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -54,7 +57,7 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
         "assert len(assets.load_novel(assets.HELD_OUT_NOVEL)) > 400_000"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    for command in (["-c", program], ["-m", "hf_posenc.cli", "methods"]):
+    for command in (["-c", program], ["-m", "hf_posenc.cli", "methods"], ["-m", "hf_posenc.cli", "presets"]):
         run = subprocess.run(
             [sys.executable, *command],
             cwd=tmp_path / "empty",
