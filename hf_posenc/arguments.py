@@ -42,6 +42,9 @@ class ExtensionArguments:
     original_max_position_embeddings: int | None = field(
         default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
     )
+    sliding_window: str = field(
+        default="keep", metadata={"help": "what becomes of a window that every layer has: keep, off or tokens (16k)"}
+    )
     on_scaled: Literal["refuse", "replace"] = field(
         default="refuse", metadata={"help": "what to do with a model that is scaled already"}
     )

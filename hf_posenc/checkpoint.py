@@ -22,6 +22,7 @@ from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, unwrap
 from hf_posenc.patching import describe, extension_of, patch_model, verify_model
 from hf_posenc.pretrained import load_weights
 from hf_posenc.version import __version__
+from hf_posenc.windows import KEEP
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +80,11 @@ def make_manifest(model: nn.Module, *, tokens_trained: int, base_model: str | No
             "the model was loaded scaled (linear), and its config does not say what length it was trained on. Say it: "
             "patch_model(model, 'linear', factor, original_max_position_embeddings=..., on_scaled='replace')."
         )
+    window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
     return {
         "format": FORMAT,
         **extension.describe(),
+        **window,
         "rope_theta": extension.spec.rope_theta,
         "base_model": base_model or getattr(base.config, "_name_or_path", "") or None,
         "tokens_trained": tokens_trained,
@@ -205,39 +208,44 @@ def apply_manifest(model: nn.Module, manifest: dict[str, Any]) -> None:
         manifest["method"],
         context_length=manifest["context_length"],
         original_max_position_embeddings=manifest["original_max_position_embeddings"],
+        sliding_window=manifest.get("sliding_window", KEEP),
         **manifest["options"],
     )
 
 
-def load_extended(path: str | Path, **kwargs: Any) -> Any:
+def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwargs: Any) -> Any:
     """Load what ``save_extended`` wrote, verified: a model, or a base model with its adapter.
 
     Args:
         path: The folder.
+        base: The base model of an adapter, loaded already, extended or not; None loads the one the adapter names.
         **kwargs: Passed on to ``from_pretrained``, such as ``dtype`` or ``device_map``.
 
     Raises:
         FileNotFoundError: There is no manifest.
-        ValueError: The adapter's base is already extended in another way.
+        ValueError: The adapter's base is already extended in another way, or a base came with a whole model.
         RotaryMismatchError: The loaded model does not hold what the manifest says.
     """
     manifest = read_manifest(path)
     if manifest is None:
         raise FileNotFoundError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
     if (Path(path) / ADAPTER_CONFIG).is_file():
-        return _load_adapter(Path(path), manifest, kwargs)
+        return _load_adapter(Path(path), manifest, base, kwargs)
+    if base is not None:
+        raise ValueError(f"{path} holds a whole model, not an adapter: it takes no base.")
     model = load_weights(path, **kwargs)
     _check_loaded(model, manifest, path)
     return model
 
 
-def _load_adapter(path: Path, manifest: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+def _load_adapter(path: Path, manifest: dict[str, Any], base: PreTrainedModel | None, kwargs: dict[str, Any]) -> Any:
     from peft import PeftConfig, PeftModel
 
-    source = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
-    if not source:
-        raise ValueError(f"{path / ADAPTER_CONFIG} does not say which base model it is for (base_model_name_or_path).")
-    base = load_weights(source, **kwargs)
+    if base is None:
+        source = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
+        if not source:
+            raise ValueError(f"{path / ADAPTER_CONFIG} does not name its base model: load that and pass it as base.")
+        base = load_weights(source, **kwargs)
     if describe(base)["method"] == "none":
         apply_manifest(base, manifest)
     _check_loaded(base, manifest, path)

@@ -48,12 +48,14 @@ class Extension:
         scaling: What is asked for; ``factor`` is exactly ``context_length / original``.
         context_length: The target, in tokens.
         original_known: False for a checkpoint whose config does not say what it was trained on.
+        sliding_window: What was asked of a window that every layer has: ``"keep"``, ``"off"`` or tokens.
     """
 
     spec: RopeSpec
     scaling: RopeScaling
     context_length: int
     original_known: bool = True
+    sliding_window: str | int = "keep"
 
     FACTS: ClassVar[tuple[str, ...]] = (
         "method",

@@ -51,6 +51,8 @@ def presets_text(width: int) -> str:
         original = preset.original_max_position_embeddings
         options = "".join(f", {name} {value:g}" for name, value in preset.options.items())
         rule = f"{preset.method}, factor {preset.factor:g}{options}: {original} -> {round(original * preset.factor)}"
+        if preset.sliding_window:
+            rule += f", sliding window {preset.sliding_window}"
         facts = (rule, f"for {', '.join(preset.checkpoints)}", f"source: {preset.source}")
         lines += [preset.name, *(_filled(fact, width) for fact in facts)]
     return "\n".join(lines)

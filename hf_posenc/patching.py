@@ -17,6 +17,7 @@ from hf_posenc.request import resolve, warn_about_limits, write_config
 from hf_posenc.rotary import SavedRotary, instantiate, read_rotary, restore_rotary, write_rotary
 from hf_posenc.softmax_scale import expected_scale, instantiate_scale, latent_attentions
 from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary, check_scale
+from hf_posenc.windows import KEEP
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -27,6 +28,7 @@ _CONFIG_VALUES = (
     "max_position_embeddings",
     "original_max_position_embeddings",
     "head_dim",
+    "sliding_window",
     "context_extension",
 )
 # How far a cast to bfloat16 before patching can have rounded the frequencies of an otherwise right model.
@@ -49,6 +51,7 @@ def patch_model(
     context_length: int | None = None,
     original_max_position_embeddings: int | None = None,
     preset: str | None = None,
+    sliding_window: str | int = KEEP,
     on_scaled: str = "refuse",
     **options: Any,
 ) -> ModelT:
@@ -66,6 +69,8 @@ def patch_model(
         context_length: The target in tokens, instead of ``factor``.
         original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
         preset: A name of ``hf-posenc presets``, instead of all the above: how a published checkpoint is extended.
+        sliding_window: What becomes of a window that every layer has (Mistral 0.1, Phi-3): ``"keep"``, ``"off"`` or a
+            number of tokens.
         on_scaled: ``"replace"`` to put the rule in place of one the checkpoint already has (Llama 3.1, Yarn-...);
             lengths still count from the original length.
         **options: The method's own, such as ``beta_fast`` or ``rope_theta``.
@@ -87,7 +92,15 @@ def patch_model(
         )
     text_config = base.config.get_text_config(decoder=True)
     extension = resolve(
-        text_config, method, factor, context_length, original_max_position_embeddings, on_scaled, options, preset
+        text_config,
+        method,
+        factor,
+        context_length,
+        original_max_position_embeddings,
+        on_scaled,
+        options,
+        preset,
+        sliding_window,
     )
     modules = rotary_modules(base)
     _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong

@@ -26,6 +26,7 @@ class Preset:
         checkpoints: Names on the Hugging Face Hub.
         source: Where each number comes from.
         options: The method's own.
+        sliding_window: What a window that every layer has was raised to, in tokens.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Preset:
     checkpoints: tuple[str, ...]
     source: str
     options: dict[str, Any] = field(default_factory=dict)
+    sliding_window: int | None = None
 
 
 @cache

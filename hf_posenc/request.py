@@ -20,9 +20,10 @@ from hf_posenc.extension import (
     head_dim_of,
     plain_spec,
 )
-from hf_posenc.families import FULL_ATTENTION, LONGROPE_ONLY, MLA, refuse_family, rope_label
+from hf_posenc.families import LONGROPE_ONLY, MLA, refuse_family, rope_label
 from hf_posenc.presets import choose_preset
 from hf_posenc.registry import METHODS, OnDisk, get_method, longrope_spelling, make_scaling
+from hf_posenc.windows import KEEP, choose_window, warn_about_window, window_of_all_layers
 
 # Where neither factor nor context_length is given.
 DEFAULT_FACTOR = 4.0
@@ -82,6 +83,7 @@ def resolve(
     on_scaled: str,
     options: Mapping[str, Any],
     preset: str | None = None,
+    sliding_window: str | int = KEEP,
 ) -> Extension:
     """Check a request against a text config before anything is touched; arguments as ``patch_model``'s."""
     if preset is not None:
@@ -96,6 +98,8 @@ def resolve(
         )
         method, factor, options = chosen.method, chosen.factor, chosen.options
         original_max_position_embeddings = chosen.original_max_position_embeddings
+        if sliding_window == KEEP and chosen.sliding_window and window_of_all_layers(config):
+            sliding_window = chosen.sliding_window
     name = get_method(method).name
     refuse_family(config)
     there = declared_scaling(config)
@@ -112,8 +116,9 @@ def resolve(
     if name == "yarn" and config.model_type in MLA and scaling.has_default_temperature():
         # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax scale.
         scaling = dataclasses.replace(scaling, mscale=1.0, mscale_all_dim=1.0)
+    choose_window(config, sliding_window, target)
     METHODS[name].formula(spec, scaling, None)  # raises on options that do not fit the model
-    return Extension(spec, scaling, target)
+    return Extension(spec, scaling, target, sliding_window=sliding_window)
 
 
 def _spelling(config: PreTrainedConfig, label: str | None, scaling: RopeScaling) -> OnDisk:
@@ -144,6 +149,8 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
         config.original_max_position_embeddings = spec.original_max_position_embeddings
     if getattr(config, "head_dim", 0) is None:  # yarn, dynamic and longrope do not derive it
         config.head_dim = head_dim_of(config)
+    if extension.sliding_window != KEEP:
+        config.sliding_window = choose_window(config, extension.sliding_window, extension.context_length)
     if hasattr(config, MARK):
         delattr(config, MARK)
     config.validate_rope()
@@ -151,14 +158,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
 
 def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
     """Warn about what the positions cannot help: a sliding window on every layer, Transformers' dynamic rule."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if window and window < extension.context_length and not FULL_ATTENTION & set(layer_types):
-        warnings.warn(
-            f"config.sliding_window is {window}, so attention ends there whatever the positions allow. "
-            f"Set it to None before loading to use {extension.context_length}.",
-            stacklevel=4,
-        )
+    warn_about_window(config, extension.context_length)
     if extension.scaling.method == "dynamic":
         warnings.warn(
             "dynamic with scope='sequence' picks one scale per forward: results change with the KV cache, with "
@@ -175,6 +175,7 @@ def extend_config(
     context_length: int | None = None,
     original_max_position_embeddings: int | None = None,
     preset: str | None = None,
+    sliding_window: str | int = KEEP,
     on_scaled: str = "refuse",
     **options: Any,
 ) -> PreTrainedConfig:
@@ -185,7 +186,15 @@ def extend_config(
     extended = copy.deepcopy(config)
     text_config = extended.get_text_config(decoder=True)
     extension = resolve(
-        text_config, method, factor, context_length, original_max_position_embeddings, on_scaled, options, preset
+        text_config,
+        method,
+        factor,
+        context_length,
+        original_max_position_embeddings,
+        on_scaled,
+        options,
+        preset,
+        sliding_window,
     )
     write_config(text_config, extension)
     warn_about_limits(text_config, extension)

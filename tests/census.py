@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posenc import extend_config
-from hf_posenc.families import FAMILIES_TABLE, FULL_ATTENTION
+from hf_posenc.families import FAMILIES_TABLE, FULL_ATTENTION, capabilities, census_version
 
 # Given where a config has the name and it is a plain number there.
 _SIZES: dict[str, Any] = {
@@ -53,7 +53,7 @@ _SIZES: dict[str, Any] = {
     "hidden_size_per_layer_input": 16,
     "num_kv_shared_layers": 0,
     "index_topk": 128,  # sparse attention that drops nothing here
-    "sliding_window": 32,
+    "sliding_window": 128,  # through which two layers reach 256 tokens
     "attention_window_size": 32,
 }
 # What the sizes above do not fit, by model type, of sub-configs too.
@@ -185,6 +185,14 @@ def reason_refused(model_type: str) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+@cache
+def expected() -> dict[str, str | None]:
+    """Return what the table says of each type; for another Transformers than the table's, what a config says."""
+    if transformers.__version__ == census_version():
+        return capabilities()
+    return {model_type: reason_refused(model_type) for model_type in rotary_types()}
 
 
 def main() -> None:

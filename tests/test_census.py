@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from census import IDS, causal_types, reason_refused, rotary_types, tiny_model
+from census import IDS, causal_types, expected, reason_refused, rotary_types, tiny_model
 from tiny_models import assert_same_state, logits, native, state
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.families import capabilities
 
-pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 32")  # the census's own small window
+pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 128")  # the census's own small window
 
 REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64, "on_scaled": "replace"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ def test_patched_to_what_transformers_would_build_or_refused(model_type: str, me
     model = tiny_model(model_type)
     before, plain = state(model), logits(model, IDS)
     options = {**REQUEST, **options_of(method, model)}
-    reason = capabilities()[model_type]
+    reason = expected()[model_type]
     if reason is not None or (model_type, method) in CANNOT_BUILD:
         with pytest.raises(ValueError, match=re.escape(reason or "Transformers cannot build")):
             patch_model(model, method, 4, **options)
@@ -81,17 +81,17 @@ OWN_SPELLING |= {"deepseek_v2", "deepseek_v3", "phimoe", "phi3", "ministral3", "
     [
         pytest.param(t, marks=() if t in OWN_SPELLING else pytest.mark.slow)
         for t in rotary_types()
-        if capabilities()[t] is None and t not in NO_AUTO_CLASS
+        if expected()[t] is None and t not in NO_AUTO_CLASS
     ],
 )
 def test_saved_and_loaded_by_plain_transformers(model_type: str, tmp_path: Path) -> None:
     model = tiny_model(model_type)
     patch_model(model, "yarn", 4, **REQUEST)
-    expected = logits(model, IDS)
+    wanted = logits(model, IDS)
     path = save_extended(model, tmp_path / "model")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path).eval(), IDS), expected)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path).eval(), IDS), wanted)
     loaded = load_extended(path).eval()
-    assert torch.equal(logits(loaded, IDS), expected)
+    assert torch.equal(logits(loaded, IDS), wanted)
     assert describe(loaded) == describe(model)
     with pytest.raises(ValueError, match="already scaled: yarn, factor 4"):
         patch_model(loaded, "yarn", 4)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from tiny_runs import SEQ, Build, config, logits_of, make_documents, make_tokenizer
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -133,6 +134,12 @@ def test_lora_trains_embedding_and_norms_and_reloads_and_merges_to_the_same(
     assert (tmp_path / "run/adapter_model.safetensors").is_file()
     loaded = load_extended(tmp_path / "run")
     torch.testing.assert_close(logits_of(loaded), expected, rtol=0, atol=1e-6)
+    # The card's two lines do the same for users of PEFT alone.
+    lines = (tmp_path / "run/README.md").read_text().split("```python\n")[2].split("```")[0]
+    base_model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    exec(lines, {"base_model": base_model})
+    by_peft = PeftModel.from_pretrained(base_model, str(tmp_path / "run"))
+    torch.testing.assert_close(logits_of(by_peft), expected, rtol=0, atol=1e-6)
     merged = loaded.merge_and_unload()
     assert (merged.lm_head.weight is merged.model.embed_tokens.weight) is tied
     tolerance = 1e-5 if dtype == torch.float32 else 0.05  # merging rounds the sum to bfloat16 once

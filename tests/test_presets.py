@@ -21,8 +21,6 @@ def model_for(preset: Preset, model_type: str) -> PreTrainedModel:
     """A small model that says it was trained on the preset's length."""
     model = tiny_model(model_type)
     model.config.max_position_embeddings = preset.original_max_position_embeddings
-    if model_type == "mistral":
-        model.config.sliding_window = None  # as patches/mistral.toml says
     return model
 
 
@@ -34,7 +32,10 @@ def test_a_preset_is_what_its_numbers_say_and_loads_in_plain_transformers(
 ) -> None:
     preset = presets()[name]
     model = patch_model(model_for(preset, model_type), preset=name)
-    spelled_out = patch_model(model_for(preset, model_type), preset.method, preset.factor, **preset.options)
+    window = preset.sliding_window or "keep"
+    spelled_out = patch_model(
+        model_for(preset, model_type), preset.method, preset.factor, sliding_window=window, **preset.options
+    )
     assert torch.equal(logits(model, IDS), logits(spelled_out, IDS))
     there = describe(model)
     assert there["method"] == preset.method
@@ -69,7 +70,8 @@ def test_a_preset_that_does_not_fit_is_refused() -> None:
 
 
 def test_an_original_length_below_the_declared_one_is_the_presets() -> None:
-    config = make_model("Mistral", max_position_embeddings=32768).config
+    config = make_model("Mistral", max_position_embeddings=32768, sliding_window=4096).config
     extended = extend_config(config, preset="mistral-0.1-yarn-8x")
+    assert extended.sliding_window == 65536
     assert extended.max_position_embeddings == 65536
     assert extended.rope_parameters["original_max_position_embeddings"] == 8192

@@ -123,11 +123,6 @@ def test_what_belongs_to_the_family_is_kept() -> None:
     assert config.to_dict() == before
 
 
-def test_a_sliding_window_on_every_layer_is_pointed_out() -> None:
-    with pytest.warns(UserWarning, match=r"sliding_window is 128, so attention ends there .* to use 256"):
-        patch_model(make_model("Mistral", sliding_window=128), "yarn", 4)
-
-
 def test_what_cannot_be_scaled_is_refused_with_the_reason() -> None:
     with pytest.raises(TypeError, match=r"expected a Transformers model .*, got Linear"):
         patch_model(nn.Linear(2, 2), "yarn", 4)

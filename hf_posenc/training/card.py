@@ -55,7 +55,7 @@ def model_card(
             "",
             "## Loading",
             "",
-            *_loading(adapter),
+            *_loading(adapter, description),
             "",
             "## Training",
             "",
@@ -88,14 +88,23 @@ def _table(before: Sequence[Record], after: Sequence[Record], original: int) -> 
     ]
 
 
-def _loading(adapter: bool) -> list[str]:
+def _loading(adapter: bool, description: dict[str, Any]) -> list[str]:
     if adapter:
+        options = "".join(f", {name}={value!r}" for name, value in description["options"].items())
         return [
             "The adapter needs its base model extended the same way; `load_extended` sees to it:",
             "",
             "```python",
             "from hf_posenc import load_extended",
             'model = load_extended("path/of/this/folder")',
+            "```",
+            "",
+            "With PEFT alone, extend the base model before `PeftModel.from_pretrained`:",
+            "",
+            "```python",
+            "from hf_posenc import patch_model",
+            f"patch_model(base_model, {description['method']!r}, context_length={description['context_length']}, "
+            f"original_max_position_embeddings={description['original_max_position_embeddings']}{options})",
             "```",
         ]
     return [
