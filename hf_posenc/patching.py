@@ -114,7 +114,7 @@ def patch_model(
     _own_configs(model)
     record = _Record(
         extension,
-        {name: read_rotary(module) for name, module in modules.items()},
+        {name: _undoable(module, text_config) for name, module in modules.items()},
         {name: float(module.scaling) for name, module in attentions.items()},  # type: ignore[arg-type]
         _read_configs(base),
     )
@@ -208,6 +208,12 @@ def describe(model: nn.Module) -> dict[str, Any]:
     base = unwrap(model)
     record = base.__dict__.get(_RECORD)
     return record.extension.describe() if record is not None else describe_config(base.config)
+
+
+def _undoable(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
+    """Return the state to undo to; of a module without data (meta device), what Transformers will fill in."""
+    is_meta = any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
+    return instantiate(module, config) if is_meta else read_rotary(module)
 
 
 def _own_configs(model: nn.Module) -> None:
