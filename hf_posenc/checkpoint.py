@@ -128,6 +128,12 @@ def save_extended(
     base = unwrap(model)
     manifest = make_manifest(base, tokens_trained=tokens_trained, base_model=base_model)
     verify_model(base)
+    if manifest["options"].get("temperature") == "logits":
+        logger.warning(
+            "%s: plain Transformers will apply the temperature to the rotated part of a head only; load_extended gives "
+            "this model.",
+            path,
+        )
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -201,14 +207,15 @@ def read_manifest(path: str | Path) -> dict[str, Any] | None:
     return manifest
 
 
-def apply_manifest(model: nn.Module, manifest: dict[str, Any]) -> None:
-    """Patch an unextended model as a manifest says."""
+def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = "refuse") -> None:
+    """Patch a model as a manifest says."""
     patch_model(
         model,
         manifest["method"],
         context_length=manifest["context_length"],
         original_max_position_embeddings=manifest["original_max_position_embeddings"],
         sliding_window=manifest.get("sliding_window", KEEP),
+        on_scaled=on_scaled,
         **manifest["options"],
     )
 
@@ -234,6 +241,8 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
     if base is not None:
         raise ValueError(f"{path} holds a whole model, not an adapter: it takes no base.")
     model = load_weights(path, **kwargs)
+    if manifest["options"].get("temperature") == "logits":  # of which config.json says as much as it can
+        apply_manifest(model, {**manifest, "sliding_window": KEEP}, on_scaled="replace")
     _check_loaded(model, manifest, path)
     return model
 

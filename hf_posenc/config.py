@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 RAMPS = ("code", "paper", "harmonic")
+TEMPERATURES = ("rotary", "logits")
 
 
 def check_number(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> float:
@@ -75,6 +76,8 @@ class RopeScaling:
         truncate: Round the ends of YaRN's ramp outward, as its code does.
         ramp: YaRN's blend: ``"code"`` (linear in the pair's index), ``"paper"`` (linear in turns) or
             ``"harmonic"`` (PoSE: index ramp, wavelengths blended).
+        temperature: What ``attention_factor`` reaches where only part of a head turns: ``"rotary"``, that part, as
+            published and as Transformers has it, or ``"logits"``, all of the logit.
         mscale, mscale_all_dim: DeepSeek's pair; both given, they replace YaRN's temperature.
         low_freq_factor, high_freq_factor: Llama 3's turns, as ``beta_slow`` and ``beta_fast``.
         short_factor, long_factor: LongRoPE's divisors per pair, each ``rotary_dim // 2`` long.
@@ -89,6 +92,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     ramp: str = "code"
+    temperature: str = "rotary"
     mscale: float | None = None
     mscale_all_dim: float | None = None
     low_freq_factor: float = 1.0
@@ -114,6 +118,8 @@ class RopeScaling:
             raise TypeError(f"truncate must be True or False, got {self.truncate!r}.")
         if self.ramp not in RAMPS:
             raise ValueError(f"ramp must be one of {', '.join(RAMPS)}, got {self.ramp!r}.")
+        if self.temperature not in TEMPERATURES:
+            raise ValueError(f"temperature must be one of {', '.join(TEMPERATURES)}, got {self.temperature!r}.")
         if self.scope not in (None, "sequence"):
             raise ValueError(f"scope must be 'sequence', got {self.scope!r}.")
         for name in ("short_factor", "long_factor"):

@@ -121,7 +121,9 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
     mark = getattr(config, MARK, None)
     if mark is not None:
         spec = _spec(config, {**parameters, **mark}, mark["original_max_position_embeddings"])
-        return Extension(spec, make_scaling(mark["method"], mark["factor"], mark["options"]), mark["context_length"])
+        # A temperature on whole logits is not in a config: load_extended applies it, and says so.
+        options = {name: value for name, value in mark["options"].items() if name != "temperature"}
+        return Extension(spec, make_scaling(mark["method"], mark["factor"], options), mark["context_length"])
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "default":
         return None

@@ -15,7 +15,13 @@ from hf_posenc.extension import Extension, declared_scaling, describe_config, pl
 from hf_posenc.families import label_prefix, rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.request import resolve, warn_about_limits, write_config
 from hf_posenc.rotary import SavedRotary, instantiate, read_rotary, restore_rotary, write_rotary
-from hf_posenc.softmax_scale import expected_scale, instantiate_scale, latent_attentions
+from hf_posenc.softmax_scale import (
+    attention_factor_of,
+    expected_scale,
+    instantiate_scale,
+    latent_attentions,
+    partial_attentions,
+)
 from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary, check_scale
 from hf_posenc.windows import KEEP
 
@@ -107,8 +113,7 @@ def patch_model(
     new_config = copy.deepcopy(text_config)
     write_config(new_config, extension)
     values = {name: instantiate(module, new_config) for name, module in modules.items()}
-    attentions = latent_attentions(base)
-    scales = {name: instantiate_scale(module, new_config) for name, module in attentions.items()}
+    attentions, scales = _new_scales(base, extension, new_config, values)
     warn_about_limits(new_config, extension)
 
     _own_configs(model)
@@ -145,8 +150,8 @@ def unpatch_model(model: ModelT) -> ModelT:
         raise ValueError("model is not patched: there is nothing to undo. A checkpoint saved extended stays extended.")
     for name, module in rotary_modules(base).items():
         restore_rotary(module, record.rotary[name])
-    for name, module in latent_attentions(base).items():
-        module.__dict__["scaling"] = record.scales[name]
+    for name, scale in record.scales.items():
+        base.get_submodule(name).__dict__["scaling"] = scale
     for config, values in zip(text_configs(base), record.config_values, strict=True):
         for name in _CONFIG_VALUES:
             if name in values:
@@ -191,6 +196,10 @@ def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
             checks.append(check_rotary(name, module, label, spec, scaling, rtol))
     for name, module in latent_attentions(base).items():
         check_scale(name, float(module.scaling), expected_scale(module, scaling))  # type: ignore[arg-type]
+    if extension is not None and extension.scaling.temperature == "logits":
+        factor = attention_factor_of(extension)
+        for name, scale in base.__dict__[_RECORD].scales.items():
+            check_scale(name, float(base.get_submodule(name).scaling), scale * factor**2)  # type: ignore[arg-type]
     return Verification(describe(base), tuple(checks))
 
 
@@ -208,6 +217,22 @@ def describe(model: nn.Module) -> dict[str, Any]:
     base = unwrap(model)
     record = base.__dict__.get(_RECORD)
     return record.extension.describe() if record is not None else describe_config(base.config)
+
+
+def _new_scales(
+    base: PreTrainedModel, extension: Extension, config: PreTrainedConfig, values: dict[str, SavedRotary]
+) -> tuple[dict[str, nn.Module], dict[str, float]]:
+    """Return the attention modules whose softmax scale changes, and their scales.
+
+    A temperature that goes there is taken out of ``values``, what the rotary modules will hold.
+    """
+    if extension.scaling.temperature != "logits":
+        latent = latent_attentions(base)
+        return latent, {name: instantiate_scale(module, config) for name, module in latent.items()}
+    attentions, factor = partial_attentions(base), attention_factor_of(extension)
+    for saved in values.values():
+        saved.attributes[f"{label_prefix(rope_label(config))}attention_scaling"] = 1.0
+    return attentions, {name: float(m.scaling) * factor**2 for name, m in attentions.items()}  # type: ignore[arg-type]
 
 
 def _undoable(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:

@@ -101,7 +101,7 @@ def _ntk_by_parts_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any
 def _yarn_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
     if scaling.ramp != "code":
         return longrope_spelling(spec, scaling)
-    named = {k: v for k, v in scaling.changed_options().items() if k != "ramp"}
+    named = {k: v for k, v in scaling.changed_options().items() if k not in ("ramp", "temperature")}
     return {
         "rope_type": "yarn",
         "factor": scaling.factor,
@@ -112,7 +112,7 @@ def _yarn_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
 
 _YARN_PAPER = "Peng et al. 2023, arXiv:2309.00071"
 _YARN_OPTIONS = frozenset(
-    {"ramp", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
+    {"ramp", "temperature", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim"}
 )
 
 _ALL = (

@@ -116,9 +116,25 @@ def resolve(
     if name == "yarn" and config.model_type in MLA and scaling.has_default_temperature():
         # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax scale.
         scaling = dataclasses.replace(scaling, mscale=1.0, mscale_all_dim=1.0)
+    if scaling.temperature == "logits":
+        scaling = _temperature_on_logits(config, spec, scaling)
     choose_window(config, sliding_window, target)
     METHODS[name].formula(spec, scaling, None)  # raises on options that do not fit the model
     return Extension(spec, scaling, target, sliding_window=sliding_window)
+
+
+def _temperature_on_logits(config: PreTrainedConfig, spec: RopeSpec, scaling: RopeScaling) -> RopeScaling:
+    """Return the scaling whose temperature reaches whole logits, said the plain way where that is the same."""
+    if config.model_type in MLA:
+        if scaling.attention_factor is not None:
+            raise ValueError(
+                "temperature='logits' with attention_factor: on multi-head latent attention give mscale and "
+                "mscale_all_dim instead, which Transformers reads; without any of them it is the default there."
+            )
+        return dataclasses.replace(scaling, temperature="rotary")
+    if spec.rotary_dim == head_dim_of(config):  # all of a head turns
+        return dataclasses.replace(scaling, temperature="rotary")
+    return scaling
 
 
 def _spelling(config: PreTrainedConfig, label: str | None, scaling: RopeScaling) -> OnDisk:

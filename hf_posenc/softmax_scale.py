@@ -1,6 +1,7 @@
-"""The softmax scale of multi-head latent attention, which YaRN's ``mscale_all_dim`` multiplies.
+"""The softmax scale, by which a temperature reaches whole logits where only part of a head turns.
 
-Transformers multiplies it when a model is built, so a change of the rotary modules alone does not reach it.
+In multi-head latent attention YaRN's ``mscale_all_dim`` multiplies it when a model is built, so a change of the rotary
+modules alone does not reach it. Elsewhere Transformers has no word for it: ``temperature="logits"`` is ours.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.config import RopeScaling
+from hf_posenc.extension import Extension
 from hf_posenc.families import MLA
+from hf_posenc.registry import METHODS
 
 
 def latent_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -25,6 +28,25 @@ def latent_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
         for name, module in model.named_modules()
         if "qk_head_dim" in vars(module) and isinstance(vars(module).get("scaling"), float)
     }
+
+
+def partial_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the attention modules, by name, that hand a ``scaling`` of their own to the softmax.
+
+    Raises:
+        ValueError: There are none.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if "layer_idx" in vars(module) and isinstance(vars(module).get("scaling"), float)
+    }
+    if not found:
+        raise ValueError(
+            f"temperature='logits': the attention of {type(model).__name__} has no scaling that could carry it. "
+            "Leave temperature at 'rotary'."
+        )
+    return found
 
 
 def instantiate_scale(module: nn.Module, config: PreTrainedConfig) -> float:
@@ -43,3 +65,8 @@ def expected_scale(module: nn.Module, scaling: RopeScaling | None) -> float:
     if scaling is None or scaling.mscale_all_dim is None or scaling.factor <= 1:
         return plain
     return plain * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+
+
+def attention_factor_of(extension: Extension) -> float:
+    """Return what an extension multiplies queries and keys by, each, wherever that happens."""
+    return METHODS[extension.scaling.method].formula(extension.spec, extension.scaling, None)[1]

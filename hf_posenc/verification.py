@@ -67,6 +67,8 @@ def _expected(
     """Return the closed form's original frequencies, those in force now, and the attention factor."""
     formula = METHODS[scaling.method].formula if scaling is not None else plain_frequencies
     original, attention_factor = formula(spec, scaling, None)  # type: ignore[arg-type]
+    if scaling is not None and scaling.temperature == "logits":
+        attention_factor = 1.0  # it is in the softmax scale
     # Transformers' dynamic rule and longrope change inv_freq with the length of a forward.
     if _live_rope_type(module, label) == "dynamic":
         cached: Any = getattr(module, f"{label_prefix(label)}max_seq_len_cached", module.max_seq_len_cached)
