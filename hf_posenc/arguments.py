@@ -16,6 +16,8 @@ from hf_posenc.units import ContextLength, TokenCount
 
 # The same as in evaluation.plans, whose package imports PyTorch: too slow for --help.
 PROTOCOLS = ("truncated", "last_k", "sliding_window")
+# The same as in exports.stacks, which imports PyTorch too.
+STACKS = ("vllm", "sglang", "llama.cpp", "tgi")
 
 
 @dataclass
@@ -126,6 +128,13 @@ class ReportArguments:
 
     output_dir: str = field(default="report", metadata={"help": "folder for report.html, report.md and the plots"})
     title: str = field(default="Perplexity by context length", metadata={"help": "heading of the report"})
+
+
+@dataclass
+class ExportArguments:
+    """Which program is to run the model."""
+
+    to: str = field(metadata={"help": "one of vllm, sglang, llama.cpp, tgi", "choices": STACKS})
 
 
 @dataclass

@@ -32,6 +32,7 @@ examples:
   hf-posenc eval MODEL --documents book.txt --context-lengths 512 2k 8k --method none yarn --factor 4 --output r.jsonl
   hf-posenc finetune MODEL --documents books/ --method yarn --factor 4 --token-budget 1M --output-dir trained
   hf-posenc report r.jsonl --output-dir report
+  hf-posenc export longer-model --to vllm
 
 MODEL is a name on the Hugging Face Hub, a folder or a .gguf file. `hf-posenc COMMAND --help` lists a command's flags.
 """
@@ -142,6 +143,15 @@ def report(argv: Sequence[str]) -> None:
         print(written)
 
 
+def export(argv: Sequence[str]) -> None:
+    """Print the command with which vLLM, SGLang, llama.cpp or TGI runs an extended model, or why none can."""
+    places = {"model": "folder that hf-posenc patch or finetune wrote"}
+    given, where = args_.parse("export", _first_line(export), argv, (args_.ExportArguments,), places)
+    from hf_posenc.exports import export_command
+
+    print(export_command(given.model, where.to))
+
+
 def methods(argv: Sequence[str]) -> None:
     """List the methods a model can be extended with, or the model types that can be extended."""
     _, chosen = args_.parse("methods", _first_line(methods), argv, (args_.MethodsArguments,), {})
@@ -172,6 +182,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "eval": evaluate,
     "finetune": finetune,
     "report": report,
+    "export": export,
     "methods": methods,
     "presets": presets,
     "demo": demo,

@@ -1,0 +1,136 @@
+"""What a checkpoint's folder says, as far as a server reads it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, MANIFEST, read_manifest
+from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.frequencies import yarn_attention_factor
+from hf_posenc.registry import get_method, make_scaling
+
+# The rope_type of rules that are a rope_theta and nothing else.
+PLAIN = "default"
+
+
+@dataclass(frozen=True)
+class ExportFolder:
+    """A folder written by ``save_extended``.
+
+    Attributes:
+        path: Where it is.
+        config: Its config.json.
+        manifest: Its context_extension.json.
+    """
+
+    path: str
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+
+    @property
+    def model_type(self) -> str:
+        return str(self.config.get("model_type"))
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The ``rope_parameters`` of config.json, without the name that Transformers before 4.43 had for the type."""
+        return {key: value for key, value in self.config["rope_parameters"].items() if key != "type"}
+
+    @property
+    def rope_type(self) -> str:
+        return str(self.rope.get("rope_type", PLAIN))
+
+    @property
+    def context_length(self) -> int:
+        """The target, in tokens."""
+        return int(self.manifest["context_length"])
+
+    @property
+    def original(self) -> int:
+        """The length the model was trained on, in tokens."""
+        return int(self.manifest["original_max_position_embeddings"])
+
+    @property
+    def base_model(self) -> str:
+        return str(self.manifest.get("base_model") or "BASE_MODEL")
+
+    @property
+    def spec(self) -> RopeSpec:
+        """The rotary embedding with the written base: of plain rules the new one."""
+        head_dim = self.config.get("head_dim") or self.config["hidden_size"] // self.config["num_attention_heads"]
+        return RopeSpec(int(head_dim), float(self.rope["rope_theta"]), self.original)
+
+    @property
+    def scaling(self) -> RopeScaling:
+        """The rule under the name it has in config.json; none for plain ones."""
+        known = get_method(self.rope_type).options
+        options = {key: self.rope[key] for key in known if self.rope.get(key) is not None}
+        return make_scaling(self.rope_type, float(self.rope["factor"]), options)
+
+    @property
+    def attention_factor(self) -> float:
+        """What multiplies cos and sin."""
+        if self.rope_type == "yarn":
+            return yarn_attention_factor(self.scaling)
+        return float(self.rope["attention_factor"]) if self.rope_type == "longrope" else 1.0
+
+
+def read_folder(path: str | Path) -> ExportFolder:
+    """Read a folder written by ``save_extended``.
+
+    Raises:
+        FileNotFoundError: There is no manifest, or no config.json.
+        ValueError: It is an adapter, or a file is damaged.
+    """
+    folder = Path(path).expanduser()
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise FileNotFoundError(
+            f"{str(path)!r} has no {MANIFEST}: give a folder that hf-posenc wrote (patch, finetune)."
+        )
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{str(path)!r} is an adapter, and servers read the rule from the config.json of a whole model. Merge it "
+            "first: save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer)."
+        )
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{str(path)!r} has no {CONFIG}: the checkpoint is not whole. Save the model again.")
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG} is damaged ({error}). Save the model again.") from error
+    return ExportFolder(str(folder), config, manifest)
+
+
+def check_rule(folder: ExportFolder) -> None:
+    """Raise unless config.json carries the manifest's rule.
+
+    Raises:
+        ValueError: It was edited, or the rule is one that only hf_posenc runs.
+    """
+    manifest = folder.manifest
+    written = {key: value for key, value in manifest["rope_parameters"].items() if key != "type"}
+    if folder.rope != written or folder.config.get("max_position_embeddings") != folder.context_length:
+        raise ValueError(
+            f"{CONFIG} in {folder.path!r} does not carry the rule of {MANIFEST} ({manifest['method']}, "
+            f"{folder.context_length} tokens): it was edited since, or only hf_posenc can run the rule. Save the model "
+            "again, with a static rule such as yarn."
+        )
+
+
+def check_one_list(folder: ExportFolder, stack: str, does: str) -> None:
+    """Raise if a longrope rule has two lists: no server chooses between them as Transformers does."""
+    if folder.rope_type == "longrope" and folder.rope["short_factor"] != folder.rope["long_factor"]:
+        raise ValueError(
+            f"{stack} cannot express longrope with a short_factor other than long_factor: {does}, and Transformers "
+            "takes the list by the length of each forward. Save the model with both lists equal."
+        )
+
+
+def command(*words: str | int | float) -> str:
+    """Return a command line for a POSIX shell, quoted where needed."""
+    return shlex.join(str(word) for word in words)

@@ -1,0 +1,108 @@
+"""vLLM, SGLang and TGI: they read a checkpoint's config.json, each in its own way."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from hf_posenc.exports.folder import ExportFolder, check_one_list, command
+
+# TGI's yarn has these built in, whatever config.json says.
+_TGI_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+
+
+def _usual_factor(factor: float, mscale: float = 1.0, mscale_all_dim: float = 0.0) -> float:
+    """Return the attention factor that servers compute for yarn: ``0.1 ln(factor) + 1``, or DeepSeek's quotient."""
+    over, under = (0.1 * weight * math.log(factor) + 1.0 for weight in (mscale, mscale_all_dim))
+    return over / under
+
+
+def _with_mscale(folder: ExportFolder) -> dict[str, Any]:
+    """Return longrope parameters with the attention factor under Phi-3's names too, the ones servers read."""
+    return {**folder.rope, "short_mscale": folder.attention_factor, "long_mscale": folder.attention_factor}
+
+
+def _lines(folder: ExportFolder, rope: dict[str, Any], start: list[str], length: str, override: str) -> list[str]:
+    """Return the command for the folder, and that for the base model with the rule as an override."""
+    target = folder.context_length
+    own = [] if rope == folder.rope else [override, json.dumps({"rope_parameters": rope})]
+    onto_base = json.dumps({"rope_parameters": rope, "max_position_embeddings": target})
+    return [
+        command(*start, folder.path, length, target, *own),
+        "# the same rule on the unextended base model:",
+        command(*start, folder.base_model, length, target, override, onto_base),
+    ]
+
+
+def vllm(folder: ExportFolder) -> list[str]:
+    """vLLM: config.json as Transformers 5 reads it, or ``--hf-overrides``, which replaces ``rope_parameters`` whole.
+
+    ``get_rope`` (vllm/model_executor/layers/rotary_embedding/__init__.py) reads all of Transformers' yarn keys;
+    earlier versions read ``attn_factor`` and no ``attention_factor``. Its longrope is for any model, takes
+    ``long_factor`` for good once ``max_model_len`` exceeds the original length, and reads ``short_mscale`` and
+    ``long_mscale`` instead of ``attention_factor`` (phi3_long_rope_scaled_rope.py).
+    """
+    check_one_list(folder, "vLLM", "it takes long_factor for every text once --max-model-len exceeds the original")
+    rope = _with_mscale(folder) if folder.rope_type == "longrope" else folder.rope
+    lines = _lines(folder, rope, ["vllm", "serve"], "--max-model-len", "--hf-overrides")
+    if folder.rope_type == "yarn" and {"attention_factor", "mscale", "mscale_all_dim", "truncate"} & rope.keys():
+        lines.insert(0, "# earlier versions skip some of attention_factor, mscale and truncate, without a word")
+    return lines
+
+
+def sglang(folder: ExportFolder) -> list[str]:
+    """SGLang: config.json, or ``--json-model-override-args``, which is merged into ``rope_parameters``.
+
+    ``get_rope`` (python/sglang/srt/layers/rotary_embedding/factory.py) does not read ``attention_factor``: its yarn
+    multiplies the usual one by ``attn_factor`` (yarn.py). Its longrope chooses a list by the positions of a batch, and
+    reads ``short_mscale`` and ``long_mscale`` (rope_variant.py).
+    """
+    check_one_list(folder, "SGLang", "it takes the list by the longest text of a batch")
+    rope = folder.rope
+    if folder.rope_type == "longrope":
+        rope = _with_mscale(folder)
+    elif folder.rope_type == "yarn" and "attention_factor" in rope:
+        pair = [rope[key] for key in ("mscale", "mscale_all_dim") if rope.get(key) is not None]
+        usual = _usual_factor(rope["factor"], *(pair if len(pair) == 2 else ()))
+        rope = {**rope, "attn_factor": folder.attention_factor / usual}
+    start = ["python", "-m", "sglang.launch_server", "--model-path"]
+    return _lines(folder, rope, start, "--context-length", "--json-model-override-args")
+
+
+def tgi(folder: ExportFolder) -> list[str]:
+    """TGI: ``rope_theta`` and ``rope_scaling`` of config.json.
+
+    ``PositionRotaryEmbedding.static`` (server/text_generation_server/layers/rotary.py): linear is accepted and not
+    applied (``pass``); yarn reads ``factor``, the original length and DeepSeek's pair; longrope takes ``short_factor``
+    up to the original length and ``long_factor`` after it, times Phi-3's attention factor.
+    """
+    rope, target = folder.rope, folder.context_length
+    check_one_list(folder, "TGI", "it turns early positions by one list and late ones by the other")
+    if folder.rope_type == "linear":
+        raise ValueError(
+            "TGI cannot express linear: it accepts rope_type 'linear' and ROPE_SCALING=linear, and divides nothing by "
+            "the factor. Save the model with ntk, or use another server."
+        )
+    usual = 1.0
+    if folder.rope_type == "yarn":
+        _refuse_for_tgi({key: rope[key] for key, value in _TGI_YARN.items() if rope.get(key, value) != value})
+        usual = _usual_factor(rope["factor"], rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
+    elif folder.rope_type == "longrope":
+        usual = math.sqrt(1 + math.log(target / folder.original) / math.log(folder.original))
+    if not math.isclose(folder.attention_factor, usual, rel_tol=1e-6):
+        _refuse_for_tgi({"attention_factor": folder.attention_factor})
+    lengths = ("--max-input-tokens", target - 1, "--max-total-tokens", target)
+    return [
+        command("text-generation-launcher", "--model-id", folder.path, *lengths),
+        "# nothing for the base model: ROPE_SCALING and ROPE_FACTOR name linear and dynamic only",
+    ]
+
+
+def _refuse_for_tgi(ignored: dict[str, Any]) -> None:
+    if ignored:
+        named = ", ".join(f"{key} {value}" for key, value in ignored.items())
+        raise ValueError(
+            f"TGI cannot express {named}: it computes this itself and does not read it. Save the model with the "
+            "rule's defaults, or use another server."
+        )

@@ -1,0 +1,98 @@
+"""The stacks a checkpoint can be exported to, and what of each was read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_posenc.exports.folder import ExportFolder, check_rule, read_folder
+from hf_posenc.exports.llama_cpp import ARCHITECTURES, llama_cpp
+from hf_posenc.exports.servers import sglang, tgi, vllm
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A program that serves checkpoints.
+
+    Attributes:
+        title: Its name in sentences.
+        read: The version or commit whose source the claims are from.
+        model_types: Families whose code there was seen to pass on what config.json says of positions.
+        dynamic: What it does in place of Transformers' dynamic rule.
+        lines: The commands and comments for a folder.
+    """
+
+    title: str
+    read: str
+    model_types: frozenset[str]
+    dynamic: str
+    lines: Callable[[ExportFolder], list[str]]
+
+
+_STARTS_FIXED = "it computes one table when it starts"
+STACKS: dict[str, Stack] = {
+    "vllm": Stack(
+        title="vLLM",
+        read="0.33.0",
+        model_types=frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}),
+        dynamic=_STARTS_FIXED,
+        lines=vllm,
+    ),
+    "sglang": Stack(
+        title="SGLang",
+        read="0.5.23",
+        # Its Mixtral passes on no scaling, and rounds rope_theta down (python/sglang/srt/models/mixtral.py).
+        model_types=frozenset({"llama", "mistral", "qwen2", "qwen2_moe", "qwen3"}),
+        dynamic=_STARTS_FIXED,
+        lines=sglang,
+    ),
+    "llama.cpp": Stack(
+        title="llama.cpp",
+        read="commit 0c1e570",
+        model_types=frozenset(ARCHITECTURES),
+        dynamic="it has no such scaling type",
+        lines=llama_cpp,
+    ),
+    "tgi": Stack(
+        title="TGI",
+        read="commit 0666316",
+        model_types=frozenset({"llama", "mistral", "qwen2"}),
+        dynamic="its scale is that of the longest batch so far",
+        lines=tgi,
+    ),
+}
+
+
+def export_command(path: str | Path, stack: str) -> str:
+    """Return the commands that make a stack run the rule of a folder of ``save_extended``.
+
+    Args:
+        path: The folder.
+        stack: ``"vllm"``, ``"sglang"``, ``"llama.cpp"`` or ``"tgi"``.
+
+    Returns:
+        Lines for a POSIX shell: commands, and comments that start with ``#``.
+
+    Raises:
+        FileNotFoundError: There is no manifest, or no config.json.
+        ValueError: The stack is unknown or cannot express the rule (with the reason), or the folder is an adapter's.
+    """
+    known = STACKS.get(stack.lower())
+    if known is None:
+        raise ValueError(f"unknown stack {stack!r}. Known: {', '.join(STACKS)}.")
+    folder = read_folder(path)
+    if folder.model_type not in known.model_types:
+        raise ValueError(
+            f"how {known.title} reads the positions of model_type {folder.model_type!r} has not been checked, or it "
+            f"drops part of them. Checked: {', '.join(sorted(known.model_types))}."
+        )
+    if folder.rope_type == "dynamic":
+        raise ValueError(
+            f"{known.title} cannot express Transformers' dynamic rule, one scale per forward: {known.dynamic}. Save "
+            "the model with a static rule, such as ntk or yarn."
+        )
+    check_rule(folder)
+    manifest = folder.manifest
+    title = f"# {manifest['method']} x{manifest['factor']:g}, {folder.original} -> {folder.context_length} tokens; "
+    return "\n".join([f"{title}checked against the source of {known.title} {known.read}", *known.lines(folder)])
