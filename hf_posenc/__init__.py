@@ -9,6 +9,7 @@ from hf_posenc.version import __version__
 
 if TYPE_CHECKING:
     from hf_posenc.checkpoint import load_extended, save_extended
+    from hf_posenc.doctor.checkup import diagnose
     from hf_posenc.evaluation.perplexity import perplexity
     from hf_posenc.evaluation.records import Record
     from hf_posenc.patching import describe, patch_model, patched, unpatch_model, verify_model
@@ -27,6 +28,7 @@ _MODULES = {
     "Verification": "verification",
     "available_methods": "registry",
     "describe": "patching",
+    "diagnose": "doctor",
     "extend_config": "request",
     "finetune": "training",
     "load_extended": "checkpoint",
@@ -47,6 +49,7 @@ __all__ = [
     "__version__",
     "available_methods",
     "describe",
+    "diagnose",
     "extend_config",
     "finetune",
     "load_extended",

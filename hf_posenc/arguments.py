@@ -147,6 +147,25 @@ class MethodsArguments:
 
 
 @dataclass
+class DoctorArguments:
+    """Where the mended config goes, and what the config does not say."""
+
+    fix: str | None = field(
+        default=None, metadata={"help": "write a mended config to this folder or .json file (the input gets a .bak)"}
+    )
+    original_max_position_embeddings: ContextLength | None = field(
+        default=None, metadata={"help": "tokens the model was trained on, where the config does not say it"}
+    )
+    rope_theta: float | None = field(default=None, metadata={"help": "the base, where the config lost it"})
+    ramp: Literal["code", "paper", "harmonic"] | None = field(
+        default=None, metadata={"help": "curve that a YaRN model was trained with: harmonic for PoSE's"}
+    )
+    trained_length: ContextLength | None = field(
+        default=None, metadata={"help": "tokens a LongLoRA merge was tuned to, whose config lacks the linear rule"}
+    )
+
+
+@dataclass
 class DemoArguments:
     """How long the demo may train, and where its files go."""
 

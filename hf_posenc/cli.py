@@ -177,7 +177,26 @@ def demo(argv: Sequence[str]) -> None:
     run_demo(Path(chosen.output_dir), chosen.token_budget)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+def doctor(argv: Sequence[str]) -> int:
+    """Say what a checkpoint's config declares, how each Transformers reads it, and what is wrong; mend it with --fix.
+
+    Returns:
+        1 if something is wrong, 0 if the checkpoint is sound or was mended.
+    """
+    places = {"path": "folder, config.json, .gguf file or name on the Hub"}
+    given, chosen = args_.parse("doctor", _first_line(doctor), argv, (args_.DoctorArguments,), places)
+    from hf_posenc.doctor import Known, diagnose, diagnosis_text, write_mended
+
+    known = Known(chosen.original_max_position_embeddings, chosen.rope_theta, chosen.ramp, chosen.trained_length)
+    diagnosis = diagnose(given.path, known)
+    print(diagnosis_text(diagnosis))
+    if chosen.fix is not None:
+        print("\n".join(f"written: {path}" for path in write_mended(diagnosis, chosen.fix)))
+        return 0
+    return 0 if diagnosis.sound else 1
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "patch": patch,
     "eval": evaluate,
     "finetune": finetune,
@@ -185,19 +204,20 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
     "export": export,
     "methods": methods,
     "presets": presets,
+    "doctor": doctor,
     "demo": demo,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; a user's mistake gives one line on stderr and exit code 2."""
+    """Run a command; a user's mistake gives one line on stderr and exit code 2, what doctor finds wrong exit code 1."""
     words = list(sys.argv[1:] if argv is None else argv)
     show_traceback = "--traceback" in words
     words = [word for word in words if word != "--traceback"]
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_posenc").setLevel(logging.INFO)
     try:
-        _command(words)
+        return _command(words) or 0
     except BrokenPipeError:  # a reader such as `head` has had enough
         sys.stderr.close()
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
@@ -211,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _command(words: list[str]) -> None:
+def _command(words: list[str]) -> int | None:
     listing = "\n".join(f"  {name:<10}{_first_line(run)}" for name, run in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="hf-posenc",
@@ -223,7 +243,7 @@ def _command(words: list[str]) -> None:
     parser.add_argument("--version", action="version", version=f"hf-posenc {_version()}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     own = next((index + 1 for index, word in enumerate(words) if not word.startswith("-")), len(words))
-    COMMANDS[parser.parse_args(words[:own]).command](words[own:])
+    return COMMANDS[parser.parse_args(words[:own]).command](words[own:])
 
 
 def _try_methods(
@@ -262,7 +282,7 @@ def _is_for_the_user(error: BaseException) -> bool:
     return ours or isinstance(error, (ValueError, OSError))
 
 
-def _first_line(run: Callable[[Sequence[str]], None]) -> str:
+def _first_line(run: Callable[[Sequence[str]], int | None]) -> str:
     return (run.__doc__ or "").splitlines()[0]
 
 

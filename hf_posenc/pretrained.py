@@ -73,12 +73,12 @@ def _load_gguf(path: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]
 
 
-def refuse_gguf_scaling(path: Path) -> None:
-    """Raise if a ``.gguf`` file declares a RoPE scaling: Transformers 5.23 drops it for all but gpt-oss.
+def gguf_rope(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return what a ``.gguf`` file declares under ``rope.scaling.``, and the names of its tensors of divisors.
 
     Raises:
         ImportError: The gguf package is not installed.
-        ValueError: It is scaled, or is no GGUF file.
+        ValueError: It is no GGUF file.
     """
     try:
         from gguf import GGUFReader
@@ -93,8 +93,18 @@ def refuse_gguf_scaling(path: Path) -> None:
         for name, field in reader.fields.items()
         if ".rope.scaling." in name
     }
+    return declared, [tensor.name for tensor in reader.tensors if tensor.name in _SCALING_TENSORS]
+
+
+def refuse_gguf_scaling(path: Path) -> None:
+    """Raise if a ``.gguf`` file declares a RoPE scaling: Transformers 5.23 drops it for all but gpt-oss.
+
+    Raises:
+        ImportError: The gguf package is not installed.
+        ValueError: It is scaled, or is no GGUF file.
+    """
+    declared, tensors = gguf_rope(path)
     scaled = declared.get("type", "none") != "none" or declared.get("factor", 1.0) not in (0.0, 1.0)
-    tensors = [tensor.name for tensor in reader.tensors if tensor.name in _SCALING_TENSORS]
     if scaled or tensors:
         what = ", ".join([*(f"{key}={value}" for key, value in declared.items()), *tensors])
         raise ValueError(

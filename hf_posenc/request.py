@@ -137,11 +137,11 @@ def _temperature_on_logits(config: PreTrainedConfig, spec: RopeSpec, scaling: Ro
     return scaling
 
 
-def _spelling(config: PreTrainedConfig, label: str | None, scaling: RopeScaling) -> OnDisk:
+def spelling_of(model_type: str, label: str | None, scaling: RopeScaling) -> OnDisk:
     """Return how a rule is written for a family: by its own name unless Transformers would read that otherwise."""
     # Transformers looks for truncate where it is not: beside the layer types.
     untruncated = label is not None and scaling.method == "yarn" and not scaling.truncate
-    if config.model_type in LONGROPE_ONLY or untruncated:
+    if model_type in LONGROPE_ONLY or untruncated:
         return longrope_spelling
     return METHODS[scaling.method].on_disk
 
@@ -151,7 +151,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
     spec, scaling = extension.spec, extension.scaling
     label = rope_label(config)
     kept = {k: v for k, v in declared_rope(config).items() if k not in SCALING_KEYS}
-    written = {**kept, "rope_theta": spec.rope_theta, **_spelling(config, label, scaling)(spec, scaling)}
+    written = {**kept, "rope_theta": spec.rope_theta, **spelling_of(config.model_type, label, scaling)(spec, scaling)}
     if "llama_4_scaling_beta" in kept:  # Ministral 3's attention reads the original length from here, whatever the rule
         written.setdefault("original_max_position_embeddings", spec.original_max_position_embeddings)
     if config.model_type == "phimoe" and "attention_factor" in written:  # names of its own, one for each list

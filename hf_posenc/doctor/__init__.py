@@ -1,0 +1,8 @@
+"""What a checkpoint or a live model declares of its positions, who reads it how, what is wrong, and how to mend it."""
+
+from __future__ import annotations
+
+from hf_posenc.doctor.checkup import Diagnosis, diagnose, diagnosis_text, write_mended
+from hf_posenc.doctor.declaration import Known
+
+__all__ = ["Diagnosis", "Known", "diagnose", "diagnosis_text", "write_mended"]

@@ -1,0 +1,289 @@
+"""``diagnose``: what a checkpoint or a live model declares, what reads it how, what is wrong; and the mended config."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, read_manifest
+from hf_posenc.doctor.declaration import Known
+from hf_posenc.doctor.diagnosis import read_dialect
+from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by, text_config
+from hf_posenc.doctor.findings import Finding
+from hf_posenc.doctor.live_model import look_at_modules
+from hf_posenc.doctor.mending import mended
+from hf_posenc.extension import MARK, Extension
+from hf_posenc.families import unwrap
+from hf_posenc.pretrained import gguf_rope, is_gguf
+
+_TOKENIZER = "tokenizer_config.json"
+_UNLIMITED = 1e9  # Transformers writes 1e30 for a tokenizer without a limit
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was found.
+
+    Attributes:
+        source: What was looked at.
+        model_type: The family.
+        lines: Topic and fact, for people: what is declared, where the original length comes from, who loads what.
+        findings: What is wrong, and what is worth knowing.
+        config: The JSON that was read; None for a live model and an adapter.
+        known: What the user said about it.
+        file: The file it was read from, if it was.
+    """
+
+    source: str
+    model_type: str
+    lines: tuple[tuple[str, str], ...]
+    findings: tuple[Finding, ...]
+    config: dict[str, Any] | None = None
+    known: Known = field(default_factory=Known)
+    file: Path | None = None
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong: at most notes."""
+        return all(finding.severity == "note" for finding in self.findings)
+
+
+def diagnose(source: Any, known: Known | None = None) -> Diagnosis:
+    """Look at a checkpoint, a config or a live model; nothing is changed.
+
+    Args:
+        source: A folder, a config.json, a .gguf file or a name on the Hub; the JSON of a config as a dict; a
+            ``PreTrainedConfig``; or a loaded model, whose modules are held against what its config says.
+        known: What the config does not say; it wins.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no model's config, or the Hub has no such model.
+    """
+    known = known or Known()
+    if isinstance(source, nn.Module):
+        return _of_model(source)
+    if isinstance(source, PreTrainedConfig):
+        return _of_config("config", json.loads(source.to_json_string(use_diff=False)), known)
+    if isinstance(source, Mapping):
+        return _of_config("config", dict(source), known)
+    path = Path(source).expanduser()
+    if is_gguf(path):
+        return _of_gguf(path, known)
+    if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
+        return _of_adapter(path)
+    file = _config_file(path, str(source))
+    return _of_config(str(source), _read_json(file), known, file)
+
+
+def _config_file(path: Path, given: str) -> Path:
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise FileNotFoundError(f"folder {given!r} has no config.json.")
+        return path / CONFIG
+    if path.is_file():
+        return path
+    if path.suffix or given[:1] in "./~" or given.count("/") > 1:
+        raise FileNotFoundError(f"there is no file or folder {given!r}.")
+    from transformers.utils.hub import cached_file
+
+    try:
+        return Path(str(cached_file(given, CONFIG)))
+    except OSError as error:
+        raise ValueError(f"cannot read {given!r}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise ValueError(f"{str(file)!r} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(file)!r} is not a model's config: it holds a {type(content).__name__}.")
+    return content
+
+
+def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | None = None) -> Diagnosis:
+    findings: list[Finding] = []
+    if file is not None and (manifest := read_manifest(file.parent)) is not None and MARK not in text_config(config)[1]:
+        marked = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
+        config = {**config, MARK: marked}
+    dialect = read_dialect(config, known)
+    text = text_config(config)[1]
+    tokens = f"{dialect.original} tokens, says {dialect.original_from}" if dialect.original else dialect.original_from
+    lines = [("declared", f"{dialect.rope or 'no rule that can be told'}, in {dialect.spelling}")]
+    if dialect.rope is None and not dialect.parameters:
+        lines = [("declared", "no rotary embedding")]
+    else:
+        lines += [("original", tokens), ("target", f"{dialect.target} tokens")]
+        lines += [(f"{version} loads", _reading(version, text)) for version in VERSIONS]
+    if dialect.rope is not None and dialect.rope.rope_type in ("yarn", "llama3", "longrope"):
+        lines.append(("needs", "Transformers 4.43 or newer; older ones want a dictionary with two fields"))
+    findings += dialect.findings
+    if file is not None and dialect.rope is not None:
+        findings += _check_tokenizer(
+            file.parent / _TOKENIZER, dialect.rope.rope_type, dialect.target, dialect.model_type
+        )
+    return Diagnosis(name, dialect.model_type, tuple(lines), tuple(findings), config, known, file)
+
+
+def _reading(version: str, text: dict[str, Any]) -> str:
+    try:
+        return str(read_by(version, text) or "not known for this family")
+    except Refused as refusal:
+        return f"nothing: {refusal}"
+
+
+def _check_tokenizer(file: Path, rope_type: str, target: int | None, model_type: str) -> Iterator[Finding]:
+    limit = _read_json(file).get("model_max_length") if file.is_file() else None
+    if not isinstance(limit, (int, float)) or limit > _UNLIMITED or target is None:
+        return
+    if rope_type not in ("default", "dynamic") and limit < target:
+        yield Finding(
+            "tokenizer-limit",
+            "warning",
+            f"the tokenizer's model_max_length is {limit:g}, the target {target}",
+            "Texts are cut there, or a warning says that the model cannot read them.",
+            f"--fix FOLDER writes {_TOKENIZER} too.",
+        )
+    elif rope_type == "default" and limit > target and model_type == "llama":
+        yield Finding(
+            "longlora-merge",
+            "warning",
+            f"the tokenizer's model_max_length is {limit:g}, and the config is unscaled at {target}",
+            "LongLoRA's merges look like this: its script does not write the linear rule it trained with.",
+            f"If it is one: hf-posenc doctor ... --trained-length {limit:g} --fix OUT.",
+            mendable=False,
+        )
+
+
+def _of_adapter(path: Path) -> Diagnosis:
+    base = _read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    manifest = read_manifest(path)
+    if manifest is not None:
+        said = f"{manifest['method']} x{manifest['factor']:g}, {manifest['context_length']} tokens, in its manifest"
+        return Diagnosis(str(path), "adapter", (("declared", f"{said}, for {base}"),), ())
+    finding = Finding(
+        "bare-adapter",
+        "note",
+        "the adapter says nothing about positions",
+        "PEFT saves none: an adapter trained on an extended base reads wrong on the plain one.",
+        "Save it with save_extended, which puts a manifest beside it.",
+    )
+    return Diagnosis(str(path), "adapter", (("declared", f"nothing, for {base}"),), (finding,))
+
+
+def _of_gguf(path: Path, known: Known) -> Diagnosis:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r}.")
+    from transformers import AutoConfig
+
+    declared, tensors = gguf_rope(path)
+    plain = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    config = json.loads(plain.to_json_string(use_diff=False))
+    config["rope_scaling"] = _gguf_scaling(declared)
+    dialect = read_dialect(config, known)
+    # What a version of Transformers reads from a config.json is no matter here.
+    findings = [f for f in dialect.findings if not f.code.startswith(("read-otherwise", "refused", "two-rules"))]
+    if tensors or config["rope_scaling"]:
+        findings.append(
+            Finding(
+                "gguf-dropped",
+                "error",
+                f"Transformers drops the scaling of a .gguf file ({', '.join([*map(str, declared), *tensors])})",
+                "It loads the model unscaled and says nothing.",
+                "Take the original safetensors checkpoint, or its weights with the config that --fix writes."
+                if not tensors
+                else "Take the original safetensors checkpoint: the divisors are tensors here.",
+                mendable=not tensors,
+            )
+        )
+    lines = [("declared", f"{dialect.rope}, in rope.scaling.* of the file"), ("original", dialect.original_from)]
+    return Diagnosis(str(path), dialect.model_type, tuple(lines), tuple(findings), config, known, path)
+
+
+def _gguf_scaling(declared: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return llama.cpp's metadata in Transformers' words; None if it says there is no scaling."""
+    names = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
+    scaling = {names.get(key, key): value for key, value in declared.items() if key in {*names, "attn_factor"}}
+    if scaling.get("rope_type", "none") == "none" and scaling.get("factor", 1.0) in (0.0, 1.0):
+        return None
+    if scaling.get("rope_type", "none") == "none":
+        scaling["rope_type"] = "linear"  # llama.cpp's reading of a factor alone
+    return scaling
+
+
+def _of_model(model: nn.Module) -> Diagnosis:
+    base = unwrap(model)
+    declared, holds, findings = look_at_modules(base)
+    said = ", ".join(f"{key} {value}" for key, value in declared.items() if value not in ({}, None))
+    lines = (("declared", said or "nothing that can be told"), ("holds", holds))
+    model_type = base.config.get_text_config(decoder=True).model_type
+    return Diagnosis(type(base).__name__, model_type, lines, tuple(findings))
+
+
+def diagnosis_text(diagnosis: Diagnosis) -> str:
+    """Return a diagnosis as plain text, a topic a line."""
+    lines = [f"{diagnosis.source}: {diagnosis.model_type}"]
+    lines += [f"  {topic:<11}{fact}" for topic, fact in diagnosis.lines]
+    for found in diagnosis.findings:
+        lines += [f"\n{found.severity}: {found.what}.", f"  {found.why}", f"  {found.todo}"]
+    count = sum(found.severity != "note" for found in diagnosis.findings)
+    verdict = (
+        "sound: nothing is wrong." if diagnosis.sound else f"{count} thing{'s are' if count > 1 else ' is'} wrong."
+    )
+    return "\n".join([*lines, "", verdict])
+
+
+def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
+    """Write the mended config, and into a folder the tokenizer's with its limit raised, where that was too low.
+
+    Args:
+        diagnosis: Of a checkpoint or a config.
+        out: A folder, or a file that ends in ``.json``. The file that was read is replaced only after a copy of it
+            was put beside it, with ``.bak`` after its name.
+
+    Returns:
+        The files written.
+
+    Raises:
+        ValueError: It cannot be mended, or another file is in the way.
+    """
+    if diagnosis.config is None:
+        raise ValueError(f"{diagnosis.source}: there is no config.json to mend.")
+    target = Path(out).expanduser()
+    fixed = mended(diagnosis.config, diagnosis.known)
+    into_folder = target.suffix != ".json"
+    contents = {target / CONFIG if into_folder else target: fixed}
+    if into_folder and any(found.code == "tokenizer-limit" for found in diagnosis.findings) and diagnosis.file:
+        tokenizer = _read_json(diagnosis.file.parent / _TOKENIZER)
+        limit = text_config(fixed)[1]["max_position_embeddings"]
+        contents[target / _TOKENIZER] = {**tokenizer, "model_max_length": limit}
+    own = diagnosis.file.resolve().parent if diagnosis.file else None
+    for file in contents:
+        _make_room(file, (file.resolve().parent == own and file.name in (CONFIG, _TOKENIZER)) or file == diagnosis.file)
+    for file, content in contents.items():
+        partial = file.with_name(file.name + ".partial")
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        os.replace(partial, file)
+    return list(contents)
+
+
+def _make_room(file: Path, is_input: bool) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if not file.exists():
+        return
+    backup = file.with_name(file.name + ".bak")
+    if not is_input:
+        raise ValueError(f"{str(file)!r} is there already. Give another place for the mended config.")
+    if backup.exists():
+        raise ValueError(f"{str(backup)!r} is there already, so {file.name} is not replaced. Move it away first.")
+    shutil.copy2(file, backup)

@@ -1,0 +1,205 @@
+"""What a config.json says about its positions: every dialect's words put into Transformers'. JSON in, facts out."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_posenc.config import RopeSpec
+from hf_posenc.doctor.dialects import (
+    Refused,
+    Rope,
+    default_theta,
+    effective,
+    flat_parameters,
+    full_label,
+    top_level,
+    yarn_temperature,
+)
+from hf_posenc.extension import MARK, SCALING_KEYS
+from hf_posenc.families import LONGROPE_ONLY
+from hf_posenc.registry import make_scaling
+from hf_posenc.request import spelling_of
+
+ORIGINAL = "original_max_position_embeddings"
+READS_ORIGINAL = frozenset({"yarn", "llama3", "longrope"})
+# Transformers says "unrecognized" to any other key of a rule, and does without it.
+KEYS: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "proportional": frozenset({"factor"}),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor"}),
+    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
+    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"}),
+}
+
+
+_OTHER_KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor", "mrope_section", "llama_4_scaling_beta"}
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the user knows and a config cannot say.
+
+    Attributes:
+        original: Original length, in tokens.
+        rope_theta: Base of the frequencies.
+        ramp: YaRN's curve, ``harmonic`` for PoSE's.
+        trained_length: Tokens that a LongLoRA merge was tuned to, whose config does not carry the linear rule.
+    """
+
+    original: int | None = None
+    rope_theta: float | None = None
+    ramp: str | None = None
+    trained_length: int | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the checks look at.
+
+    Attributes:
+        text: The JSON of the text config.
+        parameters: The rule it means, as one flat dict.
+        source: The dict that declares it, as it stands.
+        original: Original length in tokens, None if unknown.
+        known: What the user says.
+        marked: Whether ``save_extended`` noted the rule beside it.
+    """
+
+    text: dict[str, Any]
+    parameters: dict[str, Any]
+    source: dict[str, Any]
+    original: int | None
+    known: Known
+    marked: bool
+
+
+def has_rope(text: Mapping[str, Any]) -> bool:
+    if any(text.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta")):
+        return True
+    from transformers import AutoConfig
+
+    try:
+        return bool(getattr(AutoConfig.for_model(text["model_type"]), "rope_parameters", None))
+    except (ValueError, KeyError):
+        return False
+
+
+def source_of(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict that declares the rule: as Transformers 5 does, ``rope_scaling`` before ``rope_parameters``."""
+    return dict(text.get("rope_scaling") or flat_parameters(text))
+
+
+def spelling_name(text: Mapping[str, Any]) -> str:
+    found = [key for key in ("rope_parameters", "rope_scaling") if text.get(key)]
+    words = {"rope_parameters": "rope_parameters (Transformers 5)", "rope_scaling": "rope_scaling (Transformers 4)"}
+    return " and ".join(words[key] for key in found) or "the base only, no rule"
+
+
+def canonical(text: Mapping[str, Any], known: Known) -> dict[str, Any]:
+    """Return the declared rule as one flat dict, with the words of other dialects put into Transformers'."""
+    given, scaling = flat_parameters(text), dict(text.get("rope_scaling") or {})
+    parameters = {**source_of(text)}
+    rope_type = parameters.pop("type", None)
+    rope_type = parameters.setdefault("rope_type", rope_type or _guess(parameters))
+    if rope_type in ("su", "mrope"):
+        parameters["rope_type"] = {"su": "longrope", "mrope": "default"}[rope_type]
+    thetas = (known.rope_theta, given.get("rope_theta"), scaling.get("rope_theta"), top_level(text, "rope_theta"))
+    theta = next((value for value in thetas if value is not None), None)
+    parameters["rope_theta"] = default_theta(text["model_type"]) if theta is None else theta
+    partial = given.get("partial_rotary_factor", top_level(text, "partial_rotary_factor"))
+    if partial is not None:
+        parameters["partial_rotary_factor"] = partial
+    if isinstance(parameters.get("factor"), int) and not isinstance(parameters["factor"], bool):
+        parameters["factor"] = float(parameters["factor"])
+    length = text.get("max_position_embeddings")
+    if known.trained_length is not None and length and parameters["rope_type"] == "default":  # as LongLoRA counts
+        parameters |= {"rope_type": "linear", "factor": float(math.ceil(known.trained_length / length))}
+        parameters.setdefault(ORIGINAL, known.original or int(length))
+    if bool(parameters.get("mscale")) != bool(parameters.get("mscale_all_dim")):  # together or not at all
+        parameters = {k: v for k, v in parameters.items() if k not in ("mscale", "mscale_all_dim")}
+    multiple = parameters.get("attn_factor")
+    usable = parameters["rope_type"] == "yarn" and isinstance(parameters.get("factor"), float)
+    if usable and isinstance(multiple, (int, float)) and multiple != 1:  # YaRN's authors multiply by it
+        parameters["attention_factor"] = float(multiple) * yarn_temperature(parameters, parameters["factor"])
+    allowed = KEYS.get(parameters["rope_type"], frozenset()) | {"rope_type", ORIGINAL}
+    return {k: v for k, v in parameters.items() if k in allowed or not (k in SCALING_KEYS or is_misspelled(k))}
+
+
+def is_misspelled(key: str) -> bool:
+    """Return whether a key is none of a rule's, and nearly one."""
+    return key not in _OTHER_KEYS and bool(difflib.get_close_matches(key, SCALING_KEYS - {"type"}, n=1, cutoff=0.85))
+
+
+def _guess(parameters: Mapping[str, Any]) -> str:
+    if "low_freq_factor" in parameters:
+        return "llama3"
+    return "longrope" if "long_factor" in parameters else "default"
+
+
+def original_length(
+    text: Mapping[str, Any], parameters: Mapping[str, Any], mark: Mapping[str, Any] | None, known: Known
+) -> tuple[int | None, str]:
+    """Return the original length and what says so."""
+    length = text.get("max_position_embeddings")
+    places = [
+        (known.original, "you"),
+        ((mark or {}).get(ORIGINAL), MARK),
+        (text.get(ORIGINAL) if text["model_type"] in LONGROPE_ONLY else None, f"config.{ORIGINAL}"),
+        (parameters.get(ORIGINAL), ORIGINAL),
+        (text.get(ORIGINAL), f"config.{ORIGINAL}"),
+        (4096 if text["model_type"] in LONGROPE_ONLY else None, "the family"),
+        (length if parameters["rope_type"] in ("default", "dynamic") else None, "max_position_embeddings"),
+    ]
+    found = next(((int(value), place) for value, place in places if value), None)
+    return found or (None, "nothing: it is not recorded")
+
+
+def from_mark(text: Mapping[str, Any], parameters: Mapping[str, Any], mark: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rule that ``save_extended`` noted beside it, spelled as it spells it."""
+    heads = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    width = int(heads * parameters.get("partial_rotary_factor", 1.0))
+    spec = RopeSpec(width, float(mark["rope_theta"]), mark[ORIGINAL])
+    scaling = make_scaling(mark["method"], mark["factor"], mark["options"])
+    label = full_label(text)
+    kept = {key: value for key, value in parameters.items() if key not in SCALING_KEYS}
+    return {**kept, "rope_theta": spec.rope_theta, **spelling_of(text["model_type"], label, scaling)(spec, scaling)}
+
+
+def meant(facts: Facts) -> Rope | None:
+    # The length that the rule would be read with in a right config.
+    length = facts.original if facts.parameters["rope_type"] == "dynamic" else target_length(facts)
+    try:
+        return effective(
+            {"model_type": facts.text["model_type"], "max_position_embeddings": length},
+            facts.parameters,
+            float(facts.parameters["rope_theta"]),
+            facts.parameters.get("partial_rotary_factor"),
+        )
+    except (Refused, TypeError, ValueError):
+        return None
+
+
+def target_length(facts: Facts) -> int | None:
+    """Return what ``max_position_embeddings`` should be: factor x original, or what the config says."""
+    mark, length, rope_type = (
+        facts.text.get(MARK),
+        facts.text.get("max_position_embeddings"),
+        facts.parameters["rope_type"],
+    )
+    length = int(length) if isinstance(length, (int, float)) else None
+    if mark and facts.marked and rope_type != "dynamic":
+        return int(mark["context_length"])
+    factor = facts.parameters.get("factor")
+    if facts.original is None or not isinstance(factor, float):
+        return length
+    if rope_type == "dynamic":
+        return facts.original
+    # Llama 3.1 (factor 8, 8192 -> 131072) and Phi-3 advertise more or other than factor x original.
+    free = rope_type in ("llama3", "longrope") and length is not None and length > facts.original
+    return length if free else round(factor * facts.original)

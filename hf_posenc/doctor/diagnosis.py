@@ -1,0 +1,92 @@
+"""``read_dialect``: what a config.json declares about its positions and what is wrong with it. JSON in, facts out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_posenc.doctor.declaration import (
+    ORIGINAL,
+    READS_ORIGINAL,
+    Facts,
+    Known,
+    canonical,
+    from_mark,
+    has_rope,
+    meant,
+    original_length,
+    source_of,
+    spelling_name,
+    target_length,
+)
+from hf_posenc.doctor.dialects import Rope, text_config
+from hf_posenc.doctor.findings import CHECKS, Finding, check_lengths, check_versions
+from hf_posenc.extension import MARK
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """What a config.json means.
+
+    Attributes:
+        model_type: The family.
+        spelling: Which keys say it.
+        parameters: The full-attention rule as one flat dict in Transformers' words, mistakes taken out; {} if the
+            family has no rotary embedding.
+        rope: The rule it means; None if it has none or it cannot be told.
+        original: Original length in tokens, None if unknown.
+        original_from: What says so.
+        target: What ``max_position_embeddings`` should say, in tokens.
+        mark: Method, options and lengths, as ``save_extended`` noted them; None for other checkpoints.
+        findings: What is wrong.
+    """
+
+    model_type: str
+    spelling: str
+    parameters: dict[str, Any]
+    rope: Rope | None
+    original: int | None
+    original_from: str
+    target: int | None
+    mark: dict[str, Any] | None
+    findings: tuple[Finding, ...]
+
+
+def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Dialect:
+    """Return what a config.json means and what is wrong with it.
+
+    Args:
+        config: Its JSON, in any spelling.
+        known: What the user says about the model, which wins.
+
+    Raises:
+        ValueError: It is no model's config.
+    """
+    known = known or Known()
+    text = text_config(config)[1]
+    if not isinstance(text.get("model_type"), str):
+        raise ValueError("the config has no model_type, so it is no Transformers model's config.json.")
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(text.get(key) or {}, Mapping):
+            raise ValueError(f"{key} must be a dictionary, got {text[key]!r}.")
+    model_type = text["model_type"]
+    mark = text.get(MARK) or config.get(MARK)
+    if not has_rope(text):
+        return Dialect(
+            model_type, "no rotary embedding", {}, None, text.get("max_position_embeddings"), "", None, None, ()
+        )
+    parameters = canonical(text, known)
+    original, origin = original_length(text, parameters, mark, known)
+    if original is not None and parameters["rope_type"] in READS_ORIGINAL | {"linear"}:
+        parameters[ORIGINAL] = original
+    if mark:
+        parameters = from_mark(text, parameters, mark)
+    facts = Facts(text, parameters, source_of(text), original, known, bool(mark))
+    rope = meant(facts)
+    target = target_length(facts)
+    findings = [finding for check in CHECKS for finding in check(facts)]
+    findings += check_lengths(facts, target)
+    if all(finding.mendable for finding in findings):
+        findings += check_versions(facts, rope)
+    return Dialect(model_type, spelling_name(text), parameters, rope, original, origin, target, mark, tuple(findings))

@@ -1,0 +1,286 @@
+"""What can be wrong with the rotary settings of a config.json, a check each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hf_posenc.doctor.declaration import KEYS, ORIGINAL, READS_ORIGINAL, Facts, canonical, is_misspelled
+from hf_posenc.doctor.dialects import (
+    VERSIONS,
+    Refused,
+    Rope,
+    default_theta,
+    flat_parameters,
+    full_label,
+    is_nested,
+    read_by,
+    top_level,
+)
+from hf_posenc.extension import SCALING_KEYS
+from hf_posenc.families import FULL_ATTENTION
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        code: A short name.
+        severity: ``error`` (some reader gets other frequencies, or fails), ``warning`` (a limit or a reader that
+            refuses) or ``note`` (worth knowing; nothing is wrong).
+        what: What is wrong.
+        why: Why it matters.
+        todo: What to do.
+        mendable: Whether ``mended`` can put it right.
+    """
+
+    code: str
+    severity: str
+    what: str
+    why: str
+    todo: str = "hf-posenc doctor --fix writes a config that is right."
+    mendable: bool = True
+
+
+def _check_words(facts: Facts) -> Iterator[Finding]:
+    source, rope_type = facts.source, facts.parameters["rope_type"]
+    one, other = source.get("rope_type"), source.get("type")
+    if one and other and one != other:
+        yield Finding(
+            "two-types",
+            "error",
+            f"rope_type says {one!r} and type says {other!r}",
+            "Transformers 4 goes by type, 5 by rope_type, so each loads another model.",
+        )
+    if source and not one and not other and set(source) & (SCALING_KEYS - {ORIGINAL}):
+        yield Finding(
+            "no-type",
+            "error",
+            "the scaling has no rope_type",
+            "Transformers 5 takes it for no scaling at all, silently; 4 fails.",
+            "Add rope_type." if rope_type == "default" else Finding.todo,
+            mendable=rope_type != "default",
+        )
+    if rope_type not in KEYS:
+        yield Finding(
+            "unknown-type",
+            "error",
+            f"rope_type {rope_type!r} is none of Transformers'",
+            "It fails with a KeyError when the model is built.",
+            "Take a rule of `hf-posenc methods` with hf-posenc patch --on-scaled replace.",
+            mendable=False,
+        )
+        return
+    unread = {key for key in source if key in SCALING_KEYS or is_misspelled(key)}
+    unread -= KEYS[rope_type] | {"rope_type", "type", ORIGINAL, "finetuned"}
+    if "attn_factor" in unread and source["attn_factor"] not in (1, 1.0):
+        unread.discard("attn_factor")
+        yield Finding(
+            "attn-factor",
+            "error",
+            f"attn_factor {source['attn_factor']!r} is not read by Transformers",
+            "YaRN's authors multiply the temperature by it; Transformers drops it with a warning.",
+        )
+    if unread:
+        yield Finding(
+            "unread-keys",
+            "warning",
+            f"{', '.join(sorted(unread))} {'is' if len(unread) == 1 else 'are'} not read by {rope_type}",
+            "A typing mistake, another program's word or what an earlier rule left behind: it changes nothing.",
+        )
+    if "finetuned" in source:
+        yield Finding(
+            "finetuned-key",
+            "note",
+            "finetuned is a word of YaRN's own code",
+            "Transformers warns and goes on without it.",
+        )
+
+
+def _check_factor(facts: Facts) -> Iterator[Finding]:
+    factor = facts.parameters.get("factor")
+    needed = facts.parameters["rope_type"] in ("linear", "dynamic", "yarn", "llama3")
+    if (factor is None and not needed) or (isinstance(factor, float) and factor >= 1):
+        return
+    yield Finding(
+        "bad-factor",
+        "error",
+        f"factor is {factor!r}",
+        "It is target / original length, a number of at least 1; llama.cpp's 0.25 is the inverse of 4.",
+        "Correct it by hand.",
+        mendable=False,
+    )
+
+
+def _check_original(facts: Facts) -> Iterator[Finding]:
+    rope_type, stated = facts.parameters["rope_type"], facts.source.get(ORIGINAL)
+    length = facts.text.get("max_position_embeddings")
+    if facts.original is None and rope_type in READS_ORIGINAL:
+        yield Finding(
+            "no-original-length",
+            "error",
+            f"{rope_type} has no {ORIGINAL}",
+            f"Transformers takes max_position_embeddings ({length}) for it, silently: if that was raised, the "
+            "frequencies are wrong.",
+            "Say it: hf-posenc doctor ... --original-max-position-embeddings N --fix OUT.",
+            mendable=False,
+        )
+    elif facts.original is None and rope_type == "linear":
+        yield Finding(
+            "original-not-recorded",
+            "note",
+            "the original length is not recorded",
+            "The linear rule does not need it; extending the model further does.",
+        )
+    elif rope_type in READS_ORIGINAL and not stated and not facts.text.get(ORIGINAL) and not facts.marked:
+        yield Finding(
+            "no-original-length",
+            "error",
+            f"{rope_type} has no {ORIGINAL}; it is {facts.original}",
+            f"Transformers takes max_position_embeddings ({length}) for it, silently.",
+        )
+
+
+def _check_theta(facts: Facts) -> Iterator[Finding]:
+    given, top, text = flat_parameters(facts.text), top_level(facts.text, "rope_theta"), facts.text
+    inner = given.get("rope_theta")
+    if inner is not None and top is not None and inner != top and not is_nested(text):
+        yield Finding(
+            "two-bases",
+            "error",
+            f"rope_theta is {top:g} at the top level and {inner:g} in rope_parameters",
+            "Transformers 4 reads the first, 5 the second: config.rope_theta = ... has no effect in 5.",
+            f"--fix keeps {inner:g}, what Transformers 5 ran with; another: --rope-theta {top:g}.",
+        )
+    lost = "rope_theta" in facts.source and facts.source["rope_theta"] is None
+    missing = bool(text.get("rope_parameters")) and inner is None and top is None and not is_nested(text)
+    if (lost or missing) and facts.known.rope_theta is None and top is None and not facts.marked:
+        yield Finding(
+            "base-lost",
+            "error",
+            "rope_parameters has no rope_theta",
+            "Assigning config.rope_scaling or rope_parameters replaces the whole dict, base included; Transformers "
+            + ("fails." if lost else f"takes {default_theta(text['model_type']):g}."),
+            "Say it: hf-posenc doctor ... --rope-theta 500000 --fix OUT.",
+            mendable=False,
+        )
+
+
+def _check_temperature(facts: Facts) -> Iterator[Finding]:
+    source = facts.source
+    if facts.parameters["rope_type"] != "yarn" or facts.marked:
+        return
+    if bool(source.get("mscale")) != bool(source.get("mscale_all_dim")):
+        yield Finding(
+            "half-mscale",
+            "warning",
+            "only one of mscale and mscale_all_dim is set",
+            "Transformers uses them together or not at all; other programs use mscale alone.",
+            "--fix takes it out, which Transformers reads the same; attention_factor says it to everyone.",
+        )
+    if source.get("attention_factor") in (1, 1.0):
+        yield Finding(
+            "temperature-off",
+            "note",
+            "attention_factor 1 turns YaRN's temperature off",
+            "In YaRN's own code attn_factor 1 leaves it on, and the two are often confused.",
+            "Remove it if it was attn_factor.",
+        )
+    spelled = {"type", "factor", ORIGINAL} == set(source) and facts.text["model_type"] == "llama"
+    if spelled and facts.known.ramp is None:
+        yield Finding(
+            "pose-curve",
+            "note",
+            "PoSE's checkpoints are spelled like this one, and their YaRN has another curve",
+            "Transformers has only the curve of YaRN's authors; a PoSE model reads worse with it.",
+            "If it was trained with PoSE: hf-posenc doctor ... --ramp harmonic --fix OUT.",
+        )
+
+
+def check_lengths(facts: Facts, target: int | None) -> Iterator[Finding]:
+    length = facts.text.get("max_position_embeddings")
+    if isinstance(length, float):
+        yield Finding(
+            "float-length",
+            "error",
+            f"max_position_embeddings is {length!r}, a float",
+            "Transformers 5.9 and newer refuse it, older ones compare it as it is.",
+        )
+    if length is None or target is None or int(length) == target:
+        return
+    if facts.parameters["rope_type"] == "dynamic":
+        yield Finding(
+            "dynamic-raised",
+            "error",
+            f"max_position_embeddings is {length:g}, the original length is {target}",
+            "Transformers' dynamic rule reads it as the original length, so nothing is scaled up to there.",
+        )
+        return
+    factor = facts.parameters.get("factor", 1.0)
+    kept = int(length) == facts.original
+    yield Finding(
+        "length-not-raised" if kept else "factor-disagrees",
+        "warning",
+        f"max_position_embeddings is {length:g}, factor {factor:g} x original {facts.original} is {target}",
+        "generate() and servers stop at max_position_embeddings."
+        if kept
+        else "Transformers 4.51 went by the lengths, 4.57 and 5 go by factor: one of them is wrong.",
+    )
+
+
+def _check_spellings(facts: Facts) -> Iterator[Finding]:
+    """Compare the two spellings, where a config has both."""
+    text = facts.text
+    if not text.get("rope_scaling") or not flat_parameters(text):
+        return
+    old = canonical({k: v for k, v in text.items() if k != "rope_parameters"}, facts.known)
+    new = canonical({k: v for k, v in text.items() if k != "rope_scaling"}, facts.known)
+    differing = sorted(key for key in {*old, *new} if old.get(key) != new.get(key) and key != "rope_theta")
+    if differing:
+        key = differing[-1] if "rope_type" not in differing else "rope_type"
+        yield Finding(
+            "two-rules",
+            "error",
+            f"{key} is {old.get(key)!r} in rope_scaling and {new.get(key)!r} in rope_parameters",
+            "Transformers 4 and 5 go by rope_scaling, other programs by rope_parameters.",
+            "--fix keeps "
+            + (
+                "what save_extended noted beside them."
+                if facts.marked
+                else "rope_scaling. Delete it to keep the other."
+            ),
+        )
+
+
+def check_versions(facts: Facts, rope: Rope | None) -> Iterator[Finding]:
+    for version in VERSIONS:
+        try:
+            read = read_by(version, facts.text)
+        except Refused as refusal:
+            newest = version == VERSIONS[-1]
+            yield Finding(
+                f"refused-{version}",
+                "error" if newest else "warning",
+                f"Transformers {version} cannot load it: {refusal}",
+                "It fails when the model is built.",
+            )
+            continue
+        if read is not None and rope is not None and read != rope:
+            yield Finding(
+                f"read-otherwise-{version}",
+                "error",
+                f"Transformers {version} loads {read}; meant is {rope}",
+                "It says nothing, and the model only reads worse.",
+            )
+    flat = facts.text.get("rope_parameters") and is_nested(facts.text) and full_label(facts.text) is None
+    if flat:
+        yield Finding(
+            "flat-on-layers",
+            "error",
+            "rope_parameters is one dict, and each layer type of this family has its own",
+            f"Transformers 5 does not read it: it wants the settings under {sorted(FULL_ATTENTION)[0]}.",
+        )
+
+
+CHECKS = (_check_words, _check_factor, _check_original, _check_theta, _check_temperature, _check_spellings)

@@ -1,0 +1,97 @@
+"""The config.json that a checkpoint should have had: both spellings, whole lengths, nothing that is not read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_posenc.checkpoint import both_spellings
+from hf_posenc.doctor.declaration import Known
+from hf_posenc.doctor.diagnosis import Dialect, read_dialect
+from hf_posenc.doctor.dialects import HEAD_DIM_NONE, full_label, is_nested, text_config
+from hf_posenc.extension import MARK, SCALING_KEYS, head_dim_of
+from hf_posenc.registry import get_method
+from hf_posenc.request import resolve, write_config
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def mended(config: Mapping[str, Any], known: Known | None = None) -> dict[str, Any]:
+    """Return the JSON of a config that says what the given one means, as Transformers 4.57 and 5 read it.
+
+    Args:
+        config: The JSON of a config.json, in any spelling; it is not touched.
+        known: What the user says about the model, which wins.
+
+    Raises:
+        ValueError: It cannot be told what the config means; the message says what to give.
+    """
+    known = known or Known()
+    dialect = read_dialect(config, known)
+    if stuck := [finding for finding in dialect.findings if not finding.mendable]:
+        raise ValueError("the config cannot be mended: " + "; ".join(f"{f.what}. {f.todo}" for f in stuck))
+    if dialect.rope is None or "mrope_section" in dialect.parameters:
+        raise ValueError(f"model_type {dialect.model_type!r}: positions of several axes or none, which are not mended.")
+    key, text = text_config(config)
+    fixed = _write(text, dialect, known)
+    return {**copy.deepcopy(dict(config)), key: fixed} if key else fixed
+
+
+def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, Any]:
+    method, factor, options = _request(dialect, known)
+    config = _plain(text, dialect)
+    if method != "none":
+        write_config(config, resolve(config, method, factor, None, None, "refuse", options))
+    stale = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
+    fixed = {k: copy.deepcopy(v) for k, v in text.items() if k not in stale}
+    fixed["rope_parameters"] = copy.deepcopy(config.rope_parameters)
+    fixed["max_position_embeddings"] = dialect.target or config.max_position_embeddings
+    if hasattr(config, _ORIGINAL):
+        fixed[_ORIGINAL] = getattr(config, _ORIGINAL)
+    if dialect.model_type in HEAD_DIM_NONE and text.get("head_dim") is None:
+        fixed["head_dim"] = head_dim_of(config)
+    return both_spellings(fixed)
+
+
+def _request(dialect: Dialect, known: Known) -> tuple[str, float, dict[str, Any]]:
+    """Return method, factor and options to write; ``none`` for a plain config."""
+    if dialect.mark is not None:
+        method, options = dialect.mark["method"], dict(dialect.mark["options"])
+        return method, float(dialect.mark["factor"]), options
+    parameters = dialect.parameters
+    rope_type = parameters["rope_type"]
+    if rope_type == "default":
+        return "none", 1.0, {}
+    names = get_method(rope_type).options
+    options = {key: value for key, value in parameters.items() if key in names and value is not None}
+    if rope_type == "dynamic":
+        options["scope"] = "sequence"
+    if rope_type == "yarn" and known.ramp is not None:
+        options["ramp"] = known.ramp
+    factor = parameters.get("factor") or max((dialect.target or 1) / (dialect.original or 1), 1.0)
+    return rope_type, factor, options
+
+
+def _plain(text: dict[str, Any], dialect: Dialect) -> PreTrainedConfig:
+    """Return the config that the model had before it was scaled."""
+    kept = {k: v for k, v in dialect.parameters.items() if k not in SCALING_KEYS}
+    plain = {k: copy.deepcopy(v) for k, v in text.items() if k not in ("rope_scaling", "rope_parameters", MARK)}
+    if dialect.mark is not None:
+        kept["rope_theta"] = dialect.mark["rope_theta"]
+    flat = {**kept, "rope_type": "default"}
+    label = full_label(text)
+    if label is not None:
+        plain["rope_parameters"] = {**copy.deepcopy(text["rope_parameters"]), label: flat}
+    elif is_nested(text):  # the family lays it out by layer type itself
+        plain["rope_theta"] = kept["rope_theta"]
+    else:
+        plain.pop("rope_theta", None)
+        plain["rope_parameters"] = flat
+    # Without a known original (a linear rule), the length there is: the frequencies do not depend on it.
+    plain["max_position_embeddings"] = int(dialect.original or text["max_position_embeddings"])
+    if _ORIGINAL in plain:
+        plain[_ORIGINAL] = plain["max_position_embeddings"]
+    return type(AutoConfig.for_model(dialect.model_type)).from_dict(plain)

@@ -1,0 +1,148 @@
+"""What the doctor says each version of Transformers loads, against those versions in their own processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_checkpoint import python_with
+from test_doctor import LAYERS, OF_64, SIZES, YARN, config_of
+
+from hf_posenc.config import RopeSpec
+from hf_posenc.doctor.dialects import VERSIONS, Refused, Rope, read_by
+from hf_posenc.doctor.mending import mended
+from hf_posenc.frequencies import plain_frequencies
+from hf_posenc.registry import METHODS, make_scaling
+
+LISTS = {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+FLAT: dict[str, dict[str, Any]] = {
+    "plain": config_of(),
+    "5 only": config_of(rope_parameters={**YARN, "rope_theta": 5e5}),
+    "4 only": config_of(rope_theta=5e5, rope_scaling={"type": "yarn", **OF_64}),
+    "no original": config_of(rope_theta=5e5, rope_scaling={"type": "yarn", "factor": 4.0}),
+    "two rules": config_of(rope_theta=5e5, rope_scaling=LINEAR, rope_parameters={**YARN, "rope_theta": 5e5}),
+    "two rules, base in one": config_of(rope_scaling=LINEAR, rope_parameters={**YARN, "rope_theta": 5e5}),
+    "two bases": config_of(rope_theta=1e6, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+    "base null": config_of(rope_parameters={**LINEAR, "rope_theta": None}),
+    "base missing": config_of(rope_parameters=LINEAR),
+    "float length": config_of(rope_scaling=LINEAR) | {"max_position_embeddings": 256.0},
+    "two types": config_of(rope_scaling={**LINEAR, "type": "dynamic"}),
+    "no type": config_of(rope_scaling={"factor": 4.0}),
+    "su": config_of(rope_scaling={"type": "su", **OF_64, **LISTS}),
+    "longrope": config_of(rope_scaling={"type": "longrope", **OF_64, **LISTS}),
+    "longrope, no factor": config_of(
+        rope_scaling={"type": "longrope", **LISTS, "original_max_position_embeddings": 64}
+    ),
+    "longrope, original at the top": config_of(
+        original_max_position_embeddings=64, rope_scaling={"type": "longrope", "factor": 8.0, **LISTS}
+    ),
+    "yarn, original at the top": config_of(
+        original_max_position_embeddings=64, rope_scaling={"type": "yarn", "factor": 4.0}
+    ),
+    "llama3, no original": config_of(
+        rope_scaling={"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    ),
+    "attn_factor": config_of(rope_scaling={"type": "yarn", **OF_64, "attn_factor": 1.5, "finetuned": True}),
+    "half a pair": config_of(rope_scaling={"type": "yarn", **OF_64, "mscale": 0.7}),
+    "a word for a factor": config_of(rope_scaling={"rope_type": "linear", "factor": "4"}),
+    "unknown": config_of(rope_scaling={"type": "dynamic-yarn", "factor": 4.0}),
+    "mistral": config_of("mistral", rope_scaling={"type": "yarn", **OF_64}),
+    "mixtral": config_of("mixtral", rope_scaling={"type": "yarn", **OF_64}),
+    "cohere": config_of("cohere"),
+    "stablelm": config_of("stablelm", rope_theta=5e5, partial_rotary_factor=0.5),
+    "stablelm, 5 only": config_of(
+        "stablelm", rope_parameters={"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
+    ),
+}
+NESTED = {
+    f"{model_type}, {name}": config_of(model_type, head_dim=16, layer_types=LAYERS, **settings)
+    for model_type in ("gemma3_text", "olmo3")
+    for name, settings in {
+        "plain": {},
+        "flat parameters": {"rope_parameters": {**LINEAR, "rope_theta": 5e5}},
+        "flat scaling": {"rope_theta": 5e5, "rope_scaling": LINEAR},
+        "type alone": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "nested": {
+            "rope_parameters": {
+                "full_attention": {**LINEAR, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            }
+        },
+    }.items()
+}
+LOAD = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from transformers import AutoConfig, AutoModelForCausalLM
+for name, config in json.load(open(sys.argv[1])).items():
+    try:
+        loaded = type(AutoConfig.for_model(config["model_type"])).from_dict(config)
+        model = AutoModelForCausalLM.from_config(loaded).model
+    except Exception as error:
+        print(json.dumps([name, None, str(error)[:200]]))
+        continue
+    rotary = model.rotary_emb if hasattr(model, "rotary_emb") else model.rotary_embs["full_attention"]
+    label = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""
+    held = getattr(rotary, label + "inv_freq").tolist()
+    print(json.dumps([name, held, getattr(rotary, label + "attention_scaling")]))
+"""
+NUMBERS = {"4.57": "4.57.6", "5.0": "5.0.0", "5.23": "5.23.0"}
+
+
+def loaded_by(version: str, configs: dict[str, dict[str, Any]], folder: Path) -> dict[str, list[Any]]:
+    file = folder / "configs.json"
+    file.write_text(json.dumps(configs))
+    run = [python_with(NUMBERS[version]), "-c", LOAD, file]
+    output = subprocess.run(run, check=True, capture_output=True, text=True, cwd=folder).stdout
+    return {row[0]: row[1:] for row in map(json.loads, output.splitlines())}
+
+
+def frequencies(rope: Rope) -> tuple[list[float], float]:
+    width = int(SIZES["hidden_size"] / SIZES["num_attention_heads"] * (rope.partial or 1.0))
+    spec = RopeSpec(width, rope.rope_theta, rope.original or 64)
+    if rope.rope_type == "default":
+        return plain_frequencies(spec)[0].tolist(), 1.0
+    scaling = make_scaling(rope.rope_type, rope.factor, dict(rope.options))
+    inv_freq, factor = METHODS[rope.rope_type].formula(spec, scaling, None)
+    return inv_freq.tolist(), factor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_each_version_loads(tmp_path: Path, version: str) -> None:
+    configs = {**FLAT, **NESTED}
+    real = loaded_by(version, configs, tmp_path)
+    for name, config in configs.items():
+        held, scale = real[name]
+        try:
+            rope = read_by(version, config)
+        except Refused:
+            assert held is None, f"{name} is loaded"
+            continue
+        if rope is None:
+            continue
+        assert held is not None, f"{name}: {scale}"
+        expected, factor = frequencies(rope)
+        assert held == pytest.approx(expected, rel=2e-6), name
+        assert scale == pytest.approx(factor, rel=1e-6), name
+
+
+@pytest.mark.slow
+def test_every_version_loads_the_same_from_a_mended_config(tmp_path: Path) -> None:
+    fixed = {}
+    for name, config in FLAT.items():
+        try:
+            fixed[name] = mended(config)
+        except ValueError:  # what is meant cannot be told
+            continue
+    assert len(fixed) > 15
+    one, *others = (loaded_by(version, fixed, tmp_path) for version in VERSIONS)
+    assert all(held is not None for held, _ in one.values())
+    for name, (held, scale) in one.items():
+        for other in others:
+            assert other[name][0] == pytest.approx(held, rel=2e-6), name
+            assert other[name][1] == pytest.approx(scale, rel=1e-6), name
