@@ -163,6 +163,9 @@ class DoctorArguments:
     trained_length: ContextLength | None = field(
         default=None, metadata={"help": "tokens a LongLoRA merge was tuned to, whose config lacks the linear rule"}
     )
+    capabilities: bool = field(
+        default=False, metadata={"help": "without PATH: the model types that can be extended, and why others cannot"}
+    )
 
 
 @dataclass

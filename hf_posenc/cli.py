@@ -183,6 +183,9 @@ def doctor(argv: Sequence[str]) -> int:
     Returns:
         1 if something is wrong, 0 if the checkpoint is sound or was mended.
     """
+    if "--capabilities" in argv:  # alone: there is nothing to look at
+        methods(["--families"])
+        return 0
     places = {"path": "folder, config.json, .gguf file or name on the Hub"}
     given, chosen = args_.parse("doctor", _first_line(doctor), argv, (args_.DoctorArguments,), places)
     from hf_posenc.doctor import Known, diagnose, diagnosis_text, write_mended

@@ -135,6 +135,12 @@ def patch_model(
     except RotaryMismatchError:
         unpatch_model(base)
         raise
+    except Exception as error:  # whatever a family's own forward trips over
+        unpatch_model(base)
+        raise ValueError(
+            f"Transformers cannot run {type(base).__name__} with this rule ({type(error).__name__}: {error}). "
+            f"Take another method for model_type {text_config.model_type!r}."
+        ) from error
     return model
 
 

@@ -169,7 +169,13 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
         config.sliding_window = choose_window(config, extension.sliding_window, extension.context_length)
     if hasattr(config, MARK):
         delattr(config, MARK)
-    config.validate_rope()
+    try:
+        config.validate_rope()
+    except KeyError as error:  # Transformers 5.0 looks for a layer type's values beside the layer types
+        raise ValueError(
+            f"this Transformers cannot check {scaling.method} for model_type {config.model_type!r} (it misses "
+            f"{error}). Take another method, or a newer Transformers."
+        ) from error
 
 
 def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:

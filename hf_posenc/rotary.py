@@ -67,10 +67,13 @@ class SavedRotary:
 
 
 def _put_buffers(module: nn.Module, values: dict[str, torch.Tensor]) -> None:
+    seen: set[int] = set()
     for name, value in values.items():
         old = module._buffers[name]
         assert old is not None
-        if old.is_meta or old.dtype != value.dtype or old.shape != value.shape:
+        is_alias = id(old) in seen  # Transformers 5.0's longrope makes one buffer the other
+        seen.add(id(old))
+        if is_alias or old.is_meta or old.dtype != value.dtype or old.shape != value.shape:
             module._buffers[name] = value.to(old.device, copy=True)
         else:
             with torch.no_grad():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from census import IDS, causal_types, expected, reason_refused, rotary_types, tiny_model
+from test_checkpoint import python_with
 from tiny_models import assert_same_state, logits, native, state
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -17,6 +22,7 @@ from hf_posenc.families import capabilities
 
 pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 128")  # the census's own small window
 
+ROOT = Path(__file__).parent.parent
 REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64, "on_scaled": "replace"}
 METHODS: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -103,3 +109,18 @@ def test_the_table_is_true_for_every_type() -> None:
     assert len(patched) > 100
     without_rotary = set(causal_types()) - set(rotary_types())
     assert {capabilities()[model_type] is None for model_type in without_rotary - {"dots3_note", "gemma3n"}} == {False}
+
+
+@pytest.mark.slow
+def test_on_transformers_5_0_every_type_is_patched_to_the_bit_or_refused_untouched() -> None:
+    run = [python_with("5.0.0"), "tests/census_of_another_transformers.py", "linear", "yarn"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(run, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    outcomes = Counter(outcome.partition(":")[0] for _, _, outcome in rows)
+    assert set(outcomes) <= {"equal", "refused", "cannot be built"}, [row for row in rows if row[2] not in outcomes]
+    assert outcomes["equal"] > 125
+    assert outcomes["cannot be built"] < 30
+    assert {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "deepseek_v3", "gpt_oss", "olmo2"} <= {
+        model_type for model_type, method, outcome in rows if method == "yarn" and outcome == "equal"
+    }
