@@ -171,7 +171,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
         delattr(config, MARK)
     try:
         config.validate_rope()
-    except KeyError as error:  # Transformers 5.0 looks for a layer type's values beside the layer types
+    except (KeyError, RuntimeError) as error:  # as on families whose values differ by layer, or by layer type
         raise ValueError(
             f"this Transformers cannot check {scaling.method} for model_type {config.model_type!r} (it misses "
             f"{error}). Take another method, or a newer Transformers."
