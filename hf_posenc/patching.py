@@ -20,6 +20,7 @@ from hf_posenc.softmax_scale import (
     expected_scale,
     instantiate_scale,
     latent_attentions,
+    live_scale,
     partial_attentions,
 )
 from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary, check_scale
@@ -120,7 +121,7 @@ def patch_model(
     record = _Record(
         extension,
         {name: _undoable(module, text_config) for name, module in modules.items()},
-        {name: float(module.scaling) for name, module in attentions.items()},  # type: ignore[arg-type]
+        {name: live_scale(module) for name, module in attentions.items()},
         _read_configs(base),
     )
     for config in text_configs(base):
@@ -201,11 +202,11 @@ def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
         if not module._buffers[f"{label_prefix(label)}inv_freq"].is_meta:  # type: ignore[union-attr]
             checks.append(check_rotary(name, module, label, spec, scaling, rtol))
     for name, module in latent_attentions(base).items():
-        check_scale(name, float(module.scaling), expected_scale(module, scaling))  # type: ignore[arg-type]
+        check_scale(name, live_scale(module), expected_scale(module, scaling))
     if extension is not None and extension.scaling.temperature == "logits":
         factor = attention_factor_of(extension)
         for name, scale in base.__dict__[_RECORD].scales.items():
-            check_scale(name, float(base.get_submodule(name).scaling), scale * factor**2)  # type: ignore[arg-type]
+            check_scale(name, live_scale(base.get_submodule(name)), scale * factor**2)
     return Verification(describe(base), tuple(checks))
 
 
@@ -238,7 +239,7 @@ def _new_scales(
     attentions, factor = partial_attentions(base), attention_factor_of(extension)
     for saved in values.values():
         saved.attributes[f"{label_prefix(rope_label(config))}attention_scaling"] = 1.0
-    return attentions, {name: float(m.scaling) * factor**2 for name, m in attentions.items()}  # type: ignore[arg-type]
+    return attentions, {name: live_scale(module) * factor**2 for name, module in attentions.items()}
 
 
 def _undoable(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:

@@ -49,6 +49,11 @@ def partial_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     return found
 
 
+def live_scale(module: nn.Module) -> float:
+    """Return what an attention module multiplies its logits by before the softmax."""
+    return float(vars(module)["scaling"])
+
+
 def instantiate_scale(module: nn.Module, config: PreTrainedConfig) -> float:
     """Return the scale Transformers itself gives an attention of this class when it is built from ``config``."""
     attention_class: Any = type(module)

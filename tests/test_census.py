@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from census import IDS, causal_types, expected, reason_refused, rotary_types, tiny_model
-from test_checkpoint import python_with
+from other_transformers import python_with
 from tiny_models import assert_same_state, logits, native, state
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

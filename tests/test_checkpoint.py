@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
-import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from census import tiny_model
+from other_transformers import python_with
 from peft import LoraConfig, get_peft_model
 from tiny_models import STATIC_METHODS, logits, make_model, method_options, token_ids
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -243,23 +242,6 @@ for path in sys.argv[1:]:
     print(json.dumps([transformers.__version__, path, short, long, rotary.attention_scaling, complaints]))
     assert not any(name.startswith("hf_posenc") for name in sys.modules)
 """
-CACHE = Path(__file__).parent.parent / ".cache" / "transformers-versions"
-
-
-def python_with(version: str) -> Path:
-    """Return the Python of an environment that has the given Transformers over this one's packages."""
-    home = CACHE / version
-    python = home / "bin" / "python"
-    if not (home / "ready").exists():
-        venv.create(home, with_pip=True, clear=True)
-        ours = next(p for p in sys.path if p.endswith("site-packages"))
-        site = next((home / "lib").glob("python*")) / "site-packages"
-        needs = ["huggingface_hub<1.0", "tokenizers<0.23"] if version.startswith("4") else []
-        command = [python, "-m", "pip", "install", "-q", f"transformers=={version}", "numpy", "safetensors", *needs]
-        subprocess.run(command, check=True)
-        (site / "ours.pth").write_text(ours + "\n")  # torch; what is installed above comes first
-        (home / "ready").touch()
-    return python
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoint import python_with
+from other_transformers import python_with
 from test_doctor import LAYERS, OF_64, SIZES, YARN, config_of
 
 from hf_posenc.config import RopeSpec
