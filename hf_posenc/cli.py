@@ -162,11 +162,11 @@ def methods(argv: Sequence[str]) -> None:
 
 
 def presets(argv: Sequence[str]) -> None:
-    """List how published checkpoints are extended."""
-    args_.parse("presets", _first_line(presets), argv, (), {})
-    from hf_posenc.listings import presets_text
+    """List how published checkpoints are extended, or what is known of them."""
+    from hf_posenc.listings import PresetsArguments, checkpoints_text, presets_text
 
-    print(presets_text(min(shutil.get_terminal_size().columns, 120)))
+    _, chosen = args_.parse("presets", _first_line(presets), argv, (PresetsArguments,), {})
+    print((checkpoints_text if chosen.checkpoints else presets_text)(min(shutil.get_terminal_size().columns, 120)))
 
 
 def demo(argv: Sequence[str]) -> None:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 
-from hf_posenc.families import capabilities, census_version
-from hf_posenc.presets import presets
-from hf_posenc.registry import available_methods
+from hf_posenc.presets import Checkpoint, Preset, checkpoints, known_checkpoint, presets
+
+
+@dataclass
+class PresetsArguments:
+    """What `hf-posenc presets` lists."""
+
+    checkpoints: bool = field(
+        default=False, metadata={"help": "list what is known of published checkpoints, each with its source"}
+    )
 
 
 def _filled(text: str, width: int, indent: str = "    ") -> str:
@@ -16,6 +26,8 @@ def _filled(text: str, width: int, indent: str = "    ") -> str:
 
 def methods_text(width: int) -> str:
     """Return every method with its aliases, options, spelling on disk and paper."""
+    from hf_posenc.registry import available_methods  # brings PyTorch
+
     lines = []
     for row in available_methods():
         also = f" (or {', '.join(row['aliases'])})" if row["aliases"] else ""
@@ -26,6 +38,8 @@ def methods_text(width: int) -> str:
 
 def families_text(width: int) -> str:
     """Return which model types can be extended, and the others by the reason why not."""
+    from hf_posenc.families import capabilities, census_version  # brings PyTorch
+
     table = capabilities()
     patched = [model_type for model_type, reason in table.items() if reason is None]
     refused: dict[str, list[str]] = {}
@@ -44,15 +58,67 @@ def families_text(width: int) -> str:
     return "\n".join(lines)
 
 
+def _rule(preset: Preset) -> str:
+    original = preset.original_max_position_embeddings
+    options = [
+        f"{name}: {len(value)} numbers" if isinstance(value, list) else f"{name} {value:g}"
+        for name, value in preset.options.items()
+    ]
+    window = [f"sliding window {preset.sliding_window}"] if preset.sliding_window else []
+    rule = f"{', '.join([preset.method, f'factor {preset.factor:g}', *options])}: {original} -> "
+    return rule + ", ".join([f"{round(original * preset.factor)}", *window])
+
+
+def _names(preset: Preset) -> list[str]:
+    """Return a preset's checkpoints, those trained with it marked."""
+    facts = [known_checkpoint(name) for name in preset.checkpoints]
+    return [f"{one.name} (trained with it)" if one.scaled else one.name for one in facts if one is not None]
+
+
 def presets_text(width: int) -> str:
     """Return every preset with its numbers, the checkpoints it is for and the source."""
     lines = []
     for preset in presets().values():
-        original = preset.original_max_position_embeddings
-        options = "".join(f", {name} {value:g}" for name, value in preset.options.items())
-        rule = f"{preset.method}, factor {preset.factor:g}{options}: {original} -> {round(original * preset.factor)}"
-        if preset.sliding_window:
-            rule += f", sliding window {preset.sliding_window}"
-        facts = (rule, f"for {', '.join(preset.checkpoints)}", f"source: {preset.source}")
+        facts = (_rule(preset), f"for {', '.join(_names(preset))}", f"source: {preset.source}")
         lines += [preset.name, *(_filled(fact, width) for fact in facts)]
     return "\n".join(lines)
+
+
+def _cells(one: Checkpoint) -> tuple[str, ...]:
+    return (
+        one.name,
+        f"{one.trained_length}",
+        "-" if one.declared_length is None else f"{one.declared_length}",
+        f"{one.head_dim}" if one.rotary_dim == one.head_dim else f"{one.rotary_dim} of {one.head_dim}",
+        f"{one.rope_theta:.0f}",
+        f"{one.sliding_window}, {one.windowed_layers}" if one.sliding_window else "-",
+        f"{one.scaled['method']} x{one.scaled['factor']:g} from {one.trained_length}" if one.scaled else "-",
+    )
+
+
+_COLUMNS = ("", "trained", "declares", "rotary", "theta", "window", "scaled")
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return rows as lines: the first and the last two columns to the left, lengths to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = (0, 5, 6)
+    return [
+        "  ".join(
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def checkpoints_text(width: int) -> str:
+    """Return what is known of published checkpoints: a table in tokens, at most 120 columns, and the sources."""
+    known = list(checkpoints().values())
+    header, *lines = _table([_COLUMNS, *map(_cells, known)])
+    shown = []
+    for family, pairs in groupby(zip(known, lines, strict=True), key=lambda pair: pair[0].family):
+        shown += ["", family + header[len(family) :]]
+        for source, rows in groupby(pairs, key=lambda pair: pair[0].source):
+            shown += [*(line for _, line in rows), _filled(f"source: {source}", width)]
+    return "\n".join(shown[1:])
