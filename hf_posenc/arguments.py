@@ -150,6 +150,9 @@ class MethodsArguments:
 class DoctorArguments:
     """Where the mended config goes, and what the config does not say."""
 
+    live: bool = field(
+        default=False, metadata={"help": "load the model too, and hold its modules against what the config means"}
+    )
     fix: str | None = field(
         default=None, metadata={"help": "write a mended config to this folder or .json file (the input gets a .bak)"}
     )

@@ -63,7 +63,9 @@ def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
         spelled[sliding] = nested["sliding_attention"]["rope_theta"]
     rope_type = parameters["rope_type"]
     scaling = {key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
-    spelled["rope_scaling"] = None if rope_type == "default" else {**scaling, "type": rope_type}
+    # Qwen2-VL's decoder in Transformers 4 reads mrope_section from here, whatever the rule.
+    is_plain = rope_type == "default" and not any(key.startswith("mrope_") for key in scaling)
+    spelled["rope_scaling"] = None if is_plain else {**scaling, "type": rope_type}
     if rope_type == "longrope":  # Transformers 4 looks for it here only, and else switches lists at the target
         spelled["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
     return spelled

@@ -191,7 +191,7 @@ def doctor(argv: Sequence[str]) -> int:
     from hf_posenc.doctor import Known, diagnose, diagnosis_text, write_mended
 
     known = Known(chosen.original_max_position_embeddings, chosen.rope_theta, chosen.ramp, chosen.trained_length)
-    diagnosis = diagnose(given.path, known)
+    diagnosis = diagnose(given.path, known, live=chosen.live)
     print(diagnosis_text(diagnosis))
     if chosen.fix is not None:
         print("\n".join(f"written: {path}" for path in write_mended(diagnosis, chosen.fix)))

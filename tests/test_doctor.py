@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from tiny_models import STATIC_METHODS, make_model, method_options
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_posenc import patch_model, save_extended, verify_model
 from hf_posenc.doctor import diagnose, write_mended
@@ -168,6 +168,7 @@ def test_row_13_one_dict_for_a_family_with_one_per_layer_type(model_type: str) -
     flat = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}
     config = config_of(model_type, head_dim=16, layer_types=LAYERS, rope_parameters=flat)
     found = {"flat-on-layers", "read-otherwise-4.57", "read-otherwise-5.23"}
+    found |= {"refused-5.0"} if model_type == "gemma3_text" else set()
     fixed = check(config, found, linear(5e5, 4), label="full_attention_")
     sliding, scale = fixed["rope_parameters"]["sliding_attention"], fixed["rope_parameters"]["full_attention"]
     assert (sliding["rope_type"], scale["rope_type"]) == ("default", "linear")
@@ -222,6 +223,29 @@ def test_row_21_type_and_rope_type() -> None:
     config["rope_scaling"] = {"factor": 4.0}
     with pytest.raises(ValueError, match="has no rope_type"):
         mended(config)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 4},
+        {"type": "yarn", **OF_64, "attn_factor": 1.0, "finetuned": True},
+        {**OF_64, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32},
+    ],
+)
+def test_rows_8_and_21_transformers_has_nothing_to_say_about_a_mended_config(
+    scaling: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(config: dict[str, Any]) -> list[str]:
+        caplog.clear()
+        LlamaConfig.from_dict(copy.deepcopy(config))
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    given = config_of(rope_theta=5e5, rope_scaling=scaling)
+    assert bool(said(given)) == (
+        set(scaling) != {"rope_type", "factor"}
+    )  # it does of unknown words: they are seen here
+    assert said(mended(given)) == []
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "mixtral"])

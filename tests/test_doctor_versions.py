@@ -13,6 +13,7 @@ from test_doctor import LAYERS, OF_64, SIZES, YARN, config_of
 
 from hf_posenc.config import RopeSpec
 from hf_posenc.doctor.dialects import VERSIONS, Refused, Rope, read_by
+from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.mending import mended
 from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.registry import METHODS, make_scaling
@@ -58,6 +59,12 @@ FLAT: dict[str, dict[str, Any]] = {
         "stablelm", rope_parameters={"rope_type": "default", "rope_theta": 5e5, "partial_rotary_factor": 0.5}
     ),
 }
+
+
+def by_layer_type(full: dict[str, Any]) -> dict[str, Any]:
+    return {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
 NESTED = {
     f"{model_type}, {name}": config_of(model_type, head_dim=16, layer_types=LAYERS, **settings)
     for model_type in ("gemma3_text", "olmo3")
@@ -66,29 +73,88 @@ NESTED = {
         "flat parameters": {"rope_parameters": {**LINEAR, "rope_theta": 5e5}},
         "flat scaling": {"rope_theta": 5e5, "rope_scaling": LINEAR},
         "type alone": {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}},
-        "nested": {
-            "rope_parameters": {
-                "full_attention": {**LINEAR, "rope_theta": 5e5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            }
+        "half nested": {"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 5e5}}},
+        "nested": {"rope_parameters": by_layer_type({**LINEAR, "rope_theta": 5e5})},
+        "nested plain": {"rope_parameters": by_layer_type({"rope_type": "default", "rope_theta": 5e5})},
+        "yarn flat": {"rope_parameters": {**YARN, "rope_theta": 5e5}},
+        "yarn of 4": {"rope_theta": 5e5, "rope_scaling": {**YARN, "type": "yarn"}},
+        "yarn nested": {"rope_parameters": by_layer_type({**YARN, "rope_theta": 5e5})},
+        "yarn, both": {
+            "rope_parameters": by_layer_type({**YARN, "rope_theta": 5e5}),
+            "rope_theta": 5e5,
+            "rope_scaling": {**YARN, "type": "yarn"},
         },
+        "linear, both": {
+            "rope_parameters": by_layer_type({**LINEAR, "rope_theta": 5e5}),
+            "rope_theta": 5e5,
+            "rope_scaling": {**LINEAR, "type": "linear"},
+        },
+    }.items()
+}
+AXES = {"mrope_section": [2, 3, 3]}
+VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2},
+    "qwen2_5_vl": {"depth": 1, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    "qwen3_vl": {"depth": 1, "out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+}
+for _name in ("qwen2_5_vl", "qwen3_vl"):
+    VISION[_name] |= {"hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+
+
+def vl_config(model_type: str, nested: bool = True, **settings: Any) -> dict[str, Any]:
+    """Return a vision-language config as the Hub has it: Qwen2-VL's text settings often stand at the top."""
+    text = {**SIZES, **({"head_dim": 16} if model_type == "qwen3_vl" else {}), **settings}
+    whole = {"model_type": model_type, "vision_config": VISION[model_type]}
+    return {**whole, "text_config": {**text, "model_type": f"{model_type}_text"}} if nested else {**whole, **text}
+
+
+SEVERAL_AXES = {
+    f"{model_type}, {'nested' if nested else 'flat'}, {name}": vl_config(model_type, nested, **settings)
+    for model_type, nested in [(m, n) for m in VISION for n in (True, False) if n or m != "qwen3_vl"]
+    for name, settings in {
+        "nothing": {},
+        "mrope": {"rope_theta": 5e5, "rope_scaling": {"type": "mrope", **AXES}},
+        "mrope, new word": {"rope_theta": 5e5, "rope_scaling": {"rope_type": "mrope", **AXES}},
+        "mrope, both words": {"rope_theta": 5e5, "rope_scaling": {"type": "mrope", "rope_type": "mrope", **AXES}},
+        "default": {"rope_theta": 5e5, "rope_scaling": {"type": "default", "rope_type": "default", **AXES}},
+        "as 5 saves it": {"rope_parameters": {"type": "mrope", "rope_type": "default", "rope_theta": 5e5, **AXES}},
+        "default of 5": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5, **AXES}},
+        "mrope of 5": {"rope_parameters": {"rope_type": "mrope", "rope_theta": 5e5, **AXES}},
+        "no type": {"rope_theta": 5e5, "rope_scaling": AXES},
+        "yarn, type": {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **OF_64, **AXES}},
+        "yarn, rope_type": {"rope_theta": 5e5, "rope_scaling": {**YARN, **AXES}},
+        "yarn, both words": {"rope_theta": 5e5, "rope_scaling": {**YARN, "type": "yarn", **AXES}},
+        "yarn of 5": {"rope_parameters": {**YARN, "rope_theta": 5e5, **AXES}},
+        "yarn beside mrope": {"rope_theta": 5e5, "rope_scaling": {**YARN, "type": "mrope", **AXES}},
+        "yarn, no section": {"rope_theta": 5e5, "rope_scaling": {**YARN, "type": "yarn"}},
     }.items()
 }
 LOAD = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 for name, config in json.load(open(sys.argv[1])).items():
     try:
         loaded = type(AutoConfig.for_model(config["model_type"])).from_dict(config)
-        model = AutoModelForCausalLM.from_config(loaded).model
+        if "vision_config" in config:
+            model = AutoModel.from_config(loaded).language_model
+            model(input_ids=torch.tensor([[5, 6, 7]]))
+        else:
+            model = AutoModelForCausalLM.from_config(loaded).model
     except Exception as error:
-        print(json.dumps([name, None, str(error)[:200]]))
+        print(json.dumps([name, None, str(error)[:200], None]))
         continue
     rotary = model.rotary_emb if hasattr(model, "rotary_emb") else model.rotary_embs["full_attention"]
     label = "full_attention_" if hasattr(rotary, "full_attention_inv_freq") else ""
     held = getattr(rotary, label + "inv_freq").tolist()
-    print(json.dumps([name, held, getattr(rotary, label + "attention_scaling")]))
+    if label:
+        windowed = rotary.sliding_attention_inv_freq
+    elif hasattr(model, "rotary_embs"):
+        windowed = model.rotary_embs["sliding_attention"].inv_freq
+    else:
+        windowed = getattr(model, "rotary_emb_local", rotary).inv_freq
+    print(json.dumps([name, held, getattr(rotary, label + "attention_scaling"), windowed.tolist()]))
 """
 NUMBERS = {"4.57": "4.57.6", "5.0": "5.0.0", "5.23": "5.23.0"}
 
@@ -114,12 +180,12 @@ def frequencies(rope: Rope) -> tuple[list[float], float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_each_version_loads(tmp_path: Path, version: str) -> None:
-    configs = {**FLAT, **NESTED}
+    configs = {**FLAT, **NESTED, **SEVERAL_AXES}
     real = loaded_by(version, configs, tmp_path)
     for name, config in configs.items():
-        held, scale = real[name]
+        held, scale, windowed = real[name]
         try:
-            rope = read_by(version, config)
+            rope = read_by(version, text_config(config)[1])
         except Refused:
             assert held is None, f"{name} is loaded"
             continue
@@ -129,20 +195,28 @@ def test_what_each_version_loads(tmp_path: Path, version: str) -> None:
         expected, factor = frequencies(rope)
         assert held == pytest.approx(expected, rel=2e-6), name
         assert scale == pytest.approx(factor, rel=1e-6), name
+        if name in NESTED and rope.rope_type != "default":
+            assert rope.every_layer == (windowed == held), name
 
 
 @pytest.mark.slow
 def test_every_version_loads_the_same_from_a_mended_config(tmp_path: Path) -> None:
     fixed = {}
-    for name, config in FLAT.items():
+    for name, config in {**FLAT, **SEVERAL_AXES}.items():
         try:
             fixed[name] = mended(config)
         except ValueError:  # what is meant cannot be told
             continue
-    assert len(fixed) > 15
+        if name in SEVERAL_AXES:
+            section = text_config(config)[1].get("rope_scaling") or text_config(config)[1].get("rope_parameters") or {}
+            text = text_config(fixed[name])[1]
+            for spelling in ("rope_scaling", "rope_parameters"):
+                assert text[spelling].get("mrope_section") == section.get("mrope_section"), name
+    assert sum(name in FLAT for name in fixed) > 15
+    assert sum(name in SEVERAL_AXES for name in fixed) > 60
     one, *others = (loaded_by(version, fixed, tmp_path) for version in VERSIONS)
-    assert all(held is not None for held, _ in one.values())
-    for name, (held, scale) in one.items():
+    assert [name for name, row in one.items() if row[0] is None] == []
+    for name, (held, scale, _) in one.items():
         for other in others:
             assert other[name][0] == pytest.approx(held, rel=2e-6), name
             assert other[name][1] == pytest.approx(scale, rel=1e-6), name

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from transformers import PreTrainedConfig
 from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, read_manifest
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import read_dialect
-from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by, text_config
+from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by
+from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
-from hf_posenc.doctor.live_model import look_at_modules
+from hf_posenc.doctor.gguf_file import look_at_gguf
+from hf_posenc.doctor.live_model import against_meaning, held_by_modules, load_live, look_at_modules
 from hf_posenc.doctor.mending import mended
+from hf_posenc.doctor.reach import look_at_reach
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import unwrap
-from hf_posenc.pretrained import gguf_rope, is_gguf
+from hf_posenc.pretrained import is_gguf
 
 _TOKENIZER = "tokenizer_config.json"
 _UNLIMITED = 1e9  # Transformers writes 1e30 for a tokenizer without a limit
@@ -56,17 +59,18 @@ class Diagnosis:
         return all(finding.severity == "note" for finding in self.findings)
 
 
-def diagnose(source: Any, known: Known | None = None) -> Diagnosis:
+def diagnose(source: Any, known: Known | None = None, *, live: bool = False) -> Diagnosis:
     """Look at a checkpoint, a config or a live model; nothing is changed.
 
     Args:
         source: A folder, a config.json, a .gguf file or a name on the Hub; the JSON of a config as a dict; a
             ``PreTrainedConfig``; or a loaded model, whose modules are held against what its config says.
         known: What the config does not say; it wins.
+        live: Load the model of a checkpoint too, on the CPU, and hold its modules against what the config means.
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no model's config, or the Hub has no such model.
+        ValueError: It is no model's config, or the Hub has no such model; or, with ``live``, it cannot be loaded.
     """
     known = known or Known()
     if isinstance(source, nn.Module):
@@ -75,6 +79,8 @@ def diagnose(source: Any, known: Known | None = None) -> Diagnosis:
         return _of_config("config", json.loads(source.to_json_string(use_diff=False)), known)
     if isinstance(source, Mapping):
         return _of_config("config", dict(source), known)
+    if live:
+        return _with_modules(diagnose(source, known), source)
     path = Path(source).expanduser()
     if is_gguf(path):
         return _of_gguf(path, known)
@@ -128,6 +134,9 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
     if dialect.rope is not None and dialect.rope.rope_type in ("yarn", "llama3", "longrope"):
         lines.append(("needs", "Transformers 4.43 or newer; older ones want a dictionary with two fields"))
     findings += dialect.findings
+    reach, hidden = look_at_reach(text, dialect)
+    lines += reach
+    findings += hidden
     if file is not None and dialect.rope is not None:
         findings += _check_tokenizer(
             file.parent / _TOKENIZER, dialect.rope.rope_type, dialect.target, dialect.model_type
@@ -184,48 +193,29 @@ def _of_adapter(path: Path) -> Diagnosis:
 def _of_gguf(path: Path, known: Known) -> Diagnosis:
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {str(path)!r}.")
-    from transformers import AutoConfig
-
-    declared, tensors = gguf_rope(path)
-    plain = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    config = json.loads(plain.to_json_string(use_diff=False))
-    config["rope_scaling"] = _gguf_scaling(declared)
-    dialect = read_dialect(config, known)
-    # What a version of Transformers reads from a config.json is no matter here.
-    findings = [f for f in dialect.findings if not f.code.startswith(("read-otherwise", "refused", "two-rules"))]
-    if tensors or config["rope_scaling"]:
-        findings.append(
-            Finding(
-                "gguf-dropped",
-                "error",
-                f"Transformers drops the scaling of a .gguf file ({', '.join([*map(str, declared), *tensors])})",
-                "It loads the model unscaled and says nothing.",
-                "Take the original safetensors checkpoint, or its weights with the config that --fix writes."
-                if not tensors
-                else "Take the original safetensors checkpoint: the divisors are tensors here.",
-                mendable=not tensors,
-            )
-        )
-    lines = [("declared", f"{dialect.rope}, in rope.scaling.* of the file"), ("original", dialect.original_from)]
+    lines, findings, dialect, config = look_at_gguf(path, known)
     return Diagnosis(str(path), dialect.model_type, tuple(lines), tuple(findings), config, known, path)
 
 
-def _gguf_scaling(declared: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return llama.cpp's metadata in Transformers' words; None if it says there is no scaling."""
-    names = {"type": "rope_type", "factor": "factor", "original_context_length": "original_max_position_embeddings"}
-    scaling = {names.get(key, key): value for key, value in declared.items() if key in {*names, "attn_factor"}}
-    if scaling.get("rope_type", "none") == "none" and scaling.get("factor", 1.0) in (0.0, 1.0):
-        return None
-    if scaling.get("rope_type", "none") == "none":
-        scaling["rope_type"] = "linear"  # llama.cpp's reading of a factor alone
-    return scaling
+def _with_modules(diagnosis: Diagnosis, source: Any) -> Diagnosis:
+    """Add to a checkpoint's diagnosis what its modules hold when it is loaded."""
+    if diagnosis.config is None:
+        raise ValueError(f"{diagnosis.source} is an adapter, which holds no positions: look at its base model.")
+    model = load_live(source)
+    _, holds, findings = look_at_modules(model)
+    lines = [("loaded", held) for held in held_by_modules(model)] or [("loaded", "no rotary module that is known")]
+    if not any(finding.code == "gguf-dropped" for finding in diagnosis.findings):
+        findings += against_meaning(model, read_dialect(diagnosis.config, diagnosis.known).rope)
+    lines = [*diagnosis.lines, *lines, ("holds", holds)]
+    return replace(diagnosis, lines=tuple(lines), findings=(*diagnosis.findings, *findings))
 
 
 def _of_model(model: nn.Module) -> Diagnosis:
     base = unwrap(model)
     declared, holds, findings = look_at_modules(base)
     said = ", ".join(f"{key} {value}" for key, value in declared.items() if value not in ({}, None))
-    lines = (("declared", said or "nothing that can be told"), ("holds", holds))
+    loaded = [("loaded", held) for held in held_by_modules(base)]
+    lines = (("declared", said or "nothing that can be told"), *loaded, ("holds", holds))
     model_type = base.config.get_text_config(decoder=True).model_type
     return Diagnosis(type(base).__name__, model_type, lines, tuple(findings))
 

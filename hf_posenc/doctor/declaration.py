@@ -12,13 +12,14 @@ from hf_posenc.config import RopeSpec
 from hf_posenc.doctor.dialects import (
     Refused,
     Rope,
-    default_theta,
     effective,
     flat_parameters,
     full_label,
     top_level,
+    usual_section_fits,
     yarn_temperature,
 )
+from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_text, default_theta
 from hf_posenc.extension import MARK, SCALING_KEYS
 from hf_posenc.families import LONGROPE_ONLY
 from hf_posenc.registry import make_scaling
@@ -82,12 +83,7 @@ class Facts:
 def has_rope(text: Mapping[str, Any]) -> bool:
     if any(text.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta")):
         return True
-    from transformers import AutoConfig
-
-    try:
-        return bool(getattr(AutoConfig.for_model(text["model_type"]), "rope_parameters", None))
-    except (ValueError, KeyError):
-        return False
+    return bool(getattr(default_text(text["model_type"]), "rope_parameters", None))
 
 
 def source_of(text: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,6 +108,8 @@ def canonical(text: Mapping[str, Any], known: Known) -> dict[str, Any]:
     thetas = (known.rope_theta, given.get("rope_theta"), scaling.get("rope_theta"), top_level(text, "rope_theta"))
     theta = next((value for value in thetas if value is not None), None)
     parameters["rope_theta"] = default_theta(text["model_type"]) if theta is None else theta
+    if text["model_type"] in MROPE_IN_LAYERS and not parameters.get("mrope_section") and usual_section_fits(text):
+        parameters["mrope_section"] = list(MROPE_SECTION)
     partial = given.get("partial_rotary_factor", top_level(text, "partial_rotary_factor"))
     if partial is not None:
         parameters["partial_rotary_factor"] = partial

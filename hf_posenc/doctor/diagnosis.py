@@ -20,7 +20,8 @@ from hf_posenc.doctor.declaration import (
     spelling_name,
     target_length,
 )
-from hf_posenc.doctor.dialects import Rope, text_config
+from hf_posenc.doctor.dialects import Rope
+from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import CHECKS, Finding, check_lengths, check_versions
 from hf_posenc.extension import MARK
 

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_posenc.doctor.family_facts import (
+    HEAD_DIM_NONE,
+    MROPE_IN_LAYERS,
+    MROPE_IN_MODULE,
+    MROPE_SECTION,
+    NOT_IN_4,
+    PARTIAL,
+    SCALED_IN_4,
+    THETA_4,
+    default_theta,
+)
 from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, LONGROPE_ONLY, NESTED_KEYS
 
 VERSIONS = ("4.57", "5.0", "5.23")
-# Their configs leave head_dim None where it is not written: yarn, dynamic, longrope then crash. Mistral's: only in 4.
-HEAD_DIM_NONE = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "minimax", "ministral", "mistral", "mixtral"})
 _READS_HEAD_DIM = frozenset({"yarn", "dynamic", "longrope"})
 _NEEDS = {
     "linear": ("factor",),
@@ -26,24 +34,6 @@ _NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
-# Where version 4 assumes another base than version 5, and what share of a head turns where no version is told.
-_THETA_4 = {"cohere": 1e4, "falcon_h1": 1e5, "fuyu": 25e3, "olmo3": 1e4, "persimmon": 25e3}
-_PARTIAL = {"gpt_neox": 0.25, "stablelm": 0.25, "phi": 0.5, "persimmon": 0.5, "glm": 0.5, "glm4": 0.5, "nemotron": 0.5}
-_PARTIAL |= {"bamba": 0.5, "glm4_moe": 0.5, "recurrent_gemma": 0.5, "qwen3_next": 0.25, "fuyu": 0.5}
-# Families that 4.57 does not know, and those whose rule it has by default where rope_scaling is not written.
-# fmt: off
-_NOT_IN_4 = frozenset({
-    "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "cohere_compass_text", "cwm", "deepseek_v32",
-    "deepseek_v4", "dots3_note", "dots3_note_text", "exaone_moe", "flint", "gemma4", "gemma4_assistant",
-    "gemma4_text", "gemma4_unified", "gemma4_unified_assistant", "gemma4_unified_text", "glm4_moe_lite",
-    "glm_moe_dsa", "granite_swa", "granitemoe_swa", "hrm_text", "hy_v3", "hy_v4", "hyperclovax", "inkling2_text",
-    "inkling_text", "internlm3", "iquestcoder", "jais2", "kimi_linear", "kolibri1", "laguna", "lfm2_moe", "lfm3",
-    "mellum", "mimo_v2_flash", "minicpm3", "minimax_m2", "minimax_m3_vl_text", "ministral3",
-    "moss_transcribe_diarize", "nanochat", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen3_5_text", "qwen4_exp", "qwen4_exp_text", "solar_open", "youtu", "zaya",
-})
-# fmt: on
-_SCALED_IN_4 = frozenset({"apertus", "gpt_oss"})
 _USUAL = (
     ("beta_fast", 32.0),
     ("beta_slow", 1.0),
@@ -65,6 +55,7 @@ class Rope:
         original: Original length in tokens, where the rule uses it.
         options: The rule's other numbers, as they take effect.
         partial: Share of a head that turns; None where only the family says.
+        every_layer: Whether the rule is in layers with a sliding window too, where only full attention should have it.
     """
 
     rope_type: str
@@ -73,6 +64,7 @@ class Rope:
     original: int | None = None
     options: tuple[tuple[str, Any], ...] = ()
     partial: float | None = None
+    every_layer: bool = False
 
     def __str__(self) -> str:
         words = ["no scaling" if self.rope_type == "default" else self.rope_type]
@@ -83,32 +75,20 @@ class Rope:
         words += [f"{key} {format(value, '.4g') if isinstance(value, float) else value}" for key, value in shown]
         if self.partial is not None:
             words.append(f"{self.partial:g} of each head")
-        return ", ".join([*words, f"rope_theta {self.rope_theta:g}"])
+        words.append(f"rope_theta {self.rope_theta:g}")
+        return ", ".join([*words, "on every layer"] if self.every_layer else words)
 
 
 class Refused(ValueError):
-    """A version of Transformers cannot build a model from a config; the message says why."""
+    """A version of Transformers cannot build or run a model from a config; the message says why.
 
+    Attributes:
+        for_good: Whether no other spelling of the rule helps.
+    """
 
-def text_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the part of a config.json about the language model, and the key it stands under ("" for the top)."""
-    for key in ("text_config", "llm_config"):
-        if isinstance(config.get(key), Mapping) and config[key].get("max_position_embeddings") is not None:
-            return key, dict(config[key])
-    return "", dict(config)
-
-
-@cache
-def default_theta(model_type: str) -> float:
-    """Return the base that Transformers assumes for a family where none is written."""
-    from transformers import AutoConfig
-
-    try:
-        parameters = AutoConfig.for_model(model_type).rope_parameters
-    except (ValueError, AttributeError):
-        return 1e4
-    label = next((name for name in parameters if name in FULL_ATTENTION), None)
-    return float(((parameters[label] if label else parameters) or {}).get("rope_theta") or 1e4)
+    def __init__(self, message: str, for_good: bool = False) -> None:
+        super().__init__(message)
+        self.for_good = for_good
 
 
 def is_nested(config: Mapping[str, Any]) -> bool:
@@ -148,16 +128,20 @@ def read_by(version: str, config: Mapping[str, Any]) -> Rope | None:
     Raises:
         Refused: It raises on such a config.
     """
-    if is_nested(config) and (version == "5.0" or (config.get("model_type") not in NESTED_KEYS and version == "4.57")):
+    if is_nested(config) and config.get("model_type") not in NESTED_KEYS and version != "5.23":
         return None
     if version == "4.57":
-        own_rule = config.get("model_type") in _SCALED_IN_4 and "rope_scaling" not in config
-        if own_rule or config.get("model_type") in _NOT_IN_4:
+        own_rule = config.get("model_type") in SCALED_IN_4 and "rope_scaling" not in config
+        if own_rule or config.get("model_type") in NOT_IN_4:
             return None
     if version == "5.23" and isinstance(config.get("max_position_embeddings"), float):
         raise Refused("it wants max_position_embeddings to be an int")
+    if version == "5.0" and is_nested(config):
+        return _read_5_0_by_layer(config)
     rope = _read_4(config) if version == "4.57" else _read_5(config)
     model_type = config.get("model_type")
+    if model_type in MROPE_IN_LAYERS:
+        _check_section(version, config)
     if (
         model_type in HEAD_DIM_NONE
         and not (model_type == "mistral" and version != "4.57")
@@ -170,11 +154,20 @@ def read_by(version: str, config: Mapping[str, Any]) -> Rope | None:
 
 def _read_4(config: Mapping[str, Any]) -> Rope:
     model_type = str(config.get("model_type"))
-    theta = top_level(config, "rope_theta") or _THETA_4.get(model_type) or default_theta(model_type)
+    theta = top_level(config, "rope_theta") or THETA_4.get(model_type) or default_theta(model_type)
     parameters = dict(config.get("rope_scaling") or {})
     if parameters and "rope_type" not in parameters and ("type" not in parameters or is_nested(config)):
         raise Refused("rope_scaling has no rope_type")
-    parameters["rope_type"] = parameters.get("type", parameters.get("rope_type", "default"))
+    if model_type in MROPE_IN_MODULE:
+        if config.get("rope_scaling") is None:
+            raise Refused("it needs rope_scaling, even for no scaling")
+        if parameters.get("rope_type") is None and parameters.get("type") != "mrope":
+            raise Refused("rope_scaling has no rope_type")
+        parameters.setdefault("rope_type", "default")
+    else:
+        parameters["rope_type"] = parameters.get("type", parameters.get("rope_type", "default"))
+    if model_type in MROPE_IN_LAYERS and parameters.get("type") == "mrope":
+        parameters["rope_type"] = "default"
     if parameters["rope_type"] == "llama3" and parameters.get(_ORIGINAL) is None:
         raise Refused(f"its llama3 rule needs {_ORIGINAL}")
     length, top = config.get("max_position_embeddings"), _top_original(config)
@@ -195,6 +188,8 @@ def _read_5(config: Mapping[str, Any]) -> Rope:
     else:
         parameters = scaling or given
     parameters.setdefault("rope_type", parameters.get("type", "default"))
+    if parameters["rope_type"] == "mrope" and config.get("model_type") in MROPE_IN_LAYERS:
+        parameters["rope_type"] = "default"
     theta = parameters.get("rope_theta", top_level(config, "rope_theta") or default_theta(str(config["model_type"])))
     if theta is None:
         raise Refused("rope_theta is null")
@@ -202,6 +197,33 @@ def _read_5(config: Mapping[str, Any]) -> Rope:
         parameters[_ORIGINAL] = top
     partial = parameters.get("partial_rotary_factor", top_level(config, "partial_rotary_factor"))
     return effective(config, parameters, theta, partial)
+
+
+def _read_5_0_by_layer(config: Mapping[str, Any]) -> Rope:
+    """Read a family whose layer types have settings of their own as 5.0.0 does, where that was new."""
+    if config.get("model_type") == "olmo3":  # one rule for all layers; of settings by layer type it reads nothing
+        flat = {} if full_label(config) else dict(config.get("rope_parameters") or {})
+        theta = top_level(config, "rope_theta") or THETA_4["olmo3"]
+        rope = _read_5({**config, "model_type": "olmo2", "rope_parameters": {**flat}, "rope_theta": theta})
+        return replace(rope, every_layer=rope.rope_type != "default")
+    given = config.get("rope_parameters") or {}
+    if given and not {"full_attention", "sliding_attention"} <= given.keys():
+        raise Refused("rope_parameters lacks full_attention or sliding_attention")
+    rope = _read_5(config)
+    if rope.rope_type == "yarn":
+        raise Refused("its check of a yarn rule fails where each layer type has settings of its own", for_good=True)
+    return rope
+
+
+def _check_section(version: str, config: Mapping[str, Any]) -> None:
+    parameters = config.get("rope_scaling") or ({} if version == "4.57" else config.get("rope_parameters")) or {}
+    if not parameters.get("mrope_section") and (version != "5.23" or not usual_section_fits(config)):
+        raise Refused("it needs mrope_section")
+
+
+def usual_section_fits(config: Mapping[str, Any]) -> bool:
+    """Return whether Qwen2-VL's ``mrope_section`` is as long as half a head."""
+    return 2 * sum(MROPE_SECTION) * int(config["num_attention_heads"]) == int(config["hidden_size"])
 
 
 def _top_original(config: Mapping[str, Any]) -> Any:
@@ -215,10 +237,10 @@ def effective(config: Mapping[str, Any], parameters: Mapping[str, Any], theta: f
         Refused: Transformers has no such rule, or numbers are missing or not numbers.
     """
     rope_type = parameters["rope_type"]
-    usual = _PARTIAL.get(str(config.get("model_type")))
+    usual = PARTIAL.get(str(config.get("model_type")))
     partial = usual if partial is None else float(partial)
     partial = None if partial == 1.0 and usual is None else partial
-    if rope_type in ("default", "mrope"):
+    if rope_type == "default":
         return Rope("default", float(theta), partial=partial)
     if config.get("model_type") in LONGROPE_ONLY and rope_type in ("su", "yarn"):
         rope_type = "longrope"

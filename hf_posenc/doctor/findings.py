@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hf_posenc.doctor.declaration import KEYS, ORIGINAL, READS_ORIGINAL, Facts, canonical, is_misspelled
 from hf_posenc.doctor.dialects import (
     VERSIONS,
     Refused,
     Rope,
-    default_theta,
+    effective,
     flat_parameters,
     full_label,
     is_nested,
     read_by,
     top_level,
 )
+from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_theta
 from hf_posenc.extension import SCALING_KEYS
 from hf_posenc.families import FULL_ATTENTION
+
+_NO_SPELLING = "No spelling helps there: take Transformers 4.57 or a newer 5."
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Finding:
 def _check_words(facts: Facts) -> Iterator[Finding]:
     source, rope_type = facts.source, facts.parameters["rope_type"]
     one, other = source.get("rope_type"), source.get("type")
-    if one and other and one != other:
+    if one and other and one != other and {one, other} != {"default", "mrope"}:  # the same: several axes, unscaled
         yield Finding(
             "two-types",
             "error",
@@ -154,7 +158,8 @@ def _check_theta(facts: Facts) -> Iterator[Finding]:
             f"--fix keeps {inner:g}, what Transformers 5 ran with; another: --rope-theta {top:g}.",
         )
     lost = "rope_theta" in facts.source and facts.source["rope_theta"] is None
-    missing = bool(text.get("rope_parameters")) and inner is None and top is None and not is_nested(text)
+    missing = bool(text.get("rope_parameters")) and facts.source.get("rope_theta") is None and inner is None
+    missing = missing and top is None and not is_nested(text)
     if (lost or missing) and facts.known.rope_theta is None and top is None and not facts.marked:
         yield Finding(
             "base-lost",
@@ -237,6 +242,8 @@ def _check_spellings(facts: Facts) -> Iterator[Finding]:
     old = canonical({k: v for k, v in text.items() if k != "rope_parameters"}, facts.known)
     new = canonical({k: v for k, v in text.items() if k != "rope_scaling"}, facts.known)
     differing = sorted(key for key in {*old, *new} if old.get(key) != new.get(key) and key != "rope_theta")
+    if _reading(facts, old) == _reading(facts, new):  # what one leaves out is what Transformers takes there
+        differing = [key for key in differing if key.startswith("mrope_")]
     if differing:
         key = differing[-1] if "rope_type" not in differing else "rope_type"
         yield Finding(
@@ -253,17 +260,50 @@ def _check_spellings(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _reading(facts: Facts, parameters: Mapping[str, Any]) -> Rope | Mapping[str, Any]:
+    """Return the rule that a flat dict comes to whatever its base is, or the dict if it comes to none."""
+    length = facts.text.get("max_position_embeddings")
+    family = {"model_type": facts.text["model_type"], "max_position_embeddings": length}
+    try:
+        return effective(family, parameters, 1e4, parameters.get("partial_rotary_factor"))
+    except (Refused, TypeError, ValueError):
+        return parameters
+
+
+def _check_axes(facts: Facts) -> Iterator[Finding]:
+    if facts.text["model_type"] in MROPE_IN_LAYERS and not facts.source.get("mrope_section"):
+        fits = "mrope_section" in facts.parameters
+        yield Finding(
+            "no-mrope-section",
+            "error",
+            "the scaling has no mrope_section: how the axes of a position share a head",
+            f"Transformers 4.57 and 5.0 fail when the model runs; 5.23 takes {MROPE_SECTION}.",
+            Finding.todo if fits else "Copy it from the base model's config.json.",
+            mendable=fits,
+        )
+
+
 def check_versions(facts: Facts, rope: Rope | None) -> Iterator[Finding]:
     for version in VERSIONS:
         try:
             read = read_by(version, facts.text)
         except Refused as refusal:
-            newest = version == VERSIONS[-1]
+            severity = "error" if version == VERSIONS[-1] else "note" if refusal.for_good else "warning"
             yield Finding(
                 f"refused-{version}",
-                "error" if newest else "warning",
+                severity,
                 f"Transformers {version} cannot load it: {refusal}",
-                "It fails when the model is built.",
+                "It fails when the model is built or first runs.",
+                _NO_SPELLING if refusal.for_good else Finding.todo,
+            )
+            continue
+        if read is not None and read.every_layer and replace(read, every_layer=False) == rope:
+            yield Finding(
+                f"one-rule-{version}",
+                "note",
+                f"Transformers {version} has one rule for all layers of {facts.text['model_type']}: {read}",
+                "Its layers with a sliding window are scaled too, which nothing was trained with.",
+                _NO_SPELLING,
             )
             continue
         if read is not None and rope is not None and read != rope:
@@ -283,4 +323,12 @@ def check_versions(facts: Facts, rope: Rope | None) -> Iterator[Finding]:
         )
 
 
-CHECKS = (_check_words, _check_factor, _check_original, _check_theta, _check_temperature, _check_spellings)
+CHECKS = (
+    _check_words,
+    _check_factor,
+    _check_original,
+    _check_theta,
+    _check_axes,
+    _check_temperature,
+    _check_spellings,
+)

@@ -3,17 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+import transformers
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 
+from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.families import label_prefix, rope_label, rotary_modules
 from hf_posenc.patching import describe, verify_model
-from hf_posenc.verification import RotaryMismatchError
+from hf_posenc.pretrained import is_gguf, load_weights
+from hf_posenc.registry import METHODS, make_scaling
+from hf_posenc.verification import RotaryMismatchError, check_rotary
 
 _RELOAD = "Reload the model, and change its positions with patch_model only."
+
+
+def load_live(source: str | Path) -> PreTrainedModel:
+    """Load the model of a checkpoint on the CPU, as plain Transformers does.
+
+    Raises:
+        ValueError: There are no weights, or Transformers cannot load them.
+    """
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        path = path.parent
+    try:
+        if is_gguf(path):  # also a scaled one, which load_weights refuses: what is dropped is the question here
+            return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        where = str(path if path.exists() else source)
+        config = AutoConfig.from_pretrained(where)
+        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return load_weights(where, dtype="auto")
+        return AutoModelForImageTextToText.from_pretrained(where, dtype="auto", use_safetensors=True)
+    except (OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        # A missing file, or a config that no model can be built from: this is what anyone meets who loads it.
+        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise ValueError(f"{str(source)!r} cannot be loaded to look at it live: {reason}") from error
+
+
+def held_by_modules(base: PreTrainedModel) -> list[str]:
+    """Return what each rotary module of the decoder holds, in words."""
+    try:
+        modules = rotary_modules(base)
+        prefix = label_prefix(rope_label(base.config.get_text_config(decoder=True)))
+    except ValueError:
+        return []
+    words = []
+    for name, module in modules.items():
+        held = module.get_buffer(f"{prefix}inv_freq")
+        kind = str(held.dtype).removeprefix("torch.")
+        shown = kind if held.is_meta else f"{held[0]:.4g} to {held[-1]:.4g} radians per token, {kind}"
+        factor = float(getattr(module, f"{prefix}attention_scaling"))
+        words.append(f"{held.numel()} pairs in {name}, {shown}; cos and sin times {factor:.6g}")
+    return words
+
+
+def against_meaning(base: PreTrainedModel, rope: Rope | None) -> list[Finding]:
+    """Compare the modules with the closed form of what the checkpoint's config means, however it was read."""
+    if rope is None or rope.rope_type not in ("default", *METHODS):
+        return []
+    try:
+        modules = rotary_modules(base)
+        text = base.config.get_text_config(decoder=True)
+        label, length = rope_label(text), int(text.max_position_embeddings)
+    except ValueError:
+        return []
+    for name, module in modules.items():
+        held = module.get_buffer(f"{label_prefix(label)}inv_freq")
+        spec = RopeSpec(2 * held.numel(), rope.rope_theta, rope.original or length)
+        scaling = RopeScaling("none")
+        if rope.rope_type != "default":
+            scaling = make_scaling(rope.rope_type, rope.factor, dict(rope.options))
+        try:
+            check_rotary(name, module, label, spec, None if rope.rope_type == "default" else scaling)
+        except RotaryMismatchError as error:
+            why = f"The config means {rope}; Transformers {transformers.__version__} did not load that."
+            return [Finding("loaded-otherwise", "error", str(error).split(". ")[0].rstrip("."), why)]
+    return []
 
 
 def look_at_modules(base: PreTrainedModel) -> tuple[dict[str, Any], str, list[Finding]]:

@@ -6,15 +6,18 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+import transformers
+from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint import both_spellings
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import Dialect, read_dialect
-from hf_posenc.doctor.dialects import HEAD_DIM_NONE, full_label, is_nested, text_config
+from hf_posenc.doctor.dialects import full_label, is_nested
+from hf_posenc.doctor.family_facts import HEAD_DIM_NONE, MROPE_IN_MODULE, default_text, text_config
 from hf_posenc.extension import MARK, SCALING_KEYS, head_dim_of
 from hf_posenc.registry import get_method
 from hf_posenc.request import resolve, write_config
+from hf_posenc.windows import window_of_all_layers
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -33,8 +36,8 @@ def mended(config: Mapping[str, Any], known: Known | None = None) -> dict[str, A
     dialect = read_dialect(config, known)
     if stuck := [finding for finding in dialect.findings if not finding.mendable]:
         raise ValueError("the config cannot be mended: " + "; ".join(f"{f.what}. {f.todo}" for f in stuck))
-    if dialect.rope is None or "mrope_section" in dialect.parameters:
-        raise ValueError(f"model_type {dialect.model_type!r}: positions of several axes or none, which are not mended.")
+    if dialect.rope is None:
+        raise ValueError(f"model_type {dialect.model_type!r} has no rotary positions to mend.")
     key, text = text_config(config)
     fixed = _write(text, dialect, known)
     return {**copy.deepcopy(dict(config)), key: fixed} if key else fixed
@@ -42,7 +45,9 @@ def mended(config: Mapping[str, Any], known: Known | None = None) -> dict[str, A
 
 def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, Any]:
     method, factor, options = _request(dialect, known)
-    config = _plain(text, dialect)
+    config = plain_config(text, dialect)
+    if window_of_all_layers(config) is not None:
+        config.sliding_window = None  # how far it reaches is another matter, and the text's own stays
     if method != "none":
         write_config(config, resolve(config, method, factor, None, None, "refuse", options))
     stale = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
@@ -53,7 +58,12 @@ def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, An
         fixed[_ORIGINAL] = getattr(config, _ORIGINAL)
     if dialect.model_type in HEAD_DIM_NONE and text.get("head_dim") is None:
         fixed["head_dim"] = head_dim_of(config)
-    return both_spellings(fixed)
+    spelled = both_spellings(fixed)
+    axes = {k: v for k, v in spelled["rope_parameters"].items() if k.startswith("mrope_")}
+    several = axes or dialect.model_type in MROPE_IN_MODULE
+    if several and spelled["rope_scaling"] is None:  # where Transformers 4 looks for the axes
+        spelled["rope_scaling"] = {**axes, "rope_type": "default", "type": "default"}
+    return spelled
 
 
 def _request(dialect: Dialect, known: Known) -> tuple[str, float, dict[str, Any]]:
@@ -75,10 +85,19 @@ def _request(dialect: Dialect, known: Known) -> tuple[str, float, dict[str, Any]
     return rope_type, factor, options
 
 
-def _plain(text: dict[str, Any], dialect: Dialect) -> PreTrainedConfig:
-    """Return the config that the model had before it was scaled."""
+def plain_config(text: dict[str, Any], dialect: Dialect) -> PreTrainedConfig:
+    """Return the config that the model had before it was scaled.
+
+    Raises:
+        ValueError: Transformers does not know the family.
+    """
+    usual = default_text(dialect.model_type)
+    if usual is None:
+        raise ValueError(f"Transformers {transformers.__version__} does not know model_type {dialect.model_type!r}.")
     kept = {k: v for k, v in dialect.parameters.items() if k not in SCALING_KEYS}
-    plain = {k: copy.deepcopy(v) for k, v in text.items() if k not in ("rope_scaling", "rope_parameters", MARK)}
+    others = ("rope_scaling", "rope_parameters", "vision_config", MARK)
+    plain = {k: copy.deepcopy(v) for k, v in text.items() if k not in others}
+    plain["model_type"] = usual.model_type  # Qwen2-VL's text config often stands at the top, under the model's name
     if dialect.mark is not None:
         kept["rope_theta"] = dialect.mark["rope_theta"]
     flat = {**kept, "rope_type": "default"}
@@ -94,4 +113,4 @@ def _plain(text: dict[str, Any], dialect: Dialect) -> PreTrainedConfig:
     plain["max_position_embeddings"] = int(dialect.original or text["max_position_embeddings"])
     if _ORIGINAL in plain:
         plain[_ORIGINAL] = plain["max_position_embeddings"]
-    return type(AutoConfig.for_model(dialect.model_type)).from_dict(plain)
+    return type(usual).from_dict(plain)
