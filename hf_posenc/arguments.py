@@ -1,6 +1,6 @@
 """What the commands take, as dataclasses: each field is a flag, and its help text its documentation.
 
-And the parser that fills them, and what can be checked before a model is loaded.
+And the parser that fills them; ``checks`` has what can be said of them before a model is loaded.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from hf_posenc.units import ContextLength, TokenCount
@@ -35,6 +34,9 @@ class ModelArguments:
 class ExtensionArguments:
     """How far the model is extended."""
 
+    preset: str | None = field(
+        default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
+    )
     factor: float | None = field(
         default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
     )
@@ -82,9 +84,8 @@ class DocumentArguments:
 class PatchArguments:
     """Which rule is written into the checkpoint."""
 
-    method: str = field(default="yarn", metadata={"help": "a name from `hf-posenc methods`"})
-    preset: str | None = field(
-        default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
+    method: str | None = field(
+        default=None, metadata={"help": "a name from `hf-posenc methods`; default: yarn, unless --preset is given"}
     )
 
 
@@ -94,7 +95,8 @@ class EvalArguments:
 
     context_lengths: list[ContextLength] = field(metadata={"help": "tokens fed at a time: 512 2k 32k"})
     method: list[str] = field(
-        default_factory=lambda: ["none"], metadata={"help": "one or more from `hf-posenc methods`, or none: as it is"}
+        default_factory=list,
+        metadata={"help": "one or more from `hf-posenc methods`, or none: as it is; default: none, or --preset"},
     )
     protocol: list[str] = field(
         default_factory=lambda: ["truncated"],
@@ -263,48 +265,3 @@ def _value(text: str) -> Any:
         return json.loads(text.lower() if text in ("True", "False") else text)
     except json.JSONDecodeError:
         return text
-
-
-def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]) -> None:
-    """Check a request for one or more methods as far as it goes without the model; "none" is no method.
-
-    Raises:
-        TypeError: A method does not take an option, or a value is of the wrong type.
-        ValueError: A method is unknown, a value is out of range, or factor and length are both given.
-    """
-    from hf_posenc.config import check_length
-    from hf_posenc.registry import make_scaling
-
-    if extension.factor is not None and extension.context_length is not None:
-        raise ValueError(
-            f"give --factor or --context-length, not both (got {extension.factor:g} and {extension.context_length}): "
-            "factor is context length / original length."
-        )
-    for name in ("context_length", "original_max_position_embeddings"):
-        if getattr(extension, name) is not None:
-            check_length(name, getattr(extension, name))
-    for method in methods:
-        if method != "none":
-            make_scaling(method, 1.0 if extension.factor is None else extension.factor, rules)
-
-
-def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
-    """Check a folder to write a model to.
-
-    Raises:
-        ValueError: It is a file or the model's own folder, or, unless it may, holds files that are not ours.
-    """
-    from hf_posenc.checkpoint import MANIFEST
-
-    folder = Path(output).expanduser().resolve()
-    if Path(model).expanduser().resolve() == folder:
-        raise ValueError("the output folder is the model's own. Give another, so that the original is kept.")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{output!r} is a file. Give a folder to write the model to.")
-    if may_hold_files or not folder.is_dir() or (folder / MANIFEST).is_file():
-        return
-    if found := sorted(path.name for path in folder.iterdir()):
-        raise ValueError(
-            f"folder {output!r} is not empty and was not written by hf-posenc; it holds {', '.join(found[:8])}. "
-            "Give a new folder, so that nothing is mixed up."
-        )

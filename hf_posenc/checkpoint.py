@@ -21,6 +21,7 @@ from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, unwrap
 from hf_posenc.patching import describe, extension_of, patch_model, verify_model
 from hf_posenc.pretrained import load_weights
+from hf_posenc.quantised import refuse_unsaveable
 from hf_posenc.version import __version__
 from hf_posenc.windows import KEEP
 
@@ -122,12 +123,14 @@ def save_extended(
 
     Raises:
         RotaryMismatchError: The live model does not hold what would be saved.
-        ValueError: The model is not extended, or ``path`` is a file.
+        ValueError: The model is not extended, ``path`` is a file, or quantised weights cannot be saved as they are.
     """
     target = Path(path).expanduser().absolute()
     if target.exists() and not target.is_dir():
         raise ValueError(f"{str(path)!r} is a file. Give the folder to save the model in.")
     base = unwrap(model)
+    whole = isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config")
+    refuse_unsaveable(base, whole=whole)
     manifest = make_manifest(base, tokens_trained=tokens_trained, base_model=base_model)
     verify_model(base)
     if manifest["options"].get("temperature") == "logits":
@@ -139,7 +142,7 @@ def save_extended(
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config"):
+    if whole:
         base.save_pretrained(partial)
         _rewrite_config(partial / CONFIG, base.config, manifest)
     else:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc import arguments as args_
+from hf_posenc.checks import check_folder, check_request, rows_to_measure
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,18 +45,14 @@ def patch(argv: Sequence[str]) -> None:
     known = (args_.PatchArguments, args_.ExtensionArguments, args_.OptionArguments, args_.ModelArguments)
     given, which, extension, options, loading = args_.parse("patch", _first_line(patch), argv, known, places)
     rules = args_.parse_options(options.option)
-    args_.check_request([which.method], extension, rules)
-    args_.check_folder(given.model, given.output, may_hold_files=False)
+    check_request([which.method or "yarn"] if which.method or not extension.preset else [], extension, rules)
+    check_folder(given.model, given.output, may_hold_files=False)
     from hf_posenc.checkpoint import save_extended
     from hf_posenc.loading import load_model
     from hf_posenc.patching import patch_model, verify_model
-    from hf_posenc.presets import get_preset
-
-    if which.preset is not None:
-        get_preset(which.preset)
 
     model, tokenizer = load_model(given.model, **vars(loading))
-    patch_model(model, which.method, preset=which.preset, **vars(extension), **rules)
+    patch_model(model, which.method or "yarn", **vars(extension), **rules)
     verification = verify_model(model)
     trained = _tokens_trained(given.model)
     save_extended(model, given.output, tokenizer, tokens_trained=trained, base_model=given.model)
@@ -74,12 +71,9 @@ def evaluate(argv: Sequence[str]) -> None:
     places = {"model": "name on the Hub, folder or .gguf file"}
     given, what, extension, options, source, loading = args_.parse("eval", _first_line(evaluate), argv, known, places)
     settings = vars(what)
-    methods, output = settings.pop("method"), what.output
+    output = what.output
     settings |= {"progress": not settings.pop("hide_progress"), "model_name": what.model_name or given.model}
-    rules = args_.parse_options(options.option)
-    if set(methods) == {"none"} and (rules or extension.factor or extension.context_length):
-        raise ValueError("--factor, --context-length and --option need a --method, such as yarn.")
-    args_.check_request(methods, extension, rules)
+    rows = rows_to_measure(settings.pop("method"), extension, args_.parse_options(options.option))
     from hf_posenc.evaluation import perplexity
     from hf_posenc.evaluation.plans import plan_runs
     from hf_posenc.evaluation.records import check_output
@@ -92,12 +86,11 @@ def evaluate(argv: Sequence[str]) -> None:
         check_output(output)
     documents = _read(source)
     model, tokenizer = load_model(given.model, **vars(loading))
-    _try_methods(model, methods, extension, rules)
+    _try_rows(model, rows)
     settings["tokens_trained"] = _tokens_trained(given.model)
     records: list[Record] = []
-    for method in methods:
-        extended = nullcontext() if method == "none" else patched(model, method, **vars(extension), **rules)
-        with extended:
+    for row in rows:
+        with nullcontext() if row is None else patched(model, **row):
             records += perplexity(model, documents, tokenizer=tokenizer, **settings)
     print(text_table(records))
     if output is not None:
@@ -113,7 +106,7 @@ def finetune(argv: Sequence[str]) -> None:
     given, config, options, source, loading = args_.parse("finetune", _first_line(finetune), argv, known, places)
     if options.option:
         config = dataclasses.replace(config, options={**config.options, **args_.parse_options(options.option)})
-    args_.check_folder(given.model, config.output_dir)
+    check_folder(given.model, config.output_dir)
     from hf_posenc.loading import load_model
     from hf_posenc.report import text_table
     from hf_posenc.training import finetune as run
@@ -249,17 +242,15 @@ def _command(words: list[str]) -> int | None:
     return COMMANDS[parser.parse_args(words[:own]).command](words[own:])
 
 
-def _try_methods(
-    model: PreTrainedModel, methods: Sequence[str], extension: args_.ExtensionArguments, rules: dict[str, Any]
-) -> None:
-    """Patch by each method and undo it, so that what a model refuses is found before anything is measured."""
+def _try_rows(model: PreTrainedModel, rows: Sequence[dict[str, Any] | None]) -> None:
+    """Patch for each row and undo it, so that what a model refuses is found before anything is measured."""
     from hf_posenc.patching import patched
 
-    for method in methods:
-        if method != "none":
+    for row in rows:
+        if row is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # they come when it is patched to be measured
-                with patched(model, method, **vars(extension), **rules):
+                with patched(model, **row):
                     pass
 
 

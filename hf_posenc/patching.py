@@ -102,12 +102,12 @@ def patch_model(
         text_config,
         method,
         factor,
-        context_length,
-        original_max_position_embeddings,
-        on_scaled,
         options,
-        preset,
-        sliding_window,
+        context_length=context_length,
+        original_max_position_embeddings=original_max_position_embeddings,
+        preset=preset,
+        sliding_window=sliding_window,
+        on_scaled=on_scaled,
     )
     modules = rotary_modules(base)
     _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # only named here: `hf-posenc presets` answers without PyTorch
     from transformers import PreTrainedConfig
 
+from hf_posenc.windows import KEEP, window_of_all_layers
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -74,6 +76,24 @@ class Preset:
     source: str
     options: dict[str, Any] = field(default_factory=dict)
     sliding_window: int | None = None
+
+    def window_for(self, config: PreTrainedConfig, asked: str | int) -> str | int:
+        """Return what becomes of a window that every layer has: as asked, or as the checkpoints had it."""
+        if asked == KEEP and self.sliding_window and window_of_all_layers(config):
+            return self.sliding_window
+        return asked
+
+    def refuse_besides(self, **given: Any) -> None:
+        """Refuse what a caller gave although the preset decides it; None and an empty dict are not given.
+
+        Raises:
+            ValueError: Something was given.
+        """
+        if decided := [argument for argument, value in given.items() if value not in (None, {})]:
+            raise ValueError(
+                f"preset {self.name!r} decides {', '.join(decided)} (it is {self.method}, factor {self.factor:g}): "
+                "give the preset alone, or spell its numbers out without it."
+            )
 
 
 def _families() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -140,7 +160,7 @@ def choose_preset(name: str, config: PreTrainedConfig, **given: Any) -> Preset:
     Args:
         name: The preset.
         config: The model's text config.
-        **given: What the caller gave besides it; None is not given.
+        **given: What the caller gave besides it, as for ``Preset.refuse_besides``.
 
     Raises:
         ValueError: It is unknown, for another family or for models trained on another length, or something it decides
@@ -152,11 +172,7 @@ def choose_preset(name: str, config: PreTrainedConfig, **given: Any) -> Preset:
             f"preset {name!r} is for {preset.family} (model_type {', '.join(preset.model_types)}), this model is "
             f"{config.model_type!r}. `hf-posenc presets` lists all."
         )
-    if decided := [argument for argument, value in given.items() if value not in (None, {})]:
-        raise ValueError(
-            f"preset {name!r} decides {', '.join(decided)} (it is {preset.method}, factor {preset.factor:g}): "
-            "give the preset alone, or spell its numbers out without it."
-        )
+    preset.refuse_besides(**given)
     original = preset.original_max_position_embeddings
     known = known_checkpoint(getattr(config, "_name_or_path", ""))
     if known is not None and known.trained_length != original:

@@ -23,7 +23,7 @@ from hf_posenc.extension import (
 from hf_posenc.families import LONGROPE_ONLY, MLA, refuse_family, rope_label
 from hf_posenc.presets import choose_preset
 from hf_posenc.registry import METHODS, OnDisk, get_method, longrope_spelling, make_scaling
-from hf_posenc.windows import KEEP, choose_window, warn_about_window, window_of_all_layers
+from hf_posenc.windows import KEEP, choose_window, warn_about_window
 
 # Where neither factor nor context_length is given.
 DEFAULT_FACTOR = 4.0
@@ -78,12 +78,13 @@ def resolve(
     config: PreTrainedConfig,
     method: str,
     factor: float | None,
-    context_length: int | None,
-    original_max_position_embeddings: int | None,
-    on_scaled: str,
     options: Mapping[str, Any],
+    *,
+    context_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
     preset: str | None = None,
     sliding_window: str | int = KEEP,
+    on_scaled: str = "refuse",
 ) -> Extension:
     """Check a request against a text config before anything is touched; arguments as ``patch_model``'s."""
     if preset is not None:
@@ -98,8 +99,7 @@ def resolve(
         )
         method, factor, options = chosen.method, chosen.factor, chosen.options
         original_max_position_embeddings = chosen.original_max_position_embeddings
-        if sliding_window == KEEP and chosen.sliding_window and window_of_all_layers(config):
-            sliding_window = chosen.sliding_window
+        sliding_window = chosen.window_for(config, sliding_window)
     name = get_method(method).name
     refuse_family(config)
     there = declared_scaling(config)
@@ -211,12 +211,12 @@ def extend_config(
         text_config,
         method,
         factor,
-        context_length,
-        original_max_position_embeddings,
-        on_scaled,
         options,
-        preset,
-        sliding_window,
+        context_length=context_length,
+        original_max_position_embeddings=original_max_position_embeddings,
+        preset=preset,
+        sliding_window=sliding_window,
+        on_scaled=on_scaled,
     )
     write_config(text_config, extension)
     warn_about_limits(text_config, extension)

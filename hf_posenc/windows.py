@@ -51,7 +51,7 @@ def choose_window(config: PreTrainedConfig, asked: str | int, target: int) -> in
         )
     if asked == OFF:
         return None
-    chosen = window if asked == KEEP else _tokens(asked)
+    chosen = window if asked == KEEP else int(check_window(asked))
     if chosen is None:
         return None
     reach = chosen * int(config.num_hidden_layers)
@@ -63,7 +63,14 @@ def choose_window(config: PreTrainedConfig, asked: str | int, target: int) -> in
     return chosen
 
 
-def _tokens(asked: str | int) -> int:
+def check_window(asked: str | int) -> str | int:
+    """Return ``"keep"``, ``"off"`` or a number of tokens, which may be given as ``"4k"``.
+
+    Raises:
+        ValueError, TypeError: It is none of them.
+    """
+    if asked in (KEEP, OFF):
+        return asked
     try:
         return check_length("sliding_window", ContextLength(asked) if isinstance(asked, str) else asked)
     except ValueError as error:

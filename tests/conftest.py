@@ -64,6 +64,22 @@ def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words for the fine-tuning tests."""
+    from tiny_runs import make_tokenizer  # here, as it imports all of training
+
+    return make_tokenizer()
+
+
+@pytest.fixture
+def documents() -> list[torch.Tensor]:
+    """Texts with something to learn, in the words of ``tokenizer``."""
+    from tiny_runs import make_documents
+
+    return make_documents()
+
+
+@pytest.fixture
 def tiny_checkpoint(tmp_path: Path) -> Path:
     """A folder with the tiny Llama and its tokenizer, as ``save_pretrained`` leaves it."""
     folder = tmp_path / "tiny-llama"

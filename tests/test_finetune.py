@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from tiny_runs import SEQ, Build, config, logits_of, make_documents, make_tokenizer
+from tiny_runs import SEQ, Build, config, logits_of
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -25,16 +25,6 @@ from hf_posenc.training.measure import hold_out
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.precision import float32_weights
 from hf_posenc.training.train_log import hint_first_loss, read_log
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer()
-
-
-@pytest.fixture
-def documents() -> list[torch.Tensor]:
-    return make_documents()
 
 
 def test_thirty_steps_lower_the_loss_and_everything_is_written(

@@ -16,6 +16,15 @@ from hf_posenc.training import FinetuneConfig, trackers
         ({"factor": 2.0, "context_length": 128}, ValueError, "give factor or context_length, not both"),
         ({"factor": 0.25}, ValueError, "factor must be >= 1, got 0.25"),
         ({"method": "yran"}, ValueError, "unknown method 'yran'. Did you mean 'yarn'"),
+        ({"preset": "qwen3-yarn-4"}, ValueError, "unknown preset 'qwen3-yarn-4'. Did you mean 'qwen3-yarn-4x'"),
+        ({"preset": "qwen3-yarn-4x", "method": "yarn"}, ValueError, "decides method"),
+        (
+            {"preset": "qwen3-yarn-4x", "factor": 4.0, "options": {"beta_fast": 3}},
+            ValueError,
+            "decides factor, options",
+        ),
+        ({"sliding_window": "of"}, ValueError, "sliding_window must be 'keep', 'off' or a number of tokens"),
+        ({"sliding_window": 0}, ValueError, "sliding_window must be 'keep', 'off' or a number of tokens"),
         ({"method": "linear", "options": {"beta_fast": 3}}, TypeError, "'linear' takes no option 'beta_fast'"),
         ({"token_budget": 0}, ValueError, "token_budget must be at least 1"),
         ({"token_budget": "lots"}, ValueError, "token_budget: expected a number of tokens"),
@@ -53,10 +62,12 @@ def test_flags_are_made_from_the_config():
     parser = HfArgumentParser(FinetuneConfig)
     flags = ["--output-dir", "out", "--context-length", "32k", "--token-budget", "300k", "--seq-len", "4k", "--lora"]
     flags += ["--eval-lengths", "2k", "32k", "--bf16", "true", "--on-scaled", "replace"]
+    flags += ["--sliding-window", "4k"]
     flags += ["--original-max-position-embeddings", "4k"]
     (made,) = parser.parse_args_into_dataclasses(flags, look_for_args_file=False)
     assert (made.context_length, made.token_budget, made.seq_len) == (32768, 300_000, 4096)
     assert (made.on_scaled, made.original_max_position_embeddings) == ("replace", 4096)
+    assert (made.preset, made.sliding_window) == (None, "4096")
     assert "--options" not in parser.format_help()  # --option of the command line is the one way
     assert made.eval_lengths == [2048, 32768]
     assert (made.lora, made.bf16, made.factor, made.resume) == (True, True, None, False)

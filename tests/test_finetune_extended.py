@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import SEQ, Build, config, make_documents, make_tokenizer
-from transformers import LlamaForCausalLM
+import torch
+from tiny_models import make_model
+from tiny_runs import SEQ, Build, config
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from hf_posenc.checkpoint import load_extended
+from hf_posenc.checkpoint import load_extended, read_manifest
 from hf_posenc.patching import describe, patch_model, unpatch_model
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.training.extending import extend
@@ -34,13 +36,15 @@ def asked(**settings: Any) -> FinetuneConfig:
     return FinetuneConfig("nowhere", **settings)
 
 
-def test_a_model_is_trained_as_it_is_and_again_after_reloading(tmp_path: Path, tiny_llama: Build):
+def test_a_model_is_trained_as_it_is_and_again_after_reloading(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
+):
     small = {"token_budget": 2 * SEQ, "eval_documents": 0}
     model = patch_model(tiny_llama(), "linear", 2)
     as_it_is = config(tmp_path / "a", factor=None, **small)
-    assert describe(finetune(model, make_tokenizer(), make_documents(), as_it_is).model)["method"] == "linear"
+    assert describe(finetune(model, tokenizer, documents, as_it_is).model)["method"] == "linear"
     same = config(tmp_path / "b", method="linear", **small)
-    again = finetune(load_extended(tmp_path / "a"), make_tokenizer(), make_documents(), same)
+    again = finetune(load_extended(tmp_path / "a"), tokenizer, documents, same)
     assert (describe(again.model)["method"], describe(again.model)["factor"]) == ("linear", 2)
 
 
@@ -99,3 +103,90 @@ def test_a_scaling_that_hides_the_original_length_needs_it_said(tiny_llama: Buil
         extend(model, asked())
     told = asked(method="linear", factor=2.0, original_max_position_embeddings=64, on_scaled="replace")
     assert extend(model, told)["context_length"] == 128
+
+
+MISTRAL = "mistral-0.1-yarn-8x"  # yarn x8 of 8192 tokens, with a window of 65536 on every layer
+
+
+def small_mistral(**changes: Any) -> PreTrainedModel:
+    """A model with a window on every layer, of the lengths that Mistral 0.1 declares."""
+    return make_model("Mistral", **{"max_position_embeddings": 32768, "sliding_window": 32768, **changes})
+
+
+def test_a_preset_decides_as_patch_model_lets_it():
+    expected = patch_model(small_mistral(), preset=MISTRAL)
+    model = small_mistral()
+    assert extend(model, asked(preset=MISTRAL)) == describe(expected)
+    assert model.config.to_dict() == expected.config.to_dict()
+    assert model.config.sliding_window == 65536
+    without = small_mistral()
+    extend(without, asked(preset=MISTRAL, sliding_window="off"))
+    assert without.config.sliding_window is None
+    for one, other in ((model, expected), (without, expected)):
+        assert torch.equal(one.model.rotary_emb.inv_freq, other.model.rotary_emb.inv_freq)
+
+
+@pytest.mark.parametrize("window", ["off", 160, "160"])
+def test_a_window_is_changed(window: Any):
+    model = small_mistral(max_position_embeddings=64, sliding_window=32)
+    extend(model, asked(factor=2.0, sliding_window=window))
+    assert model.config.sliding_window == (None if window == "off" else 160)
+
+
+@pytest.mark.parametrize(
+    "same", [{}, {"preset": MISTRAL}, {"sliding_window": "64k"}, {"preset": MISTRAL, "sliding_window": 65536}]
+)
+def test_a_preset_and_a_window_that_agree_are_taken(same: dict[str, Any]):
+    model = patch_model(small_mistral(), preset=MISTRAL)
+    assert extend(model, asked(**same))["factor"] == 8
+    off = patch_model(small_mistral(), preset=MISTRAL, sliding_window="off")
+    assert extend(off, asked(preset=MISTRAL, sliding_window="off"))["factor"] == 8
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"sliding_window": "off"}, "asked for: sliding_window off"),
+        ({"sliding_window": 4096}, "asked for: sliding_window 4096"),
+        ({"preset": MISTRAL}, r"asked for: factor 8.0, context_length 65536, sliding_window 65536"),
+    ],
+)
+def test_a_preset_and_a_window_that_contradict_are_refused(other: dict[str, Any], named: str):
+    model = patch_model(small_mistral(), "yarn", 4, original_max_position_embeddings=8192)
+    with pytest.raises(ValueError, match=rf"extended already: yarn, factor 4, 32768 tokens.*{named}\."):
+        extend(model, asked(**other))
+
+
+def test_a_preset_of_another_family_is_refused(tiny_llama: Build):
+    for model in (tiny_llama(), patch_model(tiny_llama(), "yarn", 2)):
+        with pytest.raises(ValueError, match=r"is for Mistral .*this model is 'llama'"):
+            extend(model, asked(preset=MISTRAL))
+
+
+def test_a_run_by_a_preset_says_so_everywhere(tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]):
+    small: dict[str, Any] = {"factor": None, "seq_len": SEQ, "token_budget": 2 * SEQ, "preset": MISTRAL, "lora": True}
+    run = config(tmp_path / "run", eval_lengths=[64], sliding_window="off", **small)
+    small_mistral(sliding_window=32).save_pretrained(tmp_path / "base")
+    result = finetune(load_base(tmp_path), tokenizer, documents, run)
+    assert {(record.method, record.factor) for record in result.records} == {("yarn", 8.0)}
+    manifest = read_manifest(tmp_path / "run")
+    assert manifest is not None
+    assert (manifest["method"], manifest["factor"], manifest["sliding_window"]) == ("yarn", 8.0, "off")
+    card = (tmp_path / "run/README.md").read_text()
+    assert "8192 tokens as trained, extended 8 times with `yarn`" in card
+    base_model = load_base(tmp_path)
+    exec(card.split("```python\n")[2].split("```")[0], {"base_model": base_model})  # what the card tells users of PEFT
+    assert base_model.config.sliding_window is None
+    for change, named in (
+        ({"preset": None, "factor": 8.0}, f"preset was '{MISTRAL}', is now None"),
+        ({"sliding_window": "64k"}, "sliding_window was 'off', is now '65536'"),
+    ):
+        again = config(
+            tmp_path / "run", **{**small, "eval_lengths": [64], "sliding_window": "off", **change}, resume=True
+        )
+        with pytest.raises(ValueError, match=named):
+            finetune(load_base(tmp_path), tokenizer, documents, again)
+
+
+def load_base(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder / "base")

@@ -48,7 +48,9 @@ def test_a_head_whose_losses_would_be_wrong(tmp_path: Path, tiny_llama: Build):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_model_with_nothing_to_train(tmp_path: Path, tiny_llama: Build):
+def test_a_model_with_nothing_to_train(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
+):
     adapted = get_peft_model(tiny_llama(), LoraConfig(target_modules=["q_proj"]))
     refused(adapted, tmp_path / "run", "has adapters already. Merge them first", lora=True)
     tiny_llama().save_pretrained(tmp_path / "base")
@@ -58,7 +60,7 @@ def test_a_model_with_nothing_to_train(tmp_path: Path, tiny_llama: Build):
     assert not (tmp_path / "run").exists()
     small = config(tmp_path / "run", token_budget=2 * SEQ, eval_documents=0)
     trainable = PeftModel.from_pretrained(tiny_llama(), tmp_path / "adapter", is_trainable=True)
-    finetune(trainable, make_tokenizer(), make_documents(), small)
+    finetune(trainable, tokenizer, documents, small)
     assert "library_name: peft" in (tmp_path / "run/README.md").read_text()
 
 
@@ -77,17 +79,16 @@ def test_token_ids_outside_the_vocabulary(tmp_path: Path, tiny_llama: Build, wro
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_of_another_model(tmp_path: Path, tiny_llama: Build):
+def test_a_tokenizer_of_another_model(tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]):
     refused(
         tiny_llama(vocab_size=64),
         tmp_path / "run",
         "document 0 holds token id 64, ",
         documents=[torch.arange(90)],
     )
-    tokenizer = make_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     with pytest.raises(ValueError, match="eos_token_id is 128, but the model's vocabulary has 128 ids"):
-        finetune(tiny_llama(), tokenizer, make_documents(), config(tmp_path / "run"))
+        finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "run"))
 
 
 def test_a_count_of_tokens_that_cannot_be(tmp_path: Path, tiny_llama: Build):

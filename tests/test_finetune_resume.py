@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import SEQ, Build, Killed, config, kill_at, logits_of, make_documents, make_tokenizer
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from tiny_runs import SEQ, Build, Killed, config, kill_at, logits_of
+from transformers import AutoModelForCausalLM
 
 from hf_posenc.checkpoint import load_extended, read_manifest
 from hf_posenc.evaluation import read_records
@@ -17,16 +17,6 @@ from hf_posenc.patching import describe, patch_model
 from hf_posenc.training import finetune, trainer
 from hf_posenc.training.run_folder import last_checkpoint
 from hf_posenc.training.train_log import read_log
-
-
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    return make_tokenizer()
-
-
-@pytest.fixture
-def documents() -> list[torch.Tensor]:
-    return make_documents()
 
 
 @pytest.mark.parametrize(

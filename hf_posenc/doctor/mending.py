@@ -49,7 +49,7 @@ def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, An
     if window_of_all_layers(config) is not None:
         config.sliding_window = None  # how far it reaches is another matter, and the text's own stays
     if method != "none":
-        write_config(config, resolve(config, method, factor, None, None, "refuse", options))
+        write_config(config, resolve(config, method, factor, options))
     stale = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
     fixed = {k: copy.deepcopy(v) for k, v in text.items() if k not in stale}
     fixed["rope_parameters"] = copy.deepcopy(config.rope_parameters)

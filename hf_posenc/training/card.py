@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation.records import Record
+from hf_posenc.windows import KEEP
 
 
 def model_card(
@@ -20,6 +21,7 @@ def model_card(
     *,
     tokens_before: int = 0,
     adapter: bool = False,
+    sliding_window: str | int = KEEP,
 ) -> str:
     """Return the text of README.md, with the metadata block the Hub reads.
 
@@ -31,6 +33,7 @@ def model_card(
         before, after: Perplexities of the extended model before and after training, at the same lengths.
         tokens_before: Of these tokens, those of earlier runs.
         adapter: The folder holds an adapter, not a whole model.
+        sliding_window: What became of a window that every layer had.
     """
     original, target = description["original_max_position_embeddings"], description["context_length"]
     options = "".join(f", {name} {value}" for name, value in description["options"].items())
@@ -55,7 +58,7 @@ def model_card(
             "",
             "## Loading",
             "",
-            *_loading(adapter, description),
+            *_loading(adapter, description, sliding_window),
             "",
             "## Training",
             "",
@@ -88,9 +91,10 @@ def _table(before: Sequence[Record], after: Sequence[Record], original: int) -> 
     ]
 
 
-def _loading(adapter: bool, description: dict[str, Any]) -> list[str]:
+def _loading(adapter: bool, description: dict[str, Any], sliding_window: str | int) -> list[str]:
     if adapter:
-        options = "".join(f", {name}={value!r}" for name, value in description["options"].items())
+        window = {} if sliding_window == KEEP else {"sliding_window": sliding_window}
+        options = "".join(f", {name}={value!r}" for name, value in {**window, **description["options"]}.items())
         return [
             "The adapter needs its base model extended the same way; `load_extended` sees to it:",
             "",

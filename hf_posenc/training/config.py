@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from hf_posenc.config import check_number
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
+from hf_posenc.presets import get_preset
 from hf_posenc.registry import get_method, make_scaling
 from hf_posenc.training.trackers import check_tracker
 from hf_posenc.units import ContextLength, TokenCount
+from hf_posenc.windows import check_window
 
 DEFAULT_METHOD = "yarn"
 _LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
@@ -38,6 +40,9 @@ class FinetuneConfig:
         default=None,
         metadata={"help": "extension method (see `methods`); default: yarn, unless the model is extended already"},
     )
+    preset: str | None = field(
+        default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
+    )
     factor: float | None = field(
         default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
     )
@@ -46,6 +51,10 @@ class FinetuneConfig:
     )
     original_max_position_embeddings: ContextLength | None = field(
         default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
+    )
+    # A number of tokens is taken too, and kept as its digits.
+    sliding_window: str = field(
+        default="keep", metadata={"help": "what becomes of a window that every layer has: keep, off or tokens (16k)"}
     )
     on_scaled: Literal["refuse", "replace"] = field(
         default="refuse",
@@ -145,6 +154,10 @@ class FinetuneConfig:
             raise TypeError(f'options must be a dict such as {{"beta_fast": 16}}, got {self.options!r}.')
         if self.method is not None:
             self._set("method", get_method(self.method).name)
+        if self.preset is not None:
+            decided = ("method", "factor", "context_length", "original_max_position_embeddings", "options")
+            get_preset(self.preset).refuse_besides(**{name: getattr(self, name) for name in decided})
+        self._set("sliding_window", str(check_window(self.sliding_window)))
         # The options of a method that the model brings are checked against that model.
         make_scaling(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
 

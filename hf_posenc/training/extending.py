@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.families import unwrap
 from hf_posenc.patching import describe, patch_model
+from hf_posenc.presets import get_preset
 from hf_posenc.registry import make_scaling
+from hf_posenc.request import resolve
 from hf_posenc.training.config import DEFAULT_METHOD, FinetuneConfig
+from hf_posenc.windows import KEEP, OFF, window_of_all_layers
 
 logger = logging.getLogger(__name__)
 
 _ADVICE = (
-    "Leave method, factor, context_length, options and original_max_position_embeddings out to train it as it is. To "
-    "extend it in another way, call unpatch_model(model) first if patch_model extended it, or give "
-    "on_scaled='replace' (--on-scaled replace) if it was loaded so"
+    "Leave method, preset, factor, context_length, options, original_max_position_embeddings and sliding_window out to "
+    "train it as it is. To extend it in another way, call unpatch_model(model) first if patch_model extended it, or "
+    "give on_scaled='replace' (--on-scaled replace) if it was loaded so"
 )
 
 
@@ -37,17 +41,26 @@ def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:
             config.factor,
             context_length=config.context_length,
             original_max_position_embeddings=config.original_max_position_embeddings,
+            preset=config.preset,
+            sliding_window=config.sliding_window,
             on_scaled=config.on_scaled,
             **config.options,
         )
         return describe(model)
-    _check_agreement(there, config)
+    _check_agreement(there, unwrap(model).config.get_text_config(decoder=True), config)
     logger.info("training the model as it is extended: %s, factor %g", there["method"], there["factor"])
     return there
 
 
-def _check_agreement(there: dict[str, Any], config: FinetuneConfig) -> None:
-    wrong = {**_other_lengths(there, config), **_other_rule(there, config)}
+def _check_agreement(there: dict[str, Any], model_config: PreTrainedConfig, config: FinetuneConfig) -> None:
+    if config.preset is None:
+        wrong = {**_other_lengths(there, config), **_other_rule(there, config)}
+        window: str | int = config.sliding_window
+    else:
+        asked = resolve(model_config, DEFAULT_METHOD, None, {}, preset=config.preset, on_scaled="replace")
+        wrong = {name: value for name, value in asked.describe().items() if value != there[name]}
+        window = get_preset(config.preset).window_for(model_config, config.sliding_window)
+    wrong |= _other_window(model_config, window)
     if wrong:
         raise ValueError(
             f"the model is extended already: {there['method']}, factor {there['factor']:g}, {there['context_length']} "
@@ -60,6 +73,14 @@ def _check_agreement(there: dict[str, Any], config: FinetuneConfig) -> None:
             "tokens it was trained on. Give original_max_position_embeddings, with method, factor and "
             "on_scaled='replace' (--on-scaled replace)."
         )
+
+
+def _other_window(model_config: PreTrainedConfig, asked: str | int) -> dict[str, Any]:
+    """Return the window on every layer that was asked for and is not there; "off" agrees with none."""
+    there = window_of_all_layers(model_config)
+    if asked == KEEP or (there is None if asked == OFF else there == int(asked)):
+        return {}
+    return {"sliding_window": asked}
 
 
 def _other_lengths(there: dict[str, Any], config: FinetuneConfig) -> dict[str, Any]:

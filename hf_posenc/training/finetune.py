@@ -15,6 +15,8 @@ from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import check_head
+from hf_posenc.patching import extension_of
+from hf_posenc.quantised import keep_layout, refuse_laid_out
 from hf_posenc.training.card import model_card
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import extend
@@ -26,6 +28,7 @@ from hf_posenc.training.run_folder import check_not_the_models_own, open_run
 from hf_posenc.training.texts import Documents, Texts, prepare_texts
 from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
+from hf_posenc.windows import KEEP
 
 RESULTS = "results.jsonl"
 
@@ -76,7 +79,8 @@ def finetune(
         tokens_trained: Tokens the model was fine-tuned on before, as its manifest says; counted on.
 
     Raises:
-        ValueError: The request contradicts the model, or the folder holds another run or the model itself.
+        ValueError: The request contradicts the model or its quantised weights, or the folder holds another run or the
+            model itself.
         RuntimeError: Packed documents would see each other (see ``probe_isolation``).
     """
     folder = Path(config.output_dir)
@@ -85,6 +89,8 @@ def finetune(
         raise ValueError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
     check_not_the_models_own(folder, base_model)
     check_trainable(model, config.lora)
+    refuse_laid_out(model, "the model cannot be fine-tuned")
+    keep_layout(model)  # checkpoints are written between forwards
     set_seed(config.seed)
     description = extend(model, config)
     with evaluation_mode(model):
@@ -107,6 +113,7 @@ def finetune(
 
     def save() -> list[dict[str, Any]]:
         shown = _card_settings(config, texts.packed, args)
+        extension = extension_of(model)
         card = model_card(
             description,
             base_model,
@@ -116,6 +123,7 @@ def finetune(
             after,
             tokens_before=tokens_trained,
             adapter=is_adapted(trained),
+            sliding_window=extension.sliding_window if extension is not None else KEEP,
         )
         with base_not_looked_up():
             save_extended(trained, folder, tokenizer, tokens_trained=total, base_model=base_model, card=card)

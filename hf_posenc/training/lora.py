@@ -53,12 +53,18 @@ def check_trainable(model: Any, lora: bool) -> None:
         lora: Adapters are to be added.
 
     Raises:
-        ValueError: No parameter asks for a gradient, or ``lora`` and the model is PEFT-wrapped.
+        ValueError: No parameter asks for a gradient, ``lora`` and the model is PEFT-wrapped, or no adapters and its
+            weights are quantised.
     """
     if is_adapted(model) and lora:
         raise ValueError(
             "the model has adapters already. Merge them first, model = model.merge_and_unload(), or go on training "
             "them: load them by PeftModel.from_pretrained(base, folder, is_trainable=True) and leave lora out."
+        )
+    trains_quantised = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
+    if getattr(model, "is_quantized", False) and not (lora or is_adapted(model) or trains_quantised):
+        raise ValueError(
+            "the model's weights are quantised, so they cannot be trained. Train adapters on them: lora=True (--lora)."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(

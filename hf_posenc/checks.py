@@ -1,0 +1,94 @@
+"""What can be said of a command's arguments before a model is loaded, which takes minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.arguments import ExtensionArguments
+
+NONE = "none"  # no method: the model as it is
+
+
+def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]) -> None:
+    """Check a request for one or more methods, or a preset, as far as it goes without the model.
+
+    Args:
+        methods: Names; "none" is no method.
+        extension: How far.
+        rules: The options of the method.
+
+    Raises:
+        TypeError: A method does not take an option, or a value is of the wrong type.
+        ValueError: A method or preset is unknown, a value is out of range, or two that exclude each other are given.
+    """
+    from hf_posenc.config import check_length
+    from hf_posenc.presets import get_preset
+    from hf_posenc.registry import make_scaling
+    from hf_posenc.windows import check_window
+
+    if extension.factor is not None and extension.context_length is not None:
+        raise ValueError(
+            f"give --factor or --context-length, not both (got {extension.factor:g} and {extension.context_length}): "
+            "factor is context length / original length."
+        )
+    lengths = ("context_length", "original_max_position_embeddings")
+    for name in lengths:
+        if getattr(extension, name) is not None:
+            check_length(name, getattr(extension, name))
+    check_window(extension.sliding_window)
+    named = [method for method in methods if method != NONE]
+    for method in named:
+        make_scaling(method, 1.0 if extension.factor is None else extension.factor, rules)
+    if extension.preset is not None:
+        given = {name: getattr(extension, name) for name in ("factor", *lengths)}
+        get_preset(extension.preset).refuse_besides(method=", ".join(named) or None, **given, options=rules)
+
+
+def rows_to_measure(
+    methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]
+) -> list[dict[str, Any] | None]:
+    """Return what ``patch_model`` is to be told for each row of numbers; None leaves the model as it is.
+
+    Args:
+        methods: Names; "none" is the model as it is, and what there is without any, unless there is a preset.
+        extension: How far, or by which preset.
+        rules: The options of the method.
+
+    Raises:
+        TypeError, ValueError: As for ``check_request``, or there is nothing that the request is for.
+    """
+    check_request(methods, extension, rules)
+    told = {**vars(extension), **rules}
+    rows = [None if method == NONE else {"method": method, **told} for method in methods]
+    if extension.preset is not None:
+        return [*rows, told]
+    if not any(rows) and (rules or extension != ExtensionArguments()):
+        raise ValueError(
+            "--factor, --context-length, --option and what else says how to extend need a --method, such as yarn, or a "
+            "--preset."
+        )
+    return rows or [None]
+
+
+def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
+    """Check a folder to write a model to.
+
+    Raises:
+        ValueError: It is a file or the model's own folder, or, unless it may, holds files that are not ours.
+    """
+    from hf_posenc.checkpoint import MANIFEST
+
+    folder = Path(output).expanduser().resolve()
+    if Path(model).expanduser().resolve() == folder:
+        raise ValueError("the output folder is the model's own. Give another, so that the original is kept.")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{output!r} is a file. Give a folder to write the model to.")
+    if may_hold_files or not folder.is_dir() or (folder / MANIFEST).is_file():
+        return
+    if found := sorted(path.name for path in folder.iterdir()):
+        raise ValueError(
+            f"folder {output!r} is not empty and was not written by hf-posenc; it holds {', '.join(found[:8])}. "
+            "Give a new folder, so that nothing is mixed up."
+        )
