@@ -45,20 +45,33 @@ class RopeSpec:
     """The rotary embedding a model was trained with.
 
     Attributes:
-        rotary_dim: Features of a head that rotate; even.
+        rotary_dim: Features of a head that rotate; where odd, Transformers turns one more to make pairs.
         rope_theta: Base of the geometric series of frequencies.
         original_max_position_embeddings: Tokens the model was trained on.
+        still_pairs: The last, slowest pairs, that never turn (Transformers' ``proportional``).
     """
 
     rotary_dim: int
     rope_theta: float
     original_max_position_embeddings: int
+    still_pairs: int = 0
 
     def __post_init__(self) -> None:
-        if check_length("rotary_dim", self.rotary_dim) % 2:
-            raise ValueError(f"rotary_dim must be even (features turn in pairs), got {self.rotary_dim}.")
+        check_length("rotary_dim", self.rotary_dim)
+        if not 0 <= self.still_pairs < self.num_pairs:
+            raise ValueError(f"of {self.num_pairs} pairs {self.still_pairs} are said never to turn: at least one must.")
         check_number("rope_theta", self.rope_theta, above=1)
         check_length("original_max_position_embeddings", self.original_max_position_embeddings)
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of features that cos and sin are made for."""
+        return (self.rotary_dim + 1) // 2
+
+    @property
+    def turning_pairs(self) -> int:
+        """Those that turn."""
+        return self.num_pairs - self.still_pairs
 
 
 @dataclass(frozen=True)
@@ -80,7 +93,7 @@ class RopeScaling:
             published and as Transformers has it, or ``"logits"``, all of the logit.
         mscale, mscale_all_dim: DeepSeek's pair; both given, they replace YaRN's temperature.
         low_freq_factor, high_freq_factor: Llama 3's turns, as ``beta_slow`` and ``beta_fast``.
-        short_factor, long_factor: LongRoPE's divisors per pair, each ``rotary_dim // 2`` long.
+        short_factor, long_factor: LongRoPE's divisors per pair, each one number per pair that turns.
         rope_theta: The new base, for ``abf``.
         scope: For ``dynamic``: ``"sequence"`` is Transformers' rule, one scale for the whole forward.
     """

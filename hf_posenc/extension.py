@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.config import RopeScaling, RopeSpec, check_length
 from hf_posenc.families import refuse_family, rope_label
-from hf_posenc.registry import METHODS, get_method, make_scaling
+from hf_posenc.registry import METHODS, NEVER_TURNS, get_method, make_scaling
 
 # What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
 SCALING_KEYS = frozenset(
@@ -107,8 +107,20 @@ def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the features of a head, also where ``config.head_dim`` is missing or None."""
+    """Return the features of a head, of full attention, also where ``config.head_dim`` is missing or None."""
+    label = rope_label(config)
+    if label is not None and getattr(config, "is_heterogeneous", False):  # Gemma 4: it differs by layer type
+        config = config.per_layer_config[label]  # type: ignore[call-overload]  # a layer type does too
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rotary_width(head_dim: int, parameters: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many features of a head turn in ``rope_parameters``, and how many of their pairs never do."""
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if parameters.get("rope_type") == "proportional":
+        return head_dim, head_dim // 2 - int(share * head_dim // 2)
+    still = sum(divisor >= NEVER_TURNS for divisor in parameters.get("long_factor") or ())
+    return int(head_dim * share), still
 
 
 def declared_scaling(config: PreTrainedConfig) -> Extension | None:
@@ -125,18 +137,17 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
         options = {name: value for name, value in mark["options"].items() if name != "temperature"}
         return Extension(spec, make_scaling(mark["method"], mark["factor"], options), mark["context_length"])
     rope_type = parameters.get("rope_type", "default")
+    if rope_type == "proportional":  # some pairs never turn; a factor divides the others
+        rope_type = "linear" if (parameters.get("factor") or 1.0) > 1 else "default"
     if rope_type == "default":
         return None
-    if rope_type == "proportional":
-        raise ValueError(
-            f"model_type {config.model_type!r} is not supported: in its full-attention layers part of the pairs never "
-            "turn (rope_type 'proportional'), which no other rule can express."
-        )
     if rope_type not in METHODS:
         raise ValueError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
     target = int(config.max_position_embeddings)
     original = parameters.get("original_max_position_embeddings", target)
     given = {k: parameters[k] for k in get_method(rope_type).options if parameters.get(k) is not None}
+    for name in given.keys() & {"short_factor", "long_factor"}:
+        given[name] = [divisor for divisor in given[name] if divisor < NEVER_TURNS]
     factor = parameters.get("factor") or max(target / original, 1.0)
     # Of linear checkpoints, some keep max_position_embeddings at the trained length and some raise it.
     known = rope_type != "linear" or "original_max_position_embeddings" in parameters
@@ -145,9 +156,9 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
 
 
 def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any) -> RopeSpec:
-    rotary_dim = int(head_dim_of(config) * parameters.get("partial_rotary_factor", 1.0))
     length = check_length("original_max_position_embeddings", original)
-    return RopeSpec(rotary_dim, float(parameters["rope_theta"]), length)
+    rotary_dim, still_pairs = rotary_width(head_dim_of(config), parameters)
+    return RopeSpec(rotary_dim, float(parameters["rope_theta"]), length, still_pairs)
 
 
 def plain_spec(config: PreTrainedConfig) -> RopeSpec:
@@ -158,7 +169,7 @@ def plain_spec(config: PreTrainedConfig) -> RopeSpec:
 def _has_frequencies(config: PreTrainedConfig) -> bool:
     try:
         refuse_family(config)
-        return declared_rope(config).get("rope_type") != "proportional"
+        return bool(declared_rope(config))
     except ValueError:
         return False
 

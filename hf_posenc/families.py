@@ -43,26 +43,40 @@ MLA = frozenset(
         "youtu",
     }
 )
-_DEFAULT_ONLY = "its rotary module accepts only the default rule"
-_BASE_PER_LAYER = "each of its layers has a base of its own (layer_rope_theta)"
-_NO_MODULE = "it has no rotary module: each attention layer turns its queries by a table of its own"
+_TABLE_PER_LAYER = (
+    "it has no rotary module: each attention layer turns its queries by a table of its own, whose base is fixed in the "
+    "code, so no config could say how it was scaled"
+)
 REFUSED: dict[str, str] = {
-    "recurrent_gemma": f"{_DEFAULT_ONLY}, and its attention ends at a local window",
-    "ernie4_5_vl_moe": _DEFAULT_ONLY,
-    "blt": "its byte encoder, patch model and byte decoder count positions of different things, each its own",
-    "granite_swa": _BASE_PER_LAYER,
-    "granitemoe_swa": _BASE_PER_LAYER,
-    "gptj": _NO_MODULE,
-    "codegen": _NO_MODULE,
-    "roformer": _NO_MODULE,
+    "recurrent_gemma": "all its attention is behind a sliding window and never looks further (the rest is recurrent), "
+    "so there is nothing to scale; its rotary module takes no rule but the default",
+    "ernie4_5_vl_moe": "its rotary module takes no rule but the default, and holds its frequencies in another order",
+    "blt": "only its patch model reads the whole context (its byte layers have a window), and that counts patches, "
+    "whose number depends on the text, so that lengths in tokens say nothing of its positions",
+    "gptj": _TABLE_PER_LAYER,
+    "codegen": _TABLE_PER_LAYER,
+    "roformer": "it has no rotary module: its encoder hands out rows of one table, whose base is fixed in the code, so "
+    "no config could say how it was scaled",
 }
 # Their full-attention layers have no positions; what turns is behind a sliding window and never looks further.
 _ROTARY_IN_WINDOWS = frozenset(
     {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5_text", "exaone_moe", "flint", "kolibri1"}
 )
 FAMILIES_TABLE = Path(__file__).with_name("families.json")
-# What the layers that read the whole context are called in config.layer_types.
-FULL_ATTENTION = frozenset({"full_attention", "hybrid", "indexed_attention"})
+# What the layers that read the whole context are called in config.layer_types, and DeepSeek-V4's rotary settings of
+# those: there it is read compressed, at positions in tokens.
+FULL_ATTENTION = frozenset(
+    {
+        "full_attention",
+        "hybrid",
+        "indexed_attention",
+        "compress",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    }
+)
+# Their values turn with the keys and are turned back after, so what multiplies cos and sin would scale them too.
+ROTATED_VALUES = frozenset({"deepseek_v4"})
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -120,13 +134,56 @@ def refuse_family(config: PreTrainedConfig) -> None:
         ValueError: With the reason.
     """
     reason = REFUSED.get(config.model_type)
-    if config.model_type in _ROTARY_IN_WINDOWS and getattr(config, "sliding_window", None):
+    if _turns_in_windows_only(config):
         reason = (
             "only its layers with a sliding window are rotary, and they never look further; its full-attention layers "
             "have no positions, so there is nothing to scale"
         )
+    elif getattr(config, "layer_rope_theta", None) is not None:
+        reason = _reason_of_layer_bases(config)
+    elif (shared := getattr(config, "num_kv_shared_layers", None)) and shared >= config.num_hidden_layers:
+        # A draft model, such as Gemma 4's assistants.
+        reason = "all its layers read the keys of the model it drafts for, and only together could the two be scaled"
+    elif _turns_in_chunks_only(config):
+        reason = (
+            f"only its layers in chunks (of {config.attention_chunk_size} tokens) are rotary, and they never look "
+            "out of one; its full-attention layers have no positions, so there is nothing to scale"
+        )
     if reason is not None:
         raise ValueError(f"model_type {config.model_type!r} is not supported: {reason}.")
+
+
+def _turns_in_windows_only(config: PreTrainedConfig) -> bool:
+    if config.model_type not in _ROTARY_IN_WINDOWS or not getattr(config, "sliding_window", None):
+        return False
+    # Cohere 2 MoE gives positions to its first, dense layers, which read everything.
+    forced = getattr(config, "prefix_dense_sliding_window_pattern", None) == 1
+    return not (forced and ("dense", "full_attention") in zip(config.mlp_layer_types, config.layer_types, strict=True))
+
+
+def _turns_in_chunks_only(config: PreTrainedConfig) -> bool:
+    """Return whether no layer of a model with chunked attention (Llama 4) turns and reads the whole context."""
+    kinds, turns = getattr(config, "layer_types", None) or (), getattr(config, "no_rope_layers", None) or ()
+    return "chunked_attention" in kinds and not any(
+        turn for turn, kind in zip(turns, kinds, strict=True) if kind in FULL_ATTENTION
+    )
+
+
+def _reason_of_layer_bases(config: PreTrainedConfig) -> str | None:
+    """Return why a model with a base for each layer (Granite SWA) cannot be scaled; None if they are all one."""
+    full = [
+        base for base, kind in zip(config.layer_rope_theta, config.layer_types, strict=True) if kind in FULL_ATTENTION
+    ]
+    if not any(full):
+        return "its full-attention layers have no positions (layer_rope_theta is 0), so there is nothing to scale"
+    bases = {base for base in config.layer_rope_theta if base}
+    if bases != {config.rope_parameters["rope_theta"]}:
+        named = ", ".join(f"{base:g}" for base in sorted(bases))
+        return (
+            f"its layers turn by different bases (layer_rope_theta: {named}), and Transformers "
+            "puts one rule on all of them, those with a sliding window too"
+        )
+    return None
 
 
 def rope_label(config: PreTrainedConfig) -> str | None:

@@ -1,8 +1,9 @@
 """The closed forms: one pure function per rule, in float64, numbers in and ``inv_freq``, ``attention_factor`` out.
 
-Every function takes ``(spec, scaling, seq_len)`` and returns ``inv_freq``, float64 ``(rotary_dim // 2,)``, radians per
-token, fastest pair first, and ``attention_factor``, which multiplies cos and sin. They are the reference that live
-modules are verified against; the values a model runs with are made by Transformers itself, in float32.
+Every function takes ``(spec, scaling, seq_len)`` and returns ``inv_freq``, float64 ``(num_pairs,)``, radians per token,
+fastest pair first, 0 for pairs that never turn, and ``attention_factor``, which multiplies cos and sin. They are the
+reference that live modules are verified against; the values a model runs with are made by Transformers itself, in
+float32.
 """
 
 from __future__ import annotations
@@ -16,21 +17,23 @@ from hf_posenc.config import RopeScaling, RopeSpec
 Frequencies = tuple[torch.Tensor, float]
 
 
-def _geometric(rotary_dim: int, rope_theta: float) -> torch.Tensor:
-    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
-    return torch.exp(-math.log(rope_theta) * exponents)
+def _geometric(spec: RopeSpec, rope_theta: float) -> torch.Tensor:
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float64) / spec.rotary_dim
+    inv_freq = torch.exp(-math.log(rope_theta) * exponents)
+    inv_freq[spec.turning_pairs :] = 0.0
+    return inv_freq
 
 
-def ntk_theta(rope_theta: float, rotary_dim: int, factor: float) -> float:
-    """Return the base that stretches the slowest pair by exactly ``factor`` and the fastest by 1."""
-    if rotary_dim <= 2:
-        raise ValueError("NTK scaling needs at least two pairs of features (rotary_dim >= 4).")
-    return rope_theta * math.pow(factor, rotary_dim / (rotary_dim - 2))
+def ntk_theta(spec: RopeSpec, factor: float) -> float:
+    """Return the base that stretches the slowest pair that turns by exactly ``factor`` and the fastest by 1."""
+    if spec.turning_pairs < 2:
+        raise ValueError("NTK scaling needs at least two pairs of features that turn (rotary_dim >= 4).")
+    return spec.rope_theta * math.pow(factor, spec.rotary_dim / (2 * (spec.turning_pairs - 1)))
 
 
 def plain_frequencies(spec: RopeSpec, scaling: RopeScaling | None = None, seq_len: int | None = None) -> Frequencies:
     """Return ``rope_theta ** (-2i / rotary_dim)`` for pair i: no scaling (Su et al. 2021, arXiv:2104.09864)."""
-    return _geometric(spec.rotary_dim, spec.rope_theta), 1.0
+    return _geometric(spec, spec.rope_theta), 1.0
 
 
 def linear_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | None = None) -> Frequencies:
@@ -46,8 +49,7 @@ def ntk_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | None = 
 
     Reference: bloc97 2023 ("NTK-aware scaled RoPE"), as given in arXiv:2309.00071, section 3.1.
     """
-    theta = ntk_theta(spec.rope_theta, spec.rotary_dim, scaling.factor)
-    return _geometric(spec.rotary_dim, theta), 1.0
+    return _geometric(spec, ntk_theta(spec, scaling.factor)), 1.0
 
 
 def dynamic_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | None = None) -> Frequencies:
@@ -63,7 +65,11 @@ def dynamic_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | Non
     original = spec.original_max_position_embeddings
     length = max(seq_len or original, original)
     stretch = scaling.factor * length / original - (scaling.factor - 1)
-    return _geometric(spec.rotary_dim, ntk_theta(spec.rope_theta, spec.rotary_dim, stretch)), 1.0
+    if spec.rotary_dim <= 2:
+        raise ValueError("NTK scaling needs at least two pairs of features that turn (rotary_dim >= 4).")
+    # Of an odd rotary_dim this is not quite ntk_theta.
+    theta = spec.rope_theta * math.pow(stretch, spec.rotary_dim / (spec.rotary_dim - 2))
+    return _geometric(spec, theta), 1.0
 
 
 def abf_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | None = None) -> Frequencies:
@@ -81,7 +87,7 @@ def abf_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | None = 
             f"rope_theta must be larger than the model's {spec.rope_theta:g} to slow the pairs down, "
             f"got {scaling.rope_theta:g}."
         )
-    return _geometric(spec.rotary_dim, scaling.rope_theta), 1.0
+    return _geometric(spec, scaling.rope_theta), 1.0
 
 
 def by_parts_frequencies(spec: RopeSpec, factor: float, slow: float, fast: float) -> torch.Tensor:
@@ -140,7 +146,7 @@ def yarn_ramp(spec: RopeSpec, scaling: RopeScaling) -> torch.Tensor:
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     if low == high:
         high += 0.001  # as the reference code does, to divide by something
-    pairs = torch.arange(spec.rotary_dim // 2, dtype=torch.float64)
+    pairs = torch.arange(spec.num_pairs, dtype=torch.float64)
     return ((pairs - low) / (high - low)).clamp(0, 1)
 
 
@@ -181,11 +187,11 @@ def longrope_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | No
         seq_len: Tokens of this forward; None for the short list.
 
     Raises:
-        ValueError: ``long_factor`` is missing, or a list is not one number per pair.
+        ValueError: ``long_factor`` is missing, or a list is not one number per pair that turns.
 
     Reference: Ding et al. 2024, arXiv:2402.13753, section 3; Transformers' ``_compute_longrope_parameters``.
     """
-    num_pairs, original = spec.rotary_dim // 2, spec.original_max_position_embeddings
+    num_pairs, original = spec.turning_pairs, spec.original_max_position_embeddings
     if scaling.long_factor is None:
         raise ValueError(f"method 'longrope' needs long_factor, a list of {num_pairs} numbers (one per pair).")
     short_factor = scaling.short_factor or (1.0,) * num_pairs
@@ -196,4 +202,5 @@ def longrope_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | No
     attention_factor = scaling.attention_factor
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
-    return plain_frequencies(spec)[0] / torch.tensor(factors, dtype=torch.float64), attention_factor
+    divisors = torch.tensor((*factors, *(1.0,) * spec.still_pairs), dtype=torch.float64)
+    return plain_frequencies(spec)[0] / divisors, attention_factor

@@ -35,6 +35,7 @@ _CONFIG_VALUES = (
     "max_position_embeddings",
     "original_max_position_embeddings",
     "head_dim",
+    "layer_rope_theta",
     "sliding_window",
     "context_extension",
 )

@@ -6,7 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 # llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.
 _SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -46,7 +57,7 @@ def load_tokenizer(source: str | Path, model: PreTrainedModel) -> PreTrainedToke
 
 def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load weights; Transformers makes up those that are missing, with a log line, which is no use here."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(source, output_loading_info=True, **kwargs)
+    loaded: Any = _auto_class(source, kwargs).from_pretrained(source, output_loading_info=True, **kwargs)
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
@@ -54,6 +65,19 @@ def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
             "The download or the conversion is incomplete: get it again."
         )
     return model  # type: ignore[no-any-return]
+
+
+def _auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
+    """Return the auto class whose models are of the checkpoint's own class: with its vision tower, if it has one."""
+    if "gguf_file" in kwargs:
+        return AutoModelForCausalLM
+    where = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
+    config = kwargs.get("config") or AutoConfig.from_pretrained(source, **where)
+    named = (getattr(config, "architectures", None) or [None])[0]
+    if named in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return AutoModelForCausalLM
+    reads_images = named in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def _load_gguf(path: Path, kwargs: dict[str, Any]) -> PreTrainedModel:

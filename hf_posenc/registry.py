@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,9 @@ from typing import Any
 from hf_posenc import frequencies as rules
 from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.frequencies import Frequencies
+
+# The divisor, in a longrope list, of a pair that never turns: float32 makes it infinite, and its frequency exactly 0.
+NEVER_TURNS = 1e300
 
 Formula = Callable[[RopeSpec, RopeScaling, int | None], Frequencies]
 OnDisk = Callable[[RopeSpec, RopeScaling], dict[str, Any]]
@@ -46,43 +50,62 @@ def longrope_spelling(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
     Equal lists make the switch at the original length harmless, so the rule is exact with a KV cache.
     """
     if scaling.factor == 1 and scaling.method != "longrope":
-        return {"rope_type": "default"}
+        return _plain_rope(spec)
     scaled, attention_factor = METHODS[scaling.method].formula(spec, scaling, None)
-    short = long = (rules.plain_frequencies(spec)[0] / scaled).tolist()
+    short = long = (rules.plain_frequencies(spec)[0] / scaled)[: spec.turning_pairs].tolist()
     if scaling.method == "longrope":
         short, long = list(scaling.short_factor or short), list(scaling.long_factor or ())
+    still = [NEVER_TURNS] * spec.still_pairs
     return {
         "rope_type": "longrope",
+        **({"partial_rotary_factor": 1.0} if still else {}),  # the lists say which pairs turn
         "factor": scaling.factor,
-        "short_factor": short,
-        "long_factor": long,
+        "short_factor": short + still,
+        "long_factor": long + still,
         "original_max_position_embeddings": spec.original_max_position_embeddings,
         # Always written: without it Transformers 4 takes the logarithm of the target, not of the original length.
         "attention_factor": float(attention_factor),
     }
 
 
+def _plain_rope(spec: RopeSpec) -> dict[str, Any]:
+    """Return no scaling: the default rule, or that under which some pairs never turn."""
+    if not spec.still_pairs:
+        return {"rope_type": "default"}
+    share = 2 * spec.turning_pairs / spec.rotary_dim
+    if int(share * spec.rotary_dim // 2) < spec.turning_pairs:  # as Transformers counts them
+        share = math.nextafter(share, 1.0)
+    return {"rope_type": "proportional", "partial_rotary_factor": share}
+
+
 def _linear_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    return {"rope_type": "linear", "factor": scaling.factor}
+    named = _plain_rope(spec) if spec.still_pairs else {"rope_type": "linear"}
+    return {**named, "factor": scaling.factor}
 
 
 def _ntk_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    theta = rules.ntk_theta(spec.rope_theta, spec.rotary_dim, scaling.factor)
-    return {"rope_type": "default", "rope_theta": theta}
+    return {**_plain_rope(spec), "rope_theta": rules.ntk_theta(spec, scaling.factor)}
 
 
 def _abf_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    return {"rope_type": "default", "rope_theta": scaling.rope_theta}
+    return {**_plain_rope(spec), "rope_theta": scaling.rope_theta}
 
 
 def _dynamic_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    if spec.still_pairs:
+        raise ValueError(
+            "Transformers' dynamic rule turns every pair of a head, and in this model some never turn (rope_type "
+            "'proportional'). Take 'ntk' or 'yarn'."
+        )
     return {"rope_type": "dynamic", "factor": scaling.factor}
 
 
-def _llama3_spelling(spec: RopeSpec, factor: float, slow: float, fast: float) -> dict[str, Any]:
+def _llama3_spelling(spec: RopeSpec, scaling: RopeScaling, slow: float, fast: float) -> dict[str, Any]:
+    if spec.still_pairs:
+        return longrope_spelling(spec, scaling)
     return {
         "rope_type": "llama3",
-        "factor": factor,
+        "factor": scaling.factor,
         "low_freq_factor": slow,
         "high_freq_factor": fast,
         "original_max_position_embeddings": spec.original_max_position_embeddings,
@@ -90,16 +113,17 @@ def _llama3_spelling(spec: RopeSpec, factor: float, slow: float, fast: float) ->
 
 
 def _llama3_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    return _llama3_spelling(spec, scaling.factor, scaling.low_freq_factor, scaling.high_freq_factor)
+    return _llama3_spelling(spec, scaling, scaling.low_freq_factor, scaling.high_freq_factor)
 
 
 def _ntk_by_parts_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
     # Llama 3's rule is the paper's NTK-by-parts under another name.
-    return _llama3_spelling(spec, scaling.factor, scaling.beta_slow, scaling.beta_fast)
+    return _llama3_spelling(spec, scaling, scaling.beta_slow, scaling.beta_fast)
 
 
 def _yarn_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    if scaling.ramp != "code":
+    # Transformers' own counts the pairs of an odd rotary_dim in two ways, and turns all of them.
+    if scaling.ramp != "code" or spec.still_pairs or spec.rotary_dim % 2:
         return longrope_spelling(spec, scaling)
     named = {k: v for k, v in scaling.changed_options().items() if k not in ("ramp", "temperature")}
     return {

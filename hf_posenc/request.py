@@ -20,7 +20,7 @@ from hf_posenc.extension import (
     head_dim_of,
     plain_spec,
 )
-from hf_posenc.families import LONGROPE_ONLY, MLA, refuse_family, rope_label
+from hf_posenc.families import LONGROPE_ONLY, MLA, ROTATED_VALUES, refuse_family, rope_label
 from hf_posenc.presets import choose_preset
 from hf_posenc.registry import METHODS, OnDisk, get_method, longrope_spelling, make_scaling
 from hf_posenc.windows import KEEP, choose_window, warn_about_window
@@ -116,6 +116,8 @@ def resolve(
     if name == "yarn" and config.model_type in MLA and scaling.has_default_temperature():
         # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax scale.
         scaling = dataclasses.replace(scaling, mscale=1.0, mscale_all_dim=1.0)
+    if name in ("yarn", "longrope") and config.model_type in ROTATED_VALUES:
+        scaling = _without_temperature(config, scaling)
     if scaling.temperature == "logits":
         scaling = _temperature_on_logits(config, spec, scaling)
     choose_window(config, sliding_window, target)
@@ -137,6 +139,16 @@ def _temperature_on_logits(config: PreTrainedConfig, spec: RopeSpec, scaling: Ro
     return scaling
 
 
+def _without_temperature(config: PreTrainedConfig, scaling: RopeScaling) -> RopeScaling:
+    """Return the scaling with an attention factor of 1, the only one such a family can have."""
+    if not (scaling.has_default_temperature() or scaling.attention_factor == 1) or scaling.temperature != "rotary":
+        raise ValueError(
+            f"model_type {config.model_type!r} turns its values with its keys, so a temperature would scale them too: "
+            "attention_factor can only be 1."
+        )
+    return dataclasses.replace(scaling, attention_factor=1.0)
+
+
 def spelling_of(model_type: str, label: str | None, scaling: RopeScaling) -> OnDisk:
     """Return how a rule is written for a family: by its own name unless Transformers would read that otherwise."""
     # Transformers looks for truncate where it is not: beside the layer types.
@@ -154,6 +166,8 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
     written = {**kept, "rope_theta": spec.rope_theta, **spelling_of(config.model_type, label, scaling)(spec, scaling)}
     if "llama_4_scaling_beta" in kept:  # Ministral 3's attention reads the original length from here, whatever the rule
         written.setdefault("original_max_position_embeddings", spec.original_max_position_embeddings)
+    if (bases := getattr(config, "layer_rope_theta", None)) is not None:  # one base, which layers have or not
+        config.layer_rope_theta = [base and written["rope_theta"] for base in bases]
     if config.model_type == "phimoe" and "attention_factor" in written:  # names of its own, one for each list
         written |= dict.fromkeys(("short_mscale", "long_mscale"), written["attention_factor"])
     config.rope_parameters = written if label is None else {**config.rope_parameters, label: written}
@@ -163,7 +177,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
         config.max_position_embeddings = extension.context_length
     if hasattr(config, "original_max_position_embeddings"):  # Phi-3: wins over rope_parameters
         config.original_max_position_embeddings = spec.original_max_position_embeddings
-    if getattr(config, "head_dim", 0) is None:  # yarn, dynamic and longrope do not derive it
+    if config.__dict__.get("head_dim", 0) is None:  # yarn, dynamic and longrope do not derive it
         config.head_dim = head_dim_of(config)
     if extension.sliding_window != KEEP:
         config.sliding_window = choose_window(config, extension.sliding_window, extension.context_length)
@@ -172,9 +186,10 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
     try:
         config.validate_rope()
     except (KeyError, RuntimeError) as error:  # as on families whose values differ by layer, or by layer type
+        why = f"it misses {error}" if isinstance(error, KeyError) else "its head_dim or another size differs by layer"
         raise ValueError(
-            f"this Transformers cannot check {scaling.method} for model_type {config.model_type!r} (it misses "
-            f"{error}). Take another method, or a newer Transformers."
+            f"{scaling.method} is written as {written['rope_type']} here, and this Transformers cannot check "
+            f"{written['rope_type']} for model_type {config.model_type!r}: {why}. Take linear, ntk or abf."
         ) from error
 
 

@@ -137,7 +137,8 @@ def _relative(name: str, buffer: str, module: nn.Module, expected: torch.Tensor)
         raise RotaryMismatchError(
             f"{name}.{buffer} holds {live.numel()} frequencies, the config says {expected.numel()} (rotary_dim / 2)."
         )
-    return float(((live - expected).abs() / expected).max())
+    error = (live - expected).abs()
+    return float(torch.where(error > 0, error / expected, 0.0).max())  # of a pair that never turns, infinite or none
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Sliding windows and chunks: how far information reaches, and what becomes of a window that ends too early."""
+"""Sliding windows: how far information reaches, and what becomes of a window that ends before the target."""
 
 from __future__ import annotations
 
@@ -19,16 +19,6 @@ def window_of_all_layers(config: PreTrainedConfig) -> int | None:
     if not window or FULL_ATTENTION & set(getattr(config, "layer_types", None) or ()):
         return None
     return int(window)
-
-
-def chunk_of_rotary_layers(config: PreTrainedConfig) -> int | None:
-    """Return the chunk, in tokens, that no rotary layer looks out of (Llama 4); None if some rotary layer does."""
-    chunk, rotary = getattr(config, "attention_chunk_size", None), getattr(config, "no_rope_layers", None)
-    kinds = getattr(config, "layer_types", None) or []
-    if not chunk or not rotary or len(kinds) != len(rotary):  # no_rope_layers: 1 where a layer is rotary
-        return None
-    seen = {kind for kind, turns in zip(kinds, rotary, strict=True) if turns}
-    return int(chunk) if seen == {"chunked_attention"} else None
 
 
 def choose_window(config: PreTrainedConfig, asked: str | int, target: int) -> int | None:
@@ -78,14 +68,7 @@ def check_window(asked: str | int) -> str | int:
 
 
 def warn_about_window(config: PreTrainedConfig, target: int) -> None:
-    """Say how far information reaches, and how, if windows or chunks of the rotary layers end before ``target``."""
-    chunk = chunk_of_rotary_layers(config)
-    if chunk is not None and chunk < target:
-        warnings.warn(
-            f"config.attention_chunk_size is {chunk}: no rotary layer looks out of its chunk, so scaling does not make "
-            "the model read further; its layers that read everything have no positions.",
-            stacklevel=5,
-        )
+    """Say how far information reaches, and how, if a window that every layer has ends before ``target`` tokens."""
     window = window_of_all_layers(config)
     if window is not None and window < target:
         layers = int(config.num_hidden_layers)

@@ -34,14 +34,22 @@ METHODS: dict[str, dict[str, Any]] = {
     "abf": {"rope_theta": 1e9},
 }
 FAST = ("linear", "yarn")
-# Transformers' own longrope code asks this config for a number that differs by layer.
-CANNOT_BUILD = {("dots3_note_text", "longrope")}
+# Transformers' own longrope code asks these configs for a number that differs by layer.
+CANNOT_BUILD = {("dots3_note_text", "longrope")} | {
+    (model_type, method)
+    for model_type in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+    for method in ("yarn", "ntk_by_parts", "llama3", "longrope")  # with pairs that never turn, written as longrope
+}
 
 
 def options_of(method: str, model: PreTrainedModel) -> dict[str, Any]:
     if method != "longrope":
         return METHODS[method]
-    pairs = [b.numel() for name, b in model.named_buffers() if name.endswith("original_inv_freq")]
+    pairs = [
+        int((b != 0).sum())  # those that turn
+        for name, b in sorted(model.named_buffers(), key=lambda named: "full" in named[0])
+        if name.endswith("original_inv_freq")
+    ]
     return {"long_factor": [1.0 + i for i in range(pairs[-1] if pairs else 8)]}
 
 
@@ -79,7 +87,8 @@ OWN_SPELLING = {
     "modernbert-decoder",
     "mimo_v2_flash",
 }
-OWN_SPELLING |= {"deepseek_v2", "deepseek_v3", "phimoe", "phi3", "ministral3", "gpt_oss", "llama4_text", "gpt_neox"}
+OWN_SPELLING |= {"deepseek_v2", "deepseek_v3", "deepseek_v4", "phimoe", "phi3", "ministral3", "gpt_oss", "gpt_neox"}
+OWN_SPELLING |= {"gemma4_text", "lfm3", "granite_swa"}
 
 
 @pytest.mark.parametrize(
@@ -91,16 +100,16 @@ OWN_SPELLING |= {"deepseek_v2", "deepseek_v3", "phimoe", "phi3", "ministral3", "
     ],
 )
 def test_saved_and_loaded_by_plain_transformers(model_type: str, tmp_path: Path) -> None:
-    model = tiny_model(model_type)
-    patch_model(model, "yarn", 4, **REQUEST)
+    model, method = tiny_model(model_type), "linear" if (model_type, "yarn") in CANNOT_BUILD else "yarn"
+    patch_model(model, method, 4, **REQUEST)
     wanted = logits(model, IDS)
     path = save_extended(model, tmp_path / "model")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path).eval(), IDS), wanted)
     loaded = load_extended(path).eval()
     assert torch.equal(logits(loaded, IDS), wanted)
     assert describe(loaded) == describe(model)
-    with pytest.raises(ValueError, match="already scaled: yarn, factor 4"):
-        patch_model(loaded, "yarn", 4)
+    with pytest.raises(ValueError, match=f"already scaled: {method}, factor 4"):
+        patch_model(loaded, method, 4)
 
 
 def test_the_table_is_true_for_every_type() -> None:

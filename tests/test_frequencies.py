@@ -87,7 +87,7 @@ def test_ntk_by_parts_is_llama3_between_1_and_32_turns(shape: tuple[int, float, 
 
 @pytest.mark.parametrize(("factor", "base"), [(2, 20_221), (4, 40_890), (8, 82_685), (16, 167_199)])
 def test_ntk_base_table(factor: float, base: int) -> None:
-    assert round(rules.ntk_theta(1e4, 128, factor)) == base
+    assert round(rules.ntk_theta(LLAMA2, factor)) == base
 
 
 def test_plain_frequencies_by_hand() -> None:

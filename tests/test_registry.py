@@ -81,7 +81,12 @@ def test_changed_options_leave_defaults_out() -> None:
 
 @pytest.mark.parametrize(
     ("values", "message"),
-    [((7, 1e4, 64), "even"), ((8, 0.5, 64), "rope_theta must be greater than 1"), ((8, 1e4, 0), "must be >= 1, got 0")],
+    [
+        ((0, 1e4, 64), "rotary_dim must be >= 1"),
+        ((8, 1e4, 64, 4), "at least one must"),
+        ((8, 0.5, 64), "rope_theta must be greater than 1"),
+        ((8, 1e4, 0), "must be >= 1, got 0"),
+    ],
 )
 def test_spec_checks_itself(values: tuple[int, float, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -76,12 +76,3 @@ def test_the_flag(tmp_path: Path) -> None:
     argv = ["patch", str(tmp_path / "base"), str(tmp_path / "out"), "--factor", "4", "--sliding-window", "off"]
     assert main(argv) == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["sliding_window"] is None
-
-
-def test_chunks_of_every_rotary_layer_are_said() -> None:
-    from census import tiny_model
-
-    model = tiny_model("llama4_text")
-    model.config.attention_chunk_size, model.config.no_rope_layers = 128, [1, 0]
-    with pytest.warns(UserWarning, match="attention_chunk_size is 128: no rotary layer looks out of its chunk"):
-        patch_model(model, "linear", 4, original_max_position_embeddings=64)

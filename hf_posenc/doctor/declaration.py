@@ -20,7 +20,7 @@ from hf_posenc.doctor.dialects import (
     yarn_temperature,
 )
 from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_text, default_theta
-from hf_posenc.extension import MARK, SCALING_KEYS
+from hf_posenc.extension import MARK, SCALING_KEYS, rotary_width
 from hf_posenc.families import LONGROPE_ONLY
 from hf_posenc.registry import make_scaling
 from hf_posenc.request import spelling_of
@@ -152,17 +152,28 @@ def original_length(
         (parameters.get(ORIGINAL), ORIGINAL),
         (text.get(ORIGINAL), f"config.{ORIGINAL}"),
         (4096 if text["model_type"] in LONGROPE_ONLY else None, "the family"),
-        (length if parameters["rope_type"] in ("default", "dynamic") else None, "max_position_embeddings"),
+        (
+            length if parameters["rope_type"] in ("default", "dynamic", "proportional") else None,
+            "max_position_embeddings",
+        ),
     ]
     found = next(((int(value), place) for value, place in places if value), None)
     return found or (None, "nothing: it is not recorded")
 
 
+def _head_dim(text: Mapping[str, Any]) -> int:
+    """Return the features of a head; of full attention, where they differ by layer (Gemma 4)."""
+    layers = list(text.get("layer_types") or ())
+    first = layers.index("full_attention") if "full_attention" in layers else None
+    own = (text.get("per_layer_config") or {}).get(str(first), {})
+    given = own.get("head_dim") or text.get("head_dim")
+    return int(given or text["hidden_size"] // text["num_attention_heads"])
+
+
 def from_mark(text: Mapping[str, Any], parameters: Mapping[str, Any], mark: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rule that ``save_extended`` noted beside it, spelled as it spells it."""
-    heads = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-    width = int(heads * parameters.get("partial_rotary_factor", 1.0))
-    spec = RopeSpec(width, float(mark["rope_theta"]), mark[ORIGINAL])
+    width, still_pairs = rotary_width(_head_dim(text), parameters)
+    spec = RopeSpec(width, float(mark["rope_theta"]), mark[ORIGINAL], still_pairs)
     scaling = make_scaling(mark["method"], mark["factor"], mark["options"])
     label = full_label(text)
     kept = {key: value for key, value in parameters.items() if key not in SCALING_KEYS}

@@ -20,7 +20,6 @@ from hf_posenc.doctor.dialects import (
 )
 from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_theta
 from hf_posenc.extension import SCALING_KEYS
-from hf_posenc.families import FULL_ATTENTION
 
 _NO_SPELLING = "No spelling helps there: take Transformers 4.57 or a newer 5."
 
@@ -319,7 +318,7 @@ def check_versions(facts: Facts, rope: Rope | None) -> Iterator[Finding]:
             "flat-on-layers",
             "error",
             "rope_parameters is one dict, and each layer type of this family has its own",
-            f"Transformers 5 does not read it: it wants the settings under {sorted(FULL_ATTENTION)[0]}.",
+            "Transformers 5 does not read it: it wants the settings under full_attention.",
         )
 
 

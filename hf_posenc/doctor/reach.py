@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from hf_posenc.doctor.diagnosis import Dialect
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.doctor.mending import plain_config
-from hf_posenc.windows import chunk_of_rotary_layers, window_of_all_layers
+from hf_posenc.windows import window_of_all_layers
 
 
 def look_at_reach(text: dict[str, Any], dialect: Dialect) -> tuple[list[tuple[str, str]], list[Finding]]:
@@ -49,6 +49,16 @@ def _look_at_window(
         "hf-posenc patch --sliding-window off (or a larger one), with --original-max-position-embeddings if known.",
     )
     return [line], [finding]
+
+
+def chunk_of_rotary_layers(config: PreTrainedConfig) -> int | None:
+    """Return the chunk, in tokens, that no rotary layer looks out of (Llama 4); None if some rotary layer does."""
+    chunk, rotary = getattr(config, "attention_chunk_size", None), getattr(config, "no_rope_layers", None)
+    kinds = getattr(config, "layer_types", None) or []
+    if not chunk or not rotary or len(kinds) != len(rotary):  # no_rope_layers: 1 where a layer is rotary
+        return None
+    seen = {kind for kind, turns in zip(kinds, rotary, strict=True) if turns}
+    return int(chunk) if seen == {"chunked_attention"} else None
 
 
 def _look_at_chunks(
