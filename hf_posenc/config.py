@@ -10,6 +10,9 @@ from typing import Any
 
 RAMPS = ("code", "paper", "harmonic")
 TEMPERATURES = ("rotary", "logits")
+SCOPES = ("query", "sequence")
+ATTENTION_METHODS = frozenset({"dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"})
+GROWTHS = ("linear", "geometric")
 
 
 def check_number(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> float:
@@ -95,7 +98,16 @@ class RopeScaling:
         low_freq_factor, high_freq_factor: Llama 3's turns, as ``beta_slow`` and ``beta_fast``.
         short_factor, long_factor: LongRoPE's divisors per pair, each one number per pair that turns.
         rope_theta: The new base, for ``abf``.
-        scope: For ``dynamic``: ``"sequence"`` is Transformers' rule, one scale for the whole forward.
+        scope: For ``dynamic``: ``"query"``, a scale for each query by where it stands, or ``"sequence"``,
+            Transformers' rule, one scale for the whole forward.
+        stage: Tokens of the first stage past the original length; None for the default share of it.
+        growth: ``"linear"``, stages of one length, or ``"geometric"``, each longer than the one before by one ratio.
+        group: For ``self_extend``: far tokens that share a position; None for what the target needs.
+        window: For ``self_extend`` and ``rerope``: distance in tokens from which keys are far.
+        leak: For ``leaky_rerope``: tokens beyond the window that count as one.
+        chunk_size, local_window: For ``dca``, in tokens; None for 3/4 and 1/8 of the original length.
+        sharpen: For ``dca``: its code's temperature.
+        log_n: Multiply queries by ``max(1, ln(position + 1) / ln(original))``; only on the attention door.
     """
 
     method: str
@@ -113,7 +125,16 @@ class RopeScaling:
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
     rope_theta: float | None = None
-    scope: str | None = None
+    scope: str = "query"
+    stage: int | None = None
+    growth: str = "linear"
+    group: int | None = None
+    window: int | None = None
+    leak: float = 16.0
+    chunk_size: int | None = None
+    local_window: int | None = None
+    sharpen: bool = False
+    log_n: bool = False
 
     def __post_init__(self) -> None:
         self._set("factor", _check_factor(self.factor))
@@ -127,14 +148,21 @@ class RopeScaling:
                 raise ValueError(
                     f"{high} must be greater than {low}, got {getattr(self, high):g} and {getattr(self, low):g}."
                 )
-        if not isinstance(self.truncate, bool):
-            raise TypeError(f"truncate must be True or False, got {self.truncate!r}.")
+        for name in ("truncate", "sharpen", "log_n"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.ramp not in RAMPS:
             raise ValueError(f"ramp must be one of {', '.join(RAMPS)}, got {self.ramp!r}.")
         if self.temperature not in TEMPERATURES:
             raise ValueError(f"temperature must be one of {', '.join(TEMPERATURES)}, got {self.temperature!r}.")
-        if self.scope not in (None, "sequence"):
-            raise ValueError(f"scope must be 'sequence', got {self.scope!r}.")
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {self.scope!r}.")
+        if self.growth not in GROWTHS:
+            raise ValueError(f"growth must be one of {', '.join(GROWTHS)}, got {self.growth!r}.")
+        for name in ("stage", "group", "window", "chunk_size", "local_window"):
+            if getattr(self, name) is not None:
+                self._set(name, check_length(name, getattr(self, name)))
+        self._set("leak", check_number("leak", self.leak, at_least=1))
         for name in ("short_factor", "long_factor"):
             self._set(name, _check_factor_list(name, getattr(self, name)))
 
@@ -144,6 +172,11 @@ class RopeScaling:
     def has_default_temperature(self) -> bool:
         """Return whether neither ``attention_factor`` nor DeepSeek's pair was given."""
         return self.attention_factor is None and self.mscale is None and self.mscale_all_dim is None
+
+    @property
+    def on_attention_door(self) -> bool:
+        """Whether the rule depends on where each query stands, which only the attention can do and no config say."""
+        return self.method in ATTENTION_METHODS or (self.method == "dynamic" and self.scope == "query")
 
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, as JSON-able values."""

@@ -146,6 +146,8 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
     target = int(config.max_position_embeddings)
     original = parameters.get("original_max_position_embeddings", target)
     given = {k: parameters[k] for k in get_method(rope_type).options if parameters.get(k) is not None}
+    if rope_type == "dynamic":
+        given["scope"] = "sequence"
     for name in given.keys() & {"short_factor", "long_factor"}:
         given[name] = [divisor for divisor in given[name] if divisor < NEVER_TURNS]
     factor = parameters.get("factor") or max(target / original, 1.0)

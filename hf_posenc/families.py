@@ -122,6 +122,17 @@ def capabilities() -> dict[str, str | None]:
     return table
 
 
+@cache
+def door_capabilities() -> dict[str, str | None]:
+    """Return each model type that can be extended with the reason why its attention cannot be put behind the door.
+
+    None if it can: then the rules that depend on where the query stands (``dynamic``, ``self_extend``, ``dca``,
+    ``rerope``) are for it too. Written and held as the table of ``capabilities``.
+    """
+    table: dict[str, str | None] = json.loads(FAMILIES_TABLE.read_text(encoding="utf-8"))["attention_door"]
+    return table
+
+
 def census_version() -> str:
     """Return the version of Transformers that the table of ``capabilities`` is about."""
     return str(json.loads(FAMILIES_TABLE.read_text(encoding="utf-8"))["transformers"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -24,38 +24,78 @@ def _filled(text: str, width: int, indent: str = "    ") -> str:
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)
 
 
+# What the words of `options` do not say.
+_NOTES = {
+    "dynamic": (
+        "scope=query (the default): stages of `stage` tokens past the original length, growth=linear or geometric; "
+        "hf_posenc alone runs it",
+        "scope=sequence: Transformers' own rule, one scale for a whole forward; plain Transformers runs it, and it is "
+        "not exact with a KV cache",
+    ),
+}
+
+
 def methods_text(width: int) -> str:
     """Return every method with its aliases, options, spelling on disk and paper."""
     from hf_posenc.registry import available_methods  # brings PyTorch
 
-    lines = []
+    lines = [
+        _filled(
+            "On disk: the rope_type in config.json, which plain Transformers reads. Rules in the manifest only are run "
+            "by hf_posenc (load_extended, hf-posenc eval); for servers `hf-posenc export --as yarn` has the nearest.",
+            width,
+            indent="",
+        ),
+        "",
+    ]
     for row in available_methods():
         also = f" (or {', '.join(row['aliases'])})" if row["aliases"] else ""
-        facts = (row["summary"], f"options: {', '.join(row['options']) or 'none'}", f"on disk: {row['on_disk']}")
-        lines += [f"{row['name']}{also}", *(_filled(fact, width) for fact in (*facts, row["paper"]))]
+        options = (f"options: {', '.join(row['options']) or 'none'}", *_NOTES.get(row["name"], ()))
+        facts = (row["summary"], *options, f"on disk: {row['on_disk']}", row["paper"])
+        lines += [f"{row['name']}{also}", *(_filled(fact, width) for fact in facts)]
     return "\n".join(lines)
 
 
 def families_text(width: int) -> str:
-    """Return which model types can be extended, and the others by the reason why not."""
-    from hf_posenc.families import capabilities, census_version  # brings PyTorch
+    """Return which model types can be extended by which methods, and the others by the reason why not."""
+    from hf_posenc.families import capabilities, census_version, door_capabilities  # brings PyTorch
 
-    table = capabilities()
-    patched = [model_type for model_type, reason in table.items() if reason is None]
+    table, door = capabilities(), door_capabilities()
+    both = [model_type for model_type, reason in door.items() if reason is None]
+    return "\n".join(
+        [
+            f"Of the {len(table)} causal language model types of Transformers {census_version()}, {len(door)} can be "
+            "extended.",
+            "",
+            f"Rotary door and attention door: {len(both)}, by every method",
+            _filled(", ".join(both), width),
+            "",
+            f"Rotary door only: {len(door) - len(both)}, by all but dynamic (its scope 'query'), dynamic_yarn, "
+            "self_extend, dca, rerope and leaky_rerope",
+            *_by_reason(door, width),
+            "",
+            f"Refused: {len(table) - len(door)}",
+            *_by_reason(table, width),
+        ]
+    )
+
+
+# What messages say before and after the reason itself.
+_AROUND_REASON = (
+    r"^(method '[^']+' is not supported for )?model_type '[^']+'(:| is not supported:)? | Static rules such .*$"
+)
+
+
+def _by_reason(table: Mapping[str, str | None], width: int) -> list[str]:
+    """Return the types that have a reason as lines, the rarest reasons first."""
     refused: dict[str, list[str]] = {}
     for model_type, reason in table.items():
         if reason is not None:
-            refused.setdefault(re.sub(r"^model_type '[^']+' (is not supported: )?", "", reason), []).append(model_type)
-    lines = [
-        f"Of the {len(table)} causal language model types of Transformers {census_version()}, {len(patched)} can be "
-        "extended:",
-        _filled(", ".join(patched), width),
-        "",
-        "Refused:",
-    ]
+            refused.setdefault(re.sub(_AROUND_REASON, "", reason), []).append(model_type)
+    lines = []
     for reason, model_types in sorted(refused.items(), key=lambda pair: len(pair[1])):
         lines += [_filled(", ".join(model_types), width), _filled(reason, width, indent="        ")]
-    return "\n".join(lines)
+    return lines
 
 
 def _rule(preset: Preset) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.attention.install import OpenDoor, check_door, close_door, door_problem, put_behind_door
 from hf_posenc.extension import Extension, declared_scaling, describe_config, plain_spec
 from hf_posenc.families import label_prefix, rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.request import resolve, warn_about_limits, write_config
@@ -49,6 +50,7 @@ class _Record:
     rotary: dict[str, SavedRotary]
     scales: dict[str, float]
     config_values: list[dict[str, Any]]
+    door: OpenDoor | None = None
 
 
 def patch_model(
@@ -111,6 +113,9 @@ def patch_model(
         on_scaled=on_scaled,
     )
     modules = rotary_modules(base)
+    on_door = extension.scaling.on_attention_door
+    if on_door:
+        check_door(base, extension)
     _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
     new_config = copy.deepcopy(text_config)
     write_config(new_config, extension)
@@ -133,6 +138,8 @@ def patch_model(
         module.__dict__["scaling"] = scales[name]
     base.__dict__[_RECORD] = record
     try:
+        if on_door:
+            record.door = put_behind_door(base, extension, next(iter(values.values())))
         verify_model(base)
     except RotaryMismatchError:
         unpatch_model(base)
@@ -156,6 +163,8 @@ def unpatch_model(model: ModelT) -> ModelT:
     record = base.__dict__.get(_RECORD)
     if record is None:
         raise ValueError("model is not patched: there is nothing to undo. A checkpoint saved extended stays extended.")
+    if record.door is not None:
+        close_door(base, record.door)
     for name, module in rotary_modules(base).items():
         restore_rotary(module, record.rotary[name])
     for name, scale in record.scales.items():
@@ -194,6 +203,12 @@ def verify_model(model: nn.Module) -> Verification:
 
 
 def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
+    record = base.__dict__.get(_RECORD)
+    if record is not None and record.door is not None:
+        problem = door_problem(base, record.door)
+        if problem is not None:
+            raise RotaryMismatchError(f"{describe(base)['method']} is no longer in place: {problem}.")
+        return Verification(describe(base), ())
     extension = extension_of(base)
     spec = extension.spec if extension is not None else plain_spec(base.config.get_text_config(decoder=True))
     scaling = extension.scaling if extension is not None else None
@@ -211,6 +226,11 @@ def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
     return Verification(describe(base), tuple(checks))
 
 
+def is_patched(model: nn.Module) -> bool:
+    """Return whether ``unpatch_model`` has something to undo: ``patch_model`` extended it, here or while loading."""
+    return _RECORD in unwrap(model).__dict__
+
+
 def extension_of(model: nn.Module) -> Extension | None:
     """Return what a model was patched with, or what its config declares; None for a plain model."""
     base = unwrap(model)
@@ -218,6 +238,12 @@ def extension_of(model: nn.Module) -> Extension | None:
     if record is not None:
         return record.extension  # type: ignore[no-any-return]
     return declared_scaling(base.config.get_text_config(decoder=True))
+
+
+def unextended_config(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the values of a patched model's text config before ``patch_model``; absent ones were not there."""
+    values: dict[str, Any] = copy.deepcopy(model.__dict__[_RECORD].config_values[0])
+    return {name: values[name] for name in _CONFIG_VALUES if name in values}
 
 
 def describe(model: nn.Module) -> dict[str, Any]:

@@ -91,6 +91,11 @@ def _abf_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
     return {**_plain_rope(spec), "rope_theta": scaling.rope_theta}
 
 
+def _attention_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
+    # No config can say what depends on where each query stands: the checkpoint stays the base model's.
+    return {"rope_type": "default"}
+
+
 def _dynamic_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
     if spec.still_pairs:
         raise ValueError(
@@ -171,12 +176,23 @@ _ALL = (
     Method(
         name="dynamic",
         formula=rules.dynamic_frequencies,
-        options=frozenset({"scope"}),
-        paper=f"emozilla 2023; {_YARN_PAPER}, section 3.3",
-        summary="Transformers' own: NTK with a base that grows with the sequence; not exact with a KV cache.",
-        on_disk=_dynamic_on_disk,
-        rope_type="dynamic",
+        options=frozenset({"scope", "stage", "growth", "log_n"}),
+        paper=f"emozilla 2023; {_YARN_PAPER}, section 3.3; stages: hf_posenc",
+        summary="NTK in stages, by where each query stands: exact with a KV cache, nothing lost on short texts.",
+        on_disk=lambda spec, scaling: (_attention_on_disk if scaling.on_attention_door else _dynamic_on_disk)(
+            spec, scaling
+        ),
+        rope_type="the manifest only (dynamic for scope=sequence)",
         aliases=("dynamic_ntk",),
+    ),
+    Method(
+        name="dynamic_yarn",
+        formula=rules.yarn_frequencies,
+        options=(_YARN_OPTIONS - {"temperature"}) | {"stage", "growth", "log_n"},
+        paper=f"{_YARN_PAPER}, sections 3.2 to 3.4; stages: hf_posenc",
+        summary="YaRN in stages, by where each query stands: exact with a KV cache, nothing lost on short texts.",
+        on_disk=_attention_on_disk,
+        rope_type="the manifest only",
     ),
     Method(
         name="yarn",
@@ -186,6 +202,42 @@ _ALL = (
         summary="NTK-by-parts with an attention temperature: the usual choice, with or without fine-tuning.",
         on_disk=_yarn_on_disk,
         rope_type="yarn (longrope for ramp=paper and ramp=harmonic)",
+    ),
+    Method(
+        name="self_extend",
+        formula=rules.plain_frequencies,
+        options=frozenset({"group", "window", "log_n"}),
+        paper="Jin et al. 2024, arXiv:2401.01325, section 3.2",
+        summary="Far tokens share positions in groups, near ones keep theirs; no fine-tuning.",
+        on_disk=_attention_on_disk,
+        rope_type="the manifest only",
+    ),
+    Method(
+        name="dca",
+        formula=rules.plain_frequencies,
+        options=frozenset({"chunk_size", "local_window", "sharpen", "log_n"}),
+        paper="An et al. 2024, arXiv:2402.17463, section 3.2 (ChunkLlama)",
+        summary="Positions start anew in each chunk, and far chunks are all equally far; no fine-tuning.",
+        on_disk=_attention_on_disk,
+        rope_type="the manifest only",
+    ),
+    Method(
+        name="rerope",
+        formula=rules.plain_frequencies,
+        options=frozenset({"window", "log_n"}),
+        paper="Su 2023, github.com/bojone/rerope",
+        summary="Distances stop growing at a window; no fine-tuning.",
+        on_disk=_attention_on_disk,
+        rope_type="the manifest only",
+    ),
+    Method(
+        name="leaky_rerope",
+        formula=rules.plain_frequencies,
+        options=frozenset({"window", "leak", "log_n"}),
+        paper="Su 2023, github.com/bojone/rerope",
+        summary="Distances grow more slowly beyond a window; no fine-tuning.",
+        on_disk=_attention_on_disk,
+        rope_type="the manifest only",
     ),
     Method(
         name="llama3",

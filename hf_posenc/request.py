@@ -108,11 +108,6 @@ def resolve(
     target = _target(original, factor, context_length)
     # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
     scaling = make_scaling(name, target / original, options)
-    if name == "dynamic" and scaling.scope is None:
-        raise ValueError(
-            "method 'dynamic' needs scope='sequence': Transformers' own rule, one scale for the whole forward. It is "
-            "not exact with a KV cache and depends on batch-mates; 'ntk' and 'yarn' are."
-        )
     if name == "yarn" and config.model_type in MLA and scaling.has_default_temperature():
         # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax scale.
         scaling = dataclasses.replace(scaling, mscale=1.0, mscale_all_dim=1.0)
@@ -153,7 +148,7 @@ def spelling_of(model_type: str, label: str | None, scaling: RopeScaling) -> OnD
     """Return how a rule is written for a family: by its own name unless Transformers would read that otherwise."""
     # Transformers looks for truncate where it is not: beside the layer types.
     untruncated = label is not None and scaling.method == "yarn" and not scaling.truncate
-    if model_type in LONGROPE_ONLY or untruncated:
+    if not scaling.on_attention_door and (model_type in LONGROPE_ONLY or untruncated):
         return longrope_spelling
     return METHODS[scaling.method].on_disk
 
@@ -171,7 +166,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
     if config.model_type == "phimoe" and "attention_factor" in written:  # names of its own, one for each list
         written |= dict.fromkeys(("short_mscale", "long_mscale"), written["attention_factor"])
     config.rope_parameters = written if label is None else {**config.rope_parameters, label: written}
-    if scaling.method == "dynamic":  # reads max_position_embeddings as the original length
+    if scaling.method == "dynamic" and scaling.scope == "sequence":  # reads it as the original length
         config.max_position_embeddings = spec.original_max_position_embeddings
     else:
         config.max_position_embeddings = extension.context_length
@@ -196,7 +191,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
 def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
     """Warn about what the positions cannot help: a sliding window on every layer, Transformers' dynamic rule."""
     warn_about_window(config, extension.context_length)
-    if extension.scaling.method == "dynamic":
+    if extension.scaling.method == "dynamic" and extension.scaling.scope == "sequence":
         warnings.warn(
             "dynamic with scope='sequence' picks one scale per forward: results change with the KV cache, with "
             "batch-mates and with what ran before.",
@@ -233,6 +228,11 @@ def extend_config(
         sliding_window=sliding_window,
         on_scaled=on_scaled,
     )
+    if extension.scaling.on_attention_door:
+        raise ValueError(
+            f"no config can say method {extension.scaling.method!r}: it depends on where each query stands. Call "
+            "patch_model on the loaded model, or take a static method such as 'yarn'."
+        )
     write_config(text_config, extension)
     warn_about_limits(text_config, extension)
     return extended

@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_posenc import extend_config
-from hf_posenc.families import FAMILIES_TABLE, FULL_ATTENTION, capabilities, census_version
+from hf_posenc import RotaryMismatchError, extend_config, patch_model
+from hf_posenc.families import FAMILIES_TABLE, FULL_ATTENTION, capabilities, census_version, rope_label
+from hf_posenc.windows import window_of_all_layers
 
 # Given where a config has the name and it is a plain number there.
 _SIZES: dict[str, Any] = {
@@ -168,17 +169,48 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
         return ()
 
 
-def tiny_model(model_type: str) -> PreTrainedModel:
+def tiny_model(model_type: str, config: PreTrainedConfig | None = None) -> PreTrainedModel:
     """Return a random model of a type; equal calls give equal weights."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(CONFIG_MAPPING[model_type])).eval()
+    config = tiny_config(CONFIG_MAPPING[model_type]) if config is None else config
+    model = AutoModelForCausalLM.from_config(config).eval()
     for name, parameter in model.named_parameters():
         if model_type == "zaya" and name.endswith("temp"):  # multiplies the keys, and is zero in a random model
             torch.nn.init.constant_(parameter, 3.0)
     return model
 
 
+def sharp_model(model_type: str, layer_types: list[str] | None = None) -> PreTrainedModel:
+    """Return one whose attention depends on distance, without the rule that a few types have by default."""
+    config = tiny_config(CONFIG_MAPPING[model_type])
+    text = config.get_text_config(decoder=True)
+    label = rope_label(text)
+    rope = text.rope_parameters if label is None else text.rope_parameters[label]
+    if rope.get("rope_type", "default") != "default":
+        kept = {name: rope[name] for name in _NOT_OF_A_RULE if name in rope}
+        rope.clear()
+        rope.update(rope_type="default", **kept)
+        if "llama_4_scaling_beta" in kept:  # queries past that length are larger
+            rope["original_max_position_embeddings"] = 64
+    if layer_types is not None:
+        text.layer_types = layer_types
+    model = tiny_model(model_type, config)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in ("q_proj.weight", "k_proj.weight", "qkv", "query_key_value", *_JETMOE)):
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+_NOT_OF_A_RULE = ("rope_theta", "partial_rotary_factor", "llama_4_scaling_beta")
+_JETMOE = ("kv_proj.weight", "input_linear.weight")
 IDS = token_ids(100)  # past the original 64
+REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64, "on_scaled": "replace"}
+
+
+def patch_behind_door(model: PreTrainedModel, method: str, factor: float, **options: Any) -> PreTrainedModel:
+    """Patch; a window that every layer has, as the sizes above give many, is taken off."""
+    has_window = window_of_all_layers(model.config.get_text_config(decoder=True)) is not None
+    return patch_model(model, method, factor, **{"sliding_window": "off" if has_window else "keep", **options})
 
 
 def reason_refused(model_type: str) -> str | None:
@@ -195,6 +227,15 @@ def reason_refused(model_type: str) -> str | None:
     return None
 
 
+def reason_not_behind_door(model_type: str) -> str | None:
+    """Return why the attention of a type that can be patched cannot be put behind the door; None if it can."""
+    try:
+        patch_behind_door(tiny_model(_DECODER_OF.get(model_type, model_type)), "dynamic_yarn", 4, **REQUEST)
+    except (RotaryMismatchError, ValueError) as error:
+        return str(error)
+    return None
+
+
 @cache
 def expected() -> dict[str, str | None]:
     """Return what the table says of each type; for another Transformers than the table's, what a config says."""
@@ -206,7 +247,8 @@ def expected() -> dict[str, str | None]:
 def main() -> None:
     """Write the table of families that the package ships: what became of each type of this Transformers."""
     reasons = {model_type: reason_refused(model_type) for model_type in causal_types()}
-    table: dict[str, Any] = {"transformers": transformers.__version__, "types": reasons}
+    behind = {model_type: reason_not_behind_door(model_type) for model_type, reason in reasons.items() if not reason}
+    table: dict[str, Any] = {"transformers": transformers.__version__, "types": reasons, "attention_door": behind}
     FAMILIES_TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 

@@ -120,12 +120,16 @@ def test_the_table_is_true_for_every_type() -> None:
     assert {capabilities()[model_type] is None for model_type in without_rotary - {"dots3_note", "gemma3n"}} == {False}
 
 
-@pytest.mark.slow
-def test_on_transformers_5_0_every_type_is_patched_to_the_bit_or_refused_untouched() -> None:
-    run = [python_with("5.0.0"), "tests/census_of_another_transformers.py", "linear", "yarn"]
+def rows_of_transformers_5_0(*methods: str) -> list[tuple[str, str, str]]:
+    run = [python_with("5.0.0"), "tests/census_of_another_transformers.py", *methods]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(run, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_on_transformers_5_0_every_type_is_patched_to_the_bit_or_refused_untouched() -> None:
+    rows = rows_of_transformers_5_0("linear", "yarn")
     outcomes = Counter(outcome.partition(":")[0] for _, _, outcome in rows)
     assert set(outcomes) <= {"equal", "refused", "cannot be built"}, [row for row in rows if row[2] not in outcomes]
     assert outcomes["equal"] > 125
@@ -133,3 +137,15 @@ def test_on_transformers_5_0_every_type_is_patched_to_the_bit_or_refused_untouch
     assert {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "deepseek_v3", "gpt_oss", "olmo2"} <= {
         model_type for model_type, method, outcome in rows if method == "yarn" and outcome == "equal"
     }
+
+
+@pytest.mark.slow
+def test_on_transformers_5_0_the_attention_door_is_exact_or_refused_untouched() -> None:
+    rows = rows_of_transformers_5_0("dynamic_yarn", "self_extend")
+    outcomes = Counter(outcome.partition(":")[0] for _, _, outcome in rows)
+    allowed = {"equal", "refused", "cannot be built", "equal without a cache"}
+    assert set(outcomes) <= allowed, [row for row in rows if row[2].partition(":")[0] not in allowed]
+    assert outcomes["equal"] > 90
+    for model_type in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "smollm3"):
+        for method in ("dynamic_yarn", "self_extend"):
+            assert (model_type, method, "equal") in rows

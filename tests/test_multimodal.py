@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from census import IDS, tiny_config
+from doors import in_chunks
 from tiny_models import assert_same_state, logits, native, state
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -82,6 +83,26 @@ def test_three_axes_of_positions(model_type: str, method: str, tmp_path: Path) -
     assert torch.equal(logits_at(built, positions), extended)
     assert_same_state(state(model), before)
     assert torch.equal(logits_at(model, positions), plain)
+
+
+@pytest.mark.parametrize("model_type", [*THREE_AXES, "qwen3_5"])
+def test_behind_the_attention_door_texts_alone(model_type: str) -> None:
+    model = tiny_vision_model(model_type, mrope_section=SECTION)
+    for name, parameter in model.named_parameters():
+        if "language_model" in name and ("q_proj.weight" in name or "k_proj.weight" in name):
+            torch.nn.init.normal_(parameter, std=0.2)
+    plain, images = logits(model, IDS), logits_at(model, image_positions())
+    text = torch.arange(IDS.shape[1]).expand(3, 1, -1)
+    patch_model(model, "dynamic_yarn", 4, stage=16, **REQUEST)
+    staged = logits(model, IDS)
+    assert torch.equal(logits_at(model, text), staged)
+    torch.testing.assert_close(in_chunks(model, IDS, [50, 30, 1]), staged, atol=1e-5, rtol=0)
+    assert torch.equal(staged[:, :64], plain[:, :64])
+    assert (staged - plain)[:, 64:].abs().max() > 1e-4
+    with pytest.raises(ValueError, match="positions here have three parts"):
+        logits_at(model, image_positions())
+    unpatch_model(model)
+    assert torch.equal(logits_at(model, image_positions()), images)
 
 
 @pytest.mark.parametrize("model_type", NESTED_DECODERS)

@@ -33,7 +33,13 @@ def test_unknown_method_suggests_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("method", "factor", "options", "error", "message"),
     [
-        ("linear", 4, {"beta_fast": 32}, TypeError, r"'linear' takes no option 'beta_fast' \(ntk_by_parts, yarn do\)"),
+        (
+            "linear",
+            4,
+            {"beta_fast": 32},
+            TypeError,
+            r"'linear' takes no option 'beta_fast' \(ntk_by_parts, dynamic_yarn, yarn do\)",
+        ),
         ("yarn", 4, {"attn_factor": 1.0}, TypeError, r"takes no option 'attn_factor'\. It takes: attention_factor"),
         ("yarn", 0.25, {}, ValueError, r"factor must be >= 1, got 0\.25\. It is target / original"),
         ("yarn", "4", {}, TypeError, r"factor must be a number, got '4' \(str\)"),
@@ -49,7 +55,7 @@ def test_unknown_method_suggests_the_nearest() -> None:
         ("yarn", 4, {"ramp": "cubic"}, ValueError, "ramp must be one of code, paper, harmonic, got 'cubic'"),
         ("longrope", 4, {"long_factor": "1,2"}, TypeError, "long_factor must be a list of numbers"),
         ("longrope", 4, {"long_factor": [1, 0]}, ValueError, r"long_factor\[1\] must be greater than 0"),
-        ("dynamic", 4, {"scope": "token"}, ValueError, "scope must be 'sequence', got 'token'"),
+        ("dynamic", 4, {"scope": "token"}, ValueError, "scope must be one of query, sequence, got 'token'"),
     ],
 )
 def test_bad_requests_say_what_came_and_what_is_allowed(

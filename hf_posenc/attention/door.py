@@ -1,0 +1,272 @@
+"""The attention door: one attention function that turns queries and keys, then calls the model's own attention."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+
+from hf_posenc.attention.distances import DISTANCE_RULES, DistanceRule, query_factors
+from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.layout import Forward, read_forward
+from hf_posenc.attention.masks import PREFIX, UNWRITTEN, piece_mask, slot_states
+from hf_posenc.attention.pieces import Pieces
+from hf_posenc.attention.regional import attend_by_distance
+from hf_posenc.attention.rotated_keys import RotatedKeys
+from hf_posenc.attention.rotation import ROTATIONS, Rotation, Tables
+from hf_posenc.attention.staged import Stages
+
+# What a layer's queries and keys need: the rule; no more than the original frequencies (its window never leaves the
+# original length); nothing (it has no positions, or a rotary module of its own).
+FULL, PLAIN, PASS = "full", "plain", "pass"
+INNER = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+_DOOR = "_hf_posenc_door"
+
+
+class Door:
+    """The state of a model whose attention is behind the door: the rule, and what a forward's layers share."""
+
+    def __init__(self, stages: Stages, inner: str, plain: torch.Tensor, rotation: Rotation = ROTATIONS[0]) -> None:
+        """Make one.
+
+        Args:
+            stages: The rule.
+            inner: The attention implementation that was in use.
+            plain: The model's own float32 ``inv_freq``, for stage 0.
+            rotation: How the family turns.
+        """
+        self.stages = stages
+        self.distances = _distances(stages)
+        self.inner = inner
+        self.plain = plain.detach().clone()
+        self.rotation = rotation
+        self.rotated = RotatedKeys()
+        self.warned = False
+        self.cache: Cache | None = None
+        self.forwards: list[Forward] = []
+        self.positions: torch.Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "cache": None, "forwards": [], "positions": None, "distances": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.distances = _distances(self.stages)
+
+    # ---- once per forward ----
+
+    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Take note of the cache; a forward pre-hook of the decoder."""
+        config: Any = module.config
+        implementation = config._attn_implementation
+        if implementation != PREFIX + self.inner:
+            raise ValueError(
+                f"the attention implementation was changed to {implementation!r} after patch_model, so positions would "
+                f"be lost. Call unpatch_model first, change it, and patch again."
+            )
+        if not torch.compiler.is_compiling():
+            self.forwards, self.cache = [], kwargs.get("past_key_values")
+            if self.cache is not None:
+                self.rotated.check(self.cache)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let go of the cache; a forward hook of the decoder."""
+        if not torch.compiler.is_compiling():
+            self.forwards, self.cache, self.positions = [], None, None
+
+    def note_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Take note of the positions, which some families do not hand on to their layers; of the rotary module."""
+        position_ids = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+        if position_ids is not None and position_ids.dim() == 3:
+            position_ids = _text_positions(position_ids)
+        if not torch.compiler.is_compiling():
+            self.positions = position_ids
+
+    def read(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Forward:
+        """Return what this forward's layers share, the same object for all that see the same slots."""
+        for there in self.forwards:
+            if there.is_of(position_ids, num_slots, states):
+                return there
+        found = read_forward(position_ids, num_slots, states, self.stages)
+        self._warn_past_target(int(found.layout.places.max()) + 1)
+        self.forwards = [*self.forwards[-3:], found]
+        return found
+
+    def _warn_past_target(self, length: int) -> None:
+        target = round(self.stages.scaling.factor * self.stages.spec.original_max_position_embeddings)
+        if length > target and not self.warned:
+            self.warned = True
+            method = self.stages.scaling.method
+            warnings.warn(f"{length} tokens, and {method} was asked for {target}: it goes on as it did.", stacklevel=2)
+
+    def frequencies(self, stage: int, device: torch.device) -> tuple[torch.Tensor, float]:
+        """Return float32 ``inv_freq`` and the attention factor of a stage."""
+        if stage == 0:
+            return self.plain.to(device), 1.0
+        inv_freq, attention_factor = self.stages.frequencies(stage)
+        return inv_freq.to(device, torch.float32), attention_factor
+
+    def query_factors(self, places: torch.Tensor) -> torch.Tensor | None:
+        """Return what multiplies queries at these places; None for nothing."""
+        return query_factors(self.stages.spec, self.stages.scaling, places)
+
+    def tables(self, forward: Forward, stages: tuple[int, ...], start: int, stop: int, like: torch.Tensor) -> Tables:
+        """Return cos and sin for a range of slots, each row in its stage."""
+        key = (stages, start, stop, like.dtype, like.device)
+        if key not in forward.tables:
+            found = [self.frequencies(stage, like.device) for stage in stages]
+            forward.tables[key] = self.rotation.tables(
+                torch.stack([inv_freq for inv_freq, _ in found]),
+                torch.tensor([factor for _, factor in found], device=like.device),
+                forward.layout.positions[:, start:stop].to(like.device),
+                like.dtype,
+            )
+        return forward.tables[key]
+
+    # ---- once per layer ----
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
+        states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
+        is_step = query.shape[2] == 1 and dense is None and self.distances is None
+        if torch.compiler.is_compiling() and is_step:
+            return self._compiled_step(module, query, key, value, states, kind, kwargs)
+        return self._attend(module, query, key, value, states, dense, kind, kwargs)  # type: ignore[no-any-return]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # which pieces there are depends on positions: one graph break a layer
+    def _attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        states: torch.Tensor | None,
+        dense: torch.Tensor | None,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if dense is not None and kind == PLAIN:
+            key, value, dense = _written(key, value, dense)
+        forward = self.read(kwargs["position_ids"], key.shape[2], states)
+        pieces = Pieces(self, forward, module, query, key, value, dense, kwargs)
+        if kind == PASS:
+            return pieces.untouched()
+        if kind == PLAIN:
+            return pieces.whole((0,) * len(forward.layout.positions), tempered=False)
+        if self.distances is not None:
+            return attend_by_distance(pieces, self.distances)
+        return pieces.by_stage() if forward.row_stages is None else pieces.whole(forward.row_stages)
+
+    def _compiled_step(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        states: torch.Tensor | None,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One token in tensor operations alone, nothing read back: no graph break, no recompilation per token."""
+        num_slots, device = key.shape[2], key.device
+        if states is None:
+            states = torch.ones(1, num_slots, dtype=torch.int8, device=device)
+        if kind != PASS:
+            slots = torch.arange(num_slots, device=device)
+            last = (states != UNWRITTEN).sum(-1, keepdim=True) - 1
+            position = kwargs["position_ids"][:, -1:]
+            positions = position - last + slots
+            first = (states > 0).to(torch.int64).argmax(-1, keepdim=True)
+            place = position - positions.gather(1, first.expand(positions.shape[0], 1))
+            ends = self.stages.ends(num_slots) if kind == FULL else self.stages.ends(1)
+            stage = torch.bucketize(place[:, 0], torch.tensor(ends, device=device), right=True)
+            found = [self.frequencies(index, device) for index in range(len(ends) + 1)]
+            inv_freq = torch.stack([inv_freq for inv_freq, _ in found])[stage]
+            factors = torch.tensor([factor for _, factor in found], device=device)[stage]
+            key = self.rotation.turn(key, self.rotation.tables(inv_freq, factors, positions, key.dtype))
+            query = self.rotation.turn(query, self.rotation.tables(inv_freq, factors, position, query.dtype))
+        mask = (
+            (states > 0)[:, None, None, :]
+            if self.inner == "sdpa"
+            else piece_mask(self.inner, 1, num_slots, states > 0, query)
+        )
+        return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the positions: one graph break a forward
+def _text_positions(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the positions ``(batch, length)`` of ``(3, batch, length)`` (mrope), alike for a text."""
+    if not bool((position_ids == position_ids[:1]).all()):
+        raise ValueError(
+            "this rule takes texts alone: positions here have three parts (mrope), which differ, as those of images "
+            "do. A static rule such as 'yarn' takes them."
+        )
+    return position_ids[0]
+
+
+def _distances(stages: Stages) -> DistanceRule | None:
+    make_rule = DISTANCE_RULES.get(stages.scaling.method)
+    return None if make_rule is None else make_rule(stages.spec, stages.scaling)
+
+
+def _written(key: torch.Tensor, value: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cut the free slots of a static sliding cache off: those that the last query does not see, at the end."""
+    seen = dense[0, 0, -1]
+    seen = seen if seen.dtype == torch.bool else seen == 0
+    stop = int(seen.nonzero()[-1]) + 1
+    return key[:, :, :stop], value[:, :, :stop], dense[..., :stop]
+
+
+def door_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The function that Transformers calls; each attention layer of a patched model knows its door."""
+    door, kind = module.__dict__[_DOOR]
+    if kwargs.get("position_ids") is None:
+        if door.positions is None:
+            raise ValueError(
+                f"{type(module).__name__} is not told where its queries stand (position_ids), so gradient "
+                "checkpointing and torch.compile cannot be used with this rule."
+            )
+        kwargs["position_ids"] = door.positions
+    return door.attend(module, query, key, value, attention_mask, kind, kwargs)  # type: ignore[no-any-return]
+
+
+def register() -> None:
+    """Make the door known to Transformers, once for each implementation behind it."""
+    for inner in INNER:
+        AttentionInterface.register(PREFIX + inner, door_attention)
+        AttentionMaskInterface.register(PREFIX + inner, slot_states)
+
+
+def put_door(module: nn.Module, door: Door, kind: str) -> None:
+    """Give an attention layer its door."""
+    module.__dict__[_DOOR] = (door, kind)
+
+
+def take_door(module: nn.Module) -> None:
+    """Take it away."""
+    module.__dict__.pop(_DOOR, None)
+
+
+def door_of(module: nn.Module) -> Door | None:
+    """Return the door of an attention layer, if it has one."""
+    found = module.__dict__.get(_DOOR)
+    return found[0] if found else None

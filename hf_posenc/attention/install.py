@@ -1,0 +1,234 @@
+"""Putting a model's attention behind the door, and taking it out again."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.attention.distances import DISTANCE_RULES
+from hf_posenc.attention.door import FULL, INNER, PASS, PLAIN, Door, door_of, put_door, register, take_door
+from hf_posenc.attention.masks import PREFIX
+from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
+from hf_posenc.attention.staged import Stages
+from hf_posenc.extension import Extension, declared_rope
+from hf_posenc.families import FULL_ATTENTION, MLA, label_prefix, rope_label, rotary_modules, text_configs
+from hf_posenc.rotary import SavedRotary, rotary_class, write_rotary
+from hf_posenc.verification import RotaryMismatchError
+from hf_posenc.windows import window_of_all_layers
+
+_PROBE_TOKENS = 5
+_NORM_AFTER = "it normalises queries and keys after they are turned"
+_REFUSED: dict[str, str] = {
+    "doge": "each layer makes a mask of its own, from its values",
+    "hunyuan_v1_dense": _NORM_AFTER,
+    "hunyuan_v1_moe": _NORM_AFTER,
+    "nanochat": _NORM_AFTER,
+    "ministral": "every layer has a sliding window, and its model does not run without one",
+    "phimoe": "its rotary module makes its frequencies anew in every forward",
+}
+
+
+@dataclass
+class OpenDoor:
+    """What putting the door in changed, to undo it."""
+
+    door: Door
+    implementation: str
+    hooks: list[RemovableHandle]
+
+
+def check_door(model: PreTrainedModel, extension: Extension) -> None:
+    """Raise if this model's attention cannot be put behind the door; nothing is changed.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    config = model.config.get_text_config(decoder=True)
+    method = extension.scaling.method
+    reason = _reason_of_family(model, config) or _reason_of_settings(model, config)
+    if reason is None and window_of_all_layers(config) and extension.sliding_window != "off":
+        reason = "every layer has a sliding window (pass sliding_window='off' to attend to all of a text)"
+    elif reason is None and _rotation(model) is None:
+        reason = "it turns queries and keys in a way of its own"
+    if reason is not None:
+        raise ValueError(
+            f"method {method!r} is not supported for model_type {config.model_type!r}: {reason}. Static rules such as "
+            "'yarn' may be."
+        )
+
+
+def _reason_of_family(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+    found = rotary_modules(model)
+    if config.model_type in _REFUSED:
+        return _REFUSED[config.model_type]
+    if config.model_type in MLA or getattr(config, "kv_lora_rank", None):
+        return "multi-head latent attention keeps the part of a key that turns elsewhere"
+    if any(name.rpartition(".")[2] == "indexer" for name, _ in model.named_modules()):
+        return "an indexer, which turns keys of its own, picks what its attention reads"
+    if len(found) != 1:
+        return f"its layers have rotary modules of their own ({len(found)})"
+    if any("ALL_ATTENTION_FUNCTIONS" not in _code(layer) for layer in _layers(model)[:1]):
+        return "its attention does not go through Transformers' AttentionInterface"
+    return None
+
+
+def _reason_of_settings(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+    if declared_rope(config).get("rope_type") == "proportional":
+        return "part of its pairs of features never turn"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "some layers attend in chunks"
+    if config._attn_implementation not in INNER:
+        return f"its attention implementation is {config._attn_implementation!r}, not one of {', '.join(INNER)}"
+    return None
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the modules that know which layer they are: those of attention, and some of the decoder's own."""
+    return [module for module in model.modules() if isinstance(vars(module).get("layer_idx"), int)]
+
+
+def _code(module: nn.Module) -> dict[str, Any]:
+    """Return the names in the file that a module's class is defined in."""
+    return vars(sys.modules[type(module).__module__])
+
+
+def _rotation(model: PreTrainedModel) -> Rotation | None:
+    """Return how a family turns; as Llama where its code cannot be asked, which the probe then finds out."""
+    [rotary] = rotary_modules(model).values()
+    config: Any = rotary.config
+    label = rope_label(config)
+    prefix = label_prefix(label)
+    try:
+        with torch.device("cpu"):
+            fresh: Any = rotary_class(rotary)(config)
+            asked = (torch.zeros(1, 1, 1, dtype=torch.bfloat16), torch.arange(4)[None])
+            cos, sin = fresh(*asked) if label is None else fresh(*asked, layer_type=label)
+        apply = _code(fresh)["apply_rotary_pos_emb"]
+        return find_rotation(
+            apply, cos, sin, getattr(fresh, f"{prefix}inv_freq"), getattr(fresh, f"{prefix}attention_scaling")
+        )
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+        return ROTATIONS[0]
+
+
+def identity_rotary(saved: SavedRotary, config: PreTrainedConfig) -> tuple[SavedRotary, torch.Tensor]:
+    """Return a rotary state that turns nothing (cos 1, sin 0), and the float32 frequencies it replaces."""
+    prefix = label_prefix(rope_label(config))
+    names = (f"{prefix}inv_freq", f"{prefix}original_inv_freq")
+    nothing = {name: torch.zeros_like(saved.buffers[name]) for name in names}
+    return SavedRotary({**saved.buffers, **nothing}, saved.attributes), saved.buffers[names[0]]
+
+
+def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRotary) -> OpenDoor:
+    """Make the attention turn queries and keys in the place of the rotary module, and see that a short text agrees.
+
+    Args:
+        model: The model; its rotary module holds the plain frequencies.
+        extension: The rule.
+        saved: What the rotary module holds.
+
+    Raises:
+        RotaryMismatchError: A short text reads otherwise then; the attention is as it was.
+    """
+    before = probe(model, extension)
+    [module] = rotary_modules(model).values()
+    identity, plain = identity_rotary(saved, model.config.get_text_config(decoder=True))
+    write_rotary(module, identity)
+    opened = open_door(model, extension, plain)
+    try:
+        after = probe(model, extension)
+        if before is not None and after is not None and not torch.equal(before, after):
+            raise RotaryMismatchError(
+                f"the attention of {type(model).__name__} does not turn queries and keys in the usual way: a short "
+                "text reads otherwise behind the attention door. Take a static method, such as 'yarn'."
+            )
+    except Exception:
+        close_door(model, opened)
+        raise
+    return opened
+
+
+def open_door(model: PreTrainedModel, extension: Extension, plain: torch.Tensor) -> OpenDoor:
+    """Put every attention layer of a model behind the door; its rotary module must hand out the identity.
+
+    Args:
+        model: The model.
+        extension: The rule.
+        plain: The float32 frequencies the model was trained with.
+    """
+    register()
+    config = model.config.get_text_config(decoder=True)
+    inner = config._attn_implementation
+    door = Door(Stages(extension.spec, extension.scaling), inner, plain, _rotation(model) or ROTATIONS[0])
+    for module in _layers(model):
+        put_door(module, door, _kind(module, config))
+    for each in text_configs(model):
+        each._attn_implementation = PREFIX + inner
+    [(name, rotary)] = rotary_modules(model).items()
+    decoder = model.get_submodule(name.rpartition(".")[0])
+    hooks = [
+        decoder.register_forward_pre_hook(door.enter, with_kwargs=True),
+        rotary.register_forward_pre_hook(door.note_positions, with_kwargs=True),
+        decoder.register_forward_hook(door.leave, always_call=True),
+    ]
+    return OpenDoor(door, inner, hooks)
+
+
+def close_door(model: PreTrainedModel, opened: OpenDoor) -> None:
+    """Undo ``open_door``."""
+    for hook in opened.hooks:
+        hook.remove()
+    for each in text_configs(model):
+        each._attn_implementation = opened.implementation
+    for module in model.modules():
+        take_door(module)
+
+
+def door_problem(model: PreTrainedModel, opened: OpenDoor) -> str | None:
+    """Return what of the door is no longer in place; None if all is."""
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != PREFIX + opened.implementation:
+        return f"the attention implementation is {config._attn_implementation!r}"
+    if any(door_of(module) is not opened.door for module in _layers(model)):
+        return "an attention layer has lost its door"
+    for name, module in rotary_modules(model).items():
+        prefix = label_prefix(rope_label(config))
+        buffer: Any = module._buffers[f"{prefix}inv_freq"]
+        if not buffer.is_meta and bool(buffer.any()):
+            return f"{name} turns queries and keys, which the attention does already"
+    return None
+
+
+def _kind(module: nn.Module, config: PreTrainedConfig) -> str:
+    types = getattr(config, "layer_types", None)
+    index: Any = module.layer_idx
+    full = types is None or index >= len(types) or types[index] in FULL_ATTENTION
+    if not getattr(module, "use_rope", True) or (not full and rope_label(config) is not None):
+        return PASS
+    return FULL if full else PLAIN
+
+
+@torch.no_grad()
+def probe(model: PreTrainedModel, extension: Extension) -> torch.Tensor | None:
+    """Return the logits of a few tokens, to see that a short text reads the same behind the door; None on meta."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return None
+    rule = DISTANCE_RULES.get(extension.scaling.method)
+    plain = (
+        rule(extension.spec, extension.scaling).plain_until if rule else extension.spec.original_max_position_embeddings
+    )
+    modes = {module: module.training for module in model.modules()}
+    try:
+        ids = torch.arange(1, 1 + min(_PROBE_TOKENS, plain), device=model.device)[None]
+        model.train(False)
+        output: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        return output
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,178 @@
+"""Where the queries and keys of one forward stand, read once and shared by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from hf_posenc.attention.masks import REAL, UNWRITTEN
+from hf_posenc.attention.rotation import Tables
+from hf_posenc.attention.staged import Stages
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Slots and positions of one forward.
+
+    A key slot is its place in the cache (or in the input, without one); its position is what rotates it.
+
+    Attributes:
+        first_query: Slot of the first query.
+        num_keys: Slots that hold a key; further ones of a static cache are free.
+        positions: int64 ``(rows, num_keys)`` on the CPU; one row if all rows of the batch are alike.
+        starts: Slot of the first real token, for each row of ``positions``.
+        stops: One past the last real token.
+        real: bool ``(rows, num_keys)``, False for padding; None if there is none.
+    """
+
+    first_query: int
+    num_keys: int
+    positions: torch.Tensor
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+    real: torch.Tensor | None
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """Tokens before each slot in its own row: positions, counted from the row's first real token."""
+        starts = torch.tensor(self.starts).clamp(max=self.num_keys - 1)  # a row may be nothing but padding
+        first = self.positions.gather(1, starts[:, None])[:, 0]
+        return (self.positions - first[:, None]).clamp(min=0)
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """The position of slot 0 of each row."""
+        return tuple(int(position) for position in self.positions[:, 0])
+
+    def documents(self, row: int) -> list[tuple[int, int]]:
+        """Return (first slot, slot past the last) of each document of a row: where positions start anew.
+
+        Raises:
+            ValueError: Positions skip some tokens, so that distances in tokens are not those in positions.
+        """
+        start, stop = self.starts[row], self.stops[row]
+        steps = self.positions[row, start + 1 : stop] - self.positions[row, start : stop - 1]
+        if bool((steps > 1).any()) or bool((steps == 0).any()):
+            raise ValueError(
+                "this rule needs positions that count up by one inside a document; these skip or repeat some. A static "
+                "rule such as 'yarn', or 'dynamic_yarn', takes them as they are."
+            )
+        begins = [start, *((steps < 0).nonzero()[:, 0] + start + 1).tolist()]
+        return list(zip(begins, [*begins[1:], stop], strict=True))
+
+
+def read_layout(position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Layout:
+    """Read a forward's layout.
+
+    Args:
+        position_ids: int64 ``(batch or 1, num_queries)``, of the queries.
+        num_slots: Key slots, written or not.
+        states: What each holds, ``(batch or 1, num_slots)``; None if every one is a real token.
+
+    Raises:
+        ValueError: Positions that do not follow one another, with a KV cache: where its keys stand is not known.
+    """
+    queries, num_queries = position_ids.cpu(), position_ids.shape[-1]
+    known = None if states is None else states.cpu()
+    written = num_slots if known is None else int((known[0] != UNWRITTEN).sum())
+    first_query = written - num_queries
+    rows = max(len(queries), 1 if known is None else len(known))
+    queries = queries.expand(rows, -1)
+    real = None if known is None else (known[:, :written] == REAL).expand(rows, -1)
+    if real is not None and bool(real.all()):
+        real = None
+    starts, stops = _real_spans(real, rows, written)
+    positions = queries if first_query == 0 else _positions_before(queries, starts, stops, real, written)
+    if rows > 1 and real is None and bool((positions == positions[:1]).all()):
+        positions, starts, stops = positions[:1], starts[:1], stops[:1]
+    return Layout(first_query, written, positions, starts, stops, real)
+
+
+def _real_spans(real: torch.Tensor | None, rows: int, written: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if real is None:
+        return (0,) * rows, (written,) * rows
+    slots = [row.nonzero()[:, 0] for row in real]
+    return (
+        tuple(int(found[0]) if len(found) else written for found in slots),
+        tuple(int(found[-1]) + 1 if len(found) else written for found in slots),
+    )
+
+
+def _positions_before(
+    queries: torch.Tensor,
+    starts: tuple[int, ...],
+    stops: tuple[int, ...],
+    real: torch.Tensor | None,
+    written: int,
+) -> torch.Tensor:
+    """Return the positions of all slots of a cache: one less for each slot before the row's last real query."""
+    first_query = written - queries.shape[-1]
+    anchors = torch.tensor([max(stop - 1, first_query) for stop in stops])
+    last = queries.gather(1, (anchors - first_query)[:, None])
+    positions = last - (anchors[:, None] - torch.arange(written))
+    for row, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        given = queries[row, max(start - first_query, 0) : max(stop - first_query, 0)]
+        follows = torch.equal(given, positions[row, max(start, first_query) : max(stop, first_query)])
+        if not follows or (real is not None and not bool(real[row, start:stop].all())):
+            raise ValueError(
+                "with a KV cache the tokens of a row must follow one another without gaps (padding belongs at the "
+                f"left, position_ids count up by one): row {row} has "
+                + ("position_ids " + str(given.tolist()[:8]) if not follows else "padding between its tokens")
+                + ". Feed such a row without a cache."
+            )
+    return positions
+
+
+@dataclass
+class Forward:
+    """What the layers of one forward share.
+
+    Attributes:
+        position_ids: As the layers get them.
+        states: What the key slots hold, as the layers get it.
+        num_slots: Key slots, written or not.
+        layout: Both, read.
+        stages: int64 ``(rows, num_keys)``, of each slot.
+        row_stages: The stage of each row's queries; None if those of some row are in more than one.
+        tables: cos and sin made so far.
+        masks: Masks made so far.
+    """
+
+    position_ids: torch.Tensor
+    states: torch.Tensor | None
+    num_slots: int
+    layout: Layout
+    stages: torch.Tensor
+    row_stages: tuple[int, ...] | None
+    tables: dict[Any, Tables] = field(default_factory=dict)
+    masks: dict[Any, Any] = field(default_factory=dict)
+
+    def is_of(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> bool:
+        """Return whether a layer with these belongs to it."""
+        return self.position_ids is position_ids and self.num_slots == num_slots and self.states is states
+
+    def runs(self, row: int) -> list[tuple[int, int, int]]:
+        """Return (first slot, slot past the last, stage) of each stretch of a row's real queries in one stage."""
+        return _runs(self.layout, self.stages, row)
+
+
+def _runs(layout: Layout, stages: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
+    begin = max(layout.starts[row], layout.first_query)
+    values, counts = torch.unique_consecutive(stages[row, begin : layout.stops[row]], return_counts=True)
+    runs = []
+    for stage, count in zip(values.tolist(), counts.tolist(), strict=True):
+        runs.append((begin, begin + count, stage))
+        begin += count
+    return runs
+
+
+def read_forward(position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None, rule: Stages) -> Forward:
+    """Read what the layers of one forward share; arguments and errors as ``read_layout``'s."""
+    layout = read_layout(position_ids, num_slots, states)
+    stages = rule.of(layout.places)
+    runs = [_runs(layout, stages, row) for row in range(len(stages))]
+    row_stages = tuple(row[0][2] if row else 0 for row in runs) if all(len(row) < 2 for row in runs) else None
+    return Forward(position_ids, states, num_slots, layout, stages, row_stages)

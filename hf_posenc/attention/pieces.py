@@ -1,0 +1,226 @@
+"""One layer's attention in pieces: queries of one stage against the keys before them, turned by that stage."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.layout import Forward
+from hf_posenc.attention.masks import piece_mask
+from hf_posenc.attention.rotation import Tables
+from hf_posenc.attention.two_parts import attend_in_two_parts, can_attend_in_two_parts
+
+if TYPE_CHECKING:
+    from hf_posenc.attention.door import Door
+
+Output = tuple[torch.Tensor, torch.Tensor | None]
+# Queries of one inner call that needs a mask, so that none is [length, length].
+QUERY_CHUNK = 512
+# What attention functions ask of a layer, where its keys have as many heads as its queries.
+_UNGROUPED = nn.Module()
+
+
+class Pieces:
+    """The calls of the inner attention that make one layer's attention."""
+
+    def __init__(
+        self,
+        door: Door,
+        forward: Forward,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dense: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Hold what they share.
+
+        Args:
+            door: Whose rule it is.
+            forward: Where queries and keys stand.
+            module: The attention layer.
+            query: Unrotated, ``(batch, heads, num_queries, head_dim)``.
+            key: Unrotated, ``(batch, kv_heads, num_slots, head_dim)``.
+            value: ``(batch, kv_heads, num_slots, head_dim)``.
+            dense: A mask ``(batch or 1, 1, num_queries, num_keys)``, for other patterns than causal ones.
+            kwargs: What else Transformers gave.
+        """
+        self.door, self.forward, self.module, self.dense, self.kwargs = door, forward, module, dense, kwargs
+        self.query, self.key = query, key
+        self.value = value[:, :, : forward.layout.num_keys]
+
+    @property
+    def scaling(self) -> float:
+        """What multiplies the logits."""
+        return float(self.kwargs.get("scaling") or self.query.shape[-1] ** -0.5)
+
+    @property
+    def dropout(self) -> float:
+        """The share of weights to drop."""
+        return float(self.kwargs.get("dropout") or 0.0)
+
+    @property
+    def cache_layer(self) -> Any:
+        """The layer of the KV cache; None without one."""
+        cache, index = self.door.cache, getattr(self.module, "layer_idx", None)
+        return cache.layers[index] if cache is not None and index is not None and index < len(cache.layers) else None
+
+    def capped(self, scores: torch.Tensor) -> torch.Tensor:
+        """Cap logits softly, as Gemma 2 does; sdpa cannot, and Transformers 5.0 leaves it out there."""
+        cap = self.kwargs.get("softcap") if self.door.inner != "sdpa" else None
+        return scores if cap is None else (scores / cap).tanh() * cap
+
+    def tempered(self, query: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Multiply queries at ``places``, int64 ``(num_queries,)`` or ``(rows, num_queries)``, as the rule asks."""
+        factors = self.door.query_factors(places)
+        if factors is None:
+            return query
+        shape = (1, 1, -1, 1) if factors.dim() == 1 else (len(factors), 1, -1, 1)
+        return (query * factors.view(shape).to(query.device, torch.float32)).to(query.dtype)
+
+    def at(self, positions: torch.Tensor, like: torch.Tensor) -> Tables:
+        """Return plain cos and sin at positions ``(rows, length)``, which may be fractions."""
+        inv_freq, factor = self.door.frequencies(0, like.device)
+        rows = len(positions)
+        factors = torch.full((rows,), factor, device=like.device)
+        return self.door.rotation.tables(inv_freq.expand(rows, -1), factors, positions.to(like.device), like.dtype)
+
+    def dense_rows(self, index: slice, few: slice) -> torch.Tensor | None:
+        """Return a mask's rows for some queries, True where a key is seen; None if the mask is plainly causal."""
+        if self.dense is None:
+            return None
+        rows = (self.dense if len(self.dense) == 1 else self.dense[index])[:, :, few]
+        return rows if rows.dtype == torch.bool else rows == 0
+
+    def untouched(self) -> Output:
+        """Attend to queries and keys as they come."""
+        return self._call(self.query, self.key[:, :, : self.forward.layout.num_keys], self.value, self._whole_mask())
+
+    def whole(self, stages: tuple[int, ...], tempered: bool = True) -> Output:
+        """Attend in one piece: all queries of a row are in one stage; ``tempered`` as the rule asks."""
+        layout = self.forward.layout
+        first, stop = layout.first_query, layout.num_keys
+        query = self.door.rotation.turn(self.query, self.door.tables(self.forward, stages, first, stop, self.query))
+        query = self.tempered(query, layout.places[:, first:stop]) if tempered else query
+        keys = self._rotated_keys(stages, stop)
+        if self.dense is None and any(stages) and first and query.shape[2] > 1:
+            real = None if layout.real is None else layout.real.to(query.device)
+            return self._in_chunks(query, keys, self.value, real, None)
+        return self._call(query, keys, self.value, self._whole_mask())
+
+    def by_stage(self) -> Output:
+        """Attend stage by stage; rows that stand elsewhere than the others, each alone."""
+        layout, batch = self.forward.layout, len(self.query)
+        if len(layout.positions) == 1:
+            return self._row(0, slice(None))
+        rows = [self._row(row, slice(row, row + 1)) for row in range(batch)]
+        weights = [w for _, w in rows if w is not None]
+        return torch.cat([output for output, _ in rows]), torch.cat(weights) if weights else None
+
+    def _row(self, row: int, index: slice) -> Output:
+        layout = self.forward.layout
+        first, start, stop = layout.first_query, layout.starts[row], layout.stops[row]
+        query, value = self.query[index], self.value[index]
+        dense = self.dense if self.dense is None or len(self.dense) == 1 else self.dense[index]
+        alone = len(layout.positions) == 1
+        done: list[Output] = []
+        for begin, end, stage in self.forward.runs(row):
+            stages = (stage,) * len(layout.positions)
+            tables = self.door.tables(self.forward, stages, begin, end, query)
+            turned = self.door.rotation.turn(
+                query[:, :, begin - first : end - first], tables if alone else (tables[0][index], tables[1][index])
+            )
+            turned = self.tempered(turned, layout.places[row, begin:end])
+            keys = self._rotated_keys(stages, end) if alone else self._row_keys(stages, index, end)
+            real = None if layout.real is None else layout.real[row : row + 1, start:end].to(query.device)
+            if real is not None and bool(real.all()):
+                real = None
+            mask = None if dense is None else dense[:, :, begin - first : end - first, start:end]
+            done.append(self._in_chunks(turned, keys[:, :, start:], value[:, :, start:end], real, mask))
+        if not done:  # nothing but padding
+            shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+            return query.new_zeros(shape), None
+        begin = max(start, first)
+        return _joined(done, begin - first, layout.num_keys - stop, start, layout.num_keys)
+
+    def _in_chunks(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        value: torch.Tensor,
+        real: torch.Tensor | None,
+        dense: torch.Tensor | None,
+    ) -> Output:
+        """Attend a stretch of queries that are the last of their keys, without a mask of all of them at once."""
+        num_queries, offset = query.shape[2], keys.shape[2] - query.shape[2]
+        is_plain, inner = dense is None and real is None, self.door.inner
+        if is_plain and offset > 0 and self._can_split(query, keys, value):
+            return attend_in_two_parts(query, keys, value, self.scaling), None
+        step = QUERY_CHUNK if inner == "sdpa" and (offset or not is_plain) else num_queries
+        module = self.module
+        if step < num_queries and keys.shape[1] < query.shape[1]:
+            # sdpa repeats grouped keys itself where there is a mask, but for each chunk.
+            groups = query.shape[1] // keys.shape[1]
+            keys, value = keys.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+            module = _UNGROUPED
+        done = []
+        for begin in range(0, num_queries, step):
+            part = query[:, :, begin : begin + step]
+            stop = offset + min(begin + step, num_queries)
+            if dense is not None:
+                mask = dense[:, :, begin : begin + step, :stop]
+            else:
+                mask = piece_mask(inner, part.shape[2], stop, None if real is None else real[:, :stop], part)
+            done.append(self._call(part, keys[:, :, :stop], value[:, :, :stop], mask, module))
+        return done[0] if len(done) == 1 else _joined(done, 0, 0, 0, keys.shape[2])
+
+    def _can_split(self, query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> bool:
+        """Return whether attention to the keys before and among the queries can be two calls; training keeps to one."""
+        usual = self.door.inner == "sdpa" and self.kwargs.get("s_aux") is None and not self.module.training
+        return usual and query.shape[2] > 1 and can_attend_in_two_parts(query, keys, value)
+
+    def _whole_mask(self) -> Any:
+        if self.dense is not None:
+            return self.dense
+        layout = self.forward.layout
+        key = (self.door.inner, self.query.dtype, self.query.device)
+        if key not in self.forward.masks:
+            real = None if layout.real is None else layout.real.to(self.query.device)
+            self.forward.masks[key] = piece_mask(
+                self.door.inner, self.query.shape[2], layout.num_keys, real, self.query
+            )
+        return self.forward.masks[key]
+
+    def _rotated_keys(self, stages: tuple[int, ...], stop: int) -> torch.Tensor:
+        def turn(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
+            return self.door.rotation.turn(keys, self.door.tables(self.forward, stages, start, end, keys))
+
+        signature = (stages, self.forward.layout.bases)
+        return self.door.rotated.at(self.cache_layer, self.key, signature, stop, turn)
+
+    def _row_keys(self, stages: tuple[int, ...], index: slice, stop: int) -> torch.Tensor:
+        cos, sin = self.door.tables(self.forward, stages, 0, stop, self.key)
+        return self.door.rotation.turn(self.key[index, :, :stop], (cos[index], sin[index]))
+
+    def _call(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, module: nn.Module | None = None
+    ) -> Output:
+        """Call the inner attention; ``module`` is given for a part of the queries."""
+        # Positions of all queries say nothing of some: flash attention would take them for packed documents.
+        kwargs = self.kwargs if module is None else {**self.kwargs, "position_ids": None}
+        return inner_attention(self.door.inner, self.module)(module or self.module, query, key, value, mask, **kwargs)
+
+
+def _joined(done: list[Output], before: int, after: int, start: int, num_keys: int) -> Output:
+    """Put the pieces together again: outputs ``(batch, queries, heads, dim)``, zeros for queries that are padding."""
+    output = done[0][0] if len(done) == 1 else torch.cat([output for output, _ in done], dim=1)
+    output = pad(output, (0, 0, 0, 0, before, after)) if before or after else output
+    if done[0][1] is None:
+        return output, None
+    widened = [pad(w, (start, num_keys - start - w.shape[-1])) for _, w in done if w is not None]
+    return output, pad(torch.cat(widened, dim=2), (0, 0, before, after))

@@ -1,0 +1,189 @@
+"""Rules that change the distance to far keys, against a matrix of positions for every pair, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from doors import IDS, ORIGINAL, in_chunks, left_padded, sharp_model
+from tiny_models import FAMILIES, logits
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model
+
+L = ORIGINAL
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "self_extend": ("self_extend", {"group": 5, "window": 24}),
+    "dca": ("dca", {"chunk_size": 48, "local_window": 8}),
+    "dca-sharpen": ("dca", {"chunk_size": 48, "local_window": 8, "sharpen": True}),
+    "rerope": ("rerope", {"window": 24}),
+    "rerope-log_n": ("rerope", {"window": 24, "log_n": True}),
+    "leaky_rerope": ("leaky_rerope", {"window": 24, "leak": 4.0}),
+}
+PLAIN_UNTIL = {"self_extend": 24, "dca": 40, "rerope": 24, "leaky_rerope": 24}
+
+
+def patched_model(rule: str, family: str = "Llama", **kwargs: Any) -> PreTrainedModel:
+    method, options = RULES[rule]
+    return patch_model(sharp_model(family, **kwargs), method, 8, **options)
+
+
+def relative_positions(rule: str, n: int) -> torch.Tensor:
+    """The distance that each pair (query, key) is turned by, one pair at a time, from the papers' definitions."""
+    method, o = RULES[rule]
+    distance = torch.zeros(n, n, dtype=torch.float64)
+    for p in range(n):
+        for j in range(p + 1):
+            if method == "self_extend":
+                grouped = p // o["group"] + o["window"] - o["window"] // o["group"] - j // o["group"]
+                distance[p, j] = p - j if p - j < o["window"] else grouped
+            elif method == "rerope":
+                distance[p, j] = min(p - j, o["window"])
+            elif method == "leaky_rerope":
+                w, k = o["window"], o["leak"]
+                distance[p, j] = p - j if p - j < w else (p - j + w * (k - 1)) / k
+            else:
+                m = o["chunk_size"] - o["local_window"]
+                chunks_apart = p // m - j // m
+                query = (p % m, min(m + p % m, o["chunk_size"]), o["chunk_size"])[min(chunks_apart, 2)]
+                distance[p, j] = query - j % m
+    return distance
+
+
+def by_hand(model: PreTrainedModel, ids: torch.Tensor, rule: str) -> torch.Tensor:
+    """One Llama attention layer in float64 with a distance for every pair."""
+    layer, config, n = model.model.layers[0].self_attn, model.config, ids.shape[1]
+    hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(ids))[0].double()
+    q, k, v = (
+        (hidden @ projection.weight.double().T).view(n, -1, layer.head_dim).transpose(0, 1)
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    groups = config.num_attention_heads // config.num_key_value_heads
+    k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
+    inv_freq = 1e4 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    angle = relative_positions(rule, n)[..., None] * inv_freq
+    turned = torch.polar(torch.ones_like(angle), angle)
+    q, k = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
+    scores = torch.einsum("hpd,hjd,pjd->hpj", q, k.conj(), turned).real * layer.scaling
+    p = torch.arange(1, n + 1, dtype=torch.float64)
+    if RULES[rule][1].get("log_n"):
+        scores = scores * (p.log() / torch.tensor(float(L)).log()).clamp(min=1)[:, None]
+    if RULES[rule][1].get("sharpen"):
+        scores = scores * (0.05 * (p / L).log().clamp(min=0) + 1)[:, None] ** 2
+    scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+    return (scores.softmax(-1) @ v).transpose(0, 1).reshape(n, -1) @ layer.o_proj.weight.double().T
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", RULES)
+def test_attention_is_the_definition_pair_by_pair(rule: str) -> None:
+    model, found = patched_model(rule), []
+    model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: found.append(output[0]))
+    ids = IDS[:, :200]
+    logits(model, ids)
+    torch.testing.assert_close(found[0][0].double(), by_hand(model, ids, rule), atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_full_forward_equals_chunked_prefill_and_steps(family: str, rule: str) -> None:
+    model = sharp_model(family)
+    plain = logits(model, IDS)
+    method, options = RULES[rule]
+    patch_model(model, method, 8, **options)
+    full = logits(model, IDS)
+    torch.testing.assert_close(in_chunks(model, IDS, [37, 100, 5]), full, atol=1e-5, rtol=0)
+    torch.testing.assert_close(in_chunks(model, IDS, [490, *[1] * 22]), full, atol=1e-5, rtol=0)
+    until = PLAIN_UNTIL[method]
+    torch.testing.assert_close(full[:, :until], plain[:, :until], atol=1e-5, rtol=0)
+    assert torch.equal(logits(model, IDS[:, :until]), logits(unpatch_model(model), IDS[:, :until]))
+    assert (full - plain)[:, until:].abs().max() > 1e-3
+    assert torch.equal(logits(model, IDS), plain)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_row_alone_is_the_row_in_any_batch(rule: str) -> None:
+    model = patched_model(rule)
+    rows = [IDS[:, :length] for length in (230, 90, 20)]
+    alone = [logits(model, row)[0] for row in rows]
+    ids, mask = left_padded(rows)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, use_cache=False).logits
+        parts = [
+            model(
+                ids[:, begin:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, begin:end],
+                past_key_values=cache,
+            ).logits
+            for begin, end in ((0, 100), (100, 228), (228, 229), (229, 230))
+        ]
+    for output in (whole, torch.cat(parts, dim=1)):
+        for row, expected in zip(output, alone, strict=True):
+            torch.testing.assert_close(row[-len(expected) :], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_generation_is_what_a_full_forward_says(rule: str) -> None:
+    model = patched_model(rule)
+    prompt = expected = IDS[:, :50]
+    for _ in range(40):
+        expected = torch.cat([expected, logits(model, expected)[:, -1:].argmax(-1)], dim=1)
+    kwargs = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 40, "do_sample": False}
+    assert torch.equal(model.generate(prompt, **kwargs), expected)
+    with torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=128)
+        torch.testing.assert_close(
+            in_chunks(model, expected, [50, 1], cache), logits(model, expected), atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_training_sees_no_later_token_and_the_same_gradients_in_pieces(rule: str, monkeypatch: Any) -> None:
+    model = patched_model(rule)
+    embeddings = model.get_input_embeddings()(IDS[:, :200]).detach().requires_grad_()
+
+    def gradient() -> torch.Tensor:
+        (found,) = torch.autograd.grad(
+            model(inputs_embeds=embeddings, use_cache=False).logits[0, 150].sum(), embeddings
+        )
+        return found
+
+    whole = gradient()
+    assert whole[0, 151:].abs().max() == 0
+    assert whole[0, :151].abs().amax(-1).min() > 0
+    monkeypatch.setattr("hf_posenc.attention.regional._SCORES", 200 * 7)
+    torch.testing.assert_close(gradient(), whole, atol=1e-5 * float(whole.abs().max()), rtol=1e-5)
+
+
+def test_packed_documents_are_each_alone() -> None:
+    model = patched_model("self_extend")
+    positions = torch.cat([torch.arange(150), torch.arange(90)])[None]
+    ids = torch.cat([IDS[:, :150], IDS[:, 200:290]], dim=1)
+    with torch.no_grad():
+        packed = model(ids, position_ids=positions, use_cache=False).logits
+    torch.testing.assert_close(packed[:, :150], logits(model, IDS[:, :150]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(packed[:, 150:], logits(model, IDS[:, 200:290]), atol=1e-5, rtol=0)
+
+
+def test_saved_and_loaded(tmp_path: Any) -> None:
+    model = patched_model("leaky_rerope")
+    loaded = load_extended(save_extended(model, tmp_path / "model")).eval()
+    assert torch.equal(logits(loaded, IDS), logits(model, IDS))
+    assert describe(loaded) == describe(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("dca", {"chunk_size": 8, "local_window": 8}, "local_window must be less than chunk_size, got 8 and 8"),
+        ("self_extend", {"window": 0}, "window must be >= 1"),
+        ("leaky_rerope", {"leak": 0.5}, "leak must be >= 1"),
+    ],
+)
+def test_bad_options(method: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        patch_model(sharp_model("Llama"), method, 4, **options)
