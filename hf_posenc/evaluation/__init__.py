@@ -7,7 +7,17 @@ from pathlib import Path
 from hf_posenc.evaluation.perplexity import perplexity
 from hf_posenc.evaluation.plans import PROTOCOLS
 from hf_posenc.evaluation.records import Record, read_records
+from hf_posenc.evaluation.retrieval import RetrievalRecord, read_retrieval_records, retrieval
 
 METRIC = str(Path(__file__).with_name("metric.py"))  # for evaluate.load, which takes a file
 
-__all__ = ["METRIC", "PROTOCOLS", "Record", "perplexity", "read_records"]
+__all__ = [
+    "METRIC",
+    "PROTOCOLS",
+    "Record",
+    "RetrievalRecord",
+    "perplexity",
+    "read_records",
+    "read_retrieval_records",
+    "retrieval",
+]

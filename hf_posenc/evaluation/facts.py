@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from hf_posenc.attention.masks import inner_name
 from hf_posenc.evaluation.documents import hash_token_ids
 from hf_posenc.evaluation.plans import Run
 from hf_posenc.families import unwrap
@@ -33,7 +34,7 @@ def model_facts(model: PreTrainedModel, model_name: str | None, tokens_trained: 
         **{name: description[name] for name in shared},
         "tokens_trained": tokens_trained,
         "dtype": str(base.dtype).removeprefix("torch."),
-        "attn_implementation": str(base.config._attn_implementation),
+        "attn_implementation": inner_name(str(base.config._attn_implementation)),
         "versions": {
             "hf_posenc": __version__,
             "torch": str(torch.__version__),

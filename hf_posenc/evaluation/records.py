@@ -6,11 +6,47 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self, TypeVar
+
+# The field that tells the kinds of records in one file apart.
+_MARKS = ("perplexity", "task")
+
+
+class JsonRecord:
+    """A dataclass that is written as a line of JSON and read back; ``MARK`` is a field no other kind has."""
+
+    MARK = ""
+
+    def to_json(self) -> str:
+        """Return the record as one line of JSON, without the line's end."""
+        record: Any = self
+        return json.dumps(asdict(record), ensure_ascii=False, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """Read a record back; fields this version does not know are left out.
+
+        Raises:
+            ValueError: Not JSON, or not all fields of a record.
+        """
+        return cls.from_values(json.loads(line))
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Self:
+        """Make a record of what ``json.loads`` gives; as ``from_json``."""
+        kind: Any = cls
+        known = [one.name for one in fields(kind)]
+        missing = [name for name in known if name not in values and name != "label"]
+        if missing:
+            raise ValueError(f"not a {cls.MARK} record: it has no {', '.join(missing)}.")
+        return cls(**{name: values[name] for name in known if name in values})
+
+
+Kind = TypeVar("Kind", bound=JsonRecord)
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(JsonRecord):
     """A perplexity and its protocol. ``context_length`` (tokens fed at a time) is the x axis.
 
     ``perplexity`` is ``exp(nll_sum / n_tokens)``: nats summed and tokens counted over all documents, divided once;
@@ -50,27 +86,20 @@ class Record:
     run_key: str = field(repr=False)
     label: str = ""
 
-    def to_json(self) -> str:
-        """Return the record as one line of JSON, without the line's end."""
-        return json.dumps(asdict(self), ensure_ascii=False, allow_nan=False)
-
-    @classmethod
-    def from_json(cls, line: str) -> Record:
-        """Read a record back; fields this version does not know are left out.
-
-        Raises:
-            ValueError: Not JSON, or not all fields of a record.
-        """
-        values = json.loads(line)
-        known = [one.name for one in fields(cls)]
-        missing = [name for name in known if name not in values and name != "label"]
-        if missing:
-            raise ValueError(f"not a perplexity record: it has no {', '.join(missing)}.")
-        return cls(**{name: values[name] for name in known if name in values})
+    MARK = "perplexity"
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """Read a file of records; a last line cut off in the middle of writing is left out.
+    """Read the perplexity records of a file; a last line cut off in the middle of writing is left out.
+
+    Raises:
+        ValueError: A line is not a record; the message names it.
+    """
+    return read_kind(path, Record)
+
+
+def read_kind(path: str | Path, kind: type[Kind]) -> list[Kind]:
+    """Read the records of one kind, as ``read_records`` does; those of other kinds are passed over.
 
     Raises:
         ValueError: A line is not a record; the message names it.
@@ -79,8 +108,9 @@ def read_records(path: str | Path) -> list[Record]:
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            if line.strip():
-                records.append(Record.from_json(line))
+            values = json.loads(line) if line.strip() else None
+            if values is not None and not any(mark in values for mark in _MARKS if mark != kind.MARK):
+                records.append(kind.from_values(values))
         except (ValueError, TypeError) as error:
             raise ValueError(f"line {number} of {str(path)!r}: {error}") from error
     return records

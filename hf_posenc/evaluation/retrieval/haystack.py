@@ -1,0 +1,77 @@
+"""Free text as tokens to hide things in: cut to an exact number of tokens, and opened where a sentence ends."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+
+_FROM_ASKED = 32  # tokens that a place may lie from the asked depth, to be at the end of a sentence
+_SENTENCE_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s*$")
+_TITLES = ("Mr", "Mrs", "Dr", "St")  # their full stop ends no sentence
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """Token ids of a text, and the places (rising) that a sentence ends before."""
+
+    ids: list[int]
+    ends: list[int]
+
+    def cut(self, num_tokens: int, rng: Random) -> Haystack:
+        """Return exactly so many tokens in a row, from the beginning of a random sentence on.
+
+        Raises:
+            ValueError: The text is shorter.
+        """
+        if num_tokens > len(self.ids):
+            raise ValueError(
+                f"the prompt has room for {num_tokens} tokens of free text and the documents have {len(self.ids)} in "
+                "all. Give longer documents, or a shorter context length."
+            )
+        last = len(self.ids) - num_tokens
+        start = self._sentence_before(rng.randint(0, last))
+        stop = start + num_tokens
+        first, end = bisect_right(self.ends, start), bisect_left(self.ends, stop)
+        return Haystack(self.ids[start:stop], [at - start for at in self.ends[first:end]])
+
+    def place(self, depth: float) -> int:
+        """Return how many tokens lie before a depth in percent: where the nearest sentence ends, if one is near."""
+        asked = round(len(self.ids) * depth / 100)
+        if asked in (0, len(self.ids)):
+            return asked
+        index = bisect_left(self.ends, asked)
+        near = [at for at in self.ends[max(index - 1, 0) : index + 1] if abs(at - asked) <= _FROM_ASKED]
+        return min(near, key=lambda at: abs(at - asked), default=asked)
+
+    def _sentence_before(self, place: int) -> int:
+        index = bisect_right(self.ends, place)
+        return self.ends[index - 1] if index else 0
+
+
+def read_haystack(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str] | None) -> Haystack:
+    """Tokenise texts, one paragraph a line; None takes the six novels in the package.
+
+    Raises:
+        ValueError: There is no text in the documents.
+    """
+    if documents is None:
+        documents = [load_novel(name) for name in (HELD_OUT_NOVEL, *TRAIN_NOVELS)]
+    paragraphs = [" ".join(part.split()) for text in documents for part in re.split(r"\n\s*\n", text)]
+    lines = [f"{paragraph}\n" for paragraph in paragraphs if paragraph]
+    if not lines:
+        raise ValueError("documents hold no text to hide anything in. Give texts, or leave documents out.")
+    rows: list[list[int]] = tokenizer(lines, add_special_tokens=False, verbose=False).input_ids
+    ids = [token for row in rows for token in row]
+    texts = {token: str(tokenizer.decode([token])) for token in set(ids)}
+    is_end = {token for token, text in texts.items() if _SENTENCE_END.search(text)}
+    titles = {token for token, text in texts.items() if text.strip() in _TITLES}
+    after_title = (at and ids[at - 1] in titles for at in range(len(ids)))
+    ends = [at + 1 for at, titled in enumerate(after_title) if ids[at] in is_end and not titled]
+    return Haystack(ids, ends)

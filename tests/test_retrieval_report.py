@@ -1,0 +1,212 @@
+"""Retrieval from the command line to the report: the numbers in it, and what it refuses to put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_posenc.arguments import TASKS, RetrievalArguments
+from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
+from hf_posenc.cli import main
+from hf_posenc.evaluation import read_retrieval_records, retrieval
+from hf_posenc.evaluation.retrieval import DEFAULT_DEPTHS, RetrievalRecord, wilson_interval
+from hf_posenc.evaluation.retrieval.tasks import TASKS as KNOWN_TASKS
+from hf_posenc.loading import load_model
+from hf_posenc.patching import patched
+from hf_posenc.report import report, text_table
+
+
+def make_record(method: str, length: int, depth: float | None, seed: int, right: bool, **changes: Any) -> Any:
+    record = RetrievalRecord(
+        model="tiny",
+        method=method,
+        factor=1.0 if method == "none" else 4.0,
+        options={},
+        tokens_trained=0,
+        original_max_position_embeddings=256,
+        task="passkey",
+        context_length=length,
+        depth=depth,
+        seed=seed,
+        chat=False,
+        num_prompt_tokens=length - 22,
+        max_new_tokens=22,
+        needle_places=[40],
+        answers=["12345"],
+        num_forced=int(right),
+        num_written=0,
+        n_tokens=5,
+        n_right=5 if right else 2,
+        nll_sum=1.0,
+        forced=" 12345",
+        written=" 1",
+        tokenizer_hash="tok-1",
+        text_hash=f"text-{length}-{depth}-{seed}",
+        dtype="float32",
+        attn_implementation="sdpa",
+        versions={"torch": "2.13.0"},
+        seconds=1.0,
+        peak_memory_bytes=1,
+        run_key=f"{method}-{length}-{depth}-{seed}",
+    )
+    return dataclasses.replace(record, **changes)
+
+
+def make_records() -> list[RetrievalRecord]:
+    """Unpatched: right at 256, never at 1024. yarn: right but for one of the prompts at 1024, depth 50."""
+    return [
+        make_record(method, length, depth, seed, right)
+        for method in ("none", "yarn")
+        for length in (256, 1024)
+        for depth in (0.0, 50.0)
+        for seed in (0, 1)
+        if (right := length == 256 or (method == "yarn" and (depth, seed) != (50.0, 1))) in (True, False)
+    ]
+
+
+class Tables(HTMLParser):
+    """The text of every cell, row by row, table by table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: list[list[list[str]]] = []
+        self.inside = False
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        if tag == "table":
+            self.tables.append([])
+        elif tag in ("tr", "caption"):
+            self.tables[-1].append([])
+        if tag in ("td", "th", "caption"):
+            self.tables[-1][-1].append("")
+            self.inside = True
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = self.inside and tag not in ("td", "th", "caption")
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.tables[-1][-1][-1] += data.strip() and f" {data.strip()}"
+
+
+def test_the_page_holds_shares_intervals_and_a_map_for_each_row(tmp_path: Path) -> None:
+    paths = report(make_records(), tmp_path)
+    parser = Tables()
+    parser.feed(paths.html.read_text())
+    by_length, *maps = ([[cell.strip() for cell in row] for row in table] for table in parser.tables)
+    low, high = wilson_interval([1, 1, 1, 0])
+    assert by_length[0] == ["method", "256", "1k"]
+    assert by_length[1] == ["unpatched zero-shot, teacher-forced", "100 % 51–100", "0 % 0–49"]
+    assert by_length[3][2] == f"75 % {100 * low:.0f}–{100 * high:.0f}" == "75 % 30–95"
+    assert by_length[4] == ["yarn x4 zero-shot, written", "0 % 0–49", "0 % 0–49"]
+    assert len(maps) == 4  # two rows, scored in two ways
+    assert maps[2] == [
+        ["yarn x4, zero-shot, teacher-forced, percent right"],
+        ["depth", "256", "1k"],
+        ["0 %", "100 of 2", "100 of 2"],
+        ["50 %", "100 of 2", "50 of 2"],
+    ]
+    assert [path.name for path in paths.plots] == ["retrieval_passkey.png", "retrieval_passkey.svg"]
+    assert paths.plots[0].read_bytes().startswith(b"\x89PNG")
+    markdown = paths.markdown.read_text()
+    assert "| yarn x4 | zero-shot | teacher-forced | 100 % (51–100) | 75 % (30–95) |" in markdown
+    assert "![Depth and length](retrieval_passkey.png)" in markdown
+    assert "Perplexity" not in markdown
+
+
+def test_tasks_without_depths_or_an_order_show_no_more_than_there_is(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"task": "cwe", "answers": ["one", "two"], "num_forced": None, "num_written": 1}
+    records = [make_record("none", 256, None, seed, True, **changes) for seed in (0, 1)]
+    paths = report(records, tmp_path)
+    parser = Tables()
+    parser.feed(paths.html.read_text())
+    (table,) = parser.tables
+    assert [[cell.strip() for cell in row] for row in table] == [
+        ["method", "256"],
+        ["unpatched zero-shot, written", "50 % 9–91"],
+    ]
+    assert text_table(records).splitlines()[1:] == ["cwe, written  unpatched     50 %"]
+
+
+def test_the_terminal_shows_shares_by_length() -> None:
+    lines = text_table(make_records()).splitlines()
+    assert lines[0].split() == ["256", "1k"]
+    assert lines[3].startswith("passkey, teacher-forced  yarn x4, zero-shot")
+    assert lines[3].split("zero-shot")[1].split() == ["100", "%", "75", "%"]
+
+
+def test_what_was_not_asked_alike_is_refused(tmp_path: Path) -> None:
+    records = make_records()
+    for changes, message in (
+        ({"text_hash": "other"}, "the prompts at 1024 tokens differ between 'unpatched' and 'yarn x4, zero-shot'"),
+        ({"tokenizer_hash": "other"}, "tokenizer_hash differ"),
+        ({"chat": True}, "chat differ"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            report([*records[:-1], dataclasses.replace(records[-1], **changes)], tmp_path)
+    with pytest.raises(ValueError, match="the prompts at 1024 tokens differ"):
+        report(records[:-1], tmp_path)
+    with pytest.raises(ValueError, match="two runs would share the row 'yarn x4, zero-shot'"):
+        report([*records, dataclasses.replace(records[-1], run_key="other")], tmp_path)
+    report([*records, records[-1]], tmp_path)  # a repeat is none
+
+
+def test_eval_asks_for_each_method_and_the_report_takes_both_kinds(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, output = tmp_path / "text.txt", tmp_path / "r.jsonl"
+    text.write_text(load_novel(HELD_OUT_NOVEL)[3000:9000].encode("ascii", "ignore").decode())
+    common = ["eval", str(tiny_checkpoint), "--documents", str(text), "--output", str(output), "--hide-progress"]
+    common += ["--method", "none", "yarn", "--factor", "8", "--model-name", "tiny"]
+    tasks = ["--tasks", "passkey", "--context-lengths", "256", "0.5k", "--depths", "0", "100", "--samples", "2"]
+    assert main([*common, *tasks, "--prefill-chunk", "128"]) == 0
+    assert "passkey, teacher-forced  yarn x8" in capsys.readouterr().out
+    records = read_retrieval_records(output)
+    assert [(one.method, one.context_length, one.depth, one.seed) for one in records] == [
+        (method, length, depth, seed)
+        for method in ("none", "yarn")
+        for length in (256, 512)
+        for depth in (0, 100)
+        for seed in (0, 1)
+    ]
+    model, tokenizer = load_model(tiny_checkpoint)
+    with patched(model, "yarn", 8):
+        expected = retrieval(
+            model, tokenizer, context_lengths=[512], depths=[100], documents=[text.read_text()], progress=False
+        )
+    assert records[-2].nll_sum == pytest.approx(expected[0].nll_sum, rel=1e-5)
+    assert records[-2].text_hash == expected[0].text_hash
+    assert main([*common, "--context-lengths", "64", "128"]) == 0
+    assert main(["report", str(output), "--output-dir", str(tmp_path / "page")]) == 0
+    page = (tmp_path / "page" / "report.html").read_text()
+    assert re.findall(r"<h2>(.*)</h2>", page) == ["First N tokens", "Retrieval: passkey"]
+    assert sorted(path.name for path in (tmp_path / "page").glob("*.svg")) == [
+        "perplexity_truncated.svg",
+        "retrieval_passkey.svg",
+    ]
+
+
+def test_mistakes_are_found_before_a_model_is_loaded(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hf_posenc.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    argv = ["eval", str(tiny_checkpoint), "--context-lengths", "256"]
+    for more, message in (
+        (["--tasks", "passkey", "--stride", "64"], "--stride says how perplexity is measured"),
+        (["--tasks", "passkey", "--protocol", "last_k"], "--protocol says how perplexity is measured"),
+        (["--tasks", "passkey", "--depths", "120"], "percentage from 0"),
+        (["--tasks", "passkye"], "unknown task 'passkye'. Known: passkey, niah_single"),
+        ([], "the following arguments are required: --documents"),
+    ):
+        assert main([*argv, *more]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_the_commands_choices_are_the_librarys() -> None:
+    assert tuple(KNOWN_TASKS) == TASKS
+    assert tuple(RetrievalArguments().depths) == DEFAULT_DEPTHS
