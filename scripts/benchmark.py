@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py curve     # a 64-point perplexity curve: one pass against one forward a length
     python scripts/benchmark.py patched   # a patched model against one built natively from the same config
+    python scripts/benchmark.py staged    # dynamic_yarn against the unpatched model and static yarn
     python scripts/benchmark.py all
 
 Prints one JSON line for each ratio, then a table.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark_staged import benchmark_staged
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import extend_config, patch_model
@@ -47,6 +49,8 @@ def main() -> None:
         results.append(benchmark_curve(args))
     if args.what in ("patched", "all"):
         results += benchmark_patched(args)
+    if args.what in ("staged", "all"):
+        results += benchmark_staged(getattr(torch, args.dtype), args.rounds // 2, alternate, facts)
     for result in results:
         print(json.dumps(result))
     print_table(results)
@@ -54,7 +58,7 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curve", "patched", "all"))
+    parser.add_argument("what", choices=("curve", "patched", "staged", "all"))
     parser.add_argument("--model", default=str(tiny_model_path()), help="name, folder or .gguf; the tiny model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--points", type=int, default=64, help="lengths of the curve")
@@ -234,7 +238,7 @@ def facts(model: PreTrainedModel) -> Result:
 
 
 def print_table(results: list[Result]) -> None:
-    print(f"\n{'what':48} {'value':>8}  goal")
+    print(f"\n{'what':56} {'value':>8}  goal")
     for result in results:
         print_row(result["benchmark"], result["ratio"], result["better"], result["goal"])
         if "max_relative_difference" in result:
@@ -248,7 +252,7 @@ def print_table(results: list[Result]) -> None:
 def print_row(what: str, value: float, better: str, goal: float) -> None:
     met = value >= goal if better == "higher" else value <= goal
     sign = ">=" if better == "higher" else "<="
-    print(f"{what:48} {value:8.4g}  {sign} {goal:g}: {'met' if met else 'MISSED'}")
+    print(f"{what:56} {value:8.4g}  {sign} {goal:g}: {'met' if met else 'MISSED'}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from hf_posenc.checkpoint import read_manifest, save_extended
 from hf_posenc.cli import COMMANDS, main
 from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.evaluation.plans import PROTOCOLS as KNOWN_PROTOCOLS
-from hf_posenc.families import capabilities
+from hf_posenc.families import capabilities, door_capabilities
 from hf_posenc.loading import load_model
 from hf_posenc.patching import describe, patch_model, patched
 from hf_posenc.presets import presets
@@ -173,13 +173,19 @@ def test_presets_are_listed_and_applied(
 
 def test_methods_families_lists_every_type_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "--families"]) == 0
-    patched, refused = capsys.readouterr().out.split("Refused:")
-    names = [
-        [name.strip() for line in part.splitlines() for name in line.split(",") if name.strip() in capabilities()]
-        for part in (patched, refused)
-    ]
-    assert sorted(names[0]) == [name for name, reason in capabilities().items() if reason is None]
-    assert sorted(names[1]) == [name for name, reason in capabilities().items() if reason is not None]
+    behind_door, rest = capsys.readouterr().out.split("Rotary door only:")
+    rotary_only, refused = rest.split("Refused:")
+    door = door_capabilities()
+    for part, expected in (
+        (behind_door, [name for name, reason in door.items() if reason is None]),
+        (rotary_only, [name for name, reason in door.items() if reason is not None]),
+        (refused, [name for name, reason in capabilities().items() if reason is not None]),
+    ):
+        names = [name.strip() for line in part.splitlines() for name in line.split(",")]
+        assert sorted(name for name in names if name in capabilities()) == expected
+        assert f"{len(expected)}" in part.splitlines()[0 if part is not behind_door else 2]
+    assert "multi-head latent attention keeps the part" in rotary_only
+    assert "Static rules" not in rotary_only
     assert "each attention layer turns its queries by a table of its own" in refused.replace("\n          ", " ")
 
 

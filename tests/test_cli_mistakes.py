@@ -149,7 +149,6 @@ def test_what_the_model_refuses_is_said_before_anything_is_measured(
     message = refused(capsys, "eval", tmp_path / "scaled", *rest, "linear", "--factor", 4)
     assert "already scaled: yarn, factor 2" in message
     assert "on_scaled='replace'" in message
-    assert "needs scope='sequence'" in refused(capsys, "eval", tiny_checkpoint, *rest, "dynamic", "--factor", 4)
     assert "at least the original length" in refused(
         capsys, "eval", tiny_checkpoint, *rest, "yarn", "--context-length", 32
     )
