@@ -15,6 +15,7 @@ from hf_posenc.units import ContextLength, TokenCount
 
 # The same as in evaluation.plans, whose package imports PyTorch: too slow for --help.
 PROTOCOLS = ("truncated", "last_k", "sliding_window")
+TASKS = ("passkey", "niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe")
 # The same as in exports.stacks, which imports PyTorch too.
 STACKS = ("vllm", "sglang", "llama.cpp", "tgi")
 
@@ -73,7 +74,10 @@ class DocumentArguments:
     """Where the texts come from."""
 
     documents: str = field(
-        metadata={"help": "text or .jsonl file, folder of text files, - (stdin), novel:persuasion, or a dataset's name"}
+        default="",
+        metadata={
+            "help": "text or .jsonl file, folder of text files, - (stdin), novel:persuasion, or a dataset's name"
+        },
     )
     text_field: str = field(default="text", metadata={"help": "field holding the text, for .jsonl and datasets"})
     split: str = field(default="train", metadata={"help": "split of a dataset"})
@@ -125,11 +129,32 @@ class EvalArguments:
 
 
 @dataclass
+class RetrievalArguments:
+    """What is hidden in long texts and asked for, instead of measuring perplexity."""
+
+    tasks: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "retrieval, by default in the package's novels, instead of perplexity: one or more of "
+            + ", ".join(TASKS)
+        },
+    )
+    depths: list[float] = field(
+        default_factory=lambda: [0.0, 25.0, 50.0, 75.0, 100.0],
+        metadata={"help": "where it is hidden, in percent of the text before it"},
+    )
+    samples: int = field(default=1, metadata={"help": "prompts of each task, length and depth"})
+    chat: Literal["auto", "on", "off"] = field(
+        default="auto", metadata={"help": "ask in the tokenizer's chat template: on, off, or where there is one"}
+    )
+
+
+@dataclass
 class ReportArguments:
     """Where a report goes."""
 
     output_dir: str = field(default="report", metadata={"help": "folder for report.html, report.md and the plots"})
-    title: str = field(default="Perplexity by context length", metadata={"help": "heading of the report"})
+    title: str = field(default="Results by context length", metadata={"help": "heading of the report"})
 
 
 @dataclass
@@ -137,6 +162,15 @@ class ExportArguments:
     """Which program is to run the model."""
 
     to: str = field(metadata={"help": "one of vllm, sglang, llama.cpp, tgi", "choices": STACKS})
+    # A keyword of Python, so the field has another name than the flag.
+    as_method: str | None = field(
+        default=None,
+        metadata={
+            "help": "for a rule that only hf_posenc runs: the static rule to run in its place, such as yarn",
+            "aliases": ["--as"],
+            "metavar": "METHOD",
+        },
+    )
 
 
 @dataclass

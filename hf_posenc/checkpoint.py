@@ -15,13 +15,14 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, unwrap
-from hf_posenc.patching import describe, extension_of, patch_model, verify_model
+from hf_posenc.patching import describe, extension_of, patch_model, unextended_config, verify_model
 from hf_posenc.pretrained import load_weights
 from hf_posenc.quantised import refuse_unsaveable
+from hf_posenc.registry import make_scaling
 from hf_posenc.version import __version__
 from hf_posenc.windows import KEEP
 
@@ -84,6 +85,8 @@ def make_manifest(model: nn.Module, *, tokens_trained: int, base_model: str | No
             "patch_model(model, 'linear', factor, original_max_position_embeddings=..., on_scaled='replace')."
         )
     window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
+    # What config.json keeps of the base model, so that a later change of it is found.
+    kept = {"base_config": unextended_config(base)} if extension.scaling.on_attention_door else {}
     return {
         "format": FORMAT,
         **extension.describe(),
@@ -92,6 +95,7 @@ def make_manifest(model: nn.Module, *, tokens_trained: int, base_model: str | No
         "base_model": base_model or getattr(base.config, "_name_or_path", "") or None,
         "tokens_trained": tokens_trained,
         "rope_parameters": base.config.get_text_config(decoder=True).rope_parameters,
+        **kept,
         "versions": {"hf_posenc": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }
 
@@ -139,12 +143,19 @@ def save_extended(
             "this model.",
             path,
         )
+    if is_on_attention_door(manifest):
+        logger.warning(
+            "%s: %s is in %s alone; load_extended applies it, plain Transformers reads the base model.",
+            path,
+            manifest["method"],
+            MANIFEST,
+        )
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     if whole:
         base.save_pretrained(partial)
-        _rewrite_config(partial / CONFIG, base.config, manifest)
+        _rewrite_config(partial / CONFIG, base, manifest)
     else:
         model.save_pretrained(str(partial))  # type: ignore[operator]
     if tokenizer is not None:
@@ -156,15 +167,24 @@ def save_extended(
     return target
 
 
-def _rewrite_config(file: Path, config: PreTrainedConfig, manifest: dict[str, Any]) -> None:
+def is_on_attention_door(manifest: dict[str, Any]) -> bool:
+    """Return whether a manifest's rule is one that no config can say, so that ``config.json`` stays the base's."""
+    return make_scaling(manifest["method"], manifest["factor"], manifest["options"]).on_attention_door
+
+
+def _rewrite_config(file: Path, model: PreTrainedModel, manifest: dict[str, Any]) -> None:
     saved = json.loads(file.read_text(encoding="utf-8"))
+    config = model.config
     text_config = config.get_text_config(decoder=True)
-    marked = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
+    if is_on_attention_door(manifest):
+        changed: dict[str, Any] = unextended_config(model)
+    else:
+        changed = {MARK: {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}}
     if text_config is config:
-        saved = {**both_spellings(saved), MARK: marked}
+        saved = both_spellings({**saved, **changed})
     else:
         name = next(key for key in config.sub_configs if getattr(config, key) is text_config)
-        saved[name] = {**both_spellings(saved[name]), MARK: marked}
+        saved[name] = both_spellings({**saved[name], **changed})
     file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
@@ -248,6 +268,8 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
     model = load_weights(path, **kwargs)
     if manifest["options"].get("temperature") == "logits":  # of which config.json says as much as it can
         apply_manifest(model, {**manifest, "sliding_window": KEEP}, on_scaled="replace")
+    elif is_on_attention_door(manifest):
+        apply_manifest(model, manifest, on_scaled="replace")
     _check_loaded(model, manifest, path)
     return model
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.arguments import ExtensionArguments
+from hf_posenc.arguments import EvalArguments, ExtensionArguments, RetrievalArguments
 
 NONE = "none"  # no method: the model as it is
 
@@ -40,7 +40,15 @@ def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: 
     check_window(extension.sliding_window)
     named = [method for method in methods if method != NONE]
     for method in named:
-        make_scaling(method, 1.0 if extension.factor is None else extension.factor, rules)
+        try:
+            make_scaling(method, 1.0 if extension.factor is None else extension.factor, rules)
+        except TypeError as error:
+            if len(named) == 1 or not rules:
+                raise
+            raise TypeError(
+                f"{error} --option is for every --method of a command: measure {method!r} in one of its own, with the "
+                "same --output."
+            ) from None
     if extension.preset is not None:
         given = {name: getattr(extension, name) for name in ("factor", *lengths)}
         get_preset(extension.preset).refuse_besides(method=", ".join(named) or None, **given, options=rules)
@@ -70,6 +78,30 @@ def rows_to_measure(
             "--preset."
         )
     return rows or [None]
+
+
+def perplexity_settings(what: EvalArguments) -> dict[str, Any]:
+    """Return what ``perplexity`` is to be told."""
+    told = {name: value for name, value in vars(what).items() if name not in ("method", "hide_progress")}
+    return {**told, "progress": not what.hide_progress}
+
+
+def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[str, Any]:
+    """Return what ``retrieval`` is to be told.
+
+    Raises:
+        ValueError: A flag that only perplexity has was given too, or a length, depth or number cannot be.
+    """
+    from hf_posenc.evaluation.retrieval.measure import check_retrieval
+
+    only_perplexity = ("protocol", "stride", "last_k", "max_tokens", "bos", "max_documents", "cut")
+    usual = EvalArguments(context_lengths=what.context_lengths)
+    for name in only_perplexity:
+        if getattr(what, name) != getattr(usual, name):
+            raise ValueError(f"--{name.replace('_', '-')} says how perplexity is measured; leave it or --tasks out.")
+    check_retrieval(asked.tasks, what.context_lengths, asked.depths, asked.samples)
+    shared = ("context_lengths", "output", "prefill_chunk", "label", "model_name")
+    return {**vars(asked), **{name: getattr(what, name) for name in shared}, "progress": not what.hide_progress}
 
 
 def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:

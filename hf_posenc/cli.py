@@ -12,20 +12,16 @@ import os
 import shutil
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc import arguments as args_
-from hf_posenc.checks import check_folder, check_request, rows_to_measure
+from hf_posenc.checks import check_folder, check_request, perplexity_settings, retrieval_settings, rows_to_measure
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from hf_posenc.evaluation.records import Record
+    from hf_posenc.evaluation import Record, RetrievalRecord
 
 _EXAMPLES = """\
 examples:
@@ -49,49 +45,62 @@ def patch(argv: Sequence[str]) -> None:
     check_folder(given.model, given.output, may_hold_files=False)
     from hf_posenc.checkpoint import save_extended
     from hf_posenc.loading import load_model
-    from hf_posenc.patching import patch_model, verify_model
+    from hf_posenc.patching import is_patched, patch_model, unpatch_model, verify_model
+    from hf_posenc.rows import refuse_extended
 
     model, tokenizer = load_model(given.model, **vars(loading))
+    refuse_extended(model, given.model, extension.on_scaled)
+    if is_patched(model):
+        unpatch_model(model)
     patch_model(model, which.method or "yarn", **vars(extension), **rules)
     verification = verify_model(model)
     trained = _tokens_trained(given.model)
     save_extended(model, given.output, tokenizer, tokens_trained=trained, base_model=given.model)
     done = verification.extension
-    worst = max((check.inv_freq_error for check in verification.modules), default=0.0)
+    verified = "every attention layer runs the rule; load_extended and hf-posenc eval apply it"
+    if verification.modules:
+        worst = max(check.inv_freq_error for check in verification.modules)
+        verified = f"frequencies differ from the closed form by at most {worst:.1e}"
     print(
         f"{done['method']} x{done['factor']:g}: {done['original_max_position_embeddings']} -> {done['context_length']} "
-        f"tokens\nverified: frequencies differ from the closed form by at most {worst:.1e}\nsaved: {given.output}"
+        f"tokens\nverified: {verified}\nsaved: {given.output}"
     )
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    """Measure perplexity by context length, of a model as it is or extended by one or more methods."""
+    """Measure perplexity or retrieval by context length, of a model as it is or extended by one or more methods."""
     known: list[Any] = [args_.EvalArguments, args_.ExtensionArguments, args_.OptionArguments]
-    known += [args_.DocumentArguments, args_.ModelArguments]
+    known += [args_.DocumentArguments, args_.ModelArguments, args_.RetrievalArguments]
     places = {"model": "name on the Hub, folder or .gguf file"}
-    given, what, extension, options, source, loading = args_.parse("eval", _first_line(evaluate), argv, known, places)
-    settings = vars(what)
+    parsed = args_.parse("eval", _first_line(evaluate), argv, known, places)
+    given, what, extension, options, source, loading, asked = parsed
+    what.model_name = what.model_name or given.model
     output = what.output
-    settings |= {"progress": not settings.pop("hide_progress"), "model_name": what.model_name or given.model}
-    rows = rows_to_measure(settings.pop("method"), extension, args_.parse_options(options.option))
-    from hf_posenc.evaluation import perplexity
+    rows = rows_to_measure(what.method, extension, args_.parse_options(options.option))
+    from hf_posenc.evaluation import perplexity, retrieval
     from hf_posenc.evaluation.plans import plan_runs
     from hf_posenc.evaluation.records import check_output
     from hf_posenc.loading import load_model
-    from hf_posenc.patching import patched
     from hf_posenc.report import text_table
+    from hf_posenc.rows import as_asked, refuse_extended, try_rows
 
-    plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k)
+    if asked.tasks:
+        settings = retrieval_settings(what, asked)
+        settings["documents"] = _read(source) if source.documents else None
+    else:
+        plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k)
+        settings = perplexity_settings(what) | {"documents": _read(source)}
     if output is not None:
         check_output(output)
-    documents = _read(source)
     model, tokenizer = load_model(given.model, **vars(loading))
-    _try_rows(model, rows)
-    settings["tokens_trained"] = _tokens_trained(given.model)
-    records: list[Record] = []
+    if any(rows):
+        refuse_extended(model, given.model, extension.on_scaled)
+    try_rows(model, rows)
+    settings |= {"tokenizer": tokenizer, "tokens_trained": _tokens_trained(given.model)}
+    records: list[Record | RetrievalRecord] = []
     for row in rows:
-        with nullcontext() if row is None else patched(model, **row):
-            records += perplexity(model, documents, tokenizer=tokenizer, **settings)
+        with as_asked(model, row):
+            records += retrieval(model, **settings) if asked.tasks else perplexity(model, **settings)
     print(text_table(records))
     if output is not None:
         print(f"\nin {output}; a page with plots: hf-posenc report {output} --output-dir report")
@@ -127,10 +136,11 @@ def report(argv: Sequence[str]) -> None:
     for path in given.results:
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
-    from hf_posenc.evaluation.records import read_records
+    from hf_posenc.evaluation import read_records, read_retrieval_records
     from hf_posenc.report import report as write
 
-    records = [record for path in given.results for record in read_records(path)]
+    kinds = (read_records, read_retrieval_records)
+    records = [record for path in given.results for read in kinds for record in read(path)]
     paths = write(records, **vars(where))
     for written in (paths.html, paths.markdown, *paths.plots):
         print(written)
@@ -142,7 +152,7 @@ def export(argv: Sequence[str]) -> None:
     given, where = args_.parse("export", _first_line(export), argv, (args_.ExportArguments,), places)
     from hf_posenc.exports import export_command
 
-    print(export_command(given.model, where.to))
+    print(export_command(given.model, where.to, where.as_method))
 
 
 def methods(argv: Sequence[str]) -> None:
@@ -242,18 +252,6 @@ def _command(words: list[str]) -> int | None:
     return COMMANDS[parser.parse_args(words[:own]).command](words[own:])
 
 
-def _try_rows(model: PreTrainedModel, rows: Sequence[dict[str, Any] | None]) -> None:
-    """Patch for each row and undo it, so that what a model refuses is found before anything is measured."""
-    from hf_posenc.patching import patched
-
-    for row in rows:
-        if row is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # they come when it is patched to be measured
-                with patched(model, **row):
-                    pass
-
-
 def _tokens_trained(model: str) -> int:
     """Return how many tokens a model was fine-tuned on by us, as its folder says; 0 for any other."""
     from hf_posenc.checkpoint import read_manifest
@@ -264,6 +262,8 @@ def _tokens_trained(model: str) -> int:
 def _read(source: args_.DocumentArguments) -> list[str]:
     from hf_posenc.data import read_documents
 
+    if not source.documents:
+        raise ValueError("the following arguments are required: --documents")
     return read_documents(
         source.documents, text_field=source.text_field, split=source.split, config_name=source.config_name
     )

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, read_manifest
+from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, is_on_attention_door, read_manifest
+from hf_posenc.doctor.attention_rule import base_config, check_base, check_tokenizer_limit, manifest_lines
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by
@@ -119,7 +120,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | None = None) -> Diagnosis:
     findings: list[Finding] = []
-    if file is not None and (manifest := read_manifest(file.parent)) is not None and MARK not in text_config(config)[1]:
+    manifest = read_manifest(file.parent) if file is not None else None
+    if file is not None and manifest is not None and is_on_attention_door(manifest):
+        return _of_attention_rule(name, config, known, file, manifest)
+    if manifest is not None and MARK not in text_config(config)[1]:
         marked = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
         config = {**config, MARK: marked}
     dialect = read_dialect(config, known)
@@ -142,6 +146,18 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
             file.parent / _TOKENIZER, dialect.rope.rope_type, dialect.target, dialect.model_type
         )
     return Diagnosis(name, dialect.model_type, tuple(lines), tuple(findings), config, known, file)
+
+
+def _of_attention_rule(
+    name: str, config: dict[str, Any], known: Known, file: Path, manifest: dict[str, Any]
+) -> Diagnosis:
+    """Look at a folder whose rule is in its manifest alone, and whose config.json is the base model's."""
+    found, base = _of_config(name, config, known), base_config(config, manifest)
+    tokenizer = file.parent / _TOKENIZER
+    limit = _read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
+    findings = (*found.findings, *check_base(config, base), *check_tokenizer_limit(limit, manifest))
+    lines = (*manifest_lines(manifest), *found.lines)
+    return replace(found, lines=lines, findings=findings, config=base, file=file)
 
 
 def _reading(version: str, text: dict[str, Any]) -> str:

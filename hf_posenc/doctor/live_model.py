@@ -16,11 +16,12 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hf_posenc.attention.masks import inner_name
 from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.families import label_prefix, rope_label, rotary_modules
-from hf_posenc.patching import describe, verify_model
+from hf_posenc.patching import describe, extension_of, is_patched, verify_model
 from hf_posenc.pretrained import is_gguf, load_weights
 from hf_posenc.registry import METHODS, make_scaling
 from hf_posenc.verification import RotaryMismatchError, check_rotary
@@ -58,6 +59,10 @@ def held_by_modules(base: PreTrainedModel) -> list[str]:
         prefix = label_prefix(rope_label(base.config.get_text_config(decoder=True)))
     except ValueError:
         return []
+    if is_on_attention_door(base):
+        inner = inner_name(str(base.config._attn_implementation))
+        turning = f"the attention turns queries and keys itself, and then calls {inner}"
+        return [f"{name} turns nothing (cos 1, sin 0): {turning}" for name in modules]
     words = []
     for name, module in modules.items():
         held = module.get_buffer(f"{prefix}inv_freq")
@@ -66,6 +71,12 @@ def held_by_modules(base: PreTrainedModel) -> list[str]:
         factor = float(getattr(module, f"{prefix}attention_scaling"))
         words.append(f"{held.numel()} pairs in {name}, {shown}; cos and sin times {factor:.6g}")
     return words
+
+
+def is_on_attention_door(base: PreTrainedModel) -> bool:
+    """Return whether a live model's rule is in its attention, not in its rotary module."""
+    extension = extension_of(base) if is_patched(base) else None  # only a rule that was put in can be there
+    return extension is not None and extension.scaling.on_attention_door
 
 
 def against_meaning(base: PreTrainedModel, rope: Rope | None) -> list[Finding]:
@@ -110,6 +121,8 @@ def look_at_modules(base: PreTrainedModel) -> tuple[dict[str, Any], str, list[Fi
         why = "Its settings cannot be read, or the family is not supported."
         findings.append(Finding("not-compared", "error", str(error).rstrip("."), why, _RELOAD, False))
         return declared, "not compared", findings
+    if is_on_attention_door(base):
+        return declared, "the rule, in every attention layer; saved, it is in the manifest alone", findings
     return declared, "what the config says, compared with the closed form", findings
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, MANIFEST, read_manifest
+from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, MANIFEST, is_on_attention_door, read_manifest
 from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.frequencies import yarn_attention_factor
 from hf_posenc.registry import get_method, make_scaling
@@ -25,11 +25,18 @@ class ExportFolder:
         path: Where it is.
         config: Its config.json.
         manifest: Its context_extension.json.
+        overrides: What ``config`` has that the file has not: the server must be told.
     """
 
     path: str
     config: dict[str, Any]
     manifest: dict[str, Any]
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def on_attention_door(self) -> bool:
+        """Whether the rule is one that no config can say."""
+        return is_on_attention_door(self.manifest)
 
     @property
     def model_type(self) -> str:
@@ -110,15 +117,14 @@ def check_rule(folder: ExportFolder) -> None:
     """Raise unless config.json carries the manifest's rule.
 
     Raises:
-        ValueError: It was edited, or the rule is one that only hf_posenc runs.
+        ValueError: It was edited.
     """
     manifest = folder.manifest
     written = {key: value for key, value in manifest["rope_parameters"].items() if key != "type"}
     if folder.rope != written or folder.config.get("max_position_embeddings") != folder.context_length:
         raise ValueError(
             f"{CONFIG} in {folder.path!r} does not carry the rule of {MANIFEST} ({manifest['method']}, "
-            f"{folder.context_length} tokens): it was edited since, or only hf_posenc can run the rule. Save the model "
-            "again, with a static rule such as yarn."
+            f"{folder.context_length} tokens): it was edited since. Save the model again."
         )
 
 

@@ -6,7 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.checkpoint import CONFIG
 from hf_posenc.exports.folder import PLAIN, ExportFolder, check_one_list, check_rule, command, read_folder
+from hf_posenc.exports.nearest import refuse_attention_rule
 from hf_posenc.frequencies import llama3_frequencies, plain_frequencies
 
 # What convert_hf_to_gguf.py calls the families whose conversion was read (conversion/llama.py, conversion/qwen.py).
@@ -90,6 +92,7 @@ def _check(folder: ExportFolder) -> None:
         )
     if folder.rope_type == "dynamic":
         raise ValueError("llama.cpp cannot express Transformers' dynamic rule: it has no such scaling type.")
+    refuse_attention_rule(folder, "llama.cpp")
     check_rule(folder)
     check_one_list(folder, "llama.cpp", "it takes long_factor for every text once -c exceeds the original length")
     if folder.rope_type in ("llama3", "longrope") and ARCHITECTURES[folder.model_type] not in _WITH_DIVISORS:
@@ -111,6 +114,11 @@ def llama_cpp(folder: ExportFolder) -> list[str]:
     is in the flags; so they are right for a file of the base model too.
     """
     metadata = metadata_of(folder)
+    if folder.rope_type == "llama3" and folder.overrides:
+        raise ValueError(
+            f"llama.cpp has no flags for {folder.manifest['method']}, whose divisors per pair the converter takes from "
+            f"{CONFIG}, and that of this folder is the base model's. Take --as yarn, ntk or linear."
+        )
     if folder.rope_type == "longrope":
         raise ValueError(
             "llama.cpp has no flags for longrope, and convert_hf_to_gguf.py drops the lists of model_type "

@@ -24,8 +24,14 @@ def _with_mscale(folder: ExportFolder) -> dict[str, Any]:
 
 
 def _lines(folder: ExportFolder, rope: dict[str, Any], start: list[str], length: str, override: str) -> list[str]:
-    """Return the command for the folder, and that for the base model with the rule as an override."""
+    """Return the command for the folder, and that for the base model with the rule as an override.
+
+    Where the folder's own config.json does not say the rule, only the first, with the override.
+    """
     target = folder.context_length
+    if folder.overrides:  # the file is the base model's
+        said = json.dumps({**folder.overrides, "rope_parameters": rope})
+        return [command(*start, folder.path, length, target, override, said)]
     own = [] if rope == folder.rope else [override, json.dumps({"rope_parameters": rope})]
     onto_base = json.dumps({"rope_parameters": rope, "max_position_embeddings": target})
     return [
@@ -78,6 +84,12 @@ def tgi(folder: ExportFolder) -> list[str]:
     up to the original length and ``long_factor`` after it, times Phi-3's attention factor.
     """
     rope, target = folder.rope, folder.context_length
+    if folder.overrides:
+        raise ValueError(
+            "TGI reads config.json only, and that of this folder is the base model's: it has no override for the rule. "
+            f"Save a model with it: hf-posenc patch {folder.path} OUT --method {folder.manifest['method']} "
+            f"--context-length {target} --on-scaled replace."
+        )
     check_one_list(folder, "TGI", "it turns early positions by one list and late ones by the other")
     if folder.rope_type == "linear":
         raise ValueError(

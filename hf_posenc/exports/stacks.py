@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hf_posenc.exports.folder import ExportFolder, check_rule, read_folder
 from hf_posenc.exports.llama_cpp import ARCHITECTURES, llama_cpp
+from hf_posenc.exports.nearest import as_static, refuse_attention_rule, what_is_lost
 from hf_posenc.exports.servers import sglang, tgi, vllm
 
 
@@ -64,19 +65,22 @@ STACKS: dict[str, Stack] = {
 }
 
 
-def export_command(path: str | Path, stack: str) -> str:
+def export_command(path: str | Path, stack: str, as_method: str | None = None) -> str:
     """Return the commands that make a stack run the rule of a folder of ``save_extended``.
 
     Args:
         path: The folder.
         stack: ``"vllm"``, ``"sglang"``, ``"llama.cpp"`` or ``"tgi"``.
+        as_method: For a rule that only hf_posenc runs: the static rule to run in its place, such as ``"yarn"``, with
+            its default options and the same target. The comments say what is lost.
 
     Returns:
         Lines for a POSIX shell: commands, and comments that start with ``#``.
 
     Raises:
         FileNotFoundError: There is no manifest, or no config.json.
-        ValueError: The stack is unknown or cannot express the rule (with the reason), or the folder is an adapter's.
+        ValueError: The stack is unknown or cannot express the rule (with the reason), or the folder is an adapter's;
+            or there is no need for ``as_method``.
     """
     known = STACKS.get(stack.lower())
     if known is None:
@@ -92,7 +96,13 @@ def export_command(path: str | Path, stack: str) -> str:
             f"{known.title} cannot express Transformers' dynamic rule, one scale per forward: {known.dynamic}. Save "
             "the model with a static rule, such as ntk or yarn."
         )
+    comments: list[str] = []
+    if as_method is not None:
+        own, folder = folder, as_static(folder, as_method)
+        comments = what_is_lost(own, folder)
+    refuse_attention_rule(folder, known.title)
     check_rule(folder)
     manifest = folder.manifest
     title = f"# {manifest['method']} x{manifest['factor']:g}, {folder.original} -> {folder.context_length} tokens; "
-    return "\n".join([f"{title}checked against the source of {known.title} {known.read}", *known.lines(folder)])
+    checked = f"{title}checked against the source of {known.title} {known.read}"
+    return "\n".join([checked, *comments, *known.lines(folder)])

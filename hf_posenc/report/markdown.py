@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.report.retrieval import Grid, grid_lines, grid_markdown
 from hf_posenc.report.tables import Row, Table, length_name, make_rows, number_name
 
 _SCORED = {
@@ -41,8 +43,15 @@ def change_name(change: float | None) -> str:
     return "" if change is None else f"{round(change, 1) + 0.0:+.1f} %"  # + 0.0: no minus before a zero
 
 
-def text_table(records: Sequence[Record]) -> str:
-    """Return perplexities for a terminal: a line per protocol and row, a column per length; nothing is refused."""
+def text_table(records: Sequence[Record | RetrievalRecord]) -> str:
+    """Return results for a terminal: a line per protocol or task and row, a column per length; nothing is refused."""
+    perplexities = [record for record in records if isinstance(record, Record)]
+    found = [record for record in records if isinstance(record, RetrievalRecord)]
+    parts = [_perplexity_lines(perplexities) if perplexities or not found else [], grid_lines(found) if found else []]
+    return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _perplexity_lines(records: Sequence[Record]) -> list[str]:
     lengths = sorted({record.context_length for record in records})
     rows = [
         (f"{protocol}  {row.full_name}", row)
@@ -54,7 +63,7 @@ def text_table(records: Sequence[Record]) -> str:
     for name, row in rows:
         cells = (number_name(row.records[n].perplexity) if n in row.records else "" for n in lengths)
         lines.append(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
-    return "\n".join(lines)
+    return lines
 
 
 def markdown_table(table: Table) -> str:
@@ -112,7 +121,7 @@ def measured(table: Table) -> list[tuple[str, str]]:
     return pairs
 
 
-def markdown_report(title: str, tables: list[Table], headlines: list[str]) -> str:
+def markdown_report(title: str, tables: list[Table], headlines: list[str], grids: Sequence[Grid] = ()) -> str:
     """Return the whole report as Markdown; plots are the PNG files beside it."""
     parts = [f"# {title}"]
     for table, line in zip(tables, headlines, strict=True):
@@ -130,7 +139,7 @@ def markdown_report(title: str, tables: list[Table], headlines: list[str]) -> st
             f"How it was measured:\n\n{facts}",
             f"| length | tokens scored | text hash |\n|---:|---:|---|\n{scored}",
         ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in [*parts, *map(grid_markdown, grids)] if part) + "\n"
 
 
 def headline(table: Table) -> str:

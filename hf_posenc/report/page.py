@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from html import escape
 
+from hf_posenc.report.heat_map import grid_section
 from hf_posenc.report.markdown import change_name, column_names, interval_name, legend, measured
 from hf_posenc.report.plot import COLOURS, INK
+from hf_posenc.report.retrieval import Grid
 from hf_posenc.report.tables import Row, Table, length_name, number_name
 
 _CSS = """
@@ -35,6 +38,11 @@ th[scope=row] { font-weight: 400 }
 .best { font-weight: 700 }
 small { display: block; color: var(--quiet); font-size: .8em; font-weight: 400 }
 p.quiet { color: var(--quiet); font-size: .9rem }
+table.map { margin: 0 0 1.25rem; print-color-adjust: exact }
+table.map td { text-align: center; border: 1px solid var(--paper) }
+.maps { display: flex; flex-wrap: wrap; gap: 0 2.5rem }
+.maps > div { max-width: 100% }
+caption { text-align: left; white-space: nowrap; font-size: .9rem; padding: .4rem 0 }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.25rem; font-size: .9rem; margin: 0 0 1rem }
 dt { color: var(--quiet) }
 dd { margin: 0; overflow-wrap: anywhere }
@@ -51,10 +59,13 @@ def _colour_variables(colours: tuple[str, ...]) -> str:
     return ":root { " + "; ".join(f"--c{index}: {colour}" for index, colour in enumerate(colours)) + " }"
 
 
-def html_page(title: str, tables: list[Table], headlines: list[str], plots: list[str]) -> str:
-    """Return the page: for each table a plot, the numbers, and how they were measured."""
+def html_page(
+    title: str, tables: list[Table], headlines: list[str], plots: list[str], grids: Sequence[Grid] = ()
+) -> str:
+    """Return the page: for each table a plot, the numbers, and how they were measured; then the retrieval tasks."""
     parts = zip(tables, headlines, plots, strict=True)
-    body = "\n".join(_section(table, line, svg) for table, line, svg in parts)
+    sections = [_section(table, line, svg) for table, line, svg in parts]
+    body = "\n".join([*sections, *map(grid_section, grids)])
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>

@@ -11,6 +11,7 @@ from hf_posenc.report.tables import Row, Table, length_name, number_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which colour-blind readers tell apart, but for their yellow and black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
@@ -18,7 +19,7 @@ INK = "#3b3f46"  # text, axes and the unpatched row; the page swaps it for the c
 _LABEL_POINTS = 11  # least distance of two labels
 _LOG_FROM = 4.0  # how many times the lowest value the highest is, for a logarithmic y axis
 
-_STYLE: dict[str, Any] = {
+STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.spines.top": False,
@@ -40,7 +41,7 @@ def draw(table: Table) -> dict[str, bytes]:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    with plt.rc_context(cast(Any, _STYLE)):  # its stub lists every key there is
+    with plt.rc_context(cast(Any, STYLE)):  # its stub lists every key there is
         figure, axes = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
         colours = _colours(table.rows)
         for row in table.rows:
@@ -48,12 +49,20 @@ def draw(table: Table) -> dict[str, bytes]:
         _draw_axes(axes, table)
         figure.draw_without_rendering()  # the layout has to be known before labels are spread
         _label_rows(axes, table, colours)
-        files = {}
-        for suffix, kwargs in ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}, "transparent": True})):
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format=suffix[1:], **kwargs)
-            files[suffix] = buffer.getvalue()
+        files = figure_files(figure)
         plt.close(figure)
+    return files
+
+
+def figure_files(figure: Figure) -> dict[str, bytes]:
+    """Return a figure as file contents, by suffix: ``.png`` and ``.svg``."""
+    files = {}
+    kinds: tuple[tuple[str, dict[str, Any]], ...]
+    kinds = ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}, "transparent": True}))
+    for suffix, kwargs in kinds:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=suffix[1:], **kwargs)
+        files[suffix] = buffer.getvalue()
     return files
 
 

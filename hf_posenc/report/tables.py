@@ -6,12 +6,15 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 
 # What must be equal among the numbers of one column; and the tokenizer, among those of a whole table.
 _PER_LENGTH = ("bos", "window", "stride", "num_documents", "n_tokens", "text_hash")
 _ADVICE = "Evaluate both in the same way, or make two reports."
+AnyRecord = TypeVar("AnyRecord", Record, RetrievalRecord)
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Row:
 
     @property
     def is_unpatched(self) -> bool:
-        return self.first.method == "none" and self.first.tokens_trained == 0
+        return is_unpatched(self.first)
 
     @property
     def full_name(self) -> str:
@@ -170,7 +173,7 @@ def _refuse_difference(one: Record, other: Record, names: Iterable[str]) -> None
             )
 
 
-def _row_key(record: Record) -> tuple[object, ...]:
+def _row_key(record: Record | RetrievalRecord) -> tuple[object, ...]:
     options = json.dumps(record.options, sort_keys=True)
     who = (record.model, record.dtype, record.attn_implementation)
     return (*who, record.label, record.method, record.factor, options, record.tokens_trained)
@@ -178,22 +181,35 @@ def _row_key(record: Record) -> tuple[object, ...]:
 
 def make_rows(records: Sequence[Record]) -> tuple[Row, ...]:
     """Group records by model, extension and training; the unpatched first, then in order of appearance."""
-    groups: dict[tuple[object, ...], dict[int, Record]] = {}
+    rows = []
+    for name, training, group in group_rows(records):
+        by_length = {record.context_length: record for record in group}
+        rows.append(Row(name, training, dict(sorted(by_length.items()))))
+    return tuple(rows)
+
+
+def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRecord]]]:
+    """Return (name, training, records) of each model, extension and training, in the order of ``make_rows``."""
+    groups: dict[tuple[object, ...], list[AnyRecord]] = {}
     for record in records:
-        groups.setdefault(_row_key(record), {})[record.context_length] = record
+        groups.setdefault(_row_key(record), []).append(record)
     # Said only where rows differ in it.
     names = ("model", "dtype", "attn_implementation")
     extras = tuple(name for name in names if len({getattr(record, name) for record in records}) > 1)
     rows = []
-    for by_length in groups.values():
-        first = next(iter(by_length.values()))
-        trained = first.tokens_trained
+    for group in groups.values():
+        trained = group[0].tokens_trained
         training = f"after {tokens_name(trained)} tokens" if trained else "zero-shot"
-        rows.append(Row(_row_name(first, extras), training, dict(sorted(by_length.items()))))
-    return tuple(sorted(rows, key=lambda row: not row.is_unpatched))
+        rows.append((_row_name(group[0], extras), training, group))
+    return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
 
 
-def _row_name(record: Record, extras: Iterable[str]) -> str:
+def is_unpatched(record: Record | RetrievalRecord) -> bool:
+    """Say whether a record is of a model as it was published."""
+    return record.method == "none" and record.tokens_trained == 0
+
+
+def _row_name(record: Record | RetrievalRecord, extras: Iterable[str]) -> str:
     name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
     if record.options:
         values = {key: json.dumps(value).strip('"') for key, value in record.options.items()}

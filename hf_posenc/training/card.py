@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.checkpoint import is_on_attention_door
 from hf_posenc.evaluation.records import Record
 from hf_posenc.windows import KEEP
 
@@ -109,6 +110,18 @@ def _loading(adapter: bool, description: dict[str, Any], sliding_window: str | i
             "from hf_posenc import patch_model",
             f"patch_model(base_model, {description['method']!r}, context_length={description['context_length']}, "
             f"original_max_position_embeddings={description['original_max_position_embeddings']}{options})",
+            "```",
+        ]
+    if is_on_attention_door(description):
+        return [
+            f"No config can say `{description['method']}`: `load_extended` applies it, from the manifest beside the "
+            "weights. Plain Transformers loads the weights without the rule; for servers see `hf-posenc export --as`.",
+            "",
+            "```python",
+            "from hf_posenc import load_extended",
+            "from transformers import AutoTokenizer",
+            'model = load_extended("path/of/this/folder", dtype="auto")',
+            'tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")',
             "```",
         ]
     return [

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.families import unwrap
-from hf_posenc.patching import describe, patch_model
+from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model
 from hf_posenc.presets import get_preset
 from hf_posenc.registry import make_scaling
 from hf_posenc.request import resolve
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 _ADVICE = (
     "Leave method, preset, factor, context_length, options, original_max_position_embeddings and sliding_window out to "
-    "train it as it is. To extend it in another way, call unpatch_model(model) first if patch_model extended it, or "
-    "give on_scaled='replace' (--on-scaled replace) if it was loaded so"
+    "train it as it is. To extend it in another way, call unpatch_model(model) first, or give on_scaled='replace' "
+    "(--on-scaled replace)"
 )
 
 
@@ -34,6 +34,8 @@ def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:
         ValueError: The model is extended in another way than is asked for, or does not say what it was trained on.
     """
     there = describe(model)
+    if is_patched(model) and config.on_scaled == "replace":  # what load_extended put in
+        unpatch_model(model)
     if there["method"] == "none" or config.on_scaled == "replace":
         patch_model(
             model,

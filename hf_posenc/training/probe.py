@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 
+from hf_posenc.attention.masks import inner_name
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import decoder_body, head_logits
+from hf_posenc.patching import extension_of
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 
 logger = logging.getLogger(__name__)
 
-_DOCUMENT = 24  # tokens of each of the two documents of the probe
+_DOCUMENT = 24  # tokens of a document of the probe
 _LEAK = 0.01  # of what is seen when the two are one document: rounding stays far below
 
 
@@ -36,7 +38,7 @@ def probe_isolation(model: Any, batch_size: int = 1) -> float:
         RuntimeError: Document 2 moved, or the probe itself cannot tell.
     """
     base = unwrap(model)
-    attention = base.config._attn_implementation
+    attention = inner_name(str(base.config._attn_implementation))
     was_training = base.training
     model.eval()
     try:
@@ -72,21 +74,29 @@ def _movement(model: Any, batch_size: int, *, restart: bool) -> float:
     device = base.device
     vocab_size = base.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    first, other, second = torch.randint(vocab_size, (3, batch_size, _DOCUMENT), generator=generator).to(device)
+    first, other = torch.randint(vocab_size, (2, batch_size, _DOCUMENT), generator=generator).to(device)
+    second = torch.randint(vocab_size, (batch_size, _second_length(base)), generator=generator).to(device)
     other = torch.where(other == first, (other + 1) % vocab_size, other)
-    positions = torch.arange(2 * _DOCUMENT, device=device)
+    positions = torch.arange(_DOCUMENT + second.shape[1], device=device)
     if restart:
-        positions = positions % _DOCUMENT
+        positions[_DOCUMENT:] -= _DOCUMENT
     position_ids = positions.expand(batch_size, -1).contiguous()
     logits = [
-        _training_logits(model, torch.cat([document, second], dim=1), position_ids)[:, _DOCUMENT:]
-        for document in (first, other)
+        _training_logits(model, torch.cat([document, second], dim=1), position_ids) for document in (first, other)
     ]
     return float((logits[0] - logits[1]).abs().max())
 
 
+def _second_length(base: Any) -> int:
+    """Return the tokens of document 2: where the attention changes past the original length, it goes past it."""
+    extension = extension_of(base)
+    if extension is None or not extension.scaling.on_attention_door:
+        return _DOCUMENT
+    return extension.spec.original_max_position_embeddings + _DOCUMENT
+
+
 def _training_logits(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the logits behind the training loss, ``(batch, seq_len, vocab_size)``, read by a hook."""
+    """Return the logits behind the training loss of the first and last tokens of document 2, read by a hook."""
     base = unwrap(model)
     hidden: list[torch.Tensor] = []
     hook = decoder_body(base).register_forward_hook(lambda module, args, output: hidden.append(output[0]))
@@ -95,4 +105,5 @@ def _training_logits(model: Any, input_ids: torch.Tensor, position_ids: torch.Te
             model(input_ids=input_ids, position_ids=position_ids, labels=input_ids)
     finally:
         hook.remove()
-    return head_logits(base, hidden[0])
+    rows = hidden[0][:, _DOCUMENT:]
+    return head_logits(base, torch.cat([rows[:, :_DOCUMENT], rows[:, -_DOCUMENT:]], dim=1))

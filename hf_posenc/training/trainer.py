@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
 
-from hf_posenc.checkpoint import MANIFEST, make_manifest
+from hf_posenc.checkpoint import MANIFEST, is_on_attention_door, make_manifest
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import unwrap
+from hf_posenc.patching import unextended_config
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import base_not_looked_up
@@ -171,6 +172,9 @@ def _mark_checkpoint(folder: Path, model: Any, *, tokens_trained: int, base_mode
         saved = json.loads(file.read_text(encoding="utf-8"))
         names = [key for key in config.sub_configs if getattr(config, key) is text_config]
         section = saved[names[0]] if names else saved
-        section[MARK] = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
+        if is_on_attention_door(manifest):  # no config can say the rule: as save_extended does
+            section |= unextended_config(unwrap(model))
+        else:
+            section[MARK] = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
         file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,99 @@
+"""The nearest static rule for a folder whose rule only hf_posenc runs, and what is lost by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from transformers import AutoConfig
+
+from hf_posenc.attention.distances import DISTANCE_RULES
+from hf_posenc.checkpoint import CONFIG, MANIFEST
+from hf_posenc.exports.folder import ExportFolder, command
+from hf_posenc.registry import get_method, make_scaling
+from hf_posenc.request import resolve, write_config
+from hf_posenc.windows import KEEP
+
+# Static rules that need no number besides the factor.
+STATIC = ("linear", "ntk", "ntk_by_parts", "yarn", "llama3")
+
+
+def refuse_attention_rule(folder: ExportFolder, title: str) -> None:
+    """Raise if the folder's rule is one that no server has.
+
+    Raises:
+        ValueError: With the reason, and what to do.
+    """
+    if folder.on_attention_door:
+        raise ValueError(
+            f"{title} cannot run {folder.manifest['method']}: the rule depends on where each query stands, so only "
+            f"hf_posenc runs it (load_extended, hf-posenc eval), and {CONFIG} is the base model's. For the nearest "
+            "static rule, and what is lost by it: --as yarn (export_command(..., as_method='yarn'))."
+        )
+
+
+def as_static(folder: ExportFolder, method: str) -> ExportFolder:
+    """Return the folder as if it had been extended as far by a static rule with its default options.
+
+    Args:
+        folder: One whose rule is in its manifest alone.
+        method: A name from ``STATIC``, or an alias.
+
+    Raises:
+        ValueError: The folder's config.json says its rule, or is not the base model's any more; or the method is not
+            one of these.
+    """
+    name = get_method(method).name
+    if name not in STATIC:
+        raise ValueError(f"--as takes a static rule that needs no options: {', '.join(STATIC)}; got {method!r}.")
+    if not folder.on_attention_door:
+        raise ValueError(
+            f"{CONFIG} in {folder.path!r} says its rule already ({folder.manifest['method']}), and servers run that: "
+            f"leave --as out. For another rule: hf-posenc patch {folder.path} OUT --method {name} --on-scaled replace."
+        )
+    _check_base(folder)
+    config = AutoConfig.from_pretrained(folder.path)
+    window = folder.manifest.get("sliding_window", KEEP)
+    asked = resolve(
+        config,
+        name,
+        None,
+        {},
+        context_length=folder.context_length,
+        original_max_position_embeddings=folder.original,
+        sliding_window=window,
+        on_scaled="replace",
+    )
+    write_config(config, asked)
+    changed = {"rope_parameters": config.rope_parameters, "max_position_embeddings": config.max_position_embeddings}
+    if window != KEEP:
+        changed["sliding_window"] = config.sliding_window
+    manifest = {**folder.manifest, "method": name, "options": {}, "rope_parameters": config.rope_parameters}
+    return replace(folder, config={**folder.config, **changed}, manifest=manifest, overrides=changed)
+
+
+def what_is_lost(folder: ExportFolder, static: ExportFolder) -> list[str]:
+    """Return comments that say what a static rule does otherwise than the folder's own."""
+    own, other, manifest = folder.manifest["method"], static.manifest["method"], folder.manifest
+    scaling = make_scaling(own, manifest["factor"], manifest["options"])
+    distances = DISTANCE_RULES.get(own)
+    plain = folder.original if distances is None else distances(static.spec, scaling).plain_until
+    asked = ("--method", other, "--context-length", folder.context_length, "--on-scaled", "replace")
+    again = command("hf-posenc", "eval", folder.path, *asked)
+    trained = int(folder.manifest.get("tokens_trained") or 0)
+    tuned = f"was fine-tuned on {trained:,} tokens with {own}, not with {other}" if trained else "was not fine-tuned"
+    return [
+        f"# lost: {own}, which only hf_posenc runs; {other} is the nearest rule here, not the same one",
+        f"# lost: short texts; {own} leaves up to {plain} tokens as they are, {other} changes all lengths",
+        f"# lost: training; the model {tuned}. Measure it: {again} ...",
+    ]
+
+
+def _check_base(folder: ExportFolder) -> None:
+    base = folder.manifest.get("base_config", {})
+    rope = {key: value for key, value in base.get("rope_parameters", folder.rope).items() if key != "type"}
+    length = folder.config.get("max_position_embeddings")
+    if folder.rope != rope or length != base.get("max_position_embeddings", length):
+        raise ValueError(
+            f"{CONFIG} in {folder.path!r} is not the base model's any more, as {MANIFEST} says it is: it was edited "
+            "since. Save the model again."
+        )

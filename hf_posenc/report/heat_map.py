@@ -1,0 +1,119 @@
+"""Depth by length heat maps of a retrieval task: as PNG and SVG, and as tables of the page."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any, cast
+
+from hf_posenc.report.plot import STYLE, figure_files
+from hf_posenc.report.retrieval import (
+    BY,
+    Grid,
+    GridRow,
+    depth_name,
+    grid_facts,
+    grid_legend,
+    interval_name,
+    share_name,
+)
+from hf_posenc.report.tables import length_name
+
+_STRONGEST = 55  # percent of the colour where all is right: text stays readable on it, on light and dark pages
+
+
+def draw_heat_map(grid: Grid) -> dict[str, bytes]:
+    """Return one map for each row as file contents, by suffix: ``.png`` and ``.svg``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    by, rows = grid.scorings[0], grid.rows
+    height = 1.1 + 0.32 * len(grid.depths)
+    with plt.rc_context(cast(Any, STYLE)):
+        figure, every = plt.subplots(
+            len(rows),
+            1,
+            figsize=(2.2 + 0.8 * len(grid.lengths), height * len(rows)),
+            layout="constrained",
+            squeeze=False,
+        )
+        for axes, row in zip(every[:, 0], rows, strict=True):
+            _draw_row(axes, grid, row, by)
+        figure.supylabel("depth", fontsize=9)
+        figure.suptitle(f"{grid.title}, {BY[by]}", x=0.01, ha="left", fontsize=10)
+        files = figure_files(figure)
+        plt.close(figure)
+    return files
+
+
+def _draw_row(axes: Any, grid: Grid, row: GridRow, by: str) -> None:
+    shares = [[_share(row.scores(by, length, depth)) for length in grid.lengths] for depth in grid.depths]
+    # cividis reads the same with every kind of colour vision
+    axes.imshow(shares, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    for y, values in enumerate(shares):
+        for x, share in enumerate(values):
+            if share == share:  # not where nothing was asked
+                colour = "black" if share > 0.5 else "white"
+                axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    axes.set_xticks(range(len(grid.lengths)), [length_name(n) for n in grid.lengths])
+    axes.set_yticks(range(len(grid.depths)), [depth_name(depth) for depth in grid.depths])
+    axes.set_title(row.full_name, loc="left", fontsize=9)
+
+
+def _share(scores: list[float]) -> float:
+    return sum(scores) / len(scores) if scores else float("nan")
+
+
+def grid_section(grid: Grid) -> str:
+    """Return a grid's section of the page: accuracy by length, a map for each row, and how it was measured."""
+    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in grid_facts(grid))
+    maps = "\n".join(_map(grid, row, by) for row in grid.rows for by in grid.scorings)
+    by_depth = f'<h3>Depth by length</h3>\n<div class="maps">{maps}</div>' if grid.has_depths else ""
+    return f"""<section>
+<h2>{escape(grid.title)}</h2>
+<div class="scroll">{_by_length(grid)}</div>
+<p class="quiet">{escape(grid_legend(grid))}</p>
+{by_depth}
+<h3>How it was measured</h3>
+<dl>{facts}</dl>
+</section>"""
+
+
+def _by_length(grid: Grid) -> str:
+    heads = "".join(f'<th scope="col">{length_name(n)}</th>' for n in grid.lengths)
+    rows = "\n".join(
+        f'<tr><th scope="row">{escape(row.name)}<small>{escape(row.training)}, {BY[by]}</small></th>'
+        + "".join(_cell(row.scores(by, length)) for length in grid.lengths)
+        + "</tr>"
+        for row in grid.rows
+        for by in grid.scorings
+    )
+    return f'<table><thead><tr><th scope="col">method</th>{heads}</tr></thead>\n<tbody>{rows}</tbody></table>'
+
+
+def _cell(scores: list[float]) -> str:
+    return f"<td>{share_name(scores)}<small>{interval_name(scores)}</small></td>" if scores else "<td></td>"
+
+
+def _map(grid: Grid, row: GridRow, by: str) -> str:
+    heads = "".join(f'<th scope="col">{length_name(n)}</th>' for n in grid.lengths)
+    rows = "\n".join(
+        f'<tr><th scope="row">{depth_name(depth)}</th>'
+        + "".join(_shaded(row.scores(by, length, depth)) for length in grid.lengths)
+        + "</tr>"
+        for depth in grid.depths
+    )
+    caption = f"<caption>{escape(row.full_name)}, {BY[by]}, percent right</caption>"
+    return (
+        f'<div class="scroll"><table class="map">{caption}<thead><tr><th scope="col">depth</th>{heads}</tr></thead>\n'
+        f"<tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _shaded(scores: list[float]) -> str:
+    if not scores:
+        return "<td></td>"
+    share = _share(scores)
+    shade = f"color-mix(in srgb, var(--c0) {_STRONGEST * share:.0f}%, var(--paper))"
+    return f'<td style="background: {shade}">{100 * share:.0f}<small>of {len(scores)}</small></td>'

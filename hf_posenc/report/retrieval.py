@@ -1,0 +1,193 @@
+"""Retrieval records sorted into one grid per task: accuracy by length, and by depth and length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
+from hf_posenc.report.tables import group_rows, length_name
+
+BY = {"forced": "teacher-forced", "written": "written"}
+_EXPLAINED = {
+    "forced": (
+        "Teacher-forced: given the prompt, the likeliest token is the right one at every token that holds the answer; "
+        "the word before it does not count."
+    ),
+    "written": "Written: the answer stands in what the model writes greedily.",
+}
+
+
+@dataclass(frozen=True)
+class GridRow:
+    """One model, as it was extended and trained, with what came back for its prompts."""
+
+    name: str
+    training: str
+    records: tuple[RetrievalRecord, ...]
+
+    @cached_property
+    def full_name(self) -> str:
+        first = self.records[0]
+        return self.name if first.method == "none" and first.tokens_trained == 0 else f"{self.name}, {self.training}"
+
+    def scores(self, by: str, length: int, depth: float | str | None = "all") -> list[float]:
+        """Return the scores of the prompts of a length, of one depth or all."""
+        here = [one for one in self.records if one.context_length == length and depth in ("all", one.depth)]
+        return [score for one in here if (score := one.score(by)) is not None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The rows of one task, all asked the same."""
+
+    task: str
+    lengths: tuple[int, ...]
+    depths: tuple[float | None, ...]
+    rows: tuple[GridRow, ...]
+
+    @property
+    def title(self) -> str:
+        return f"Retrieval: {self.task}"
+
+    @property
+    def slug(self) -> str:
+        return f"retrieval_{self.task}"
+
+    @property
+    def has_depths(self) -> bool:
+        """Whether what is asked for lies at one depth, and not all over the text."""
+        return self.depths != (None,)
+
+    @property
+    def scorings(self) -> tuple[str, ...]:
+        """How the task was scored; where answers may come in any order, teacher forcing says nothing."""
+        return tuple(by for by in BY if any(record.score(by) is not None for record in self.rows[0].records))
+
+
+def make_grids(records: Sequence[RetrievalRecord]) -> list[Grid]:
+    """Sort records into a grid per task; of a repeated measurement (equal ``run_key``) the later record counts.
+
+    Raises:
+        ValueError: Records that cannot be compared: another tokenizer, chat template or text, or other prompts.
+    """
+    tasks: dict[str, dict[str, RetrievalRecord]] = {}
+    for record in records:
+        tasks.setdefault(record.task, {})[record.run_key] = record
+    return [_make_grid(task, list(group.values())) for task, group in tasks.items()]
+
+
+def share_name(scores: Sequence[float]) -> str:
+    """Return ``75 %``, or nothing where there are no scores."""
+    return f"{100 * sum(scores) / len(scores):.0f} %" if scores else ""
+
+
+def interval_name(scores: Sequence[float]) -> str:
+    """Return Wilson's 95 % interval in percent, such as ``30–95``."""
+    low, high = wilson_interval(scores)
+    return f"{100 * low:.0f}–{100 * high:.0f}"
+
+
+def depth_name(depth: float | None) -> str:
+    """Return ``25 %``, or what stands for needles all over the text."""
+    return "spread" if depth is None else f"{depth:g} %"
+
+
+def grid_legend(grid: Grid) -> str:
+    """Return the sentences that explain a grid's numbers."""
+    how = " ".join(_EXPLAINED[by] for by in grid.scorings)
+    return f"Share of the answers that were right, with Wilson's 95 % interval over prompts. {how}"
+
+
+def grid_facts(grid: Grid) -> list[tuple[str, str]]:
+    """Return what has to be the same to measure these numbers again, as pairs of a name and a value."""
+    records = [record for row in grid.rows for record in row.records]
+
+    def all_of(name: str) -> str:
+        return ", ".join(dict.fromkeys(str(getattr(record, name)) for record in records))
+
+    versions = dict.fromkeys(f"{name} {value}" for record in records for name, value in record.versions.items())
+    depths = ", ".join(map(depth_name, grid.depths))
+    seeds = sorted({record.seed for record in records})
+    return [
+        ("Protocol", f"{grid.task}. Prompt and longest answer together fill the context length; greedy."),
+        ("Depth", f"Of the text before the needle: {depths}." if grid.has_depths else "What is asked for is spread."),
+        ("Prompts", ", ".join(f"{len(grid.rows[0].scores('written', n))} at {length_name(n)}" for n in grid.lengths)),
+        ("Seeds", f"{seeds[0]}–{seeds[-1]}" if len(seeds) > 1 else str(seeds[0])),
+        ("Chat template", "yes" if records[0].chat else "no"),
+        ("Model", all_of("model")),
+        ("Tokenizer hash", records[0].tokenizer_hash),
+        ("Weights and attention", f"{all_of('dtype')}, {all_of('attn_implementation')}"),
+        ("Versions", ", ".join(versions)),
+    ]
+
+
+def grid_lines(records: Sequence[RetrievalRecord]) -> list[str]:
+    """Return shares for a terminal: a line per task, scoring and row, a column per length."""
+    lengths = sorted({record.context_length for record in records})
+    lines = []
+    for task in dict.fromkeys(record.task for record in records):
+        for name, training, group in group_rows([record for record in records if record.task == task]):
+            row = GridRow(name, training, tuple(group))
+            for by, words in BY.items():
+                cells = [share_name(row.scores(by, length)) for length in lengths]
+                if any(cells):
+                    lines.append((f"{task}, {words}  {row.full_name}", cells))
+    width = max(len(name) for name, _ in lines)
+    head = " " * width + "".join(f"{length_name(n):>9}" for n in lengths)
+    return [head, *(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells) for name, cells in lines)]
+
+
+def grid_markdown(grid: Grid) -> str:
+    """Return a grid's section of the Markdown report."""
+    lines = [
+        "| " + " | ".join(["method", "fine-tuning", "scored", *map(length_name, grid.lengths)]) + " |",
+        "|" + "---|" * 3 + "---:|" * len(grid.lengths),
+    ]
+    for row in grid.rows:
+        for by in grid.scorings:
+            every = [row.scores(by, length) for length in grid.lengths]
+            cells = [f"{share_name(scores)} ({interval_name(scores)})" if scores else "" for scores in every]
+            lines.append("| " + " | ".join([row.name.replace("|", "\\|"), row.training, BY[by], *cells]) + " |")
+    facts = "\n".join(f"- {name}: {value}" for name, value in grid_facts(grid))
+    parts = [f"## {grid.title}", "\n".join(lines), grid_legend(grid)]
+    parts += [f"![Depth and length]({grid.slug}.png)", f"How it was measured:\n\n{facts}"]
+    return "\n\n".join(parts)
+
+
+def _make_grid(task: str, records: list[RetrievalRecord]) -> Grid:
+    rows = tuple(GridRow(name, training, tuple(group)) for name, training, group in group_rows(records))
+    _refuse_incomparable(task, rows)
+    lengths = tuple(sorted({record.context_length for record in records}))
+    depths = tuple(sorted({record.depth for record in records}, key=lambda depth: -1.0 if depth is None else depth))
+    return Grid(task, lengths, depths, rows)
+
+
+def _refuse_incomparable(task: str, rows: Sequence[GridRow]) -> None:
+    """Raise unless all rows were asked the same prompts at each length they share, and each prompt once."""
+    first = rows[0].records[0]
+    asked: dict[int, tuple[GridRow, dict[tuple[float | None, int], str]]] = {}
+    for row in rows:
+        for record in row.records:
+            for name in ("tokenizer_hash", "chat"):
+                if getattr(record, name) != getattr(first, name):
+                    raise _incomparable(task, rows[0], row, name)
+        for length in sorted({record.context_length for record in row.records}):
+            here = [record for record in row.records if record.context_length == length]
+            prompts = {(record.depth, record.seed): record.text_hash for record in here}
+            if len(prompts) < len(here):
+                raise ValueError(
+                    f"two runs would share the row {row.full_name!r} of task {task!r} at {length} tokens: weights or "
+                    "versions differ. Tell them apart with --label or --model-name of hf-posenc eval."
+                )
+            other, theirs = asked.setdefault(length, (row, prompts))
+            if prompts != theirs:
+                raise _incomparable(task, other, row, f"the prompts at {length} tokens")
+
+
+def _incomparable(task: str, one: GridRow, other: GridRow, what: str) -> ValueError:
+    return ValueError(
+        f"records cannot be compared: in task {task!r}, {what} differ between {one.full_name!r} and "
+        f"{other.full_name!r}. Ask both the same depths, samples and texts, or make two reports."
+    )

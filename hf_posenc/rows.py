@@ -1,0 +1,50 @@
+"""A loaded model, extended for one row of numbers after the other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_posenc.checkpoint import apply_manifest
+from hf_posenc.patching import describe, extension_of, is_patched, patched, unpatch_model
+
+
+def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
+    """Raise if loading a folder brought a rule, as its manifest says, and another is not to replace it.
+
+    Raises:
+        ValueError: With what to do.
+    """
+    if is_patched(model) and on_scaled != "replace":
+        there = describe(model)
+        raise ValueError(
+            f"{name!r} is extended already ({there['method']}, factor {there['factor']:g}), and factors do not "
+            "multiply. Give the base model, or pass --on-scaled replace (eval without --method takes it as it is)."
+        )
+
+
+@contextmanager
+def as_asked(model: PreTrainedModel, row: dict[str, Any] | None) -> Iterator[None]:
+    """While open, a model is extended as a row asks, in place of what loading brought; None leaves it as it is."""
+    there = extension_of(model) if row is not None and is_patched(model) else None
+    if there is not None:
+        unpatch_model(model)
+    try:
+        with nullcontext() if row is None else patched(model, **row):
+            yield
+    finally:
+        if there is not None:
+            apply_manifest(model, {**there.describe(), "sliding_window": there.sliding_window}, on_scaled="replace")
+
+
+def try_rows(model: PreTrainedModel, rows: Sequence[dict[str, Any] | None]) -> None:
+    """Patch for each row and undo it, so that what a model refuses is found before anything is measured."""
+    for row in rows:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come when it is patched to be measured
+            with as_asked(model, row):
+                pass
