@@ -371,7 +371,7 @@ class TestRefusals:
             assert model.config.sliding_window is None
 
     def test_a_gap_in_a_cached_row(self) -> None:
-        model, cache = staged(), None
+        model = staged()
         cache = DynamicCache(config=model.config)
         in_chunks(model, IDS[:, :70], [70], cache)
         with pytest.raises(ValueError, match="must follow one another without gaps"):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
+from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.distances import DISTANCE_RULES, DistanceRule, query_factors
 from hf_posenc.attention.inner import inner_attention
@@ -139,8 +140,13 @@ class Door:
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
+        if mask is not None and not isinstance(mask, torch.Tensor):
+            raise ValueError(
+                "behind the attention door FlexAttention has causal masks only, not those of sliding windows or packed "
+                "documents. Load the model with attn_implementation='sdpa'."
+            )
         states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
-        is_step = query.shape[2] == 1 and dense is None and self.distances is None
+        is_step = query.shape[2] == 1 and dense is None and self.distances is None and not self.stages.scaling.log_n
         if torch.compiler.is_compiling() and is_step:
             return self._compiled_step(module, query, key, value, states, kind, kwargs)
         return self._attend(module, query, key, value, states, dense, kind, kwargs)  # type: ignore[no-any-return]
@@ -157,7 +163,7 @@ class Door:
         kind: str,
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if dense is not None and kind == PLAIN:
+        if dense is not None and self._is_static(module):
             key, value, dense = _written(key, value, dense)
         forward = self.read(kwargs["position_ids"], key.shape[2], states)
         pieces = Pieces(self, forward, module, query, key, value, dense, kwargs)
@@ -168,6 +174,14 @@ class Door:
         if self.distances is not None:
             return attend_by_distance(pieces, self.distances)
         return pieces.by_stage() if forward.row_stages is None else pieces.whole(forward.row_stages)
+
+    def _is_static(self, module: nn.Module) -> bool:
+        index: Any = module.layer_idx
+        return (
+            self.cache is not None
+            and index < len(self.cache.layers)
+            and isinstance(self.cache.layers[index], StaticLayer)
+        )
 
     def _compiled_step(
         self,
@@ -222,7 +236,7 @@ def _distances(stages: Stages) -> DistanceRule | None:
 
 
 def _written(key: torch.Tensor, value: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cut the free slots of a static sliding cache off: those that the last query does not see, at the end."""
+    """Cut the free slots of a static cache off: those that the last query does not see, at the end."""
     seen = dense[0, 0, -1]
     seen = seen if seen.dtype == torch.bool else seen == 0
     stop = int(seen.nonzero()[-1]) + 1

@@ -18,6 +18,7 @@ from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
 from hf_posenc.extension import Extension, declared_rope
 from hf_posenc.families import FULL_ATTENTION, MLA, label_prefix, rope_label, rotary_modules, text_configs
+from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.rotary import SavedRotary, rotary_class, write_rotary
 from hf_posenc.verification import RotaryMismatchError
 from hf_posenc.windows import window_of_all_layers
@@ -83,6 +84,8 @@ def _reason_of_settings(model: PreTrainedModel, config: PreTrainedConfig) -> str
         return "part of its pairs of features never turn"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "some layers attend in chunks"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return "its attention looks ahead"
     if config._attn_implementation not in INNER:
         return f"its attention implementation is {config._attn_implementation!r}, not one of {', '.join(INNER)}"
     return None
@@ -197,6 +200,11 @@ def door_problem(model: PreTrainedModel, opened: OpenDoor) -> str | None:
         return f"the attention implementation is {config._attn_implementation!r}"
     if any(door_of(module) is not opened.door for module in _layers(model)):
         return "an attention layer has lost its door"
+    if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in opened.hooks):
+        return "a hook of the decoder is gone"
+    expected = plain_frequencies(opened.door.stages.spec)[0]
+    if not torch.allclose(opened.door.plain.double().cpu(), expected, rtol=1e-5, atol=0):
+        return "the frequencies it turns by are not the model's"
     for name, module in rotary_modules(model).items():
         prefix = label_prefix(rope_label(config))
         buffer: Any = module._buffers[f"{prefix}inv_freq"]

@@ -47,6 +47,11 @@ class Layout:
         """The position of slot 0 of each row."""
         return tuple(int(position) for position in self.positions[:, 0])
 
+    def has_documents(self) -> bool:
+        """Return whether positions start anew somewhere between the real tokens of a row."""
+        spans = zip(self.positions, self.starts, self.stops, strict=True)
+        return any(bool((row[start:stop].diff() < 0).any()) for row, start, stop in spans)
+
     def documents(self, row: int) -> list[tuple[int, int]]:
         """Return (first slot, slot past the last) of each document of a row: where positions start anew.
 
@@ -137,6 +142,7 @@ class Forward:
         layout: Both, read.
         stages: int64 ``(rows, num_keys)``, of each slot.
         row_stages: The stage of each row's queries; None if those of some row are in more than one.
+        version: By which a change of ``position_ids`` in place is seen.
         tables: cos and sin made so far.
         masks: Masks made so far.
     """
@@ -147,12 +153,14 @@ class Forward:
     layout: Layout
     stages: torch.Tensor
     row_stages: tuple[int, ...] | None
+    version: int | None
     tables: dict[Any, Tables] = field(default_factory=dict)
     masks: dict[Any, Any] = field(default_factory=dict)
 
     def is_of(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> bool:
         """Return whether a layer with these belongs to it."""
-        return self.position_ids is position_ids and self.num_slots == num_slots and self.states is states
+        same = self.position_ids is position_ids and self.num_slots == num_slots and self.states is states
+        return same and self.version == _version(position_ids)
 
     def runs(self, row: int) -> list[tuple[int, int, int]]:
         """Return (first slot, slot past the last, stage) of each stretch of a row's real queries in one stage."""
@@ -175,4 +183,8 @@ def read_forward(position_ids: torch.Tensor, num_slots: int, states: torch.Tenso
     stages = rule.of(layout.places)
     runs = [_runs(layout, stages, row) for row in range(len(stages))]
     row_stages = tuple(row[0][2] if row else 0 for row in runs) if all(len(row) < 2 for row in runs) else None
-    return Forward(position_ids, states, num_slots, layout, stages, row_stages)
+    return Forward(position_ids, states, num_slots, layout, stages, row_stages, _version(position_ids))
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version

@@ -66,8 +66,9 @@ class Pieces:
 
     @property
     def cache_layer(self) -> Any:
-        """The layer of the KV cache; None without one."""
+        """The layer of the KV cache; None without one, and of a cache that moves its layers off the device."""
         cache, index = self.door.cache, getattr(self.module, "layer_idx", None)
+        cache = None if getattr(cache, "offloading", False) else cache
         return cache.layers[index] if cache is not None and index is not None and index < len(cache.layers) else None
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
@@ -91,11 +92,10 @@ class Pieces:
         return self.door.rotation.tables(inv_freq.expand(rows, -1), factors, positions.to(like.device), like.dtype)
 
     def dense_rows(self, index: slice, few: slice) -> torch.Tensor | None:
-        """Return a mask's rows for some queries, True where a key is seen; None if the mask is plainly causal."""
+        """Return a mask's rows for some queries, bool or added to the logits; None if the mask is plainly causal."""
         if self.dense is None:
             return None
-        rows = (self.dense if len(self.dense) == 1 else self.dense[index])[:, :, few]
-        return rows if rows.dtype == torch.bool else rows == 0
+        return (self.dense if len(self.dense) == 1 else self.dense[index])[:, :, few]
 
     def untouched(self) -> Output:
         """Attend to queries and keys as they come."""
@@ -116,6 +116,11 @@ class Pieces:
     def by_stage(self) -> Output:
         """Attend stage by stage; rows that stand elsewhere than the others, each alone."""
         layout, batch = self.forward.layout, len(self.query)
+        if "flash" in self.door.inner and self.dense is None and layout.has_documents():
+            raise ValueError(
+                "FlashAttention tells packed documents apart by position_ids, which a part of the queries cannot "
+                "carry. Load the model with attn_implementation='sdpa' to train on packed documents with this rule."
+            )
         if len(layout.positions) == 1:
             return self._row(0, slice(None))
         rows = [self._row(row, slice(row, row + 1)) for row in range(batch)]

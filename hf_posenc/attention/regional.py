@@ -36,13 +36,14 @@ def _row(pieces: Pieces, rule: DistanceRule, row: int, index: slice) -> torch.Te
     first_query, query, value = layout.first_query, pieces.query[index], pieces.value[index]
     keys = {region.name: _turned_keys(pieces, region, row, index) for region in rule.regions}
     parts = [query.new_zeros(query.shape[0], max(layout.starts[row] - first_query, 0), query.shape[1], value.shape[-1])]
+    real = None if layout.real is None else layout.real[row].to(query.device)
     for start, stop in layout.documents(row):
         step = max(1, _SCORES // max(stop - start, 1))
         for first in range(max(start, first_query), stop, step):
             last = min(first + step, stop)
             few = slice(first - first_query, last - first_query)
             mask = pieces.dense_rows(index, few)
-            parts.append(_few(pieces, rule, query[:, :, few], keys, value, (first, last, start), mask))
+            parts.append(_few(pieces, rule, query[:, :, few], keys, value, (first, last, start), real, mask))
     output = torch.cat(parts, dim=1)
     return pad(output, (0, 0, 0, 0, 0, query.shape[2] - output.shape[1]))
 
@@ -54,6 +55,7 @@ def _few(
     keys: dict[str, torch.Tensor],
     value: torch.Tensor,
     span: tuple[int, int, int],
+    real: torch.Tensor | None,
     dense: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend for the queries of slots ``span[0]`` to ``span[1]`` of a document that starts at slot ``span[2]``."""
@@ -73,9 +75,15 @@ def _few(
         slots = torch.arange(low, high) - start
         seen = (slots >= region.begin(here)[:, None]) & (slots < region.end(here)[:, None])
         seen = seen.to(query.device)[None, None]
-        if dense is not None:
+        if real is not None:
+            seen = seen & real[low:high]
+        block = pieces.capped(block)
+        if dense is not None and dense.dtype == torch.bool:
             seen = seen & dense[..., low:high]
-        scores.append(pieces.capped(block).masked_fill(~seen, float("-inf")))
+        elif dense is not None:
+            block = block + dense[..., low:high].float()
+        # Not minus infinity: a query that sees nothing is padding, and must not make others NaN.
+        scores.append(block.masked_fill(~seen, torch.finfo(block.dtype).min))
         values.append(value[:, :, low:high])
     sinks = pieces.kwargs.get("s_aux")
     if sinks is not None:  # gpt-oss: a learned logit beside those of the keys

@@ -64,7 +64,8 @@ class RotatedKeys:
             stop: Slots wanted.
             rotate: Turns keys of a range of slots.
         """
-        if type(layer) is not DynamicLayer or layer.keys is not keys or keys.requires_grad:
+        # Tensors of inference_mode have no version by which a change could be seen.
+        if type(layer) is not DynamicLayer or layer.keys is not keys or keys.requires_grad or keys.is_inference():
             return rotate(keys[:, :, :stop], 0, stop)
         entries = self._entries.setdefault(layer, {})
         way = signature[0] if isinstance(signature[0], str) else True  # of a stage only the last is kept

@@ -35,9 +35,9 @@ def niah_multikey(rng: Random, context_length: int) -> Puzzle:
 
 
 def niah_multivalue(rng: Random, context_length: int) -> Puzzle:
-    """One key with four numbers, all asked for, teacher-forced in the order of the text."""
+    """One key with four numbers, all asked for; the question names no order, so only what is written is scored."""
     (key,), numbers = _keys(rng, 1), _numbers(rng, _SEVERAL)
-    return _several_numbers(key, numbers, [(key, number) for number in numbers])
+    return _several_numbers(key, numbers, [(key, number) for number in numbers], ordered=False)
 
 
 def niah_multiquery(rng: Random, context_length: int) -> Puzzle:
@@ -77,7 +77,7 @@ def _one_number(rng: Random, num_others: int) -> Puzzle:
     )
 
 
-def _several_numbers(asked: str, numbers: list[str], hidden: list[tuple[str, str]]) -> Puzzle:
+def _several_numbers(asked: str, numbers: list[str], hidden: list[tuple[str, str]], ordered: bool = True) -> Puzzle:
     return Puzzle(
         instruction="Some secret numbers are hidden in the text below. Remember them. You will be asked for them.",
         question=f"What are all the secret numbers of {asked} in the text above?",
@@ -85,6 +85,7 @@ def _several_numbers(asked: str, numbers: list[str], hidden: list[tuple[str, str
         answers=tuple(numbers),
         needles=tuple(Needle(_says(*pair)) for pair in hidden),
         spare_tokens=64,  # for words between the numbers
+        ordered=ordered,
     )
 
 
