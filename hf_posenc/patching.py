@@ -115,12 +115,7 @@ def patch_model(
     modules = rotary_modules(base)
     on_door = extension.scaling.on_attention_door
     if on_door:
-        check_door(base, extension)
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ValueError(
-                f"method {extension.scaling.method!r} turns cached keys, and those of prefix tuning were trained as "
-                "they are. Take a static method, such as 'yarn'."
-            )
+        check_door(model, extension)
     _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
     new_config = copy.deepcopy(text_config)
     write_config(new_config, extension)

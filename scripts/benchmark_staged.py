@@ -9,6 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc import patch_model
+from hf_posenc.attention.door import door_of
 
 # Four layers of SmolLM2-135M's shape, half its original length: seconds, not minutes.
 ORIGINAL = 4096
@@ -64,8 +65,7 @@ def decode(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> No
 def cache_bytes(model: PreTrainedModel, cache: DynamicCache) -> tuple[int, int]:
     """Return the bytes of a cache, and of the rotated keys beside it."""
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    door = model.model.layers[0].self_attn.__dict__["_hf_posenc_door"][0]
-    return held, door.rotated.nbytes(cache)
+    return held, door_of(model.model.layers[0].self_attn).rotated.nbytes(cache)
 
 
 def benchmark_staged(

@@ -12,6 +12,7 @@ from tiny_models import logits, make_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_posenc import RotaryMismatchError, patch_model, verify_model
+from hf_posenc.attention.door import door_of
 
 RULES: dict[str, dict[str, Any]] = {
     "dynamic_yarn": {"stage": 32},
@@ -128,7 +129,7 @@ class TestRefusals:
 
     def test_packed_documents_with_flash_attention(self) -> None:
         model = patched_model()
-        model.model.layers[0].self_attn.__dict__["_hf_posenc_door"][0].inner = "flash_attention_2"
+        door_of(model.model.layers[0].self_attn).inner = "flash_attention_2"
         model.config._attn_implementation = "hf_posenc_flash_attention_2"
         positions = torch.cat([torch.arange(90), torch.arange(60)])[None]
         with pytest.raises(ValueError, match="FlashAttention tells packed documents apart by position_ids"):
@@ -136,7 +137,7 @@ class TestRefusals:
 
     def test_frequencies_or_hooks_that_are_gone(self) -> None:
         model = patched_model()
-        door = model.model.layers[0].self_attn.__dict__["_hf_posenc_door"][0]
+        door = door_of(model.model.layers[0].self_attn)
         door.plain.mul_(2)
         with pytest.raises(RotaryMismatchError, match="the frequencies it turns by are not the model's"):
             verify_model(model)

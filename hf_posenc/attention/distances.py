@@ -167,6 +167,8 @@ def query_factors(spec: RopeSpec, scaling: RopeScaling, places: torch.Tensor) ->
     ``temperature`` of ``dca``: ``(0.05 ln s + 1) ** 2``, its code's factor of queries and of keys, with s the query's
     own length / original. There s is the length of the whole cache, so that cached keys keep an older one.
     """
+    if not scaling.log_n and not scaling.sharpen:
+        return None
     original = spec.original_max_position_embeddings
     length = places.double() + 1
     factors = torch.ones_like(length)

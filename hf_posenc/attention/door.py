@@ -163,7 +163,7 @@ class Door:
         kind: str,
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if dense is not None and self._is_static(module):
+        if dense is not None and isinstance(self.cache_layer(module), StaticLayer):
             key, value, dense = _written(key, value, dense)
         forward = self.read(kwargs["position_ids"], key.shape[2], states)
         pieces = Pieces(self, forward, module, query, key, value, dense, kwargs)
@@ -175,13 +175,10 @@ class Door:
             return attend_by_distance(pieces, self.distances)
         return pieces.by_stage() if forward.row_stages is None else pieces.whole(forward.row_stages)
 
-    def _is_static(self, module: nn.Module) -> bool:
+    def cache_layer(self, module: nn.Module) -> Any:
+        """Return the layer of the KV cache that an attention layer fills; None without one."""
         index: Any = module.layer_idx
-        return (
-            self.cache is not None
-            and index < len(self.cache.layers)
-            and isinstance(self.cache.layers[index], StaticLayer)
-        )
+        return self.cache.layers[index] if self.cache is not None and index < len(self.cache.layers) else None
 
     def _compiled_step(
         self,

@@ -17,7 +17,7 @@ from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
 from hf_posenc.extension import Extension, declared_rope
-from hf_posenc.families import FULL_ATTENTION, MLA, label_prefix, rope_label, rotary_modules, text_configs
+from hf_posenc.families import FULL_ATTENTION, MLA, label_prefix, rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.rotary import SavedRotary, rotary_class, write_rotary
 from hf_posenc.verification import RotaryMismatchError
@@ -44,17 +44,20 @@ class OpenDoor:
     hooks: list[RemovableHandle]
 
 
-def check_door(model: PreTrainedModel, extension: Extension) -> None:
-    """Raise if this model's attention cannot be put behind the door; nothing is changed.
+def check_door(wrapped: nn.Module, extension: Extension) -> None:
+    """Raise if this model's attention, wrapped or not, cannot be put behind the door; nothing is changed.
 
     Raises:
         ValueError: With the reason.
     """
+    model = unwrap(wrapped)
     config = model.config.get_text_config(decoder=True)
     method = extension.scaling.method
     reason = _reason_of_family(model, config) or _reason_of_settings(model, config)
     if reason is None and window_of_all_layers(config) and extension.sliding_window != "off":
         reason = "every layer has a sliding window (pass sliding_window='off' to attend to all of a text)"
+    elif reason is None and getattr(getattr(wrapped, "active_peft_config", None), "is_prompt_learning", False):
+        reason = "it turns cached keys, and those of prefix tuning were trained as they are"
     elif reason is None and _rotation(model) is None:
         reason = "it turns queries and keys in a way of its own"
     if reason is not None:

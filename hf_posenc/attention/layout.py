@@ -52,6 +52,15 @@ class Layout:
         spans = zip(self.positions, self.starts, self.stops, strict=True)
         return any(bool((row[start:stop].diff() < 0).any()) for row, start, stop in spans)
 
+    @cached_property
+    def places_in_documents(self) -> torch.Tensor:
+        """Tokens before each slot in its own document, int64 ``(rows, num_keys)``."""
+        places = torch.arange(self.num_keys).repeat(len(self.positions), 1)
+        for row in range(len(places)):
+            for start, stop in self.documents(row):
+                places[row, start:stop] -= start
+        return places
+
     def documents(self, row: int) -> list[tuple[int, int]]:
         """Return (first slot, slot past the last) of each document of a row: where positions start anew.
 
@@ -140,8 +149,7 @@ class Forward:
         states: What the key slots hold, as the layers get it.
         num_slots: Key slots, written or not.
         layout: Both, read.
-        stages: int64 ``(rows, num_keys)``, of each slot.
-        row_stages: The stage of each row's queries; None if those of some row are in more than one.
+        runs: (first slot, slot past the last, stage) of each stretch of real queries in one stage, of each row.
         version: By which a change of ``position_ids`` in place is seen.
         tables: cos and sin made so far.
         masks: Masks made so far.
@@ -151,8 +159,7 @@ class Forward:
     states: torch.Tensor | None
     num_slots: int
     layout: Layout
-    stages: torch.Tensor
-    row_stages: tuple[int, ...] | None
+    runs: list[list[tuple[int, int, int]]]
     version: int | None
     tables: dict[Any, Tables] = field(default_factory=dict)
     masks: dict[Any, Any] = field(default_factory=dict)
@@ -162,9 +169,12 @@ class Forward:
         same = self.position_ids is position_ids and self.num_slots == num_slots and self.states is states
         return same and self.version == _version(position_ids)
 
-    def runs(self, row: int) -> list[tuple[int, int, int]]:
-        """Return (first slot, slot past the last, stage) of each stretch of a row's real queries in one stage."""
-        return _runs(self.layout, self.stages, row)
+    @cached_property
+    def row_stages(self) -> tuple[int, ...] | None:
+        """The stage of each row's queries; None if those of some row are in more than one."""
+        if any(len(runs) > 1 for runs in self.runs):
+            return None
+        return tuple(runs[0][2] if runs else 0 for runs in self.runs)
 
 
 def _runs(layout: Layout, stages: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
@@ -182,8 +192,7 @@ def read_forward(position_ids: torch.Tensor, num_slots: int, states: torch.Tenso
     layout = read_layout(position_ids, num_slots, states)
     stages = rule.of(layout.places)
     runs = [_runs(layout, stages, row) for row in range(len(stages))]
-    row_stages = tuple(row[0][2] if row else 0 for row in runs) if all(len(row) < 2 for row in runs) else None
-    return Forward(position_ids, states, num_slots, layout, stages, row_stages, _version(position_ids))
+    return Forward(position_ids, states, num_slots, layout, runs, _version(position_ids))
 
 
 def _version(tensor: torch.Tensor) -> int | None:

@@ -72,7 +72,7 @@ def piece_mask(inner: str, num_queries: int, num_keys: int, real: torch.Tensor |
         like: The queries, for device and dtype.
     """
     if inner == "flex_attention" or "flash" in inner:
-        function = ALL_MASK_ATTENTION_FUNCTIONS["flex_attention" if inner == "flex_attention" else inner]
+        function = ALL_MASK_ATTENTION_FUNCTIONS[inner]
         return function(
             batch_size=like.shape[0],
             q_length=num_queries,

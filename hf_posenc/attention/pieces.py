@@ -67,9 +67,7 @@ class Pieces:
     @property
     def cache_layer(self) -> Any:
         """The layer of the KV cache; None without one, and of a cache that moves its layers off the device."""
-        cache, index = self.door.cache, getattr(self.module, "layer_idx", None)
-        cache = None if getattr(cache, "offloading", False) else cache
-        return cache.layers[index] if cache is not None and index is not None and index < len(cache.layers) else None
+        return None if getattr(self.door.cache, "offloading", False) else self.door.cache_layer(self.module)
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
         """Cap logits softly, as Gemma 2 does; sdpa cannot, and Transformers 5.0 leaves it out there."""
@@ -131,10 +129,10 @@ class Pieces:
         layout = self.forward.layout
         first, start, stop = layout.first_query, layout.starts[row], layout.stops[row]
         query, value = self.query[index], self.value[index]
-        dense = self.dense if self.dense is None or len(self.dense) == 1 else self.dense[index]
+        dense = self.dense_rows(index, slice(None))
         alone = len(layout.positions) == 1
         done: list[Output] = []
-        for begin, end, stage in self.forward.runs(row):
+        for begin, end, stage in self.forward.runs[row]:
             stages = (stage,) * len(layout.positions)
             tables = self.door.tables(self.forward, stages, begin, end, query)
             turned = self.door.rotation.turn(

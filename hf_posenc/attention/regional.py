@@ -34,7 +34,8 @@ def attend_by_distance(pieces: Pieces, rule: DistanceRule) -> Output:
 def _row(pieces: Pieces, rule: DistanceRule, row: int, index: slice) -> torch.Tensor:
     layout = pieces.forward.layout
     first_query, query, value = layout.first_query, pieces.query[index], pieces.value[index]
-    keys = {region.name: _turned_keys(pieces, region, row, index) for region in rule.regions}
+    ways = {region.name: region for region in rule.regions}  # regions of one name turn keys alike
+    keys = {name: _turned_keys(pieces, region, row, index) for name, region in ways.items()}
     parts = [query.new_zeros(query.shape[0], max(layout.starts[row] - first_query, 0), query.shape[1], value.shape[-1])]
     real = None if layout.real is None else layout.real[row].to(query.device)
     for start, stop in layout.documents(row):
@@ -99,9 +100,7 @@ def _few(
 def _turned_keys(pieces: Pieces, region: Region, row: int, index: slice) -> torch.Tensor:
     """Return the keys of a row, turned as a region wants them."""
     layout = pieces.forward.layout
-    places = torch.arange(layout.num_keys)
-    for start, stop in layout.documents(row):
-        places[start:stop] -= start
+    places = layout.places_in_documents[row]
 
     def turn(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
         key = (region.name, row, start, end, keys.dtype, keys.device)
