@@ -69,7 +69,7 @@ def patch_model(
 
     Works on any device or several, quantised or not, before or after ``torch.compile`` or PEFT. The model gets a
     config of its own, so another model built from the same config object is not touched. A KV cache filled before the
-    call holds keys at the old frequencies: drop it.
+    call holds keys at the old frequencies: drop it (a rule of the attention door takes it as it is).
 
     Args:
         model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.

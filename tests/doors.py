@@ -9,8 +9,16 @@ import torch
 from tiny_models import make_model, token_ids
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_posenc import patch_model
+
 ORIGINAL = 64  # tokens
 IDS = token_ids(8 * ORIGINAL)
+RULES: dict[str, dict[str, Any]] = {
+    "dynamic": {"stage": 32},
+    "dynamic_yarn": {"stage": 32},
+    "dynamic_yarn-geometric": {"stage": 48, "growth": "geometric"},
+    "dynamic_yarn-log_n": {"stage": 32, "log_n": True},
+}
 
 
 def sharp_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
@@ -21,6 +29,11 @@ def sharp_model(family: str, dtype: torch.dtype = torch.float32, **overrides: An
             torch.nn.init.normal_(parameter, std=0.2)
     model.generation_config.eos_token_id = None
     return model.to(dtype)
+
+
+def staged(family: str = "Llama", rule: str = "dynamic_yarn", **kwargs: Any) -> PreTrainedModel:
+    """A sharp model with one of ``RULES``, asked for eight times its length."""
+    return patch_model(sharp_model(family, **kwargs), rule.partition("-")[0], 8, **RULES[rule])
 
 
 @torch.no_grad()

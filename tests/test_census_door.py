@@ -33,14 +33,10 @@ IDS = token_ids(180)
 BEHIND = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
 # Their layers with a sliding window turn by the same module: the door leaves those plain, Transformers does not.
 SHARED_WITH_WINDOWS = {"cwm", "gemma2", "gpt_oss", "vaultgemma"}
-# How these turn in bfloat16, or which features make a pair, is not as in Llama.
-OTHER_ROTATIONS: dict[str, Rotation] = {
-    **dict.fromkeys(("glm", "glm4", "helium"), Rotation(neighbours=True)),
-    **dict.fromkeys(("ernie4_5", "ernie4_5_moe"), Rotation(neighbours=True, rounded=False, in_float32=True)),
-    "cohere": Rotation(neighbours=True, in_float32=True),
-    "modernbert-decoder": Rotation(in_float32=True),
-    **dict.fromkeys(("olmo", "olmo2", "olmo3", "flex_olmo", "olmo_hybrid"), Rotation(rounded=False, in_float32=True)),
-}
+# Neighbouring features make a pair in these, as the paper has it; in Llama, those half a head apart.
+NEIGHBOURS = {"cohere", "ernie4_5", "ernie4_5_moe", "glm", "glm4", "helium"}
+# How these turn in bfloat16 is not as in Llama.
+OTHER_ROUNDING = NEIGHBOURS | {"modernbert-decoder", "olmo", "olmo2", "olmo3", "flex_olmo", "olmo_hybrid"}
 # Caps, sinks, or values in two halves.
 OWN_SOFTMAX = {"llama", "gemma2", "gpt_oss", "mimo_v2_flash", "diffllama", "glm"}
 
@@ -115,7 +111,7 @@ def test_self_extend_in_groups_of_one_is_the_plain_model(model_type: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(t, marks=() if t in OTHER_ROTATIONS else pytest.mark.slow) for t in BEHIND]
+    "model_type", [pytest.param(t, marks=() if t in OTHER_ROUNDING else pytest.mark.slow) for t in BEHIND]
 )
 def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str) -> None:
     model = sharp_model(model_type)
@@ -128,7 +124,7 @@ def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str)
     patch_behind_door(model, "dynamic_yarn", 4, stage=32, **REQUEST)
     assert torch.equal(logits(model, IDS[:, :ORIGINAL]), plain)
     doors = [door_of(module) for module in model.modules()]
-    assert {door.rotation for door in doors if door} == {OTHER_ROTATIONS.get(model_type, Rotation())}
+    assert {door.rotation for door in doors if door} == {Rotation(neighbours=model_type in NEIGHBOURS)}
 
 
 @pytest.mark.parametrize("method", ["dynamic_yarn", "self_extend"])
@@ -151,10 +147,13 @@ def test_the_table_is_true_for_every_type() -> None:
 
 
 def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the code says is not all: the norms of HunYuan come after, which only the numbers show."""
+    """What the code says is not all: the norms of HunYuan come after, which only numbers of trained norms show."""
     from hf_posenc.attention import install
 
     model = tiny_model("hunyuan_v1_dense")
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name and "self_attn" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     plain = logits(model, IDS)
     monkeypatch.setattr(install, "_REFUSED", {})
     with pytest.raises(RotaryMismatchError, match="does not turn queries and keys in the usual way"):

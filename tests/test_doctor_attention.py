@@ -125,7 +125,7 @@ def test_a_live_model_that_lost_its_rule_is_found() -> None:
     model.model.rotary_emb.inv_freq.fill_(1.0)
     (found,) = diagnose(model).findings
     assert found.code == "not-what-it-says"
-    assert "turns queries and keys, which the attention does already" in found.what
+    assert "by other frequencies than the model's, which the attention counts on" in found.what
     other = patch_model(make_model("Llama"), "dynamic_yarn", 4)
     other.set_attn_implementation("eager")
     (found,) = diagnose(other).findings

@@ -1,4 +1,9 @@
-"""The attention door: one attention function that turns queries and keys, then calls the model's own attention."""
+"""The attention door: one attention function that turns queries and keys on, then calls the model's own attention.
+
+The rotary module does what it always did: queries and keys come turned by the plain frequencies, and so the KV cache
+holds them. Up to the original length there is nothing to add. Past it, all that a piece of attention needs is turned
+on by the difference between the rule's angle and the plain one.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +22,12 @@ from hf_posenc.attention.masks import PREFIX, UNWRITTEN, piece_mask, slot_states
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.regional import attend_by_distance
 from hf_posenc.attention.rotated_keys import RotatedKeys
-from hf_posenc.attention.rotation import ROTATIONS, Rotation, Tables
+from hf_posenc.attention.rotation import ROTATIONS, Rotation, Tables, angles_at
 from hf_posenc.attention.staged import Stages
 
-# What a layer's queries and keys need: the rule; no more than the original frequencies (its window never leaves the
-# original length); nothing (it has no positions, or a rotary module of its own).
-FULL, PLAIN, PASS = "full", "plain", "pass"
+# What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
+# positions, or a rotary module of its own).
+FULL, PASS = "full", "pass"
 INNER = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 _DOOR = "_hf_posenc_door"
 
@@ -36,7 +41,7 @@ class Door:
         Args:
             stages: The rule.
             inner: The attention implementation that was in use.
-            plain: The model's own float32 ``inv_freq``, for stage 0.
+            plain: The model's own float32 ``inv_freq``, by which queries and keys come turned.
             rotation: How the family turns.
         """
         self.stages = stages
@@ -46,6 +51,8 @@ class Door:
         self.rotation = rotation
         self.rotated = RotatedKeys()
         self.warned = False
+        # Each layer's queries and keys as they come, while patch_model looks at them.
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self.cache: Cache | None = None
         self.forwards: list[Forward] = []
         self.positions: torch.Tensor | None = None
@@ -118,14 +125,32 @@ class Door:
         """Return cos and sin for a range of slots, each row in its stage."""
         key = (stages, start, stop, like.dtype, like.device)
         if key not in forward.tables:
+            positions = forward.layout.positions[:, start:stop].to(like.device)
             found = [self.frequencies(stage, like.device) for stage in stages]
-            forward.tables[key] = self.rotation.tables(
-                torch.stack([inv_freq for inv_freq, _ in found]),
-                torch.tensor([factor for _, factor in found], device=like.device),
-                forward.layout.positions[:, start:stop].to(like.device),
-                like.dtype,
-            )
+            inv_freq = torch.stack([inv_freq for inv_freq, _ in found])
+            factors = torch.tensor([factor for _, factor in found], device=like.device)
+            forward.tables[key] = self.turn_on(positions, positions, inv_freq, factors, like.dtype)
         return forward.tables[key]
+
+    def turn_on(
+        self,
+        positions: torch.Tensor,
+        wanted: torch.Tensor,
+        inv_freq: torch.Tensor,
+        factors: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> Tables:
+        """Return what turns states on, from where the model turned them to where a rule wants them.
+
+        Args:
+            positions: ``(rows, length)``, by which the model turned, at its plain frequencies.
+            wanted: ``(rows, length)``, by which the rule turns; may be fractions.
+            inv_freq: float32 ``(rows, rotary_dim // 2)``, at these frequencies.
+            factors: Attention factors, float32 ``(rows,)``.
+            dtype: Of the states.
+        """
+        plain = angles_at(positions, self.plain.to(positions.device)[None])
+        return self.rotation.tables(angles_at(wanted, inv_freq) - plain, factors, dtype)
 
     # ---- once per layer ----
 
@@ -145,6 +170,8 @@ class Door:
                 "behind the attention door FlexAttention has causal masks only, not those of sliding windows or packed "
                 "documents. Load the model with attn_implementation='sdpa'."
             )
+        if self.seen is not None:
+            self.seen.append((query, key))
         states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
         is_step = query.shape[2] == 1 and dense is None and self.distances is None and not self.stages.scaling.log_n
         if torch.compiler.is_compiling() and is_step:
@@ -169,8 +196,6 @@ class Door:
         pieces = Pieces(self, forward, module, query, key, value, dense, kwargs)
         if kind == PASS:
             return pieces.untouched()
-        if kind == PLAIN:
-            return pieces.whole((0,) * len(forward.layout.positions), tempered=False)
         if self.distances is not None:
             return attend_by_distance(pieces, self.distances)
         return pieces.by_stage() if forward.row_stages is None else pieces.whole(forward.row_stages)
@@ -201,13 +226,13 @@ class Door:
             positions = position - last + slots
             first = (states > 0).to(torch.int64).argmax(-1, keepdim=True)
             place = position - positions.gather(1, first.expand(positions.shape[0], 1))
-            ends = self.stages.ends(num_slots) if kind == FULL else self.stages.ends(1)
+            ends = self.stages.ends(num_slots)
             stage = torch.bucketize(place[:, 0], torch.tensor(ends, device=device), right=True)
             found = [self.frequencies(index, device) for index in range(len(ends) + 1)]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])[stage]
             factors = torch.tensor([factor for _, factor in found], device=device)[stage]
-            key = self.rotation.turn(key, self.rotation.tables(inv_freq, factors, positions, key.dtype))
-            query = self.rotation.turn(query, self.rotation.tables(inv_freq, factors, position, query.dtype))
+            key = self.rotation.turn(key, self.turn_on(positions, positions, inv_freq, factors, key.dtype))
+            query = self.rotation.turn(query, self.turn_on(position, position, inv_freq, factors, query.dtype))
         mask = (
             (states > 0)[:, None, None, :]
             if self.inner == "sdpa"

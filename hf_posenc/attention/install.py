@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.distances import DISTANCE_RULES
-from hf_posenc.attention.door import FULL, INNER, PASS, PLAIN, Door, door_of, put_door, register, take_door
+from hf_posenc.attention.door import FULL, INNER, PASS, Door, door_of, put_door, register, take_door
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
@@ -24,6 +24,7 @@ from hf_posenc.verification import RotaryMismatchError
 from hf_posenc.windows import window_of_all_layers
 
 _PROBE_TOKENS = 5
+_PROBE_EPSILONS = 16  # roundings of a state that is turned twice, in epsilons of its dtype
 _NORM_AFTER = "it normalises queries and keys after they are turned"
 _REFUSED: dict[str, str] = {
     "doge": "each layer makes a mask of its own, from its values",
@@ -113,7 +114,7 @@ def _rotation(model: PreTrainedModel) -> Rotation | None:
     try:
         with torch.device("cpu"):
             fresh: Any = rotary_class(rotary)(config)
-            asked = (torch.zeros(1, 1, 1, dtype=torch.bfloat16), torch.arange(4)[None])
+            asked = (torch.zeros(1, 1, 1), torch.arange(4)[None])
             cos, sin = fresh(*asked) if label is None else fresh(*asked, layer_type=label)
         apply = _code(fresh)["apply_rotary_pos_emb"]
         return find_rotation(
@@ -123,16 +124,8 @@ def _rotation(model: PreTrainedModel) -> Rotation | None:
         return ROTATIONS[0]
 
 
-def identity_rotary(saved: SavedRotary, config: PreTrainedConfig) -> tuple[SavedRotary, torch.Tensor]:
-    """Return a rotary state that turns nothing (cos 1, sin 0), and the float32 frequencies it replaces."""
-    prefix = label_prefix(rope_label(config))
-    names = (f"{prefix}inv_freq", f"{prefix}original_inv_freq")
-    nothing = {name: torch.zeros_like(saved.buffers[name]) for name in names}
-    return SavedRotary({**saved.buffers, **nothing}, saved.attributes), saved.buffers[names[0]]
-
-
 def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRotary) -> OpenDoor:
-    """Make the attention turn queries and keys in the place of the rotary module, and see that a short text agrees.
+    """Put a model's attention behind the door, and see that it turns queries and keys as the door takes it to.
 
     Args:
         model: The model; its rotary module holds the plain frequencies.
@@ -140,19 +133,20 @@ def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRo
         saved: What the rotary module holds.
 
     Raises:
-        RotaryMismatchError: A short text reads otherwise then; the attention is as it was.
+        RotaryMismatchError: A short text reads otherwise then, or what reaches the attention is not what the rotary
+            module says; the attention is as it was.
     """
-    before = probe(model, extension)
-    [module] = rotary_modules(model).values()
-    identity, plain = identity_rotary(saved, model.config.get_text_config(decoder=True))
-    write_rotary(module, identity)
-    opened = open_door(model, extension, plain)
+    tokens = min(_PROBE_TOKENS, _plain_until(extension))
+    before = probe(model, tokens)
+    prefix = label_prefix(rope_label(model.config.get_text_config(decoder=True)))
+    opened = open_door(model, extension, saved.buffers[f"{prefix}inv_freq"])
     try:
-        after = probe(model, extension)
-        if before is not None and after is not None and not torch.equal(before, after):
+        after = probe(model, tokens)
+        agree = before is None or after is None or torch.equal(before, after)
+        if not agree or (after is not None and not _turns_as_known(model, opened.door, saved)):
             raise RotaryMismatchError(
-                f"the attention of {type(model).__name__} does not turn queries and keys in the usual way: a short "
-                "text reads otherwise behind the attention door. Take a static method, such as 'yarn'."
+                f"the attention of {type(model).__name__} does not turn queries and keys in the usual way: they "
+                "could not be turned on behind the attention door. Take a static method, such as 'yarn'."
             )
     except Exception:
         close_door(model, opened)
@@ -160,8 +154,43 @@ def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRo
     return opened
 
 
+def _turns_as_known(model: PreTrainedModel, door: Door, saved: SavedRotary) -> bool:
+    """Return whether the door's turning takes what the rotary module turns back to what it does not.
+
+    Queries and keys are seen twice: as they are, and with frequencies of zero. In the first layer where that makes a
+    difference, nothing else does.
+    """
+    [module] = rotary_modules(model).values()
+    prefix = label_prefix(rope_label(model.config.get_text_config(decoder=True)))
+    names = (f"{prefix}inv_freq", f"{prefix}original_inv_freq")
+    still = SavedRotary({**saved.buffers, **{name: torch.zeros_like(door.plain) for name in names}}, saved.attributes)
+    seen = []
+    door.warned = True  # these few tokens may be past a short target
+    try:
+        for state in (saved, still):
+            write_rotary(module, state)
+            door.seen = []
+            probe(model, _PROBE_TOKENS)
+            seen.append(door.seen)
+    finally:
+        door.seen, door.warned = None, False
+        write_rotary(module, saved)
+    layers = (both for both in zip(*seen, strict=True) if not torch.equal(both[0][1], both[1][1]))
+    turned, unturned = next(layers, ((), ()))
+    pairs = list(zip(turned, unturned, strict=True))
+    return bool(pairs) and all(_turns_back(door, *pair) for pair in pairs)
+
+
+def _turns_back(door: Door, turned: torch.Tensor, unturned: torch.Tensor) -> bool:
+    positions = torch.arange(turned.shape[2], device=turned.device)[None]
+    zeros = torch.zeros(1, len(door.plain), device=turned.device)
+    back = door.turn_on(positions, positions, zeros, torch.ones(1, device=turned.device), turned.dtype)
+    error = (door.rotation.turn(turned, back) - unturned).abs().max()
+    return bool(error <= _PROBE_EPSILONS * torch.finfo(turned.dtype).eps * unturned.abs().max())
+
+
 def open_door(model: PreTrainedModel, extension: Extension, plain: torch.Tensor) -> OpenDoor:
-    """Put every attention layer of a model behind the door; its rotary module must hand out the identity.
+    """Put every attention layer of a model behind the door.
 
     Args:
         model: The model.
@@ -211,8 +240,8 @@ def door_problem(model: PreTrainedModel, opened: OpenDoor) -> str | None:
     for name, module in rotary_modules(model).items():
         prefix = label_prefix(rope_label(config))
         buffer: Any = module._buffers[f"{prefix}inv_freq"]
-        if not buffer.is_meta and bool(buffer.any()):
-            return f"{name} turns queries and keys, which the attention does already"
+        if not buffer.is_meta and not torch.equal(buffer.cpu(), opened.door.plain.cpu()):
+            return f"{name} turns queries and keys by other frequencies than the model's, which the attention counts on"
     return None
 
 
@@ -220,23 +249,25 @@ def _kind(module: nn.Module, config: PreTrainedConfig) -> str:
     types = getattr(config, "layer_types", None)
     index: Any = module.layer_idx
     full = types is None or index >= len(types) or types[index] in FULL_ATTENTION
-    if not getattr(module, "use_rope", True) or (not full and rope_label(config) is not None):
-        return PASS
-    return FULL if full else PLAIN
+    return FULL if full and getattr(module, "use_rope", True) else PASS
+
+
+def _plain_until(extension: Extension) -> int:
+    """Return up to how many tokens a rule leaves a text as it is."""
+    rule = DISTANCE_RULES.get(extension.scaling.method)
+    if rule is None:
+        return extension.spec.original_max_position_embeddings
+    return rule(extension.spec, extension.scaling).plain_until
 
 
 @torch.no_grad()
-def probe(model: PreTrainedModel, extension: Extension) -> torch.Tensor | None:
+def probe(model: PreTrainedModel, num_tokens: int) -> torch.Tensor | None:
     """Return the logits of a few tokens, to see that a short text reads the same behind the door; None on meta."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
-    rule = DISTANCE_RULES.get(extension.scaling.method)
-    plain = (
-        rule(extension.spec, extension.scaling).plain_until if rule else extension.spec.original_max_position_embeddings
-    )
     modes = {module: module.training for module in model.modules()}
     try:
-        ids = torch.arange(1, 1 + min(_PROBE_TOKENS, plain), device=model.device)[None]
+        ids = torch.arange(1, 1 + num_tokens, device=model.device)[None]
         model.train(False)
         output: torch.Tensor = model(input_ids=ids, use_cache=False).logits
         return output

@@ -22,6 +22,7 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 QUERY_CHUNK = 512
 # What attention functions ask of a layer, where its keys have as many heads as its queries.
 _UNGROUPED = nn.Module()
+_ALL = slice(None)
 
 
 class Pieces:
@@ -44,8 +45,8 @@ class Pieces:
             door: Whose rule it is.
             forward: Where queries and keys stand.
             module: The attention layer.
-            query: Unrotated, ``(batch, heads, num_queries, head_dim)``.
-            key: Unrotated, ``(batch, kv_heads, num_slots, head_dim)``.
+            query: As the model turned them, ``(batch, heads, num_queries, head_dim)``.
+            key: The same, ``(batch, kv_heads, num_slots, head_dim)``.
             value: ``(batch, kv_heads, num_slots, head_dim)``.
             dense: A mask ``(batch or 1, 1, num_queries, num_keys)``, for other patterns than causal ones.
             kwargs: What else Transformers gave.
@@ -82,12 +83,12 @@ class Pieces:
         shape = (1, 1, -1, 1) if factors.dim() == 1 else (len(factors), 1, -1, 1)
         return (query * factors.view(shape).to(query.device, torch.float32)).to(query.dtype)
 
-    def at(self, positions: torch.Tensor, like: torch.Tensor) -> Tables:
-        """Return plain cos and sin at positions ``(rows, length)``, which may be fractions."""
+    def at(self, row: int, slots: slice, wanted: torch.Tensor, like: torch.Tensor) -> Tables:
+        """Return what turns the states of a row's slots on to positions ``(length,)``, which may be fractions."""
+        positions = self.forward.layout.positions[row : row + 1, slots].to(like.device)
         inv_freq, factor = self.door.frequencies(0, like.device)
-        rows = len(positions)
-        factors = torch.full((rows,), factor, device=like.device)
-        return self.door.rotation.tables(inv_freq.expand(rows, -1), factors, positions.to(like.device), like.dtype)
+        factors = torch.full((1,), factor, device=like.device)
+        return self.door.turn_on(positions, wanted[None].to(like.device), inv_freq[None], factors, like.dtype)
 
     def dense_rows(self, index: slice, few: slice) -> torch.Tensor | None:
         """Return a mask's rows for some queries, bool or added to the logits; None if the mask is plainly causal."""
@@ -99,12 +100,11 @@ class Pieces:
         """Attend to queries and keys as they come."""
         return self._call(self.query, self.key[:, :, : self.forward.layout.num_keys], self.value, self._whole_mask())
 
-    def whole(self, stages: tuple[int, ...], tempered: bool = True) -> Output:
-        """Attend in one piece: all queries of a row are in one stage; ``tempered`` as the rule asks."""
+    def whole(self, stages: tuple[int, ...]) -> Output:
+        """Attend in one piece: all queries of a row are in one stage."""
         layout = self.forward.layout
         first, stop = layout.first_query, layout.num_keys
-        query = self.door.rotation.turn(self.query, self.door.tables(self.forward, stages, first, stop, self.query))
-        query = self.tempered(query, layout.places[:, first:stop]) if tempered else query
+        query = self.tempered(self._turned(self.query, stages, first, stop), layout.places[:, first:stop])
         keys = self._rotated_keys(stages, stop)
         if self.dense is None and any(stages) and first and query.shape[2] > 1:
             real = None if layout.real is None else layout.real.to(query.device)
@@ -134,12 +134,9 @@ class Pieces:
         done: list[Output] = []
         for begin, end, stage in self.forward.runs[row]:
             stages = (stage,) * len(layout.positions)
-            tables = self.door.tables(self.forward, stages, begin, end, query)
-            turned = self.door.rotation.turn(
-                query[:, :, begin - first : end - first], tables if alone else (tables[0][index], tables[1][index])
-            )
-            turned = self.tempered(turned, layout.places[row, begin:end])
-            keys = self._rotated_keys(stages, end) if alone else self._row_keys(stages, index, end)
+            few = self._turned(query[:, :, begin - first : end - first], stages, begin, end, index)
+            turned = self.tempered(few, layout.places[row, begin:end])
+            keys = self._rotated_keys(stages, end) if alone else self._turned(self.key[index], stages, 0, end, index)
             real = None if layout.real is None else layout.real[row : row + 1, start:end].to(query.device)
             if real is not None and bool(real.all()):
                 real = None
@@ -199,16 +196,24 @@ class Pieces:
             )
         return self.forward.masks[key]
 
+    def _turned(
+        self, states: torch.Tensor, stages: tuple[int, ...], start: int, stop: int, index: slice = _ALL
+    ) -> torch.Tensor:
+        """Turn the states of a range of slots on, of some rows; in stage 0 they stand where they should."""
+        if not any(stages):
+            return states[:, :, : stop - start]
+        cos, sin = self.door.tables(self.forward, stages, start, stop, states)
+        return self.door.rotation.turn(states[:, :, : stop - start], (cos[index], sin[index]))
+
     def _rotated_keys(self, stages: tuple[int, ...], stop: int) -> torch.Tensor:
+        if not any(stages):
+            return self.key[:, :, :stop]
+
         def turn(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
-            return self.door.rotation.turn(keys, self.door.tables(self.forward, stages, start, end, keys))
+            return self._turned(keys, stages, start, end)
 
         signature = (stages, self.forward.layout.bases)
         return self.door.rotated.at(self.cache_layer, self.key, signature, stop, turn)
-
-    def _row_keys(self, stages: tuple[int, ...], index: slice, stop: int) -> torch.Tensor:
-        cos, sin = self.door.tables(self.forward, stages, 0, stop, self.key)
-        return self.door.rotation.turn(self.key[index, :, :stop], (cos[index], sin[index]))
 
     def _call(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, module: nn.Module | None = None

@@ -44,7 +44,7 @@ def _row(pieces: Pieces, rule: DistanceRule, row: int, index: slice) -> torch.Te
             last = min(first + step, stop)
             few = slice(first - first_query, last - first_query)
             mask = pieces.dense_rows(index, few)
-            parts.append(_few(pieces, rule, query[:, :, few], keys, value, (first, last, start), real, mask))
+            parts.append(_few(pieces, rule, row, query[:, :, few], keys, value, (first, last, start), real, mask))
     output = torch.cat(parts, dim=1)
     return pad(output, (0, 0, 0, 0, 0, query.shape[2] - output.shape[1]))
 
@@ -52,6 +52,7 @@ def _row(pieces: Pieces, rule: DistanceRule, row: int, index: slice) -> torch.Te
 def _few(
     pieces: Pieces,
     rule: DistanceRule,
+    row: int,
     query: torch.Tensor,
     keys: dict[str, torch.Tensor],
     value: torch.Tensor,
@@ -59,7 +60,7 @@ def _few(
     real: torch.Tensor | None,
     dense: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attend for the queries of slots ``span[0]`` to ``span[1]`` of a document that starts at slot ``span[2]``."""
+    """Attend for a row's queries of slots ``span[0]`` to ``span[1]``, of a document that starts at slot ``span[2]``."""
     first, last, start = span
     here = torch.arange(first, last) - start
     batch, heads, count, dim = query.shape
@@ -69,7 +70,7 @@ def _few(
         low, high = start + int(region.begin(here[:1])), start + int(region.end(here[-1:]))
         if low >= high:
             continue
-        turned = pieces.door.rotation.turn(query, pieces.at(region.query(here)[None], query))
+        turned = pieces.door.rotation.turn(query, pieces.at(row, slice(first, last), region.query(here), query))
         turned = pieces.tempered(turned, here).reshape(batch, -1, groups * count, dim)
         block = (turned @ keys[region.name][:, :, low:high].transpose(2, 3)).float() * pieces.scaling
         block = block.view(batch, heads, count, high - low)
@@ -106,7 +107,7 @@ def _turned_keys(pieces: Pieces, region: Region, row: int, index: slice) -> torc
         key = (region.name, row, start, end, keys.dtype, keys.device)
         tables = pieces.forward.tables
         if key not in tables:
-            tables[key] = pieces.at(region.key(places[start:end])[None], keys)
+            tables[key] = pieces.at(row, slice(start, end), region.key(places[start:end]), keys)
         return pieces.door.rotation.turn(keys, tables[key])
 
     if len(layout.positions) > 1:

@@ -26,7 +26,7 @@ class _Rotated:
 
 
 class RotatedKeys:
-    """The rotated keys beside each layer of a KV cache, which itself holds them unrotated.
+    """The keys turned on beside each layer of a KV cache, which itself holds them as the model turned them.
 
     An entry is good only while the layer holds the very tensor it was made from, unchanged: whatever reorders, crops,
     repeats or replaces it makes another one, and the keys are turned anew.

@@ -1,4 +1,4 @@
-"""Turning queries and keys by tables of cos and sin, as the decoders of Transformers do it."""
+"""Turning queries and keys on, from where the model turned them to where a rule wants them."""
 
 from __future__ import annotations
 
@@ -14,39 +14,25 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Rotation:
-    """A family's way of turning; in float32 only ``neighbours`` makes a difference.
+    """A family's way of turning.
 
     Attributes:
         neighbours: Pairs are features ``(2i, 2i + 1)`` (Cohere, GLM), not ``(i, i + rotary_dim / 2)``.
-        rounded: The tables are rounded to the dtype of the states first.
-        in_float32: Tables of float32, so that the product is too, and is rounded once.
     """
 
     neighbours: bool = False
-    rounded: bool = True
-    in_float32: bool = False
 
-    def tables(
-        self, inv_freq: torch.Tensor, attention_factor: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
-    ) -> Tables:
-        """Return cos and sin of every position, each ``(rows, 1, length, rotary_dim)``.
-
-        Angles are float32 whatever the model computes in: Transformers' own order of operations, so that plain
-        frequencies give its bits.
+    def tables(self, angles: torch.Tensor, attention_factor: torch.Tensor, dtype: torch.dtype) -> Tables:
+        """Return cos and sin, each ``(rows, 1, length, rotary_dim)``.
 
         Args:
-            inv_freq: float32 ``(rows, rotary_dim // 2)``, radians per token.
+            angles: float32 ``(rows, length, rotary_dim // 2)``, radians.
             attention_factor: float32 ``(rows,)``, multiplies both.
-            positions: ``(rows, length)``.
             dtype: Of the states to turn.
         """
-        angles = positions[:, :, None].float() * inv_freq[:, None, :]
         angles = angles.repeat_interleave(2, dim=-1) if self.neighbours else torch.cat((angles, angles), dim=-1)
         factor = attention_factor[:, None, None, None]
-        cos, sin = angles[:, None].cos() * factor, angles[:, None].sin() * factor
-        if self.rounded:
-            cos, sin = cos.to(dtype), sin.to(dtype)
-        return (cos.float(), sin.float()) if self.in_float32 else (cos, sin)
+        return (angles[:, None].cos() * factor).to(dtype), (angles[:, None].sin() * factor).to(dtype)
 
     def turn(self, states: torch.Tensor, tables: Tables) -> torch.Tensor:
         """Turn the first ``rotary_dim`` features of queries or keys ``(batch, heads, length, head_dim)``."""
@@ -62,33 +48,43 @@ class Rotation:
 
 
 # Those of Transformers' families; the first is Llama's.
-ROTATIONS = tuple(
-    Rotation(neighbours, rounded, in_float32)
-    for neighbours in (False, True)
-    for rounded, in_float32 in ((True, False), (True, True), (False, True))
-)
+ROTATIONS = (Rotation(), Rotation(neighbours=True))
+
+
+def angles_at(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
+    """Return float32 ``(rows, length, rotary_dim // 2)``: positions ``(rows, length)`` times radians per token.
+
+    Transformers' own order of operations. The difference of two of these turns states from the one to the other, the
+    model's own rounding of the first angle included: at position 16k that is up to 5e-4 radians.
+
+    Args:
+        positions: ``(rows, length)``, which may be fractions.
+        inv_freq: float32 ``(rows or 1, rotary_dim // 2)``.
+    """
+    return positions[:, :, None].float() * inv_freq[:, None, :]
 
 
 @torch.no_grad()
 def find_rotation(
     apply: Callable[..., Any], cos: torch.Tensor, sin: torch.Tensor, inv_freq: torch.Tensor, factor: float
 ) -> Rotation | None:
-    """Return the way of turning that gives a family's own bits in bfloat16, which tells them apart; None if none does.
+    """Return the way of turning that does what a family's own code does; None if none does.
 
     Args:
         apply: The family's ``apply_rotary_pos_emb``, of queries and keys or of one of them.
-        cos: What its rotary module hands out in bfloat16 for the positions from 0.
+        cos: What its rotary module hands out in float32 for the positions from 0.
         sin: The same.
         inv_freq: float32 ``(rotary_dim // 2,)``, what the module holds.
         factor: The attention factor it holds.
     """
     length, num_pairs = cos.shape[-2], len(inv_freq)
-    states = torch.linspace(-2, 3, 2 * length * num_pairs).view(1, 1, length, -1).bfloat16()
+    states = torch.linspace(-2, 3, 2 * length * num_pairs).view(1, 1, length, -1)
     both = (states, states) if "k" in inspect.signature(apply).parameters else (states,)
     turned = apply(*both, cos, sin)
     turned = turned if isinstance(turned, torch.Tensor) else turned[1]
     for rotation in ROTATIONS:
-        tables = rotation.tables(inv_freq[None], torch.tensor([factor]), torch.arange(length)[None], states.dtype)
-        if torch.equal(rotation.turn(states, tables), turned):
+        angles = angles_at(torch.arange(length)[None], inv_freq[None])
+        tables = rotation.tables(angles, torch.tensor([factor]), states.dtype)
+        if torch.allclose(rotation.turn(states, tables), turned, rtol=1e-4, atol=1e-4):
             return rotation
     return None
