@@ -28,6 +28,7 @@ from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
 from hf_posenc.evaluation.losses import document_losses
 from hf_posenc.evaluation.plans import sliding_windows
+from hf_posenc.evaluation.tallies import default_bucket
 
 VOCAB = 128
 
@@ -88,6 +89,45 @@ def test_truncated_and_last_k_equal_brute_force(tiny_llama, prefill_chunk):
         assert record.perplexity == pytest.approx(math.exp(sum(expected) / len(expected)), rel=1e-5)
         assert record.last_k == (3 if record.protocol == "last_k" else None)
         assert (record.num_documents, record.window, record.stride, record.bos) == (2, None, None, "none")
+
+
+@pytest.mark.parametrize(("width", "lengths"), [(7, [16, 24]), (None, [24, 40])])
+def test_loss_by_position_equals_brute_force(tiny_llama, width, lengths):
+    model, documents = tiny_llama(), random_documents()
+    records = measure(model, documents, lengths, ["truncated", "last_k"], last_k=3, position_bucket=width)
+    losses = [[brute_force_loss(model, ids[:t], ids[t]) for t in range(1, max(lengths))] for ids in documents]
+    width = width or 16  # a 32nd of 64 would be 2
+    for record in records[:2]:
+        assert record.position_bucket == width
+        for bucket in range(math.ceil(record.context_length / width)):
+            inside = range(max(1, bucket * width), min((bucket + 1) * width, record.context_length))
+            expected = sum(row[t - 1] for row in losses for t in inside)
+            assert record.position_nll[bucket] == pytest.approx(expected, rel=1e-5)
+            assert record.position_tokens[bucket] == 2 * len(inside)
+        assert len(record.position_nll) == len(record.position_tokens) == bucket + 1
+        assert math.fsum(record.position_nll) == pytest.approx(record.nll_sum, rel=1e-12)
+        assert sum(record.position_tokens) == record.n_tokens
+    assert {(one.position_bucket, *one.position_nll, *one.position_tokens) for one in records[2:]} == {(None,)}
+
+
+@pytest.mark.parametrize(("original", "width"), [(2048, 64), (8192, 256), (100, 16), (None, 256)])
+def test_width_of_a_bucket(original, width):
+    assert default_bucket(original) == width
+
+
+def test_another_bucket_is_measured_and_older_records_are_read(tiny_llama, tmp_path, caplog):
+    model, documents, path = tiny_llama(), random_documents(), tmp_path / "results.jsonl"
+    (first,) = measure(model, documents, [20], output=path, position_bucket=4)
+    (second,) = measure(model, documents, [20], output=path, position_bucket=5)
+    assert (first.run_key, first.nll_sum) == (second.run_key, second.nll_sum)
+    assert len(second.position_nll) == 4
+    assert "already in" not in caplog.text
+    assert measure(model, documents, [20], output=path, position_bucket=5) == [second]
+    old = {name: value for name, value in vars(first).items() if not name.startswith("position")}
+    path.write_text(json.dumps(old) + "\n")
+    assert read_records(path) == [replace(first, position_bucket=None, position_nll=[], position_tokens=[])]
+    with pytest.raises(ValueError, match="position_bucket must be at least 1 token, got 0"):
+        measure(model, documents, [20], position_bucket=0)
 
 
 @pytest.mark.parametrize("prefill_chunk", [None, 3])
@@ -290,11 +330,11 @@ def test_records_say_how_they_were_measured(tiny_llama, tmp_path):
     assert measure(model, random_documents(seed=9), [20])[0].text_hash != record.text_hash
 
 
-RESULTS = ("n_tokens", "nll_sum", "perplexity", "ci_low", "ci_high", "run_key", "text_hash")
+RESULTS = ("n_tokens", "nll_sum", "perplexity", "ci_low", "ci_high", "run_key", "text_hash", "position_nll")
 
 
 def results(records):
-    return [tuple(getattr(one, name) for name in RESULTS) for one in records]
+    return [[getattr(one, name) for name in RESULTS] for one in records]
 
 
 class Stop(Exception):

@@ -34,6 +34,7 @@ from hf_posenc.evaluation.losses import Advance, evaluation_mode, length_depende
 from hf_posenc.evaluation.plans import DEFAULT_LAST_K, Pass, Protocol, Run, plan_passes, plan_runs
 from hf_posenc.evaluation.progress import Finished, ProgressFile
 from hf_posenc.evaluation.records import Record, append_line, check_output, read_records
+from hf_posenc.evaluation.tallies import Totals, add_totals, default_bucket, position_totals
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, check_head
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def perplexity(
     tokens_trained: int = 0,
     progress: bool = True,
     seed: int = 0,
+    position_bucket: int | None = None,
 ) -> list[Record]:
     """Measure the perplexity of documents at several context lengths.
 
@@ -96,6 +98,8 @@ def perplexity(
         tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot.
         progress: Show a progress bar with the remaining time.
         seed: Of the bootstrap intervals.
+        position_bucket: Tokens that share a place in the loss by position, which records of ``truncated`` hold; None
+            takes a 32nd of the original length (at least 16), and 256 where that is unknown.
 
     Returns:
         A record per protocol and length, in the order of the protocols, by rising length.
@@ -110,7 +114,7 @@ def perplexity(
         check_output(output)
     protocols = [protocol] if isinstance(protocol, str) else list(protocol)
     runs = plan_runs(protocols, context_lengths, stride, last_k)
-    _check_chunks(prefill_chunk, logits_chunk)
+    _check_sizes(prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, position_bucket=position_bucket)
     bos_id = bos_token_id(model, tokenizer, bos)
     ids = select_documents(
         to_token_ids(model, documents, tokenizer),
@@ -127,7 +131,8 @@ def perplexity(
         settings = {"weights": hash_weights(model), "seed": seed}
         identities = {run: identify_run(run, ids, facts, settings) for run in runs}
         losses_of = partial(window_losses, model, prefill_chunk=prefill_chunk, logits_chunk=logits_chunk)
-        evaluation = _Evaluation(losses_of, ids, identities, seed, None if output is None else Path(output))
+        bucket = position_bucket or default_bucket(facts["original_max_position_embeddings"])
+        evaluation = _Evaluation(losses_of, ids, identities, seed, bucket, None if output is None else Path(output))
         reset_peak_memory(model)
         evaluation.measure(_passes(model, runs, prefill_chunk), partial(peak_memory, model), progress)
     return [evaluation.records[run] for run in runs]
@@ -142,11 +147,13 @@ class _Evaluation:
         ids: list[torch.Tensor],
         identities: dict[Run, dict[str, Any]],
         seed: int,
+        bucket: int,
         output: Path | None,
     ) -> None:
         self.losses_of, self.ids, self.identities, self.seed, self.output = losses_of, ids, identities, seed, output
-        known = {} if output is None else {one.run_key: one for one in read_records(output)}
-        keys = {run: identity["run_key"] for run, identity in identities.items()}
+        self.buckets = {run: bucket if run.protocol == "truncated" else None for run in identities}
+        known = {} if output is None else {(one.run_key, one.position_bucket): one for one in read_records(output)}
+        keys = {run: (identity["run_key"], self.buckets[run]) for run, identity in identities.items()}
         self.records = {run: known[key] for run, key in keys.items() if key in known}
         self.progress = ProgressFile(None if output is None else output.with_name(output.name + ".progress"))
         if self.records:
@@ -176,7 +183,7 @@ class _Evaluation:
         return sum(one.num_tokens_fed(len(self.ids[index])) for one, _, index in todo)
 
     def _key(self, one: Pass) -> str:
-        return hash_json([self.identities[run]["run_key"] for run in one.runs])
+        return hash_json([(self.identities[run]["run_key"], self.buckets[run]) for run in one.runs])
 
     def _score(self, one: Pass, ids: torch.Tensor, advance: Advance) -> Finished:
         scored = [_as_slice(run.scored(len(ids))) for run in one.runs]
@@ -185,17 +192,31 @@ class _Evaluation:
             needed[positions] = True
         started = time.perf_counter()
         losses = self.losses_of(ids, one.windows(len(ids)), needed, advance=advance)
-        return Finished([block_totals(losses[positions]) for positions in scored], time.perf_counter() - started)
+        totals = [block_totals(losses[positions]) for positions in scored]
+        for run, positions in zip(one.runs, scored, strict=True):
+            if (width := self.buckets[run]) is not None:
+                totals.append(position_totals(losses[positions], positions.start, width))
+        return Finished(totals, time.perf_counter() - started)
 
     def _finish(self, one: Pass, key: str, peak_memory_bytes: int) -> None:
         finished = [self.progress.get(key, index) for index in range(len(self.ids))]
         done = [document for document in finished if document is not None]
-        for position, run in enumerate(one.runs):
+        seconds = math.fsum(document.seconds for document in done)
+        by_position = iter(range(len(one.runs), len(done[0].runs)))  # behind the blocks of all runs
+        for at, run in enumerate(one.runs):
+            width = self.buckets[run]
+            where = None if width is None else next(by_position)
             if run in self.records:
                 continue
-            totals = [document.runs[position] for document in done]
-            seconds = math.fsum(document.seconds for document in done)
-            record = _make_record(self.identities[run], totals, self.seed, seconds, peak_memory_bytes)
+            positions = ([], []) if where is None else add_totals([document.runs[where] for document in done])
+            record = _make_record(
+                {**self.identities[run], "position_bucket": width},
+                [document.runs[at] for document in done],
+                positions,
+                self.seed,
+                seconds,
+                peak_memory_bytes,
+            )
             self.records[run] = record
             if self.output is not None:
                 append_line(self.output, record.to_json())
@@ -203,7 +224,8 @@ class _Evaluation:
 
 def _make_record(
     identity: dict[str, Any],
-    totals: list[tuple[list[float], list[int]]],
+    totals: list[Totals],
+    positions: Totals,
     seed: int,
     seconds: float,
     peak_memory_bytes: int,
@@ -221,11 +243,13 @@ def _make_record(
         ci_unit=ci_unit,
         seconds=seconds,
         peak_memory_bytes=peak_memory_bytes,
+        position_nll=positions[0],
+        position_tokens=positions[1],
     )
 
 
-def _check_chunks(prefill_chunk: int | None, logits_chunk: int) -> None:
-    for name, value in (("prefill_chunk", prefill_chunk), ("logits_chunk", logits_chunk)):
+def _check_sizes(**sizes: int | None) -> None:
+    for name, value in sizes.items():
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1 token, got {value}.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
@@ -35,11 +35,15 @@ class JsonRecord:
     def from_values(cls, values: dict[str, Any]) -> Self:
         """Make a record of what ``json.loads`` gives; as ``from_json``."""
         kind: Any = cls
-        known = [one.name for one in fields(kind)]
-        missing = [name for name in known if name not in values and name != "label"]
+        missing = [one.name for one in fields(kind) if one.name not in values and not _has_default(one)]
         if missing:
             raise ValueError(f"not a {cls.MARK} record: it has no {', '.join(missing)}.")
-        return cls(**{name: values[name] for name in known if name in values})
+        return cls(**{one.name: values[one.name] for one in fields(kind) if one.name in values})
+
+
+def _has_default(one: Field[Any]) -> bool:
+    """Say whether a record may lack a field: those that came later, and what nobody has to give."""
+    return one.default is not MISSING or one.default_factory is not MISSING
 
 
 Kind = TypeVar("Kind", bound=JsonRecord)
@@ -55,6 +59,11 @@ class Record(JsonRecord):
     compare where it and the protocol are the same. ``tokens_trained`` 0 means zero-shot. ``seconds`` is the time of
     the pass, which other records may share. ``run_key`` is a hash of all that decides the number, weights included:
     records of one key are repeats of one measurement.
+
+    ``position_nll`` and ``position_tokens`` are the loss by position, summed over documents: bucket b has the tokens
+    at indices ``[b * position_bucket, (b + 1) * position_bucket)`` of what is fed that are scored. The three are None
+    and empty where the tokens of a number do not all stand at their own place of one text (all but ``truncated``), and
+    in records of version 0.1.0's first days.
     """
 
     model: str
@@ -85,6 +94,9 @@ class Record(JsonRecord):
     peak_memory_bytes: int
     run_key: str = field(repr=False)
     label: str = ""
+    position_bucket: int | None = None
+    position_nll: list[float] = field(default_factory=list, repr=False)
+    position_tokens: list[int] = field(default_factory=list, repr=False)
 
     MARK = "perplexity"
 
