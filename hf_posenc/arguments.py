@@ -14,7 +14,10 @@ from typing import Any, Literal, NoReturn
 from hf_posenc.units import ContextLength, TokenCount
 
 # The same as in evaluation.plans, whose package imports PyTorch: too slow for --help.
-PROTOCOLS = ("truncated", "last_k", "sliding_window")
+PROTOCOLS = (
+    *("truncated", "last_k", "sliding_window", "same_tokens"),
+    *("yarn", "yarn_govreport", "pi", "pose", "longlora", "dca", "rerope"),
+)
 TASKS = ("passkey", "niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe")
 # The same as in exports.stacks, which imports PyTorch too.
 STACKS = ("vllm", "sglang", "llama.cpp", "tgi")
@@ -104,15 +107,28 @@ class EvalArguments:
     )
     protocol: list[str] = field(
         default_factory=lambda: ["truncated"],
-        metadata={"help": "one or more of truncated, last_k, sliding_window", "choices": PROTOCOLS},
+        metadata={
+            "help": "which tokens are scored, one or more of " + ", ".join(PROTOCOLS) + "; results say it in words",
+            "choices": PROTOCOLS,
+            "metavar": "PROTOCOL",
+        },
     )
     output: str | None = field(
         default=None, metadata={"help": "append results to this .jsonl file, and resume from it"}
     )
-    stride: int | None = field(default=None, metadata={"help": "new tokens a sliding window scores; default 256"})
-    last_k: int = field(default=256, metadata={"help": "tokens scored by last_k"})
+    stride: int | None = field(
+        default=None, metadata={"help": "new tokens of a window; default: the published number, else 256"}
+    )
+    last_k: int | None = field(default=None, metadata={"help": "tokens scored by last_k (256) and rerope (4096)"})
     max_tokens: ContextLength | None = field(
-        default=None, metadata={"help": "tokens of a document the sliding window covers; default: the longest length"}
+        default=None,
+        metadata={"help": "tokens of a document that windows cover; default: the longest length, or as published"},
+    )
+    min_tokens: ContextLength | None = field(
+        default=None, metadata={"help": "take documents from so many tokens on; default: the longest length"}
+    )
+    average: Literal["tokens", "windows"] | None = field(
+        default=None, metadata={"help": "windows: mean of window means, as in some papers; default: the protocol's own"}
     )
     bos: Literal["prepended"] | None = field(default=None, metadata={"help": "put a BOS token before every document"})
     prefill_chunk: ContextLength | None = field(

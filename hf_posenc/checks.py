@@ -94,7 +94,17 @@ def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[s
     """
     from hf_posenc.evaluation.retrieval.measure import check_retrieval
 
-    only_perplexity = ("protocol", "stride", "last_k", "max_tokens", "bos", "max_documents", "cut")
+    only_perplexity = (
+        "protocol",
+        "stride",
+        "last_k",
+        "max_tokens",
+        "min_tokens",
+        "average",
+        "bos",
+        "max_documents",
+        "cut",
+    )
     usual = EvalArguments(context_lengths=what.context_lengths)
     for name in only_perplexity:
         if getattr(what, name) != getattr(usual, name):

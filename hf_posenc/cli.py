@@ -88,7 +88,7 @@ def evaluate(argv: Sequence[str]) -> None:
         settings = retrieval_settings(what, asked)
         settings["documents"] = _read(source) if source.documents else None
     else:
-        plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k)
+        plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k, what.average)
         settings = perplexity_settings(what) | {"documents": _read(source)}
     if output is not None:
         check_output(output)

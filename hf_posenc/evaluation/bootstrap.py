@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 MIN_DOCUMENTS = 5
-_BLOCKS_PER_DOCUMENT = 32
+BLOCKS_PER_DOCUMENT = 32
 _MIN_BLOCK_TOKENS = 16
 Unit = Literal["documents", "blocks"]
 
@@ -23,7 +23,7 @@ def block_totals(losses: torch.Tensor) -> tuple[list[float], list[int]]:
     Returns:
         The sum of each block in nats, and its tokens.
     """
-    size = max(min(_MIN_BLOCK_TOKENS, len(losses) // 4), math.ceil(len(losses) / _BLOCKS_PER_DOCUMENT), 1)
+    size = max(min(_MIN_BLOCK_TOKENS, len(losses) // 4), math.ceil(len(losses) / BLOCKS_PER_DOCUMENT), 1)
     blocks = torch.split(losses.double(), size)
     return [float(block.sum()) for block in blocks], [len(block) for block in blocks]
 

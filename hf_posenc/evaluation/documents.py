@@ -85,6 +85,8 @@ def select_documents(
     bos_id: int | None = None,
     cut: bool = False,
     max_documents: int | None = None,
+    min_tokens: int | None = None,
+    whole: bool = False,
 ) -> list[torch.Tensor]:
     """Return the documents that reach the longest context length, so that every length is measured on the same ones.
 
@@ -95,6 +97,8 @@ def select_documents(
         bos_id: Put before every document (or piece); it counts as one of its tokens.
         cut: Cut long documents into consecutive pieces instead of keeping their beginning only.
         max_documents: At most this many, evenly spread over all that are long enough.
+        min_tokens: What a document has to have, if not the longest context length.
+        whole: Keep all of a document unless ``max_tokens`` is given.
 
     Raises:
         ValueError: No document is long enough, or ``max_tokens`` is less than ``longest``.
@@ -103,16 +107,35 @@ def select_documents(
     if kept_tokens < longest:
         raise ValueError(f"max_tokens ({kept_tokens}) must not be less than the longest context length ({longest}).")
     start = [] if bos_id is None else [bos_id]
-    needed, kept = longest - len(start), kept_tokens - len(start)
+    needed, kept = (min_tokens or longest) - len(start), kept_tokens - len(start)
     long_enough = [row for row in ids if len(row) >= (kept if cut else needed)]
     _tell_left_out(ids, len(long_enough), kept if cut else needed)
     if cut:
         pieces = [piece for row in long_enough for piece in torch.split(row, kept) if len(piece) == kept]
     else:
-        pieces = [row[:kept] for row in long_enough]
+        pieces = [row if whole and max_tokens is None else row[:kept] for row in long_enough]
     if any(piece[0].item() == bos_id for piece in pieces):
         raise ValueError(f"bos='prepended', but a document already starts with BOS (token {bos_id}). Leave bos out.")
     return [torch.cat([piece.new_tensor(start), piece]) for piece in spread(pieces, max_documents)]
+
+
+def make_stream(
+    ids: Sequence[torch.Tensor],
+    *,
+    max_tokens: int | None = None,
+    bos_id: int | None = None,
+    max_documents: int | None = None,
+) -> torch.Tensor:
+    """Return all documents one after the other as one row, with nothing between them, as LongLoRA's data is.
+
+    Args:
+        ids: Token ids of each document, however short.
+        max_tokens: How long the row is at most; None keeps all.
+        bos_id: Put before the whole row, once.
+        max_documents: At most this many, evenly spread.
+    """
+    start = torch.tensor([] if bos_id is None else [bos_id], dtype=torch.int64)
+    return torch.cat([start, *spread(ids, max_documents)])[:max_tokens]
 
 
 def _tell_left_out(ids: Sequence[torch.Tensor], num_kept: int, needed: int) -> None:

@@ -4,96 +4,120 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
-Protocol = Literal["truncated", "last_k", "sliding_window"]
-PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
+from hf_posenc.evaluation.protocols import PROTOCOLS, Average, Bos, ProtocolName, Rule, in_words, rule_of
+from hf_posenc.evaluation.windows import (
+    Window,
+    check_stride,
+    grouped,
+    sliding_windows,
+    stepping_windows,
+    whole_windows,
+)
+
+__all__ = [
+    "DEFAULT_LAST_K",
+    "PROTOCOLS",
+    "Pass",
+    "Portion",
+    "Run",
+    "Window",
+    "plan_passes",
+    "plan_runs",
+    "sliding_windows",
+    "spread",
+]
 DEFAULT_STRIDE = 256
 DEFAULT_LAST_K = 256
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Window:
-    """Tokens ``[start, end)`` are fed together and tokens ``[score_from, end)`` are scored."""
-
-    start: int
-    end: int
-    score_from: int
-
-
-def sliding_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
-    """Cover a document so that every token but the first is scored exactly once.
-
-    The first window scores all it can; each later one ends ``stride`` tokens further and scores only what is new.
-    The last one is as long as the others, moved back to end with the document, so its tokens miss no context.
-
-    Args:
-        num_tokens: Tokens of the document, at least 2.
-        window: Tokens fed at a time, at least 2.
-        stride: New tokens scored a window, from 1 to ``window - 1``; smaller gives more context and more work.
-
-    Raises:
-        ValueError: One of them is out of its range.
-
-    Reference: Press et al. 2021, arXiv:2012.15832, section 2 ("sliding window" evaluation).
-    """
-    if num_tokens < 2:
-        raise ValueError(f"a document needs at least 2 tokens, got {num_tokens}: the first one is never scored.")
-    check_stride(window, stride)
-    windows = [Window(0, min(window, num_tokens), 1)]
-    while (done := windows[-1].end) < num_tokens:
-        end = min(done + stride, num_tokens)
-        windows.append(Window(end - window, end, done))
-    return windows
-
-
-def check_stride(window: int, stride: int) -> None:
-    """Raise unless every token can be scored with at least one token before it."""
-    if window < 2:
-        raise ValueError(f"a window needs at least 2 tokens, got {window}.")
-    if not 1 <= stride < window:
-        raise ValueError(
-            f"stride must be from 1 to window - 1 = {window - 1}, got {stride}: "
-            "the first token of a window has nothing before it to be predicted from."
-        )
-
-
-@dataclass(frozen=True)
 class Run:
-    """One number to come: a protocol at one context length (tokens); ``stride`` and ``last_k`` where they are meant."""
+    """One number to come: a protocol at one context length (tokens), and what else decides which tokens are scored.
 
-    protocol: Protocol
+    ``stride``, ``last_k`` and ``score_from`` (the first token scored) are None where they have no meaning; ``bos`` says
+    where a BOS token stands and ``average`` what is averaged.
+    """
+
+    protocol: ProtocolName
     context_length: int
     stride: int | None = None
     last_k: int | None = None
+    score_from: int | None = None
+    bos: Bos = "none"
+    average: Average = "tokens"
+
+    @property
+    def rule(self) -> Rule:
+        """The protocol's row of the table."""
+        return rule_of(self.protocol)
 
     @property
     def window(self) -> int | None:
-        """Tokens fed at a time by the sliding window; None for the protocols that feed the document's beginning."""
-        return self.context_length if self.protocol == "sliding_window" else None
+        """Tokens fed at a time by protocols that move a window; None for those that feed one stretch of a document."""
+        return None if self.rule.shape in ("beginning", "end") else self.context_length
+
+    @property
+    def words(self) -> str:
+        """Which tokens are scored, where a BOS token stands, and what is averaged."""
+        return in_words(
+            self.protocol,
+            self.bos,
+            self.average,
+            n=self.context_length,
+            stride=self.stride,
+            last_k=self.last_k,
+            first=self.score_from,
+        )
 
     def fed(self, num_tokens: int) -> int:
         """Return how many of a document's first tokens the number depends on."""
-        return num_tokens if self.protocol == "sliding_window" else self.context_length
+        return self.context_length if self.rule.shape == "beginning" else num_tokens
 
     def scored(self, num_tokens: int) -> range:
         """Return the positions whose losses are summed, in a document of ``num_tokens`` tokens."""
-        first = 1 if self.last_k is None else self.context_length - self.last_k
+        first = self.score_from or (0 if self.bos == "each_window" else 1)
+        if self.last_k is not None:
+            first = self.fed(num_tokens) - self.last_k
         return range(first, self.fed(num_tokens))
+
+    def windows(self, num_tokens: int) -> list[Window]:
+        """Return what to feed of a document or stream of ``num_tokens`` tokens, and what each window scores."""
+        shape, length = self.rule.shape, self.context_length
+        if shape == "beginning":
+            return [Window(0, length, self.scored(num_tokens).start)]
+        if shape == "end":
+            # The last token is only foreseen, so one more than the context length is looked at.
+            return [Window(max(0, num_tokens - length - 1), num_tokens, self.scored(num_tokens).start)]
+        stride = self.stride or DEFAULT_STRIDE
+        if shape == "steps":
+            return stepping_windows(num_tokens, length, stride, self.bos == "each_window")
+        if shape == "stream":
+            return whole_windows(num_tokens, length, stride)
+        windows = sliding_windows(num_tokens, length, stride)
+        first = self.score_from or 0
+        return [replace(one, score_from=max(one.score_from, first)) for one in windows if one.end > first]
 
 
 def plan_runs(
-    protocols: Sequence[str], context_lengths: Iterable[int], stride: int | None = None, last_k: int = DEFAULT_LAST_K
+    protocols: Sequence[str],
+    context_lengths: Iterable[int],
+    stride: int | None = None,
+    last_k: int | None = None,
+    average: Average | None = None,
 ) -> list[Run]:
     """Return the runs of each protocol by rising length, each asked for once.
 
     Args:
         protocols: Names from ``PROTOCOLS``.
         context_lengths: Tokens, each at least 2.
-        stride: For ``sliding_window``; None takes 256, or half of a window that is not longer than that.
-        last_k: Tokens scored by ``last_k``; less than every context length.
+        stride: For protocols that move a window; None takes the published one, half the context length for
+            ``same_tokens``, and else 256, or half of a window that is not longer than that.
+        last_k: Tokens scored by ``last_k`` (None: 256) and ``rerope`` (None: 4096); less than every context length.
+        average: What is averaged; None takes the protocol's own.
 
     Raises:
         TypeError: ``context_lengths`` is not a list of whole numbers.
@@ -103,19 +127,44 @@ def plan_runs(
     if not lengths or lengths[0] < 2:
         raise ValueError(f"context_lengths must be one or more numbers of tokens, each at least 2, got {lengths}.")
     runs: list[Run] = []
-    for protocol in dict.fromkeys(protocols):
-        if protocol == "truncated":
-            runs += [Run("truncated", length) for length in lengths]
-        elif protocol == "last_k":
-            _check_last_k(last_k, lengths[0])
-            runs += [Run("last_k", length, last_k=last_k) for length in lengths]
-        elif protocol == "sliding_window":
-            runs += [Run("sliding_window", length, stride=_stride(length, stride)) for length in lengths]
-        else:
-            raise ValueError(f"unknown protocol {protocol!r}. Known: {', '.join(PROTOCOLS)}.")
+    for name in dict.fromkeys(protocols):
+        rule = rule_of(name)
+        if name in ("last_k", "rerope"):
+            _check_last_k(last_k or rule.last_k or DEFAULT_LAST_K, lengths[0])
+        if name == "same_tokens" and len(lengths) < 2:
+            raise ValueError(
+                "same_tokens scores at every length the tokens between the shortest and the longest: give two context "
+                f"lengths or more, got {lengths}."
+            )
+        runs += [_plan(name, rule, length, lengths[0], stride, last_k, average) for length in lengths]
     if not runs:
         raise ValueError(f"protocol is empty. Known: {', '.join(PROTOCOLS)}.")
     return runs
+
+
+def _plan(
+    name: str,
+    rule: Rule,
+    length: int,
+    shortest: int,
+    stride: int | None,
+    last_k: int | None,
+    average: Average | None,
+) -> Run:
+    moves = rule.shape in ("sliding", "steps", "stream")
+    if moves and stride is None and name == "same_tokens":
+        stride = max(1, length // 2)
+    if name in ("last_k", "rerope"):
+        last_k = rule.last_k or DEFAULT_LAST_K if last_k is None else last_k
+    return Run(
+        name,  # type: ignore[arg-type]  # rule_of knows it
+        length,
+        stride=_stride(length, stride or rule.stride) if moves else None,
+        last_k=last_k if name in ("last_k", "rerope") else None,
+        score_from=shortest if name == "same_tokens" else None,
+        bos=rule.bos or "none",
+        average=average or rule.average,
+    )
 
 
 def _as_list(context_lengths: Iterable[int]) -> list[int]:
@@ -149,6 +198,19 @@ def _stride(window: int, stride: int | None) -> int:
 
 
 @dataclass(frozen=True)
+class Portion:
+    """What is done at one go, and remembered when done: windows of one text."""
+
+    text: int
+    windows: tuple[Window, ...]
+
+    @property
+    def num_tokens_fed(self) -> int:
+        """The work in tokens, for the progress bar."""
+        return sum(window.end - window.start + window.bos for window in self.windows)
+
+
+@dataclass(frozen=True)
 class Pass:
     """Runs that share what the model is fed: one walk over a document serves them all."""
 
@@ -156,14 +218,26 @@ class Pass:
 
     def windows(self, num_tokens: int) -> list[Window]:
         """Return what to feed of a document of ``num_tokens`` tokens."""
-        first = self.runs[0]
-        if first.window is not None and first.stride is not None:
-            return sliding_windows(num_tokens, first.window, first.stride)
+        if self.runs[0].rule.shape != "beginning":
+            return self.runs[0].windows(num_tokens)
         return [Window(0, max(run.context_length for run in self.runs), 1)]
 
+    def asked(self, num_tokens: int) -> list[range]:
+        """Return the positions in a document of ``num_tokens`` tokens that some run scores; only these need a loss."""
+        return [run.scored(num_tokens) for run in self.runs]
+
     def num_tokens_fed(self, num_tokens: int) -> int:
-        """Return the work in tokens, for the progress bar."""
-        return sum(window.end - window.start for window in self.windows(num_tokens))
+        """Return the work in tokens on a document of ``num_tokens`` tokens."""
+        return sum(portion.num_tokens_fed for portion in self.portions([num_tokens]))
+
+    def portions(self, lengths: Sequence[int]) -> list[Portion]:
+        """Return the work on texts of so many tokens: each text by itself, a stream in groups of windows."""
+        portions = []
+        for text, num_tokens in enumerate(lengths):
+            windows = self.windows(num_tokens)
+            parts = grouped(windows) if self.runs[0].rule.shape == "stream" else [windows]
+            portions += [Portion(text, tuple(part)) for part in parts]
+        return portions
 
 
 def plan_passes(runs: Sequence[Run], causal_in_position: bool) -> list[Pass]:
@@ -172,12 +246,14 @@ def plan_passes(runs: Sequence[Run], causal_in_position: bool) -> list[Pass]:
     A causal model knows the same of token t whatever follows, so one pass at the longest length holds the losses of
     all shorter ones. Where the frequencies depend on the length of what is fed, each length is its own pass.
     """
-    groups: dict[tuple[int, ...], list[Run]] = {}
+    groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
-        if run.stride is not None:
-            key: tuple[int, ...] = (run.context_length, run.stride)
-        else:
-            key = () if causal_in_position else (run.context_length,)
+        rule = run.rule
+        key: tuple[object, ...] = (rule.shape, rule.whole, run.bos)
+        if rule.shape != "beginning":
+            key += (run.context_length, run.stride, run.last_k, run.score_from)
+        elif not causal_in_position:
+            key += (run.context_length,)
         groups.setdefault(key, []).append(run)
     return [Pass(tuple(group)) for group in groups.values()]
 

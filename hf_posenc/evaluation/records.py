@@ -60,6 +60,9 @@ class Record(JsonRecord):
     the pass, which other records may share. ``run_key`` is a hash of all that decides the number, weights included:
     records of one key are repeats of one measurement.
 
+    ``scored`` says in words which tokens were scored. ``average`` is "tokens", or "windows" for the mean of window
+    means: then ``perplexity`` is not what ``nll_sum`` and ``n_tokens`` give, and does not compare with the others.
+
     ``position_nll`` and ``position_tokens`` are the loss by position, summed over documents: bucket b has the tokens
     at indices ``[b * position_bucket, (b + 1) * position_bucket)`` of what is fed that are scored. The three are None
     and empty where the tokens of a number do not all stand at their own place of one text (all but ``truncated``), and
@@ -94,6 +97,8 @@ class Record(JsonRecord):
     peak_memory_bytes: int
     run_key: str = field(repr=False)
     label: str = ""
+    average: str = "tokens"
+    scored: str = ""
     position_bucket: int | None = None
     position_nll: list[float] = field(default_factory=list, repr=False)
     position_tokens: list[int] = field(default_factory=list, repr=False)

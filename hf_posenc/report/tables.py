@@ -12,7 +12,7 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 
 # What must be equal among the numbers of one column; and the tokenizer, among those of a whole table.
-_PER_LENGTH = ("bos", "window", "stride", "num_documents", "n_tokens", "text_hash")
+_PER_LENGTH = ("bos", "average", "window", "stride", "num_documents", "n_tokens", "text_hash")
 _ADVICE = "Evaluate both in the same way, or make two reports."
 AnyRecord = TypeVar("AnyRecord", Record, RetrievalRecord)
 
@@ -124,7 +124,7 @@ def _make_table(records: Sequence[Record]) -> Table:
             first.protocol, first.protocol
         ),
     )
-    if first.last_k is not None:
+    if first.protocol == "last_k":
         slug, title = f"last_{first.last_k}", f"Last {first.last_k} of N tokens"
     return Table(slug, title, lengths, originals, rows)
 

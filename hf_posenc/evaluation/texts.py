@@ -1,0 +1,125 @@
+"""The texts a number is of, with the BOS its protocol wants: the same for all lengths of one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posenc.evaluation.documents import bos_token_id, make_stream, select_documents
+from hf_posenc.evaluation.plans import Run
+from hf_posenc.families import unwrap
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is taken of the documents; see ``perplexity``."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    cut: bool = False
+    max_documents: int | None = None
+
+
+def settle_bos(
+    runs: Sequence[Run],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    bos: Literal["prepended"] | None,
+) -> tuple[list[Run], int | None]:
+    """Decide where a BOS token stands in each run, by what is asked for and by what the protocol's own code does.
+
+    Args:
+        runs: As planned.
+        model: Its config has a BOS token where there is no tokenizer.
+        tokenizer: The model's own, or None.
+        bos: What is asked for, of protocols that leave it open.
+
+    Returns:
+        The runs, and the id of the token, None where no run has it.
+
+    Raises:
+        ValueError: ``bos`` for a protocol that has a rule of its own, or no token where one is needed.
+    """
+    asked = bos_token_id(model, tokenizer, bos)
+    if bos is not None and (own := [run.protocol for run in runs if run.rule.bos is not None]):
+        raise ValueError(
+            f"protocol {own[0]!r} has a rule of its own for BOS tokens, so bos={bos!r} cannot be asked for. Leave bos "
+            "out, or measure the other protocols in a call of their own."
+        )
+    source = unwrap(model).config.get_text_config() if tokenizer is None else tokenizer
+    own_id = source.bos_token_id
+    settled = []
+    for run in runs:
+        if run.rule.bos is None:
+            run = replace(run, bos=bos or "none")
+        elif own_id is None:
+            if run.rule.needs_bos:
+                raise ValueError(f"protocol {run.protocol!r} puts a BOS token before every window, and there is none.")
+            run = replace(run, bos="none")
+        settled.append(run)
+    return settled, own_id if asked is None else asked
+
+
+def texts_of(
+    run: Run, ids: Sequence[torch.Tensor], longest: int, bos_id: int | None, choice: Choice
+) -> list[torch.Tensor]:
+    """Return the token ids int64 ``(num_tokens,)`` of each text a run measures.
+
+    Args:
+        run: The protocol, with its BOS settled.
+        ids: Token ids of each document.
+        longest: The longest context length of all runs.
+        bos_id: Token id of BOS, if there is any.
+        choice: What is taken of the documents.
+
+    Raises:
+        ValueError: No document is long enough, or the choice makes no sense for the protocol.
+    """
+    shape, limit = run.rule.shape, choice.max_tokens
+    before = bos_id if run.bos == "prepended" else None
+    if shape == "stream":
+        if choice.cut or choice.min_tokens is not None:
+            raise ValueError(f"protocol {run.protocol!r} joins all documents: leave cut and min_tokens out.")
+        return [make_stream(ids, max_tokens=limit, bos_id=before, max_documents=choice.max_documents)]
+    shortest = choice.min_tokens or longest
+    if shape == "beginning" and shortest < longest:
+        raise ValueError(
+            f"min_tokens ({shortest}) is less than the longest context length ({longest}), all of which protocol "
+            f"{run.protocol!r} reads of every document. Leave min_tokens out."
+        )
+    # A window's own BOS is one of its tokens; what comes after the last token fed is scored at the end of a document.
+    spare = int(shape == "end") - int(run.bos == "each_window")
+    if run.bos == "each_window" and any(len(row) and int(row[0]) == bos_id for row in ids):
+        raise ValueError(
+            f"protocol {run.protocol!r} puts BOS (token {bos_id}) before every window, but a document already starts "
+            "with it. Give the documents without."
+        )
+    return select_documents(
+        ids,
+        longest + spare,
+        max_tokens=None if limit is None else limit + spare,
+        bos_id=before,
+        cut=choice.cut,
+        max_documents=choice.max_documents,
+        min_tokens=None if choice.min_tokens is None else choice.min_tokens + spare,
+        whole=run.rule.whole and not choice.cut,
+    )
+
+
+def choose_texts(
+    runs: list[Run], ids: list[torch.Tensor], bos_id: int | None, choice: Choice
+) -> dict[Run, list[torch.Tensor]]:
+    """Return each run's texts, chosen once for all runs that read the same."""
+    longest = max(run.context_length for run in runs)
+    chosen: dict[tuple[object, ...], list[torch.Tensor]] = {}
+    texts = {}
+    for run in runs:
+        reads = (run.rule.shape in ("beginning", "sliding") or run.rule.shape, run.rule.whole, run.bos)
+        if reads not in chosen:
+            chosen[reads] = texts_of(run, ids, longest, bos_id, choice)
+        texts[run] = chosen[reads]
+    return texts
