@@ -134,6 +134,9 @@ class EvalArguments:
     prefill_chunk: ContextLength | None = field(
         default=None, metadata={"help": "feed so many tokens at a time over a KV cache: same numbers, less memory"}
     )
+    batch_size: int | None = field(
+        default=None, metadata={"help": "sliding windows fed together; default: by their length, 1 for long ones"}
+    )
     max_documents: int | None = field(default=None, metadata={"help": "at most so many documents, evenly spread"})
     cut: bool = field(default=False, metadata={"help": "cut long documents into pieces of the longest length"})
     label: str = field(default="", metadata={"help": "words for the row in a report"})

@@ -102,6 +102,7 @@ def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[s
         "min_tokens",
         "average",
         "bos",
+        "batch_size",
         "max_documents",
         "cut",
     )

@@ -81,6 +81,7 @@ def evaluate(argv: Sequence[str]) -> None:
     from hf_posenc.evaluation.plans import plan_runs
     from hf_posenc.evaluation.records import check_output
     from hf_posenc.loading import load_model
+    from hf_posenc.processes import join_processes
     from hf_posenc.report import text_table
     from hf_posenc.rows import as_asked, refuse_extended, try_rows
 
@@ -92,15 +93,18 @@ def evaluate(argv: Sequence[str]) -> None:
         settings = perplexity_settings(what) | {"documents": _read(source)}
     if output is not None:
         check_output(output)
+    sharded = join_processes(loading.device)  # before loading, which puts the model on this process' GPU
     model, tokenizer = load_model(given.model, **vars(loading))
     if any(rows):
         refuse_extended(model, given.model, extension.on_scaled)
     try_rows(model, rows)
-    settings |= {"tokenizer": tokenizer, "tokens_trained": _tokens_trained(given.model)}
+    settings |= {"tokenizer": tokenizer, "tokens_trained": _tokens_trained(given.model), "sharded": sharded}
     records: list[Record | RetrievalRecord] = []
     for row in rows:
         with as_asked(model, row):
             records += retrieval(model, **settings) if asked.tasks else perplexity(model, **settings)
+    if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
+        return
     print(text_table(records))
     if output is not None:
         print(f"\nin {output}; a page with plots: hf-posenc report {output} --output-dir report")

@@ -78,7 +78,7 @@ def test_an_error_of_the_first_process_stops_all(tmp_path: Path, text: Path):
 DECIDES = """
 import os, sys
 from accelerate import PartialState
-from hf_posenc.training.processes import from_main
+from hf_posenc.processes import from_main
 
 PartialState(cpu=True)
 def fail():

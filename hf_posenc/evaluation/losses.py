@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from hf_posenc.families import unwrap
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, row_chunks, token_losses
 
 Advance = Callable[[int], object]  # told how many tokens have been fed since the last call
+_TOKENS_AT_ONCE_CPU, _TOKENS_AT_ONCE = 1024, 8192  # of windows in one batch
 
 
 @torch.no_grad()
@@ -41,17 +43,8 @@ def document_losses(
     Returns:
         float32 ``(k,)`` on the CPU, in nats.
     """
-    positions = torch.arange(1, len(input_ids)) if positions is None else positions
-    losses = [torch.empty(0)]
-    for start, hidden in _hidden_chunks(model, input_ids, prefill_chunk):
-        # The hidden state of token t - 1 predicts token t.
-        here = positions[(positions > start) & (positions <= start + len(hidden))]
-        if len(here):
-            rows = _take_rows(hidden, here - 1 - start)
-            losses.append(token_losses(model, rows, input_ids[here], logits_chunk))
-        if advance is not None:
-            advance(len(hidden))
-    return torch.cat(losses)
+    asked = torch.arange(1, len(input_ids)) if positions is None else positions
+    return _batch_losses(model, input_ids.unsqueeze(0), [asked], prefill_chunk, logits_chunk, advance)[0]
 
 
 def window_losses(
@@ -62,6 +55,7 @@ def window_losses(
     *,
     prefill_chunk: int | None = None,
     logits_chunk: int = DEFAULT_ROWS_PER_CHUNK,
+    batch_size: int | None = None,
     advance: Advance | None = None,
 ) -> torch.Tensor:
     """Return float32 ``(num_tokens,)``: the loss of each needed token from the window that scores it, NaN elsewhere.
@@ -73,31 +67,37 @@ def window_losses(
         needed: bool ``(num_tokens,)``; only these reach the head.
         prefill_chunk: As for ``document_losses``.
         logits_chunk: As for ``document_losses``.
+        batch_size: Windows of equal length that are fed together; None chooses it by their length. The losses agree
+            with those of single windows to 1e-5 nats in float32, and to rounding (some 1e-2 a token) in bfloat16.
         advance: As for ``document_losses``.
 
     Raises:
         ValueError: The model gave a loss that is not a finite number.
     """
     losses = torch.full((len(input_ids),), float("nan"))
-    for window in windows:
+    for batch in _equal_windows(model, windows, batch_size):
         reset_dynamic_frequencies(model)
-        scored = torch.arange(window.score_from, window.end)
-        scored = scored[needed[window.score_from : window.end]]
-        losses[scored] = document_losses(
+        scored = [torch.arange(window.score_from, window.end) for window in batch]
+        scored = [positions[needed[positions]] for positions in scored]
+        found = _batch_losses(
             model,
-            input_ids[window.start : window.end],
-            scored - window.start,
-            prefill_chunk=prefill_chunk,
-            logits_chunk=logits_chunk,
-            advance=advance,
+            torch.stack([input_ids[window.start : window.end] for window in batch]),
+            [positions - window.start for positions, window in zip(scored, batch, strict=True)],
+            prefill_chunk,
+            logits_chunk,
+            advance,
         )
-        if not losses[scored].isfinite().all():
-            first = int(scored[~losses[scored].isfinite()][0])
-            raise ValueError(
-                f"the loss of token {first} is {losses[first].item()}: the model overflows in {unwrap(model).dtype}. "
-                "Load it in bfloat16 or float32."
-            )
+        losses[torch.cat(scored)] = torch.cat(found)
+        _refuse_overflow(model, losses, torch.cat(scored))
     return losses
+
+
+def default_batch_size(model: PreTrainedModel, window: int) -> int:
+    """Return how many windows of ``window`` tokens are fed together: 1 for long ones.
+
+    On a CPU a few hundred tokens keep the cores busy, and more only leave the cache; a GPU wants thousands.
+    """
+    return max(1, (_TOKENS_AT_ONCE_CPU if unwrap(model).device.type == "cpu" else _TOKENS_AT_ONCE) // window)
 
 
 @contextmanager
@@ -156,22 +156,66 @@ def _two_lists(module: nn.Module, kind: str) -> bool:
     return any(one.get("short_factor") != one.get("long_factor") for one in dicts if isinstance(one, dict))
 
 
+def _equal_windows(
+    model: PreTrainedModel, windows: Iterable[Window], batch_size: int | None
+) -> Iterator[Sequence[Window]]:
+    """Yield neighbouring windows of equal length, so many at a time."""
+    for length, equal in groupby(windows, key=lambda window: window.end - window.start):
+        together, size = list(equal), batch_size or default_batch_size(model, length)
+        yield from (together[rows] for rows in row_chunks(len(together), size))
+
+
+def _batch_losses(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    positions: Sequence[torch.Tensor],
+    prefill_chunk: int | None,
+    logits_chunk: int,
+    advance: Advance | None,
+) -> list[torch.Tensor]:
+    """Return the losses of each row's positions, for int64 ``(batch, num_tokens)``; as ``document_losses``."""
+    losses: list[list[torch.Tensor]] = [[torch.empty(0)] for _ in positions]
+    for start, hidden in _hidden_chunks(model, input_ids, prefill_chunk):
+        end = start + hidden.shape[1]
+        # The hidden state of token t - 1 predicts token t.
+        here = [asked[(asked > start) & (asked <= end)] for asked in positions]
+        rows = [_take_rows(states, at - 1 - start) for states, at in zip(hidden, here, strict=True) if len(at)]
+        if rows:
+            targets = torch.cat([ids[at] for ids, at in zip(input_ids, here, strict=True)])
+            together = rows[0] if len(rows) == 1 else torch.cat(rows)
+            found = token_losses(model, together, targets, logits_chunk)
+            for row, part in zip(losses, torch.split(found, [len(at) for at in here]), strict=True):
+                row.append(part)
+        if advance is not None:
+            advance(hidden.shape[0] * hidden.shape[1])
+    return [torch.cat(parts) for parts in losses]
+
+
 def _hidden_chunks(
     model: PreTrainedModel, input_ids: torch.Tensor, prefill_chunk: int | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (position of the first row, hidden states ``(rows, hidden_size)``) in order."""
+    """Yield (position of the first row, hidden states ``(batch, rows, hidden_size)``) in order."""
     body, base = decoder_body(model), unwrap(model)
-    batch = input_ids.unsqueeze(0).to(base.device)
-    if prefill_chunk is None or prefill_chunk >= len(input_ids):
-        yield 0, body(input_ids=batch, use_cache=False).last_hidden_state[0]
+    batch = input_ids.to(base.device)
+    if prefill_chunk is None or prefill_chunk >= batch.shape[1]:
+        yield 0, body(input_ids=batch, use_cache=False).last_hidden_state
         return
     cache = DynamicCache(config=base.config)
-    for rows in row_chunks(len(input_ids), prefill_chunk):
+    for rows in row_chunks(batch.shape[1], prefill_chunk):
         output = body(input_ids=batch[:, rows], past_key_values=cache, use_cache=True)
-        yield rows.start, output.last_hidden_state[0]
+        yield rows.start, output.last_hidden_state
 
 
 def _take_rows(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Select rows; neighbours (the usual case) as a view, since a copy of a long document's states is large."""
     first, last = int(rows[0]), int(rows[-1])
     return hidden[first : last + 1] if last - first + 1 == len(rows) else hidden[rows.to(hidden.device)]
+
+
+def _refuse_overflow(model: PreTrainedModel, losses: torch.Tensor, scored: torch.Tensor) -> None:
+    bad = scored[~losses[scored].isfinite()]
+    if len(bad):
+        raise ValueError(
+            f"the loss of token {int(bad[0])} is {losses[bad[0]].item()}: the model overflows in "
+            f"{unwrap(model).dtype}. Load it in bfloat16 or float32."
+        )

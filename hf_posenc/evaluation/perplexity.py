@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.evaluation.bootstrap import interval_over
 from hf_posenc.evaluation.documents import Document, hash_tokenizer, to_token_ids
 from hf_posenc.evaluation.facts import (
-    hash_json,
     hash_weights,
     identify_run,
     model_facts,
     peak_memory,
     reset_peak_memory,
 )
-from hf_posenc.evaluation.losses import Advance, evaluation_mode, length_dependent_rope_types, window_losses
-from hf_posenc.evaluation.plans import Pass, Portion, Run, plan_passes, plan_runs
-from hf_posenc.evaluation.progress import Finished, ProgressFile
+from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_types, window_losses
+from hf_posenc.evaluation.plans import Pass, Run, plan_passes, plan_runs
 from hf_posenc.evaluation.protocols import Average, ProtocolName
-from hf_posenc.evaluation.records import Record, append_line, check_output, read_records
-from hf_posenc.evaluation.tallies import (
-    Totals,
-    add_totals,
-    default_bucket,
-    join_portions,
-    position_totals,
-    run_totals,
-    sum_up,
-    window_means,
-)
+from hf_posenc.evaluation.records import Record, check_output
+from hf_posenc.evaluation.tallies import default_bucket
 from hf_posenc.evaluation.texts import Choice, choose_texts, settle_bos
-from hf_posenc.evaluation.windows import grouped, lay_out
+from hf_posenc.evaluation.walk import Evaluation
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, check_head
+from hf_posenc.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +45,7 @@ def perplexity(
     bos: Literal["prepended"] | None = None,
     prefill_chunk: int | None = None,
     logits_chunk: int = DEFAULT_ROWS_PER_CHUNK,
+    batch_size: int | None = None,
     max_documents: int | None = None,
     cut: bool = False,
     output: str | Path | None = None,
@@ -70,6 +57,7 @@ def perplexity(
     position_bucket: int | None = None,
     min_tokens: int | None = None,
     average: Average | None = None,
+    sharded: bool = False,
 ) -> list[Record]:
     """Measure the perplexity of documents at several context lengths.
 
@@ -102,6 +90,7 @@ def perplexity(
             ``yarn``, ``yarn_govreport`` and ``pose``, which have a rule of their own.
         prefill_chunk: Feed a window in chunks of so many tokens over a KV cache: equal numbers, less memory.
         logits_chunk: Rows whose logits exist at one time.
+        batch_size: Sliding windows that are fed together; None chooses it by their length (1 for long ones).
         max_documents: At most so many documents (or pieces), evenly spread.
         cut: Cut long documents into consecutive pieces of the longest length (``max_tokens`` if given).
         output: JSON-lines file the records are appended to. What an interrupted run has done is kept in
@@ -118,6 +107,8 @@ def perplexity(
             windows end with the document.
         average: ``"windows"`` takes the mean of window means instead of all tokens' mean, as some papers do; None takes
             the protocol's own. Whatever is not the mean over tokens says so when it runs, and in its record.
+        sharded: Share the documents among the processes of torchrun or accelerate: every process calls this with the
+            same arguments and gets the same records, those of a single process; only the main one writes.
 
     Returns:
         A record per protocol and length, in the order of the protocols, by rising length.
@@ -132,7 +123,9 @@ def perplexity(
         check_output(output)
     protocols = [protocol] if isinstance(protocol, str) else list(protocol)
     runs = plan_runs(protocols, context_lengths, stride, last_k, average)
-    _check_sizes(prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, position_bucket=position_bucket)
+    _check_sizes(
+        prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, batch_size=batch_size, position_bucket=position_bucket
+    )
     runs, bos_id = settle_bos(runs, model, tokenizer, bos)
     ids = to_token_ids(model, documents, tokenizer)
     choice = Choice(max_tokens=max_tokens, min_tokens=min_tokens, cut=cut, max_documents=max_documents)
@@ -143,143 +136,15 @@ def perplexity(
         facts = model_facts(model, model_name, tokens_trained, label) | {"tokenizer_hash": hash_tokenizer(tokenizer)}
         settings = {"weights": hash_weights(model), "seed": seed}
         identities = {run: identify_run(run, texts[run], facts | _run_facts(run, texts[run]), settings) for run in runs}
-        losses_of = partial(window_losses, model, prefill_chunk=prefill_chunk, logits_chunk=logits_chunk)
+        losses_of = partial(
+            window_losses, model, prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, batch_size=batch_size
+        )
         bucket = position_bucket or default_bucket(facts["original_max_position_embeddings"])
         where = None if output is None else Path(output)
-        evaluation = _Evaluation(losses_of, texts, bos_id, identities, seed, bucket, where)
+        evaluation = Evaluation(losses_of, texts, bos_id, identities, seed, bucket, where, Processes(sharded))
         reset_peak_memory(model)
         evaluation.measure(_passes(model, runs, prefill_chunk), partial(peak_memory, model), progress)
     return [evaluation.records[run] for run in runs]
-
-
-class _Evaluation:
-    """The records that are there, the documents that are done, and what is left to do."""
-
-    def __init__(
-        self,
-        losses_of: Callable[..., torch.Tensor],
-        texts: dict[Run, list[torch.Tensor]],
-        bos_id: int | None,
-        identities: dict[Run, dict[str, Any]],
-        seed: int,
-        bucket: int,
-        output: Path | None,
-    ) -> None:
-        self.losses_of, self.texts, self.bos_id = losses_of, texts, bos_id
-        self.identities, self.seed, self.output = identities, seed, output
-        self.buckets = {run: bucket if run.protocol in ("truncated", "yarn") else None for run in identities}
-        known = {} if output is None else {(one.run_key, one.position_bucket): one for one in read_records(output)}
-        keys = {run: (identity["run_key"], self.buckets[run]) for run, identity in identities.items()}
-        self.records = {run: known[key] for run, key in keys.items() if key in known}
-        self.progress = ProgressFile(None if output is None else output.with_name(output.name + ".progress"))
-        if self.records:
-            logger.warning("%d of %d results are already in %s: not repeated.", len(self.records), len(keys), output)
-
-    def measure(self, passes: list[Pass], peak_memory_bytes: Callable[[], int], show_progress: bool) -> None:
-        """Walk over every document of every pass that has a record to give, and append the records."""
-        passes = [one for one in passes if any(run not in self.records for run in one.runs)]
-        todo = [
-            (one, self._key(one), index, portion) for one in passes for index, portion in enumerate(self._portions(one))
-        ]
-        total = sum(portion.num_tokens_fed for *_, portion in todo)
-        done = sum(portion.num_tokens_fed for _, key, index, portion in todo if self.progress.get(key, index))
-        with tqdm(
-            desc="perplexity",
-            total=total,
-            initial=done,
-            unit="tok",
-            unit_scale=True,
-            disable=not (show_progress and todo),
-        ) as bar:
-            for at, (one, key, index, portion) in enumerate(todo):
-                if self.progress.get(key, index) is None:
-                    self.progress.add(key, index, self._score(one, portion, bar.update))
-                if at + 1 == len(todo) or todo[at + 1][1] != key:
-                    self._finish(one, key, index + 1, peak_memory_bytes())
-        self.progress.forget(key for _, key, *_ in todo)
-
-    def _portions(self, one: Pass) -> list[Portion]:
-        return one.portions([len(text) for text in self.texts[one.runs[0]]])
-
-    def _key(self, one: Pass) -> str:
-        return hash_json([(self.identities[run]["run_key"], self.buckets[run]) for run in one.runs])
-
-    def _score(self, one: Pass, portion: Portion, advance: Advance) -> Finished:
-        text = self.texts[one.runs[0]][portion.text]
-        started = time.perf_counter()
-        losses = self._losses(one, text, portion, advance)
-        totals = [run_totals(run, portion.windows, losses, len(text)) for run in one.runs]
-        for run in one.runs:
-            if (width := self.buckets[run]) is not None:
-                first, stop = portion.windows[0].score_from, run.context_length
-                totals.append(position_totals(losses[0][: stop - first], first, width))
-        return Finished(totals, time.perf_counter() - started)
-
-    def _losses(self, one: Pass, text: torch.Tensor, portion: Portion, advance: Advance) -> list[torch.Tensor]:
-        """Return of each window the losses of the tokens it scores; NaN where no run asks for them."""
-        asked = torch.zeros(len(text), dtype=torch.bool)
-        for positions in one.asked(len(text)):
-            asked[positions.start : positions.stop] = True
-        losses = []
-        for windows in grouped(portion.windows):
-            row, placed = lay_out(text, windows, self.bos_id)
-            needed = torch.zeros(len(row), dtype=torch.bool)
-            for window, at in zip(windows, placed, strict=True):
-                needed[at.score_from : at.end] = asked[window.score_from : window.end]
-            of_row = self.losses_of(row, placed, needed, advance=advance)
-            losses += [of_row[at.score_from : at.end] for at in placed]
-        return losses
-
-    def _finish(self, one: Pass, key: str, num_portions: int, peak_memory_bytes: int) -> None:
-        finished = [self.progress.get(key, index) for index in range(num_portions)]
-        done = [document for document in finished if document is not None]
-        seconds = math.fsum(document.seconds for document in done)
-        by_position = iter(range(len(one.runs), len(done[0].runs)))  # behind the blocks of all runs
-        for at, run in enumerate(one.runs):
-            width = self.buckets[run]
-            where = None if width is None else next(by_position)
-            if run in self.records:
-                continue
-            positions = ([], []) if where is None else add_totals([document.runs[where] for document in done])
-            record = _make_record(
-                {**self.identities[run], "position_bucket": width},
-                join_portions(run, [document.runs[at] for document in done]),
-                positions,
-                self.seed,
-                seconds,
-                peak_memory_bytes,
-            )
-            self.records[run] = record
-            if self.output is not None:
-                append_line(self.output, record.to_json())
-
-
-def _make_record(
-    identity: dict[str, Any],
-    totals: list[Totals],
-    positions: Totals,
-    seed: int,
-    seconds: float,
-    peak_memory_bytes: int,
-) -> Record:
-    nll_sum, n_tokens = sum_up(totals)
-    if identity["average"] == "windows":
-        totals = [window_means(one) for one in totals]
-    of, count = sum_up(totals)
-    ci_low, ci_high, ci_unit = interval_over(totals, seed=seed)
-    return Record(
-        **identity,
-        n_tokens=n_tokens,
-        nll_sum=nll_sum,
-        perplexity=math.exp(of / count),
-        ci_low=ci_low,
-        ci_high=ci_high,
-        ci_unit=ci_unit,
-        seconds=seconds,
-        peak_memory_bytes=peak_memory_bytes,
-        position_nll=positions[0],
-        position_tokens=positions[1],
-    )
 
 
 def _run_facts(run: Run, texts: list[torch.Tensor]) -> dict[str, Any]:
@@ -298,7 +163,7 @@ def _tell_of_averages(runs: list[Run]) -> None:
 def _check_sizes(**sizes: int | None) -> None:
     for name, value in sizes.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1 token, got {value}.")
+            raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
 def _passes(model: PreTrainedModel, runs: list[Run], prefill_chunk: int | None) -> list[Pass]:

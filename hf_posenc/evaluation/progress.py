@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation.records import append_line, whole_lines
+from hf_posenc.processes import Processes
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class ProgressFile:
     """Finished documents by (key of the pass, index of the document); in memory only without a path.
 
     JSON keeps every bit of a float, so a resumed evaluation gives the same numbers as one that was never stopped.
+    Of several processes, each told of every document, only the main one reads and writes the file.
     """
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, processes: Processes | None = None) -> None:
+        processes = processes or Processes()
+        self.path = path if processes.is_main else None
         self._finished: dict[tuple[str, int], Finished] = {}
-        for entry in self._entries():
+        for entry in processes.from_main(self._entries):
             runs = [(sums, counts) for sums, counts in entry["runs"]]
             self._finished[entry["pass"], entry["document"]] = Finished(runs, entry["seconds"])
 

@@ -16,6 +16,7 @@ from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import check_head
 from hf_posenc.patching import extension_of
+from hf_posenc.processes import from_main
 from hf_posenc.quantised import keep_layout, refuse_laid_out
 from hf_posenc.training.card import model_card
 from hf_posenc.training.config import FinetuneConfig
@@ -23,7 +24,6 @@ from hf_posenc.training.extending import extend
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
 from hf_posenc.training.measure import measure
 from hf_posenc.training.packing import PackedDataset
-from hf_posenc.training.processes import from_main
 from hf_posenc.training.run_folder import check_not_the_models_own, open_run
 from hf_posenc.training.texts import Documents, Texts, prepare_texts
 from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log

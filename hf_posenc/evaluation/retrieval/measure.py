@@ -26,6 +26,7 @@ from hf_posenc.evaluation.retrieval.scoring import Reply, reply
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import check_head
+from hf_posenc.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def retrieval(
     model_name: str | None = None,
     tokens_trained: int = 0,
     progress: bool = True,
+    sharded: bool = False,
 ) -> list[RetrievalRecord]:
     """Ask a model for what is hidden in long texts.
 
@@ -74,6 +76,7 @@ def retrieval(
         model_name: The records' model; None takes the path or name the model was loaded from.
         tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot.
         progress: Show a progress bar with the remaining time.
+        sharded: Share the prompts among the processes of torchrun or accelerate, as ``perplexity`` does documents.
 
     Returns:
         A record per prompt: by task, rising length and depth, and seed.
@@ -101,7 +104,8 @@ def retrieval(
         facts |= {"tokenizer_hash": hash_tokenizer(tokenizer), "chat": maker.in_chat}
         weights = hash_weights(model)
         identities = [_identify(make(), facts, weights) for make in prompts]
-        asking = _Asking(model, tokenizer, prefill_chunk, None if output is None else Path(output))
+        processes = Processes(sharded)
+        asking = _Asking(model, tokenizer, prefill_chunk, None if output is None else Path(output), processes)
         return asking.ask(prompts, identities, progress)
 
 
@@ -114,31 +118,38 @@ class _Asking:
         tokenizer: PreTrainedTokenizerBase,
         prefill_chunk: int | None,
         output: Path | None,
+        processes: Processes,
     ) -> None:
         self.model, self.tokenizer, self.prefill_chunk, self.output = model, tokenizer, prefill_chunk, output
+        self.processes = processes
         self.stop_ids = _stop_ids(model, tokenizer)
 
     def ask(
         self, prompts: Sequence[Callable[[], Prompt]], identities: list[dict[str, Any]], progress: bool
     ) -> list[RetrievalRecord]:
         """Return the records of all prompts, asking those that are not in the file."""
-        known = {} if self.output is None else {one.run_key: one for one in read_retrieval_records(self.output)}
+        written = self.processes.from_main(lambda: [] if self.output is None else read_retrieval_records(self.output))
+        self.processes.agree([identity["run_key"] for identity in identities])
+        known = {one.run_key: one for one in written}
         todo = [at for at, identity in enumerate(identities) if identity["run_key"] not in known]
         if len(todo) < len(prompts):
             there = len(prompts) - len(todo)
             logger.warning("%d of %d results are already in %s: not repeated.", there, len(prompts), self.output)
         reset_peak_memory(self.model)
         total = sum(identities[at]["num_prompt_tokens"] for at in todo)
-        off = not (progress and todo)
+        off, alone = not (progress and todo and self.processes.is_main), self.processes.count == 1
         with tqdm(desc="retrieval", total=total, unit="tok", unit_scale=True, disable=off) as bar:
-            for at in todo:
-                record = self._ask_one(prompts[at](), identities[at], bar.update)
+            inside = bar.update if alone else None
+            asked = self.processes.share(todo, lambda at: self._ask_one(prompts[at](), identities[at], inside))
+            for at, record in asked:
                 known[record.run_key] = record
-                if self.output is not None:
+                if self.output is not None and self.processes.is_main:
                     append_line(self.output, record.to_json())
+                if not alone:  # a process knows of the others' prompts when they are answered
+                    bar.update(identities[at]["num_prompt_tokens"])
         return [known[identity["run_key"]] for identity in identities]
 
-    def _ask_one(self, prompt: Prompt, identity: dict[str, Any], advance: Advance) -> RetrievalRecord:
+    def _ask_one(self, prompt: Prompt, identity: dict[str, Any], advance: Advance | None) -> RetrievalRecord:
         started = time.perf_counter()
         got = reply(
             self.model,

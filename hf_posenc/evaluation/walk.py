@@ -1,0 +1,189 @@
+"""Walking over documents: what is done is kept, what several processes share is put together, a record comes out."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from hf_posenc.evaluation.bootstrap import interval_over
+from hf_posenc.evaluation.facts import hash_json
+from hf_posenc.evaluation.losses import Advance
+from hf_posenc.evaluation.plans import Pass, Portion, Run
+from hf_posenc.evaluation.progress import Finished, ProgressFile
+from hf_posenc.evaluation.records import Record, append_line, read_records
+from hf_posenc.evaluation.tallies import (
+    Totals,
+    add_totals,
+    join_portions,
+    position_totals,
+    run_totals,
+    sum_up,
+    window_means,
+)
+from hf_posenc.evaluation.windows import grouped, lay_out
+from hf_posenc.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+
+class Evaluation:
+    """The records that are there, the documents that are done, and what is left to do."""
+
+    def __init__(
+        self,
+        losses_of: Callable[..., torch.Tensor],
+        texts: dict[Run, list[torch.Tensor]],
+        bos_id: int | None,
+        identities: dict[Run, dict[str, Any]],
+        seed: int,
+        bucket: int,
+        output: Path | None,
+        processes: Processes,
+    ) -> None:
+        """Read what is there.
+
+        Args:
+            losses_of: ``window_losses``, given the model and how to feed it.
+            texts: Token ids of each run's texts.
+            bos_id: Token id of the BOS; None where no run has one.
+            identities: What each run's record says besides the numbers.
+            seed: Of the bootstrap.
+            bucket: Tokens that share a place in the loss by position.
+            output: The file of the records.
+            processes: Who shares the work.
+        """
+        self.losses_of, self.texts, self.bos_id = losses_of, texts, bos_id
+        self.identities, self.seed = identities, seed
+        self.processes, self.output = processes, output if processes.is_main else None
+        self.buckets = {run: bucket if run.protocol in ("truncated", "yarn") else None for run in identities}
+        there = processes.from_main(lambda: [] if output is None else read_records(output))
+        known = {(one.run_key, one.position_bucket): one for one in there}
+        keys = {run: (identity["run_key"], self.buckets[run]) for run, identity in identities.items()}
+        processes.agree([hash_json(key) for key in keys.values()])
+        self.records = {run: known[key] for run, key in keys.items() if key in known}
+        self.progress = ProgressFile(None if output is None else output.with_name(output.name + ".progress"), processes)
+        if self.records:
+            logger.warning("%d of %d results are already in %s: not repeated.", len(self.records), len(keys), output)
+
+    def measure(self, passes: list[Pass], peak_memory_bytes: Callable[[], int], show_progress: bool) -> None:
+        """Walk over every document of every pass that has a record to give, and append the records."""
+        passes = [one for one in passes if any(run not in self.records for run in one.runs)]
+        todo = [
+            (one, self._key(one), index, portion) for one in passes for index, portion in enumerate(self._portions(one))
+        ]
+        total = sum(portion.num_tokens_fed for *_, portion in todo)
+        done = sum(portion.num_tokens_fed for _, key, index, portion in todo if self.progress.get(key, index))
+        with tqdm(
+            desc="perplexity",
+            total=total,
+            initial=done,
+            unit="tok",
+            unit_scale=True,
+            disable=not (show_progress and todo and self.processes.is_main),
+        ) as bar:
+            for one in passes:
+                num_portions = self._walk(one, bar.update)
+                self._finish(one, num_portions, max(self.processes.gather(peak_memory_bytes())))
+        self.progress.forget({key for _, key, *_ in todo})
+
+    def _walk(self, one: Pass, advance: Advance) -> int:
+        """Score the portions that are left, each in one of the processes; return how many the pass has."""
+        key, portions, alone = self._key(one), self._portions(one), self.processes.count == 1
+        left = [index for index in range(len(portions)) if self.progress.get(key, index) is None]
+        inside = advance if alone else None
+        for index, done in self.processes.share(left, lambda index: self._score(one, portions[index], inside)):
+            self.progress.add(key, index, done)
+            if not alone:  # a process knows of the others' portions when they are done
+                advance(portions[index].num_tokens_fed)
+        return len(portions)
+
+    def _portions(self, one: Pass) -> list[Portion]:
+        return one.portions([len(text) for text in self.texts[one.runs[0]]])
+
+    def _key(self, one: Pass) -> str:
+        return hash_json([(self.identities[run]["run_key"], self.buckets[run]) for run in one.runs])
+
+    def _score(self, one: Pass, portion: Portion, advance: Advance | None) -> Finished:
+        text = self.texts[one.runs[0]][portion.text]
+        started = time.perf_counter()
+        losses = self._losses(one, text, portion, advance)
+        totals = [run_totals(run, portion.windows, losses, len(text)) for run in one.runs]
+        for run in one.runs:
+            if (width := self.buckets[run]) is not None:
+                first, stop = portion.windows[0].score_from, run.context_length
+                totals.append(position_totals(losses[0][: stop - first], first, width))
+        return Finished(totals, time.perf_counter() - started)
+
+    def _losses(self, one: Pass, text: torch.Tensor, portion: Portion, advance: Advance | None) -> list[torch.Tensor]:
+        """Return of each window the losses of the tokens it scores; NaN where no run asks for them."""
+        asked = torch.zeros(len(text), dtype=torch.bool)
+        for positions in one.asked(len(text)):
+            asked[positions.start : positions.stop] = True
+        losses = []
+        for windows in grouped(portion.windows):
+            row, placed = lay_out(text, windows, self.bos_id)
+            needed = torch.zeros(len(row), dtype=torch.bool)
+            for window, at in zip(windows, placed, strict=True):
+                needed[at.score_from : at.end] = asked[window.score_from : window.end]
+            of_row = self.losses_of(row, placed, needed, advance=advance)
+            losses += [of_row[at.score_from : at.end] for at in placed]
+        return losses
+
+    def _finish(self, one: Pass, num_portions: int, peak_memory_bytes: int) -> None:
+        key = self._key(one)
+        finished = [self.progress.get(key, index) for index in range(num_portions)]
+        done = [document for document in finished if document is not None]
+        seconds = math.fsum(document.seconds for document in done)
+        by_position = iter(range(len(one.runs), len(done[0].runs)))  # behind the blocks of all runs
+        for at, run in enumerate(one.runs):
+            width = self.buckets[run]
+            where = None if width is None else next(by_position)
+            if run in self.records:
+                continue
+            positions = ([], []) if where is None else add_totals([document.runs[where] for document in done])
+            record = _make_record(
+                {**self.identities[run], "position_bucket": width},
+                join_portions(run, [document.runs[at] for document in done]),
+                positions,
+                self.seed,
+                seconds,
+                peak_memory_bytes,
+            )
+            self.records[run] = record
+            if self.output is not None:
+                append_line(self.output, record.to_json())
+
+
+def _make_record(
+    identity: dict[str, Any],
+    totals: list[Totals],
+    positions: Totals,
+    seed: int,
+    seconds: float,
+    peak_memory_bytes: int,
+) -> Record:
+    nll_sum, n_tokens = sum_up(totals)
+    if identity["average"] == "windows":
+        totals = [window_means(one) for one in totals]
+    of, count = sum_up(totals)
+    ci_low, ci_high, ci_unit = interval_over(totals, seed=seed)
+    return Record(
+        **identity,
+        n_tokens=n_tokens,
+        nll_sum=nll_sum,
+        perplexity=math.exp(of / count),
+        ci_low=ci_low,
+        ci_high=ci_high,
+        ci_unit=ci_unit,
+        seconds=seconds,
+        peak_memory_bytes=peak_memory_bytes,
+        position_nll=positions[0],
+        position_tokens=positions[1],
+    )
