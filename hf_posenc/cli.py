@@ -81,7 +81,7 @@ def evaluate(argv: Sequence[str]) -> None:
     from hf_posenc.evaluation.plans import plan_runs
     from hf_posenc.evaluation.records import check_output
     from hf_posenc.loading import load_model
-    from hf_posenc.processes import join_processes
+    from hf_posenc.processes import join_processes, leave_processes
     from hf_posenc.report import text_table
     from hf_posenc.rows import as_asked, refuse_extended, try_rows
 
@@ -103,6 +103,8 @@ def evaluate(argv: Sequence[str]) -> None:
     for row in rows:
         with as_asked(model, row):
             records += retrieval(model, **settings) if asked.tasks else perplexity(model, **settings)
+    if sharded:
+        leave_processes()
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
         return
     print(text_table(records))

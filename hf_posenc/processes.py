@@ -65,6 +65,12 @@ def join_processes(device: str | None) -> bool:
     return True
 
 
+def leave_processes() -> None:
+    """Part from the others once all are through: a process that ends while another still listens may tear it down."""
+    PartialState().wait_for_everyone()
+    PartialState().destroy_process_group()
+
+
 class Processes:
     """The processes that share one piece of work; a single one, which talks to nobody, unless ``several``.
 

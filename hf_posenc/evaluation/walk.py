@@ -74,6 +74,7 @@ class Evaluation:
 
     def measure(self, passes: list[Pass], peak_memory_bytes: Callable[[], int], show_progress: bool) -> None:
         """Walk over every document of every pass that has a record to give, and append the records."""
+        keys = [self._key(one) for one in passes]  # of those with their records too: a kill may have left their lines
         passes = [one for one in passes if any(run not in self.records for run in one.runs)]
         todo = [
             (one, self._key(one), index, portion) for one in passes for index, portion in enumerate(self._portions(one))
@@ -91,7 +92,7 @@ class Evaluation:
             for one in passes:
                 num_portions = self._walk(one, bar.update)
                 self._finish(one, num_portions, max(self.processes.gather(peak_memory_bytes())))
-        self.progress.forget({key for _, key, *_ in todo})
+        self.progress.forget(keys)
 
     def _walk(self, one: Pass, advance: Advance) -> int:
         """Score the portions that are left, each in one of the processes; return how many the pass has."""
