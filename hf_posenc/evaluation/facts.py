@@ -16,14 +16,21 @@ from transformers import PreTrainedModel
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.evaluation.documents import hash_token_ids
 from hf_posenc.evaluation.plans import Run
-from hf_posenc.families import unwrap
+from hf_posenc.extension import plain_spec
+from hf_posenc.families import refuse_family, unwrap
 from hf_posenc.version import __version__
 
 _ROW_BYTES = 8192
 _ROWS_AT_ONCE = 1024  # 8 MB: what is computed on the way needs no more memory than a few of these
 
 
-def model_facts(model: PreTrainedModel, model_name: str | None, tokens_trained: int, label: str) -> dict[str, Any]:
+# Told for the reader and no part of what decides a number: a result is the same one whatever they say.
+_TOLD = ("rope", "command")
+
+
+def model_facts(
+    model: PreTrainedModel, model_name: str | None, tokens_trained: int, label: str, command: str = ""
+) -> dict[str, Any]:
     """Return the fields of a record that belong to the model and the software."""
     from hf_posenc.patching import describe
 
@@ -41,7 +48,28 @@ def model_facts(model: PreTrainedModel, model_name: str | None, tokens_trained: 
             "transformers": transformers.__version__,
         },
         "label": label,
+        "rope": rope_facts(model),
+        "command": command,
     }
+
+
+def rope_facts(model: PreTrainedModel) -> dict[str, Any]:
+    """Return what the frequencies of a model were as it was trained; empty for one without a rotary embedding."""
+    from hf_posenc.patching import extension_of
+
+    config = unwrap(model).config.get_text_config(decoder=True)
+    try:
+        refuse_family(config)
+        extension = extension_of(model)
+        spec = plain_spec(config) if extension is None else extension.spec
+    except ValueError:  # as for GPT-2
+        return {}
+    return {name: getattr(spec, name) for name in ("rotary_dim", "rope_theta", "still_pairs")}
+
+
+def make_run_key(identity: dict[str, Any], settings: Any) -> str:
+    """Return a hash of a record's fields except its results, and of what else decides these."""
+    return hash_json([{name: value for name, value in identity.items() if name not in _TOLD}, settings])
 
 
 def identify_run(
@@ -57,7 +85,7 @@ def identify_run(
         "last_k": run.last_k,
         "text_hash": hash_token_ids(row[: run.fed(len(row))] for row in ids),
     }
-    return {**identity, "run_key": hash_json([identity, settings])}
+    return {**identity, "run_key": make_run_key(identity, settings)}
 
 
 @torch.no_grad()

@@ -58,6 +58,7 @@ def perplexity(
     min_tokens: int | None = None,
     average: Average | None = None,
     sharded: bool = False,
+    command: str = "",
 ) -> list[Record]:
     """Measure the perplexity of documents at several context lengths.
 
@@ -109,6 +110,7 @@ def perplexity(
             the protocol's own. Whatever is not the mean over tokens says so when it runs, and in its record.
         sharded: Share the documents among the processes of torchrun or accelerate: every process calls this with the
             same arguments and gets the same records, those of a single process; only the main one writes.
+        command: What was typed to measure this, for the records.
 
     Returns:
         A record per protocol and length, in the order of the protocols, by rising length.
@@ -133,7 +135,8 @@ def perplexity(
     _tell_of_averages(runs)
     with evaluation_mode(model):
         check_head(model)
-        facts = model_facts(model, model_name, tokens_trained, label) | {"tokenizer_hash": hash_tokenizer(tokenizer)}
+        facts = model_facts(model, model_name, tokens_trained, label, command)
+        facts |= {"tokenizer_hash": hash_tokenizer(tokenizer)}
         settings = {"weights": hash_weights(model), "seed": seed}
         identities = {run: identify_run(run, texts[run], facts | _run_facts(run, texts[run]), settings) for run in runs}
         losses_of = partial(

@@ -67,6 +67,9 @@ class Record(JsonRecord):
     at indices ``[b * position_bucket, (b + 1) * position_bucket)`` of what is fed that are scored. The three are None
     and empty where the tokens of a number do not all stand at their own place of one text (all but ``truncated``), and
     in records of version 0.1.0's first days.
+
+    ``rope`` has ``rotary_dim``, ``rope_theta`` and ``still_pairs`` of the model as it was trained, and is empty where
+    there is no rotary embedding; ``command`` is what was typed, empty from Python. Neither is part of the key.
     """
 
     model: str
@@ -102,6 +105,8 @@ class Record(JsonRecord):
     position_bucket: int | None = None
     position_nll: list[float] = field(default_factory=list, repr=False)
     position_tokens: list[int] = field(default_factory=list, repr=False)
+    rope: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
 
     MARK = "perplexity"
 

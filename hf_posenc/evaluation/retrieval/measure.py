@@ -16,7 +16,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
-from hf_posenc.evaluation.facts import hash_json, hash_weights, model_facts, peak_memory, reset_peak_memory
+from hf_posenc.evaluation.facts import hash_weights, make_run_key, model_facts, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.losses import Advance, evaluation_mode, length_dependent_rope_types
 from hf_posenc.evaluation.records import append_line, check_output
 from hf_posenc.evaluation.retrieval.haystack import read_haystack
@@ -51,6 +51,7 @@ def retrieval(
     tokens_trained: int = 0,
     progress: bool = True,
     sharded: bool = False,
+    command: str = "",
 ) -> list[RetrievalRecord]:
     """Ask a model for what is hidden in long texts.
 
@@ -77,6 +78,7 @@ def retrieval(
         tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot.
         progress: Show a progress bar with the remaining time.
         sharded: Share the prompts among the processes of torchrun or accelerate, as ``perplexity`` does documents.
+        command: What was typed to measure this, for the records.
 
     Returns:
         A record per prompt: by task, rising length and depth, and seed.
@@ -100,7 +102,7 @@ def retrieval(
     ]
     with evaluation_mode(model):
         check_head(model)
-        facts = model_facts(model, model_name, tokens_trained, label)
+        facts = model_facts(model, model_name, tokens_trained, label, command)
         facts |= {"tokenizer_hash": hash_tokenizer(tokenizer), "chat": maker.in_chat}
         weights = hash_weights(model)
         identities = [_identify(make(), facts, weights) for make in prompts]
@@ -222,7 +224,7 @@ def _identify(prompt: Prompt, facts: dict[str, Any], weights: str) -> dict[str, 
         "answers": list(prompt.answers),
         "text_hash": hash_token_ids([torch.tensor(prompt.ids), torch.tensor(prompt.answer_ids)]),
     }
-    return {**identity, "run_key": hash_json([identity, weights])}
+    return {**identity, "run_key": make_run_key(identity, weights)}
 
 
 def _score(prompt: Prompt, got: Reply, written: str) -> dict[str, Any]:
