@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import logging
 import os
+import shlex
 import shutil
 import sys
 import traceback
@@ -99,6 +100,7 @@ def evaluate(argv: Sequence[str]) -> None:
         refuse_extended(model, given.model, extension.on_scaled)
     try_rows(model, rows)
     settings |= {"tokenizer": tokenizer, "tokens_trained": _tokens_trained(given.model), "sharded": sharded}
+    settings["command"] = shlex.join(["hf-posenc", "eval", *argv])
     records: list[Record | RetrievalRecord] = []
     for row in rows:
         with as_asked(model, row):
@@ -147,7 +149,7 @@ def report(argv: Sequence[str]) -> None:
 
     kinds = (read_records, read_retrieval_records)
     records = [record for path in given.results for read in kinds for record in read(path)]
-    paths = write(records, **vars(where))
+    paths = write(records, **vars(where), command=shlex.join(["hf-posenc", "report", *argv]))
     for written in (paths.html, paths.markdown, *paths.plots):
         print(written)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 24) -> Re
         num_documents: Pieces of the held-out novel measured on, each as long as the longest length.
     """
     began = time.perf_counter()
+    words = ["hf-posenc", "demo", "--output-dir", str(output_dir), "--token-budget", str(token_budget)]
     measure = partial(
         perplexity,
         documents=[load_novel(HELD_OUT_NOVEL)],
@@ -38,6 +40,7 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 24) -> Re
         max_documents=num_documents,
         output=output_dir / "results.jsonl",
         model_name="hf_posenc's tiny Llama",
+        command=shlex.join(words),
     )
     model, tokenizer = load_model(tiny_model_path())
     print(f"1. The tiny model as it is, then extended {FACTOR} times by {', '.join(METHODS)}, on unseen text")

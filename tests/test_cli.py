@@ -147,7 +147,9 @@ def test_report_reads_several_files(
     capsys.readouterr()
     assert main(["report", *files, "--output-dir", str(tmp_path / "report")]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
-    assert [path.suffix for path in written] == [".html", ".md", ".png", ".svg"]
+    drawings = ("perplexity_truncated", "positions_truncated", "frequencies")
+    names = [f"{name}{suffix}" for name in drawings for suffix in (".png", ".svg")]
+    assert [path.name for path in written] == ["report.html", "report.md", *names]
     table = written[1].read_text()
     assert "| unpatched | zero-shot |" in table
     assert "| ntk x2 | zero-shot |" in table

@@ -3,54 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import xml.etree.ElementTree as ET
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_records import make_record, read_page
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.report import report, text_table
 from hf_posenc.report.plot import _spread
 from hf_posenc.report.tables import make_tables, number_name, tokens_name
-
-
-def make_record(method: str = "none", length: int = 256, perplexity: float = 40.0, **changes: Any) -> Record:
-    tokens = 8 * (length - 1)
-    record = Record(
-        model="tiny",
-        method=method,
-        factor=1.0 if method == "none" else 4.0,
-        options={},
-        tokens_trained=0,
-        original_max_position_embeddings=256,
-        context_length=length,
-        protocol="truncated",
-        window=None,
-        stride=None,
-        last_k=None,
-        bos="none",
-        num_documents=8,
-        n_tokens=tokens,
-        nll_sum=math.log(perplexity) * tokens,
-        perplexity=perplexity,
-        ci_low=perplexity * 0.95,
-        ci_high=perplexity * 1.05,
-        ci_unit="documents",
-        tokenizer_hash="tok-1",
-        text_hash=f"text-{length}",
-        dtype="float32",
-        attn_implementation="sdpa",
-        versions={"torch": "2.13.0"},
-        seconds=1.0,
-        peak_memory_bytes=1,
-        run_key="run-1",
-    )
-    return dataclasses.replace(record, **changes)
-
 
 CURVES: dict[tuple[str, int], dict[int, float]] = {
     ("none", 0): {128: 60.0, 256: 50.0, 1024: 1234.5},
@@ -76,13 +40,14 @@ def cells(markdown: str) -> list[list[str]]:
 def test_markdown_holds_every_number_once_with_interval_original_and_change(tmp_path: Path) -> None:
     paths = report(make_records(), tmp_path / "report")
     head, *rows = cells(paths.markdown.read_text())[:5]
-    assert head == ["method", "fine-tuning", "128", "256 (original)", "1k (x4)"]
+    assert head == ["method", "fine-tuning", "128", "256 (original)", "1k (x4)", "short cost"]
     assert rows[0] == [
         "unpatched",
         "zero-shot",
         "**60.00** (57.00–63.00)",
         "50.00 (47.50–52.50)",
         "1,234 (1,173–1,296)",
+        "",
     ]
     assert rows[1][:2] == ["linear x4", "zero-shot"]
     assert rows[1][3] == "140.0 (133.0–147.0) +180.0 %"
@@ -91,28 +56,21 @@ def test_markdown_holds_every_number_once_with_interval_original_and_change(tmp_
     assert rows[3][3].startswith("**49.00**")
     assert rows[3][3].endswith("-2.0 %")
     assert rows[3][4] == "**46.00** (43.70–48.30)"  # no change beyond the original length
+    assert [row[5] for row in rows] == ["", "+180.0 % at 256", "+25.0 % at 128", "+2.5 % at 128"]
 
 
 def test_page_asks_for_nothing_and_says_how_it_was_measured(tmp_path: Path) -> None:
     paths = report(make_records(), tmp_path, title="A <b>title</b> & more")
     page = paths.html.read_text()
 
-    class Attributes(HTMLParser):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tags: list[str] = []
-            self.links: list[str] = []
-
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            self.tags.append(tag)
-            self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
-
-    parser = Attributes()
-    parser.feed(page)
-    assert parser.links
-    assert all(link.startswith("#") for link in parser.links)
-    assert not {"script", "link", "img", "b"} & set(parser.tags)
-    assert {"svg", "table", "dl"} <= set(parser.tags)
+    tags = read_page(page).tags
+    links = [value for _, values in tags for name, value in values.items() if name in ("src", "href", "xlink:href")]
+    assert links
+    assert all(link.startswith("#") for link in links)
+    names = [tag for tag, _ in tags]
+    assert not {"link", "img", "b", "iframe", "object"} & set(names)
+    assert {"svg", "table", "dl"} <= set(names)
+    assert names.count("script") == 1
     assert not re.search(r"url\((?!#)|@import", page)
     assert "A &lt;b&gt;title&lt;/b&gt; &amp; more" in page
     assert all(fact in page for fact in ("truncated", "tok-1", "text-1024", "float32, sdpa", "torch 2.13.0", "2,040"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from report_records import make_retrieval_record, read_page
 
 from hf_posenc.arguments import TASKS, RetrievalArguments
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
@@ -21,46 +21,10 @@ from hf_posenc.patching import patched
 from hf_posenc.report import report, text_table
 
 
-def make_record(method: str, length: int, depth: float | None, seed: int, right: bool, **changes: Any) -> Any:
-    record = RetrievalRecord(
-        model="tiny",
-        method=method,
-        factor=1.0 if method == "none" else 4.0,
-        options={},
-        tokens_trained=0,
-        original_max_position_embeddings=256,
-        task="passkey",
-        context_length=length,
-        depth=depth,
-        seed=seed,
-        chat=False,
-        num_prompt_tokens=length - 22,
-        max_new_tokens=22,
-        needle_places=[40],
-        answers=["12345"],
-        num_forced=int(right),
-        num_written=0,
-        n_tokens=5,
-        n_right=5 if right else 2,
-        nll_sum=1.0,
-        forced=" 12345",
-        written=" 1",
-        tokenizer_hash="tok-1",
-        text_hash=f"text-{length}-{depth}-{seed}",
-        dtype="float32",
-        attn_implementation="sdpa",
-        versions={"torch": "2.13.0"},
-        seconds=1.0,
-        peak_memory_bytes=1,
-        run_key=f"{method}-{length}-{depth}-{seed}",
-    )
-    return dataclasses.replace(record, **changes)
-
-
 def make_records() -> list[RetrievalRecord]:
     """Unpatched: right at 256, never at 1024. yarn: right but for one of the prompts at 1024, depth 50."""
     return [
-        make_record(method, length, depth, seed, right)
+        make_retrieval_record(method, length, depth, seed, right)
         for method in ("none", "yarn")
         for length in (256, 1024)
         for depth in (0.0, 50.0)
@@ -69,49 +33,23 @@ def make_records() -> list[RetrievalRecord]:
     ]
 
 
-class Tables(HTMLParser):
-    """The text of every cell, row by row, table by table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self.inside = False
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag == "table":
-            self.tables.append([])
-        elif tag in ("tr", "caption"):
-            self.tables[-1].append([])
-        if tag in ("td", "th", "caption"):
-            self.tables[-1][-1].append("")
-            self.inside = True
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = self.inside and tag not in ("td", "th", "caption")
-
-    def handle_data(self, data: str) -> None:
-        if self.inside:
-            self.tables[-1][-1][-1] += data.strip() and f" {data.strip()}"
-
-
 def test_the_page_holds_shares_intervals_and_a_map_for_each_row(tmp_path: Path) -> None:
     paths = report(make_records(), tmp_path)
-    parser = Tables()
-    parser.feed(paths.html.read_text())
-    by_length, *maps = ([[cell.strip() for cell in row] for row in table] for table in parser.tables)
+    tables = read_page(paths.html.read_text()).tables
+    by_length = tables["retrieval_passkey_table"]
+    maps = {caption: rows for caption, rows in tables.items() if "_" not in caption}
     low, high = wilson_interval([1, 1, 1, 0])
     assert by_length[0] == ["method", "256", "1k"]
     assert by_length[1] == ["unpatched zero-shot, teacher-forced", "100 % 51–100", "0 % 0–49"]
     assert by_length[3][2] == f"75 % {100 * low:.0f}–{100 * high:.0f}" == "75 % 30–95"
     assert by_length[4] == ["yarn x4 zero-shot, written", "0 % 0–49", "0 % 0–49"]
     assert len(maps) == 4  # two rows, scored in two ways
-    assert maps[2] == [
-        ["yarn x4, zero-shot, teacher-forced, percent right"],
+    assert maps["yarn x4, zero-shot, teacher-forced"] == [
         ["depth", "256", "1k"],
         ["0 %", "100 of 2", "100 of 2"],
         ["50 %", "100 of 2", "50 of 2"],
     ]
-    assert [path.name for path in paths.plots] == ["retrieval_passkey.png", "retrieval_passkey.svg"]
+    assert [path.name for path in paths.plots[:2]] == ["retrieval_passkey.png", "retrieval_passkey.svg"]
     assert paths.plots[0].read_bytes().startswith(b"\x89PNG")
     markdown = paths.markdown.read_text()
     assert "| yarn x4 | zero-shot | teacher-forced | 100 % (51–100) | 75 % (30–95) |" in markdown
@@ -121,12 +59,11 @@ def test_the_page_holds_shares_intervals_and_a_map_for_each_row(tmp_path: Path) 
 
 def test_tasks_without_depths_or_an_order_show_no_more_than_there_is(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"task": "cwe", "answers": ["one", "two"], "num_forced": None, "num_written": 1}
-    records = [make_record("none", 256, None, seed, True, **changes) for seed in (0, 1)]
+    records = [make_retrieval_record("none", 256, None, seed, True, **changes) for seed in (0, 1)]
     paths = report(records, tmp_path)
-    parser = Tables()
-    parser.feed(paths.html.read_text())
-    (table,) = parser.tables
-    assert [[cell.strip() for cell in row] for row in table] == [
+    tables = read_page(paths.html.read_text()).tables
+    assert set(tables) == {"retrieval_cwe_table", "cost_retrieval_cwe_table"}
+    assert tables["retrieval_cwe_table"] == [
         ["method", "256"],
         ["unpatched zero-shot, written", "50 % 9–91"],
     ]
@@ -184,9 +121,20 @@ def test_eval_asks_for_each_method_and_the_report_takes_both_kinds(
     assert main([*common, "--context-lengths", "64", "128"]) == 0
     assert main(["report", str(output), "--output-dir", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page" / "report.html").read_text()
-    assert re.findall(r"<h2>(.*)</h2>", page) == ["First N tokens", "Retrieval: passkey"]
+    assert re.findall(r"<h2>(.*)</h2>", page) == [
+        "Perplexity: First N tokens",
+        "Loss by position: First N tokens",
+        "Retrieval: passkey",
+        "Frequencies",
+        "Time and memory: First N tokens",
+        "Time and memory: Retrieval: passkey",
+        "Commands",
+    ]
     assert sorted(path.name for path in (tmp_path / "page").glob("*.svg")) == [
+        "cost_retrieval_passkey.svg",
+        "frequencies.svg",
         "perplexity_truncated.svg",
+        "positions_truncated.svg",
         "retrieval_passkey.svg",
     ]
 

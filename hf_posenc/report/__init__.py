@@ -8,19 +8,24 @@ from pathlib import Path
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
-from hf_posenc.report.heat_map import draw_heat_map
-from hf_posenc.report.markdown import headline, markdown_report, text_table
-from hf_posenc.report.page import html_page
-from hf_posenc.report.plot import draw
+from hf_posenc.report.commands import command_panel
+from hf_posenc.report.costs import cost_panel
+from hf_posenc.report.frequency_panel import frequency_panels
+from hf_posenc.report.heat_map import grid_panel
+from hf_posenc.report.page import html_page, markdown_page
+from hf_posenc.report.perplexity import perplexity_panel
+from hf_posenc.report.pieces import Panel
+from hf_posenc.report.positions import position_panel
 from hf_posenc.report.retrieval import make_grids
 from hf_posenc.report.tables import make_tables
+from hf_posenc.report.words import text_table
 
 __all__ = ["ReportPaths", "report", "text_table"]
 
 
 @dataclass(frozen=True)
 class ReportPaths:
-    """The files of a report; ``plots`` holds a PNG and an SVG for each protocol and task."""
+    """The files of a report; ``plots`` holds a PNG and an SVG for each drawing."""
 
     html: Path
     markdown: Path
@@ -28,19 +33,25 @@ class ReportPaths:
 
 
 def report(
-    records: Sequence[Record | RetrievalRecord], output_dir: str | Path, title: str = "Results by context length"
+    records: Sequence[Record | RetrievalRecord],
+    output_dir: str | Path,
+    title: str = "Results by context length",
+    command: str = "",
 ) -> ReportPaths:
     """Write records as a Markdown table, plots and one self-contained HTML page.
 
     Rows are methods (with what they were fine-tuned on), columns context lengths; each protocol and each retrieval task
-    has its own table, and each task heat maps of depth by length.
+    has its own table, the protocols losses by position where records have them, the tasks heat maps of depth by length.
+    Then what each method does to the frequencies, what it took, and the commands to measure it all again.
 
     Args:
         records: Of any number of models, from ``perplexity``, ``retrieval``, ``read_records`` or
             ``read_retrieval_records``; of repeats (equal ``run_key``) the last counts.
-        output_dir: Gets ``report.html``, ``report.md``, ``perplexity_<protocol>.png`` and ``.svg``, and
-            ``retrieval_<task>.png`` and ``.svg``; files of an earlier report there are replaced.
+        output_dir: Gets ``report.html``, ``report.md``, and as ``.png`` and ``.svg`` ``perplexity_<protocol>``,
+            ``positions_<protocol>``, ``retrieval_<task>``, ``frequencies`` and ``cost_<protocol or task>``, as far as
+            the records go; files of an earlier report there are replaced.
         title: The heading.
+        command: What was typed to make the report, for its last line.
 
     Raises:
         ValueError: No records; numbers that cannot be compared, with the difference named; two runs that would share
@@ -49,25 +60,30 @@ def report(
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{str(output_dir)!r} is a file. Give a folder for the report.")
+    panels = _make_panels(records, command)
+    folder.mkdir(parents=True, exist_ok=True)
+    plots = tuple(
+        _write(folder / f"{panel.slug}{suffix}", content)
+        for panel in panels
+        if panel.drawing is not None
+        for suffix, content in panel.drawing.files.items()
+    )
+    return ReportPaths(
+        html=_write(folder / "report.html", html_page(title, panels).encode()),
+        markdown=_write(folder / "report.md", markdown_page(title, panels).encode()),
+        plots=plots,
+    )
+
+
+def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> list[Panel]:
     found = [record for record in records if isinstance(record, RetrievalRecord)]
     grids = make_grids(found)
     tables = [] if grids and len(found) == len(records) else make_tables([r for r in records if isinstance(r, Record)])
-    headlines = [headline(table) for table in tables]
-    drawn = [draw(table) for table in tables]
-    maps = [draw_heat_map(grid) for grid in grids]
-    folder.mkdir(parents=True, exist_ok=True)
-    names = [*(f"perplexity_{table.slug}" for table in tables), *(grid.slug for grid in grids)]
-    plots = tuple(
-        _write(folder / f"{name}{suffix}", content)
-        for name, files in zip(names, [*drawn, *maps], strict=True)
-        for suffix, content in files.items()
-    )
-    page = html_page(title, tables, headlines, [files[".svg"].decode() for files in drawn], grids)
-    return ReportPaths(
-        html=_write(folder / "report.html", page.encode()),
-        markdown=_write(folder / "report.md", markdown_report(title, tables, headlines, grids).encode()),
-        plots=plots,
-    )
+    panels = [one for table in tables for one in (perplexity_panel(table), position_panel(table)) if one is not None]
+    panels += map(grid_panel, grids)
+    panels += frequency_panels(records)
+    panels += [*map(cost_panel, tables), *map(cost_panel, grids)]
+    return [*panels, command_panel(records, command)]
 
 
 def _write(path: Path, content: bytes) -> Path:

@@ -1,11 +1,12 @@
-"""Depth by length heat maps of a retrieval task: as PNG and SVG, and as tables of the page."""
+"""The panel of a retrieval task: accuracy by length, and depth by length heat maps, as drawings and as tables."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import Any, cast
 
-from hf_posenc.report.plot import STYLE, figure_files
+from hf_posenc.report.pieces import Cell, Panel, facts, markdown_facts, markdown_lines, quiet, table
+from hf_posenc.report.plot import STYLE, Drawing, figure_files
 from hf_posenc.report.retrieval import (
     BY,
     Grid,
@@ -21,8 +22,8 @@ from hf_posenc.report.tables import length_name
 _STRONGEST = 55  # percent of the colour where all is right: text stays readable on it, on light and dark pages
 
 
-def draw_heat_map(grid: Grid) -> dict[str, bytes]:
-    """Return one map for each row as file contents, by suffix: ``.png`` and ``.svg``."""
+def draw_heat_map(grid: Grid) -> Drawing:
+    """Draw one map for each row; the page has tables in their place."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -44,7 +45,7 @@ def draw_heat_map(grid: Grid) -> dict[str, bytes]:
         figure.suptitle(f"{grid.title}, {BY[by]}", x=0.01, ha="left", fontsize=10)
         files = figure_files(figure)
         plt.close(figure)
-    return files
+    return Drawing(files[".png"], files[".svg"])
 
 
 def _draw_row(axes: Any, grid: Grid, row: GridRow, by: str) -> None:
@@ -65,35 +66,43 @@ def _share(scores: list[float]) -> float:
     return sum(scores) / len(scores) if scores else float("nan")
 
 
-def grid_section(grid: Grid) -> str:
-    """Return a grid's section of the page: accuracy by length, a map for each row, and how it was measured."""
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in grid_facts(grid))
+def grid_panel(grid: Grid) -> Panel:
+    """Return a task's panel: accuracy by length, a map for each row, and how it was measured."""
+    drawing = draw_heat_map(grid)
     maps = "\n".join(_map(grid, row, by) for row in grid.rows for by in grid.scorings)
-    by_depth = f'<h3>Depth by length</h3>\n<div class="maps">{maps}</div>' if grid.has_depths else ""
-    return f"""<section>
-<h2>{escape(grid.title)}</h2>
-<div class="scroll">{_by_length(grid)}</div>
-<p class="quiet">{escape(grid_legend(grid))}</p>
+    by_depth = f'<h3>Percent right, depth by length</h3>\n<div class="maps">{maps}</div>' if grid.has_depths else ""
+    html = f"""{_by_length(grid)}
+{quiet(grid_legend(grid))}
 {by_depth}
 <h3>How it was measured</h3>
-<dl>{facts}</dl>
-</section>"""
+{facts(grid_facts(grid))}"""
+    return Panel(grid.slug, grid.title, html, _markdown(grid), drawing)
 
 
 def _by_length(grid: Grid) -> str:
-    heads = "".join(f'<th scope="col">{length_name(n)}</th>' for n in grid.lengths)
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(row.name)}<small>{escape(row.training)}, {BY[by]}</small></th>'
-        + "".join(_cell(row.scores(by, length)) for length in grid.lengths)
-        + "</tr>"
+    heads = [Cell("method"), *(Cell(length_name(n)) for n in grid.lengths)]
+    rows = [
+        [Cell(row.name, (f"{row.training}, {BY[by]}",)), *(_cell(row.scores(by, length)) for length in grid.lengths)]
         for row in grid.rows
         for by in grid.scorings
-    )
-    return f'<table><thead><tr><th scope="col">method</th>{heads}</tr></thead>\n<tbody>{rows}</tbody></table>'
+    ]
+    return table(grid.slug + "_table", heads, rows)
 
 
-def _cell(scores: list[float]) -> str:
-    return f"<td>{share_name(scores)}<small>{interval_name(scores)}</small></td>" if scores else "<td></td>"
+def _cell(scores: list[float]) -> Cell:
+    return Cell(share_name(scores), (interval_name(scores),), _share(scores)) if scores else Cell("")
+
+
+def _markdown(grid: Grid) -> str:
+    rows = []
+    for row in grid.rows:
+        for by in grid.scorings:
+            every = [row.scores(by, length) for length in grid.lengths]
+            cells = [f"{share_name(scores)} ({interval_name(scores)})" if scores else "" for scores in every]
+            rows.append([row.name, row.training, BY[by], *cells])
+    lines = markdown_lines(["method", "fine-tuning", "scored", *map(length_name, grid.lengths)], rows, texts=3)
+    image = f"![Depth and length]({grid.slug}.png)"
+    return "\n\n".join([lines, grid_legend(grid), image, markdown_facts(grid_facts(grid))])
 
 
 def _map(grid: Grid, row: GridRow, by: str) -> str:
@@ -104,7 +113,7 @@ def _map(grid: Grid, row: GridRow, by: str) -> str:
         + "</tr>"
         for depth in grid.depths
     )
-    caption = f"<caption>{escape(row.full_name)}, {BY[by]}, percent right</caption>"
+    caption = f"<caption>{escape(row.full_name)}, {BY[by]}</caption>"
     return (
         f'<div class="scroll"><table class="map">{caption}<thead><tr><th scope="col">depth</th>{heads}</tr></thead>\n'
         f"<tbody>{rows}</tbody></table></div>"

@@ -1,147 +1,195 @@
-"""The report as one HTML page that asks no server for anything."""
+"""The report as one HTML page that asks no server for anything, and as Markdown.
+
+All of the page is there without its script, which only sorts the tables.
+"""
 
 from __future__ import annotations
 
-import re
+import base64
+import hashlib
 from collections.abc import Sequence
 from html import escape
 
-from hf_posenc.report.heat_map import grid_section
-from hf_posenc.report.markdown import change_name, column_names, interval_name, legend, measured
-from hf_posenc.report.plot import COLOURS, INK
-from hf_posenc.report.retrieval import Grid
-from hf_posenc.report.tables import Row, Table, length_name, number_name
+from hf_posenc.report.pieces import Panel
+from hf_posenc.report.plot import COLOURS
+
+# The colours of the charts, light enough to read on a dark page.
+_ON_DARK = ("#58aef0", "#ff8f4a", "#3fcf9f", "#e79cc6", "#f0b429", "#8fd0f5")
 
 _CSS = """
-:root { color-scheme: light dark; --ink: #1f2328; --quiet: #636c76; --line: #d1d9e0; --paper: #fff; --shade: #f6f8fa }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6edf3; --quiet: #9198a1; --line: #3d444d; --paper: #0d1117; --shade: #161b22 }
-}
+:root { color-scheme: light; --ink: #1f2328; --quiet: #59636e; --line: #d1d9e0; --paper: #fff; --shade: #f6f8fa;
+  --link: #0a5ea8 }
 * { box-sizing: border-box }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1.5rem }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1rem }
+h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; scroll-margin-top: 1rem }
 h3 { font-size: 1rem; margin: 2rem 0 .5rem }
-figure { margin: 1.25rem 0; overflow-x: auto }
-figure svg { display: block; width: 100%; min-width: 30rem; max-width: 46rem; height: auto; margin: 0 auto;
-  color: var(--ink) }
-.scroll { overflow-x: auto }
+a { color: var(--link) }
+nav ul { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin: 0; padding: 0; list-style: none }
+nav { font-size: .9rem }
+figure { margin: 1.25rem 0 }
+figure svg { display: block; width: 100%; height: auto; margin: 0 auto; color: var(--ink) }
+svg.wide { max-width: 46rem }
+svg.narrow { display: none; max-width: 26rem }
+.scroll { overflow-x: auto; margin: .75rem 0 }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { padding: .4rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
   vertical-align: top }
 th { font-weight: 600 }
+th[scope=col] { white-space: normal; vertical-align: bottom }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); text-align: left }
-th.text, td.text { text-align: left }
-td.original, th.original { background: var(--shade) }
+.text, .hash { text-align: left }
+.hash { font-family: ui-monospace, monospace }
+.original, .never { background: var(--shade) }
 th[scope=row] { font-weight: 400 }
 .best { font-weight: 700 }
 small { display: block; color: var(--quiet); font-size: .8em; font-weight: 400 }
 p.quiet { color: var(--quiet); font-size: .9rem }
 table.map { margin: 0 0 1.25rem; print-color-adjust: exact }
+table.map small { color: inherit }
 table.map td { text-align: center; border: 1px solid var(--paper) }
 .maps { display: flex; flex-wrap: wrap; gap: 0 2.5rem }
-.maps > div { max-width: 100% }
-caption { text-align: left; white-space: nowrap; font-size: .9rem; padding: .4rem 0 }
+.maps > div { max-width: 100%; margin: 0 }
+caption { text-align: left; font-size: .9rem; padding: .4rem 0 }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.25rem; font-size: .9rem; margin: 0 0 1rem }
 dt { color: var(--quiet) }
 dd { margin: 0; overflow-wrap: anywhere }
-code { font-size: .9em }
-@media (max-width: 34rem) { dl { grid-template-columns: 1fr } dd { margin-bottom: .5rem } th:first-child {
-  white-space: normal; max-width: 8.5rem } th, td { padding: .35rem .5rem } }
-""".strip()
+pre { background: var(--shade); border: 1px solid var(--line); border-radius: 6px; padding: .7rem .9rem;
+  margin: .5rem 0; font: .85rem/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
+summary { cursor: pointer; font-size: .9rem; padding: .35rem 0 }
+th.sorts { cursor: pointer; user-select: none }
+th.sorts::after { content: "\\2195"; opacity: .35; margin-left: .35em; font-weight: 400 }
+th.sorts[aria-sort=ascending]::after { content: "\\2191"; opacity: 1 }
+th.sorts[aria-sort=descending]::after { content: "\\2193"; opacity: 1 }
+th.sorts:focus-visible { outline: 2px solid var(--link); outline-offset: -2px }
+@media (max-width: 34rem) {
+  body { padding-top: 1rem }
+  svg.wide { display: none }
+  svg.narrow { display: block }
+  dl { grid-template-columns: 1fr }
+  dd { margin-bottom: .5rem }
+  th:first-child { white-space: normal; max-width: 8.5rem }
+  th, td { padding: .35rem .5rem }
+}
+"""
 
-# The plot's colours, light enough to read on a dark page.
-_ON_DARK = ("#58aef0", "#ff8f4a", "#3fcf9f", "#e79cc6", "#f0b429", "#8fd0f5")
+_PRINT = """
+@media print {
+  @page { margin: 1.5cm }
+  body { max-width: none; padding: 0; font-size: 10pt }
+  nav { display: none }
+  .scroll { overflow: visible }
+  th, td { padding: .2rem .45rem }
+  th:first-child, td:first-child { position: static }
+  th.sorts::after { content: none }
+  h2, h3, summary, caption { break-after: avoid }
+  figure, tr, pre, .maps > div { break-inside: avoid }
+  svg.wide { display: block }
+  svg.narrow { display: none }
+  details::details-content { content-visibility: visible; height: auto }
+}
+"""
+
+# A header sorts up, then down, then as it was. The address keeps the order (#sort=TABLE:COLUMN:DIRECTION), so that a
+# link to it shows the same; empty cells stay last.
+SCRIPT = """
+(() => {
+  const value = cell => {
+    const text = cell.dataset.sort ?? cell.textContent.trim();
+    return text === "" ? null : isNaN(text) ? text : Number(text);
+  };
+  const compare = (a, b) => typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === "number" ? -1 : 1;
+  const sort = (table, column, direction) => {
+    const body = table.tBodies[0], sign = direction === "descending" ? -1 : 1;
+    table.startOrder ??= [...body.rows];
+    const rows = [...table.startOrder], key = row => value(row.cells[column]);
+    if (direction !== "none") rows.sort((one, other) => {
+      const a = key(one), b = key(other);
+      return a === null || b === null ? (a === null) - (b === null) : sign * compare(a, b);
+    });
+    body.append(...rows);
+    [...table.tHead.rows[0].cells].forEach((head, at) =>
+      head.setAttribute("aria-sort", at === column ? direction : "none"));
+  };
+  const next = {none: "ascending", ascending: "descending", descending: "none"};
+  for (const table of document.querySelectorAll("table.numbers"))
+    [...table.tHead.rows[0].cells].forEach((head, column) => {
+      const click = () => {
+        const direction = next[head.getAttribute("aria-sort")];
+        sort(table, column, direction);
+        history.replaceState(null, "", direction === "none" ? "#" : `#sort=${table.id}:${column}:${direction}`);
+      };
+      head.className += " sorts";
+      head.tabIndex = 0;
+      head.setAttribute("aria-sort", "none");
+      head.addEventListener("click", click);
+      head.addEventListener("keydown", event => {
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); click(); }
+      });
+    });
+  const follow = () => {
+    const [, id, column, direction] = /^#sort=([^:]+):(\\d+):(ascending|descending)$/.exec(location.hash) ?? [];
+    const table = id && document.getElementById(id);
+    if (!table?.tHead?.rows[0].cells[column]) return;
+    sort(table, Number(column), direction);
+    table.closest("details")?.setAttribute("open", "");
+    table.scrollIntoView({block: "nearest"});
+  };
+  addEventListener("hashchange", follow);
+  follow();
+})();
+"""
 
 
-def _colour_variables(colours: tuple[str, ...]) -> str:
-    return ":root { " + "; ".join(f"--c{index}: {colour}" for index, colour in enumerate(colours)) + " }"
-
-
-def html_page(
-    title: str, tables: list[Table], headlines: list[str], plots: list[str], grids: Sequence[Grid] = ()
-) -> str:
-    """Return the page: for each table a plot, the numbers, and how they were measured; then the retrieval tasks."""
-    parts = zip(tables, headlines, plots, strict=True)
-    sections = [_section(table, line, svg) for table, line, svg in parts]
-    body = "\n".join([*sections, *map(grid_section, grids)])
+def html_page(title: str, panels: Sequence[Panel]) -> str:
+    """Return the page: a list of what is on it, then the panels in order."""
+    links = "".join(f'<li><a href="#{panel.slug}">{escape(panel.title)}</a></li>' for panel in panels)
+    sections = "\n".join(
+        f'<section id="{panel.slug}">\n<h2>{escape(panel.title)}</h2>\n{panel.html}\n</section>' for panel in panels
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_policy()}">
 <title>{escape(title)}</title>
 <style>
-{_CSS}
-{_colour_variables(COLOURS)}
-@media (prefers-color-scheme: dark) {{ {_colour_variables(_ON_DARK)} }}
+{_style()}
 </style>
 </head>
 <body>
 <h1>{escape(title)}</h1>
-{body}
+<nav aria-label="On this page"><ul>{links}</ul></nav>
+{sections}
+<script>{SCRIPT}</script>
 </body>
 </html>
 """
 
 
-def _section(table: Table, line: str, svg: str) -> str:
-    facts = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in measured(table))
-    return f"""<section>
-<h2>{escape(table.title)}</h2>
-<p>{escape(line)}</p>
-<figure>{_inline(svg, table)}</figure>
-<div class="scroll">{_numbers(table)}</div>
-<p class="quiet">{escape(legend(table))}</p>
-<h3>How it was measured</h3>
-<dl>{facts}</dl>
-<div class="scroll">{_scored(table)}</div>
-</section>"""
+def markdown_page(title: str, panels: Sequence[Panel]) -> str:
+    """Return the same as Markdown; its drawings are the PNG files beside it."""
+    parts = [f"# {title}", *(f"## {panel.title}\n\n{panel.markdown}" for panel in panels)]
+    return "\n\n".join(parts) + "\n"
 
 
-def _inline(svg: str, table: Table) -> str:
-    """Return the SVG without its file header, its ink following the page's, its ids apart from other plots'."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{table.slug}-", svg)
-    label = f'role="img" aria-label="Perplexity by context length: {escape(table.title)}"'
-    for index, colour in enumerate(COLOURS):
-        svg = svg.replace(colour, f"var(--c{index})")
-    return svg.replace(INK, "currentColor").replace("<svg", f"<svg {label}", 1)
+def _policy() -> str:
+    """Return what the browser is told to load and run: nothing but this page's own styles and script."""
+    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
 
 
-def _numbers(table: Table) -> str:
-    at_original = ["original" if length in table.originals else "" for length in table.lengths]
-    heads = "".join(
-        f'<th scope="col" class="{mark}">{escape(name)}</th>'
-        for name, mark in zip(column_names(table), at_original, strict=True)
+def _style() -> str:
+    """Return the page's style sheet: light or dark as the reader's screen is, and light on paper."""
+    dark = (
+        ":root { color-scheme: dark; --ink: #e6edf3; --quiet: #9198a1; --line: #3d444d; --paper: #0d1117; "
+        "--shade: #161b22; --link: #58aef0 }"
     )
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(row.name)}<small>{escape(row.training)}</small></th>'
-        + "".join(_cell(table, row, n, mark) for n, mark in zip(table.lengths, at_original, strict=True))
-        + "</tr>"
-        for row in table.rows
-    )
-    return f'<table><thead><tr><th scope="col">method</th>{heads}</tr></thead>\n<tbody>{rows}</tbody></table>'
+    dark_screen = f"@media screen and (prefers-color-scheme: dark) {{ {dark} {_colours(_ON_DARK)} }}"
+    return f"{_CSS.strip()}\n{_colours(COLOURS)}\n{dark_screen}\n{_PRINT.strip()}"
 
 
-def _cell(table: Table, row: Row, length: int, mark: str) -> str:
-    record = row.records.get(length)
-    if record is None:
-        return f'<td class="{mark}"></td>'
-    best = "best" if record.perplexity == table.best(length) else ""
-    change = change_name(table.change(row, length))
-    return (
-        f'<td class="{mark}"><span class="{best}">{number_name(record.perplexity)}</span>'
-        f"<small>{interval_name(record)}</small>{f'<small>{change}</small>' if change else ''}</td>"
-    )
-
-
-def _scored(table: Table) -> str:
-    rows = "".join(
-        f'<tr><td>{length_name(n)}</td><td>{record.n_tokens:,}</td><td class="text"><code>'
-        f"{escape(record.text_hash)}</code></td></tr>"
-        for n, record in ((n, table.at_length(n)) for n in table.lengths)
-    )
-    return f'<table><tr><th>length</th><th>tokens scored</th><th class="text">text hash</th></tr>{rows}</table>'
+def _colours(colours: tuple[str, ...]) -> str:
+    return ":root { " + "; ".join(f"--c{index}: {colour}" for index, colour in enumerate(colours)) + " }"

@@ -1,13 +1,12 @@
-"""Perplexity by length, as a PNG and as an SVG."""
+"""Line charts: as PNG and SVG for papers and cards, and once more for the narrow screen of a phone."""
 
 from __future__ import annotations
 
 import io
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
-
-from hf_posenc.report.tables import Row, Table, length_name, number_name
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,8 +15,13 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers tell apart, but for their yellow and black.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK = "#3b3f46"  # text, axes and the unpatched row; the page swaps it for the colour of its text
+# Nobody has to know a colour: each method has a marker and dashes too, through which a line below it shows.
+_MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "d")
+_DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (4, 4)))
+_MARKED = 12  # about how many points of a long line have a marker
 _LABEL_POINTS = 11  # least distance of two labels
 _LOG_FROM = 4.0  # how many times the lowest value the highest is, for a logarithmic y axis
+_WIDE, _NARROW = (7.6, 4.4), (3.9, 3.4)  # inches; a narrow one grows by its legend
 
 STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -34,70 +38,148 @@ STYLE: dict[str, Any] = {
 }
 
 
-def draw(table: Table) -> dict[str, bytes]:
-    """Return the plot of a table as file contents, by suffix: ``.png`` and ``.svg``."""
+class Look(NamedTuple):
+    """How a line is drawn; a bold one is of a model that was trained."""
+
+    colour: str
+    marker: str
+    dashes: Any = "solid"
+    bold: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart; ``low`` and ``high`` are the ends of an interval at each x, or empty."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    look: Look
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """What a chart shows.
+
+    Attributes:
+        title: Stands above it.
+        x_label, y_label: With units.
+        lines: Named where they end.
+        x_ticks: Places on the x axis and what is written there.
+        marks: Places on the x axis of dashed lines, and the words above them.
+        log_x: To base 2.
+        falls: The x axis falls from left to right.
+        shade: A stretch of the x axis behind which the paper is darker.
+    """
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Sequence[Line]
+    x_ticks: Sequence[tuple[float, str]]
+    marks: Sequence[tuple[float, str]] = ()
+    log_x: bool = True
+    falls: bool = False
+    shade: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart as the content of files: ``narrow`` is an SVG for phones, or empty."""
+
+    png: bytes
+    svg: bytes
+    narrow: bytes = b""
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """What is written beside the page, by suffix."""
+        return {".png": self.png, ".svg": self.svg}
+
+
+def looks(rows: Sequence[Any]) -> dict[str, Look]:
+    """Return the look of each row by its full name: a colour and a marker a method, trained or not.
+
+    Args:
+        rows: Each with ``name``, ``full_name`` and a record ``first``.
+    """
+    names = list(dict.fromkeys(row.name for row in rows if row.first.method != "none"))
+    plain, found = Look(INK, "o"), {}
+    for at, name in enumerate(names):
+        found[name] = Look(COLOURS[at % len(COLOURS)], _MARKERS[at % len(_MARKERS)], _DASHES[at % len(_DASHES)])
+    return {row.full_name: found.get(row.name, plain)._replace(bold=row.first.tokens_trained > 0) for row in rows}
+
+
+def draw_chart(chart: Chart) -> Drawing:
+    """Draw a chart: each line named where it ends, and on the narrow form in a legend below."""
+    wide = _draw(chart, narrow=False)
+    return Drawing(wide[".png"], wide[".svg"], _draw(chart, narrow=True)[".svg"])
+
+
+def _draw(chart: Chart, narrow: bool) -> dict[str, bytes]:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    width, height = _NARROW if narrow else _WIDE
+    size = (width, height + 0.18 * len(chart.lines)) if narrow else (width, height)
     with plt.rc_context(cast(Any, STYLE)):  # its stub lists every key there is
-        figure, axes = plt.subplots(figsize=(7.6, 4.4), layout="constrained")
-        colours = _colours(table.rows)
-        for row in table.rows:
-            _draw_row(axes, row, colours[row.full_name])
-        _draw_axes(axes, table)
-        figure.draw_without_rendering()  # the layout has to be known before labels are spread
-        _label_rows(axes, table, colours)
-        files = figure_files(figure)
+        figure, axes = plt.subplots(figsize=size, layout="constrained")
+        for at, line in enumerate(chart.lines):
+            _draw_line(axes, line, at, len(chart.lines))
+        _draw_axes(axes, chart)
+        if narrow:
+            figure.legend(loc="outside lower left", frameon=False, fontsize=8.5, borderaxespad=0.1)
+        else:
+            figure.draw_without_rendering()  # the layout has to be known before labels are spread
+            _label_lines(axes, chart.lines)
+        files = figure_files(figure, (".svg",) if narrow else (".png", ".svg"))
         plt.close(figure)
     return files
 
 
-def figure_files(figure: Figure) -> dict[str, bytes]:
-    """Return a figure as file contents, by suffix: ``.png`` and ``.svg``."""
+def figure_files(figure: Figure, kinds: Sequence[str] = (".png", ".svg")) -> dict[str, bytes]:
+    """Return a figure as file contents, by suffix."""
+    arguments: dict[str, dict[str, Any]]
+    arguments = {".png": {"dpi": 200}, ".svg": {"metadata": {"Date": None}, "transparent": True}}
     files = {}
-    kinds: tuple[tuple[str, dict[str, Any]], ...]
-    kinds = ((".png", {"dpi": 200}), (".svg", {"metadata": {"Date": None}, "transparent": True}))
-    for suffix, kwargs in kinds:
+    for suffix in kinds:
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix[1:], **kwargs)
+        figure.savefig(buffer, format=suffix[1:], **arguments[suffix])
         files[suffix] = buffer.getvalue()
     return files
 
 
-def _colours(rows: Sequence[Row]) -> dict[str, str]:
-    """One colour a method; what was trained has the colour of its zero-shot row."""
-    names = list(dict.fromkeys(row.name for row in rows if row.first.method != "none"))
-    by_name = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
-    return {row.full_name: by_name.get(row.name, INK) for row in rows}
-
-
-def _draw_row(axes: Axes, row: Row, colour: str) -> None:
-    lengths, records = list(row.records), list(row.records.values())
-    trained = row.first.tokens_trained > 0
-    axes.fill_between(
-        lengths, [r.ci_low for r in records], [r.ci_high for r in records], color=colour, alpha=0.13, linewidth=0
-    )
+def _draw_line(axes: Axes, line: Line, number: int, count: int) -> None:
+    if line.low:
+        alpha = min(0.13, 0.45 / count)  # many lie over each other
+        axes.fill_between(line.x, line.low, line.high, color=line.look.colour, alpha=alpha, linewidth=0)
+    every = max(1, len(line.x) // _MARKED)
     axes.plot(
-        lengths,
-        [record.perplexity for record in records],
-        color=colour,
-        linewidth=2.4 if trained else 1.6,
-        marker="s" if trained else "o",
-        markersize=5 if trained else 4,
+        line.x,
+        line.y,
+        label=line.name,
+        color=line.look.colour,
+        linewidth=2.4 if line.look.bold else 1.5,
+        marker=line.look.marker,
+        markersize=6 if line.look.bold else 4.5,
+        markevery=(number % every, every),  # not where the next line has its own
+        linestyle=line.look.dashes,
     )
 
 
-def _draw_axes(axes: Axes, table: Table) -> None:
+def _draw_axes(axes: Axes, chart: Chart) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(table.lengths))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: length_name(round(value))))
+    if chart.log_x:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks([at for at, _ in chart.x_ticks], [name for _, name in chart.x_ticks])
     axes.xaxis.set_minor_locator(NullLocator())
-    values = [record.perplexity for row in table.rows for record in row.records.values()]
-    if max(values) > _LOG_FROM * min(values):
+    values = [value for line in chart.lines for value in line.y]
+    if min(values) > 0 and max(values) > _LOG_FROM * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator(_log_ticks(min(values), max(values))))
         axes.yaxis.set_minor_locator(NullLocator())
@@ -106,13 +188,16 @@ def _draw_axes(axes: Axes, table: Table) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
     axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel("context length N in tokens")
-    axes.set_ylabel("perplexity, lower is better")
-    axes.set_title(table.title, loc="left", fontsize=10, pad=16)
-    for original in table.originals:
-        axes.axvline(original, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
-        above = axes.get_xaxis_transform()
-        axes.text(original, 1.015, f"trained on {length_name(original)}", ha="center", transform=above, fontsize=8)
+    axes.set_xlabel(chart.x_label)
+    axes.set_ylabel(chart.y_label)
+    axes.set_title(chart.title, loc="left", fontsize=10, pad=16)
+    if chart.shade is not None:
+        axes.axvspan(*chart.shade, color=INK, alpha=0.07, linewidth=0)
+    for at, words in chart.marks:
+        axes.axvline(at, color=INK, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
+        axes.text(at, 1.015, words, ha="center", transform=axes.get_xaxis_transform(), fontsize=8)
+    if chart.falls:
+        axes.invert_xaxis()
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
@@ -121,21 +206,20 @@ def _log_ticks(low: float, high: float) -> list[float]:
     return [step * 10.0**decade for decade in decades for step in steps]
 
 
-def _label_rows(axes: Axes, table: Table, colours: dict[str, str]) -> None:
-    """Write each row's name where its line ends, moved apart where lines end close together."""
-    ends = [(row, *list(row.records.items())[-1]) for row in table.rows]
+def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
+    """Write each line's name where it ends, moved apart where lines end close together."""
     points = 72 / axes.figure.dpi
-    wanted = [axes.transData.transform((length, record.perplexity))[1] * points for _, length, record in ends]
-    for (row, length, record), at, moved in zip(ends, wanted, _spread(wanted), strict=True):
+    wanted = [axes.transData.transform((line.x[-1], line.y[-1]))[1] * points for line in lines]
+    for line, at, moved in zip(lines, wanted, _spread(wanted), strict=True):
         axes.annotate(
-            f"{row.full_name}  {number_name(record.perplexity)}",
-            (length, record.perplexity),
+            line.name,
+            (line.x[-1], line.y[-1]),
             xytext=(10, moved - at),
             textcoords="offset points",
             va="center",
-            color=colours[row.full_name],
+            color=line.look.colour,
             fontsize=8.5,
-            fontweight="bold" if row.first.tokens_trained else "normal",
+            fontweight="bold" if line.look.bold else "normal",
             annotation_clip=False,
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
-from hf_posenc.report.tables import group_rows, length_name
+from hf_posenc.report.tables import group_rows, is_unpatched, length_name
 
 BY = {"forced": "teacher-forced", "written": "written"}
 _EXPLAINED = {
@@ -27,10 +27,13 @@ class GridRow:
     training: str
     records: tuple[RetrievalRecord, ...]
 
+    @property
+    def first(self) -> RetrievalRecord:
+        return self.records[0]
+
     @cached_property
     def full_name(self) -> str:
-        first = self.records[0]
-        return self.name if first.method == "none" and first.tokens_trained == 0 else f"{self.name}, {self.training}"
+        return self.name if is_unpatched(self.first) else f"{self.name}, {self.training}"
 
     def scores(self, by: str, length: int, depth: float | str | None = "all") -> list[float]:
         """Return the scores of the prompts of a length, of one depth or all."""
@@ -137,23 +140,6 @@ def grid_lines(records: Sequence[RetrievalRecord]) -> list[str]:
     width = max(len(name) for name, _ in lines)
     head = " " * width + "".join(f"{length_name(n):>9}" for n in lengths)
     return [head, *(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells) for name, cells in lines)]
-
-
-def grid_markdown(grid: Grid) -> str:
-    """Return a grid's section of the Markdown report."""
-    lines = [
-        "| " + " | ".join(["method", "fine-tuning", "scored", *map(length_name, grid.lengths)]) + " |",
-        "|" + "---|" * 3 + "---:|" * len(grid.lengths),
-    ]
-    for row in grid.rows:
-        for by in grid.scorings:
-            every = [row.scores(by, length) for length in grid.lengths]
-            cells = [f"{share_name(scores)} ({interval_name(scores)})" if scores else "" for scores in every]
-            lines.append("| " + " | ".join([row.name.replace("|", "\\|"), row.training, BY[by], *cells]) + " |")
-    facts = "\n".join(f"- {name}: {value}" for name, value in grid_facts(grid))
-    parts = [f"## {grid.title}", "\n".join(lines), grid_legend(grid)]
-    parts += [f"![Depth and length]({grid.slug}.png)", f"How it was measured:\n\n{facts}"]
-    return "\n\n".join(parts)
 
 
 def _make_grid(task: str, records: list[RetrievalRecord]) -> Grid:

@@ -63,6 +63,11 @@ class Table:
             return None
         return 100 * (row.records[length].perplexity / base.records[length].perplexity - 1)
 
+    def short_cost(self, row: Row) -> tuple[float, int] | None:
+        """Return the largest change up to the original length, in percent, and at which length; None where none is."""
+        changes = [(change, n) for n in self.lengths if (change := self.change(row, n)) is not None]
+        return max(changes) if changes else None
+
     def best(self, length: int) -> float:
         """Return the lowest perplexity of a column."""
         return min(row.records[length].perplexity for row in self.rows if length in row.records)
@@ -108,8 +113,9 @@ def number_name(value: float) -> str:
 
 
 def _make_table(records: Sequence[Record]) -> Table:
-    refuse_incomparable(records)
     _refuse_shared_rows(records)
+    records = list({(*_row_key(record), record.context_length): record for record in records}.values())
+    refuse_incomparable(records)
     rows = make_rows(records)
     for row in rows:
         _refuse_long_only(row)
@@ -132,8 +138,12 @@ def _make_table(records: Sequence[Record]) -> Table:
 def refuse_incomparable(records: Sequence[Record]) -> None:
     """Raise if numbers that would stand in one table were measured on different text or in different ways."""
     seen: dict[int, Record] = {}
+    by_position: dict[int, Record] = {}
     for record in records:
         _refuse_difference(records[0], record, ("tokenizer_hash",))
+        if record.position_bucket is not None:  # older files have none
+            other = by_position.setdefault(record.context_length, record)
+            _refuse_difference(other, record, ("position_bucket", "position_tokens"))
         other = seen.setdefault(record.context_length, record)
         _refuse_difference(other, record, _PER_LENGTH)
 
@@ -209,11 +219,16 @@ def is_unpatched(record: Record | RetrievalRecord) -> bool:
     return record.method == "none" and record.tokens_trained == 0
 
 
-def _row_name(record: Record | RetrievalRecord, extras: Iterable[str]) -> str:
+def rule_name(record: Record | RetrievalRecord) -> str:
+    """Return how a model was extended, such as ``yarn x4 (beta_fast=16)``."""
     name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
     if record.options:
         values = {key: json.dumps(value).strip('"') for key, value in record.options.items()}
         name += " (" + ", ".join(f"{k}={v if len(v) <= 20 else '...'}" for k, v in values.items()) + ")"
+    return name
+
+
+def _row_name(record: Record | RetrievalRecord, extras: Iterable[str]) -> str:
     shown = {"model": Path(record.model).name}
     label = [record.label] if record.label else []
-    return " · ".join([name, *label, *(str(shown.get(extra, getattr(record, extra))) for extra in extras)])
+    return " · ".join([rule_name(record), *label, *(str(shown.get(extra, getattr(record, extra))) for extra in extras)])

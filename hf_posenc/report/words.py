@@ -1,4 +1,4 @@
-"""Tables as text, and the words that say how numbers were measured."""
+"""Results for a terminal, and the words that say what a table shows and how it was measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
-from hf_posenc.report.retrieval import Grid, grid_lines, grid_markdown
+from hf_posenc.report.retrieval import grid_lines
 from hf_posenc.report.tables import Row, Table, length_name, make_rows, number_name
 
 _SCORED = {
@@ -66,33 +66,15 @@ def _perplexity_lines(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def markdown_table(table: Table) -> str:
-    """Return a table in GitHub's Markdown."""
-    lines = [
-        "| " + " | ".join(["method", "fine-tuning", *column_names(table)]) + " |",
-        "|" + "---|" * 2 + "---:|" * len(table.lengths),
-    ]
-    for row in table.rows:
-        cells = [_cell(table, row, length) for length in table.lengths]
-        lines.append("| " + " | ".join([row.name.replace("|", "\\|"), row.training, *cells]) + " |")
-    return "\n".join(lines)
-
-
-def _cell(table: Table, row: Row, length: int) -> str:
-    record = row.records.get(length)
-    if record is None:
-        return ""
-    value = number_name(record.perplexity)
-    value = f"**{value}**" if record.perplexity == table.best(length) else value
-    return f"{value} ({interval_name(record)}) {change_name(table.change(row, length))}".strip()
-
-
 def legend(table: Table) -> str:
     """Return the sentence that explains a table's cells."""
     unit = table.at_length(table.lengths[0]).ci_unit
     text = f"Perplexity, lower is better; with it the 95 % interval over {unit}; the lowest of a column is bold."
     if any(table.change(row, length) is not None for row in table.rows for length in table.lengths):
-        text += " Up to the original length, the percentage says how far a row is above the unpatched model."
+        text += (
+            " Up to the original length, the percentage says how far a row is above the unpatched model on the same"
+            " tokens; short cost is the largest of them."
+        )
     return text
 
 
@@ -119,27 +101,6 @@ def measured(table: Table) -> list[tuple[str, str]]:
         strides = dict.fromkeys(f"{table.at_length(n).stride} at {length_name(n)}" for n in table.lengths)
         pairs.insert(1, ("Stride in tokens", ", ".join(strides)))
     return pairs
-
-
-def markdown_report(title: str, tables: list[Table], headlines: list[str], grids: Sequence[Grid] = ()) -> str:
-    """Return the whole report as Markdown; plots are the PNG files beside it."""
-    parts = [f"# {title}"]
-    for table, line in zip(tables, headlines, strict=True):
-        facts = "\n".join(f"- {name}: {value}" for name, value in measured(table))
-        scored = "\n".join(
-            f"| {length_name(n)} | {table.at_length(n).n_tokens:,} | `{table.at_length(n).text_hash}` |"
-            for n in table.lengths
-        )
-        parts += [
-            f"## {table.title}",
-            line,
-            markdown_table(table),
-            legend(table),
-            f"![Perplexity by length](perplexity_{table.slug}.png)",
-            f"How it was measured:\n\n{facts}",
-            f"| length | tokens scored | text hash |\n|---:|---:|---|\n{scored}",
-        ]
-    return "\n\n".join(part for part in [*parts, *map(grid_markdown, grids)] if part) + "\n"
 
 
 def headline(table: Table) -> str:

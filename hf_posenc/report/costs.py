@@ -1,0 +1,108 @@
+"""Time and memory by length: of each pass that perplexities came from, and of each prompt."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_posenc.report.pieces import Cell, Panel, inline, markdown_lines, quiet, table
+from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart, looks
+from hf_posenc.report.retrieval import Grid, GridRow
+from hf_posenc.report.tables import Row, Table, length_name
+
+_LEGEND = (
+    "Peak memory is the GPU's on CUDA, else that of the whole process since it began, so that of a later row is never "
+    "less than that of an earlier one of the same command."
+)
+_PASS = "Seconds of a pass over all documents; where one pass gave several lengths, it stands at the longest."
+_PROMPT = "Mean seconds of a prompt, asked and answered twice: teacher-forced and written."
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one pass took; ``other`` is the longer length whose pass gave this one too, else None."""
+
+    seconds: float
+    peak_bytes: int
+    other: int | None = None
+
+
+def cost_panel(found: Table | Grid) -> Panel:
+    """Return the panel of what one table or task took."""
+    slug, title = f"cost_{found.slug}", f"Time and memory: {found.title}"
+    costs = [(row, row_costs(row)) for row in found.rows]
+    drawing = _draw(found, costs)
+    legend = f"{_PASS if isinstance(found, Table) else _PROMPT} {_LEGEND}"
+    heads = ["method", *(length_name(length) for length in found.lengths)]
+    rows = [
+        [Cell(row.name, (row.training,)), *(_cell(one.get(length)) for length in found.lengths)] for row, one in costs
+    ]
+    figure = "" if drawing is None else inline(drawing, slug, f"{title}: seconds by length")
+    html = f"{figure}\n{table(slug + '_table', [Cell(head) for head in heads], rows)}\n{quiet(legend)}"
+    lines = [[row.full_name, *(_text(one.get(length)) for length in found.lengths)] for row, one in costs]
+    parts = ["" if drawing is None else f"![Seconds by length]({slug}.png)", markdown_lines(heads, lines), legend]
+    return Panel(slug, title, html, "\n\n".join(part for part in parts if part), drawing)
+
+
+def row_costs(row: Row | GridRow) -> dict[int, Cost]:
+    """Return what each length of a row took.
+
+    Records of one pass carry the same time, to the last bit, which no two passes do.
+    """
+    if isinstance(row, GridRow):
+        lengths = sorted({record.context_length for record in row.records})
+        asked = {n: [record for record in row.records if record.context_length == n] for n in lengths}
+        return {
+            n: Cost(statistics.mean(one.seconds for one in here), max(one.peak_memory_bytes for one in here))
+            for n, here in asked.items()
+        }
+    longest = {record.seconds: length for length, record in row.records.items()}  # lengths rise
+    return {
+        length: Cost(
+            record.seconds,
+            record.peak_memory_bytes,
+            longest[record.seconds] if longest[record.seconds] != length else None,
+        )
+        for length, record in row.records.items()
+    }
+
+
+def seconds_name(seconds: float) -> str:
+    """Return ``0.52 s``, ``7.3 s``, ``164.7 s``, or from an hour on ``1 h 12 min``."""
+    if seconds < 3600:
+        return f"{seconds:.2g} s" if seconds < 1 else f"{seconds:.1f} s"
+    return f"{seconds // 3600:.0f} h {seconds % 3600 // 60:.0f} min"
+
+
+def bytes_name(count: int) -> str:
+    """Return ``1.26 GiB`` or ``597 MiB``."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _cell(cost: Cost | None) -> Cell:
+    if cost is None:
+        return Cell("")
+    if cost.other is not None:
+        return Cell("", (f"in the {length_name(cost.other)} pass",))
+    return Cell(seconds_name(cost.seconds), (bytes_name(cost.peak_bytes),), cost.seconds)
+
+
+def _text(cost: Cost | None) -> str:
+    cell = _cell(cost)
+    return ", ".join(one for one in (cell.text, *cell.small) if one)
+
+
+def _draw(found: Table | Grid, costs: Sequence[tuple[Any, dict[int, Cost]]]) -> Drawing | None:
+    """Draw seconds by length; None where no row was timed at two lengths."""
+    styles, lines = looks(found.rows), []
+    for row, one in costs:
+        timed = {length: cost.seconds for length, cost in one.items() if cost.other is None}
+        if len(timed) > 1:
+            lines.append(Line(row.full_name, list(timed), list(timed.values()), styles[row.full_name]))
+    if not lines:
+        return None
+    what = "a pass" if isinstance(found, Table) else "a prompt, mean"
+    ticks = [(length, length_name(length)) for length in found.lengths]
+    return draw_chart(Chart(f"Seconds of {what}", "context length in tokens", "seconds", lines, ticks))

@@ -1,0 +1,135 @@
+"""The frequency panel: what each method of a report does to each rotary pair, by the closed forms."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_posenc.attention.staged import Stages
+from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.frequencies import Frequencies, plain_frequencies
+from hf_posenc.registry import METHODS, make_scaling
+from hf_posenc.report.tables import rule_name
+
+_SAME = (
+    0.005  # relative: a pair stretched by less is kept, one stretched by this much less than the factor has all of it
+)
+_EPSILON = 1e-6  # relative: what rounding may do
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A method as a model was extended with it.
+
+    Attributes:
+        name: Of its row.
+        spec: What the model was trained with.
+        scaling: What was asked for; method ``"none"`` for the model as it is.
+        reach: The length it is looked at, in tokens: its target, or the longest measured of the unpatched model.
+        first: A record of it.
+    """
+
+    name: str
+    spec: RopeSpec
+    scaling: RopeScaling
+    reach: int
+    first: Record | RetrievalRecord
+
+    @property
+    def full_name(self) -> str:
+        return self.name
+
+    @property
+    def changes_distances(self) -> bool:
+        """Whether it leaves every frequency as it is, and changes how far apart a query and a key are said to be."""
+        return self.scaling.on_attention_door and self.scaling.method not in ("dynamic", "dynamic_yarn")
+
+    @cached_property
+    def frequencies(self) -> Frequencies:
+        """``inv_freq``, float64 ``(num_pairs,)``, and ``attention_factor`` of a forward of ``reach`` tokens."""
+        if self.scaling.method == "none":
+            return plain_frequencies(self.spec)
+        if self.scaling.on_attention_door and not self.changes_distances:
+            stages = Stages(self.spec, self.scaling)
+            return stages.frequencies(int(stages.of(torch.tensor([self.reach - 1]))))
+        return METHODS[self.scaling.method].formula(self.spec, self.scaling, self.reach)
+
+    @cached_property
+    def turns(self) -> list[float]:
+        """Turns of each pair over the original length, as the model was trained; 0 for pairs that never turn."""
+        return (self._plain * self.spec.original_max_position_embeddings / (2 * math.pi)).tolist()
+
+    @cached_property
+    def stretch(self) -> list[float]:
+        """How many times longer the wavelength of each pair that turns becomes."""
+        turning = self.spec.turning_pairs
+        return (self._plain[:turning] / self.frequencies[0][:turning]).tolist()
+
+    @property
+    def _plain(self) -> torch.Tensor:
+        return plain_frequencies(self.spec)[0]
+
+    def unseen(self) -> int | None:
+        """Return how many pairs reach angles they never had in training; None of a rule that changes distances.
+
+        A pair that completed a turn has had every angle; one that did not has had none beyond where it came to.
+        """
+        if self.changes_distances:
+            return None
+        reached = self.frequencies[0] * self.reach / (2 * math.pi)
+        pairs: zip[tuple[float, float]] = zip(self.turns, reached.tolist(), strict=True)
+        return sum(had < 1 and comes > had * (1 + _EPSILON) for had, comes in pairs)
+
+    def shares(self) -> tuple[int, int, int]:
+        """Return how many of the pairs that turn are kept, in between, and stretched by the whole factor or more."""
+        kept = sum(one <= 1 + _SAME for one in self.stretch)
+        whole = sum(one > 1 + _SAME and one >= self.scaling.factor * (1 - _SAME) for one in self.stretch)
+        return kept, len(self.stretch) - kept - whole, whole
+
+
+def wavelengths(spec: RopeSpec) -> list[float]:
+    """Return the tokens of one turn of each pair that turns."""
+    inv_freq = plain_frequencies(spec)[0][: spec.turning_pairs]
+    return (2 * math.pi / inv_freq).tolist()
+
+
+def make_rules(records: Sequence[Record | RetrievalRecord]) -> list[list[Rule]]:
+    """Return the rules of each model of a report, in order of appearance, the unpatched one first.
+
+    Records without ``rope`` or original length, as older files have, are left out.
+    """
+    models: dict[tuple[Any, ...], dict[str, Record | RetrievalRecord]] = {}
+    longest: dict[tuple[Any, ...], int] = {}
+    for record in records:
+        if not record.rope or record.original_max_position_embeddings is None:
+            continue
+        key = (record.model, record.original_max_position_embeddings, *sorted(record.rope.items()))
+        rule = json.dumps([record.method, record.factor, record.options], sort_keys=True)
+        models.setdefault(key, {}).setdefault(rule, record)
+        longest[key] = max(record.context_length, longest.get(key, 0))
+    rules = [[_rule(record, longest[key]) for record in found.values()] for key, found in models.items()]
+    return [sorted(of_model, key=lambda rule: rule.scaling.method != "none") for of_model in rules]
+
+
+def model_name(rule: Rule) -> str:
+    """Return the last part of a model's name or path."""
+    return Path(rule.first.model).name
+
+
+def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:
+    name = rule_name(record)
+    original = record.original_max_position_embeddings or 0
+    spec = RopeSpec(original_max_position_embeddings=original, **record.rope)
+    if record.method == "none":
+        return Rule(name, spec, RopeScaling("none"), longest, record)
+    scaling = make_scaling(record.method, record.factor, record.options)
+    return Rule(name, spec, scaling, round(record.factor * original), record)

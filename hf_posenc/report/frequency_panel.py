@@ -1,0 +1,130 @@
+"""The frequency panel as a chart and two tables: what each method does on the whole, and to each rotary pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.report.frequencies import Rule, make_rules, model_name, wavelengths
+from hf_posenc.report.pieces import Cell, Panel, folded, inline, markdown_lines, quiet, table
+from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart, looks
+from hf_posenc.report.tables import length_name
+
+_HEADS = ("method", "at", "kept", "between", "stretched in full", "angles never trained", "attention factor")
+
+
+def frequency_panels(records: Sequence[Record | RetrievalRecord]) -> list[Panel]:
+    """Return a panel for each model whose records say what its frequencies were; there may be none."""
+    models = make_rules(records)
+    return [
+        _panel(rules, "frequencies" if at == 0 else f"frequencies_{at + 1}", len(models) > 1)
+        for at, rules in enumerate(models)
+    ]
+
+
+def _panel(rules: list[Rule], slug: str, several: bool) -> Panel:
+    title = "Frequencies" + (f": {model_name(rules[0])}" if several else "")
+    lead, legend = _lead(rules[0]), _legend(rules)
+    drawing = _draw(rules)
+    shown = [rule for rule in rules if not rule.changes_distances]
+    heads, pairs = _pair_heads(rules[0], shown), _pair_rows(rules[0], shown)
+    figure = "" if drawing is None else inline(drawing, slug, "How far each method stretches each rotary pair")
+    html = f"""<p>{escape(lead)}</p>
+{figure}
+{table(slug + "_methods", [Cell(head) for head in _HEADS], [_summary(rule) for rule in rules])}
+{quiet(legend)}
+{folded(f"All {len(pairs)} pairs", table(slug + "_pairs", [Cell(head) for head in heads], pairs))}"""
+    parts = [
+        lead,
+        markdown_lines(_HEADS, [[cell.text for cell in _summary(rule)] for rule in rules]),
+        legend,
+        "" if drawing is None else f"![How far each pair is stretched]({slug}.png)",
+        markdown_lines(heads, [[cell.text for cell in row] for row in pairs]),
+    ]
+    return Panel(slug, title, html, "\n\n".join(part for part in parts if part), drawing)
+
+
+def _lead(rule: Rule) -> str:
+    spec = rule.spec
+    still = f", and {spec.still_pairs} more never turn at all" if spec.still_pairs else ""
+    count = sum(turns < 1 for turns in rule.turns[: spec.turning_pairs])
+    never = f"{count} of them never complete" if count != 1 else "One of them never completes"
+    return (
+        f"{spec.turning_pairs} pairs of features turn with the position, at base {spec.rope_theta:g}. {never} a turn "
+        f"within the {length_name(spec.original_max_position_embeddings)} tokens of training{still}."
+    )
+
+
+def _legend(rules: Sequence[Rule]) -> str:
+    text = (
+        "Stretch is how many times longer the wavelength of a pair becomes: 1 is kept, the method's factor or more is "
+        "in full. Angles never trained: pairs that, at the length given, turn further than they ever came in training "
+        "without having completed a turn there. By hf_posenc's closed forms, from what the records say."
+    )
+    if any(rule.changes_distances for rule in rules):
+        text += " Where it says distances, the frequencies stay and far tokens are told to be nearer than they are."
+    return text
+
+
+def _summary(rule: Rule) -> list[Cell]:
+    unseen, factor = rule.unseen(), rule.frequencies[1]
+    shares = [Cell(str(count), sort=count) for count in rule.shares()]
+    return [
+        Cell(rule.name),
+        Cell(length_name(rule.reach), sort=rule.reach),
+        *shares,
+        Cell("distances") if unseen is None else Cell(f"{unseen} pairs" if unseen != 1 else "1 pair", sort=unseen),
+        Cell(f"{factor:.4g}", sort=factor),
+    ]
+
+
+def _pair_heads(rule: Rule, shown: Sequence[Rule]) -> list[str]:
+    original = length_name(rule.spec.original_max_position_embeddings)
+    names = (one.name for one in _extended(shown))
+    return ["pair", "wavelength in tokens", f"turns in {original}", "a whole turn", *names]
+
+
+def _pair_rows(rule: Rule, shown: Sequence[Rule]) -> list[list[Cell]]:
+    """Return a row for each pair that turns; the methods' cells are its stretch."""
+    rows = []
+    for pair, (tokens, turns) in enumerate(zip(wavelengths(rule.spec), rule.turns, strict=False)):
+        cells = [Cell(str(pair), sort=pair), Cell(_digits(tokens), sort=tokens), Cell(_digits(turns), sort=turns)]
+        cells.append(Cell("never", mark="never") if turns < 1 else Cell("yes"))
+        stretches = (one.stretch[pair] for one in _extended(shown))
+        rows.append([*cells, *(Cell(f"{stretch:.3f}", sort=stretch) for stretch in stretches)])
+    return rows
+
+
+def _extended(rules: Sequence[Rule]) -> list[Rule]:
+    return [rule for rule in rules if rule.scaling.method != "none"]
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _draw(rules: Sequence[Rule]) -> Drawing | None:
+    shown = [rule for rule in rules if not rule.changes_distances]
+    if not _extended(shown):
+        return None
+    spec, styles = rules[0].spec, looks(rules)
+    turns = rules[0].turns[: spec.turning_pairs]
+    original = length_name(spec.original_max_position_embeddings)
+    lines = [Line(rule.name, turns, rule.stretch, styles[rule.name]._replace(bold=False)) for rule in shown]
+    chart = Chart(
+        "How far each pair is stretched",
+        f"turns of the pair within the {original} tokens of training",
+        "stretch of its wavelength",
+        lines,
+        [(at, f"{at:,.4g}") for at in _decades(turns)],
+        [(1.0, "one turn")] if turns[-1] < 1 else [],
+        falls=True,
+        shade=(turns[-1], 1.0) if turns[-1] < 1 else None,
+    )
+    return draw_chart(chart)
+
+
+def _decades(turns: Sequence[float]) -> list[float]:
+    return [10.0**power for power in range(-9, 10) if turns[-1] <= 10.0**power <= turns[0]]
