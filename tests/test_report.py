@@ -116,6 +116,7 @@ def test_same_records_give_the_same_files(tmp_path: Path) -> None:
         ("num_documents", 9),
         ("stride", 64),
         ("window", 512),
+        ("average", "windows"),
     ],
 )
 def test_refuses_what_cannot_be_compared(tmp_path: Path, field: str, value: Any) -> None:

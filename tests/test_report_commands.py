@@ -72,6 +72,13 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
     "other original": ({}, [{"method": "yarn", "factor": 4, "original_max_position_embeddings": 32}], 1),
     "strides": ({"protocol": "sliding_window", "stride": 7, "max_tokens": 200}, [{}], 1),
     "default strides": ({"protocol": "sliding_window"}, [{}], 1),
+    "same tokens": ({"protocol": "same_tokens", "max_tokens": 300}, [{}, {"method": "yarn", "factor": 2}], 1),
+    "means of windows": ({"protocol": "same_tokens", "average": "windows"}, [{}], 1),
+    "yarn": ({"protocol": "yarn"}, [{}], 1),
+    "govreport": ({"protocol": "yarn_govreport", "stride": 16}, [{}], 1),
+    "weighed": ({"protocol": ["pose", "pi"], "stride": 16}, [{}], 2),
+    "stream": ({"protocol": "longlora", "stride": 20}, [{}], 1),
+    "end": ({"protocol": "rerope", "last_k": 20}, [{}], 1),
     "last": ({"protocol": "last_k", "last_k": 9, "bos": "prepended", "label": "two words"}, [{}], 1),
 }
 

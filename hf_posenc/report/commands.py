@@ -10,21 +10,23 @@ from html import escape
 from typing import Any
 
 from hf_posenc.evaluation.plans import DEFAULT_STRIDE
+from hf_posenc.evaluation.protocols import rule_of
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.report.pieces import Panel, quiet
 
 _TYPED = "As they were typed:"
 _MADE = (
-    "Put together from the records, which keep hashes of texts and no names of files: DOCUMENTS stands for the texts "
-    "(add --cut if they were cut into pieces), TRAINED for the folder of the trained model, and the tasks are asked in "
-    "the package's novels unless --documents says otherwise. The same text hashes then say that all was as it had been."
+    "Put together from the records, which keep hashes of texts and no names of files: DOCUMENTS stands for the texts, "
+    "TRAINED for the folder of the trained model, and the tasks are asked in the package's novels. What records do not "
+    "say has to be added: --cut if documents were cut into pieces, --max-tokens if a published protocol was not to "
+    "read them to their end. The same text hashes then say that all was as it had been."
 )
 _RESULTS = "results.jsonl"
 # What one command is for; a record of either kind lacks some of these.
 _SAME = (
     *("model", "label", "dtype", "attn_implementation", "tokens_trained", "chat"),
-    *("protocol", "bos", "stride", "last_k", "num_documents"),
+    *("protocol", "bos", "average", "last_k", "num_documents"),
 )
 
 
@@ -68,31 +70,50 @@ def _perplexity_commands(records: Iterable[Record | RetrievalRecord]) -> list[st
     groups: dict[str, list[Record]] = {}
     for record in records:
         if isinstance(record, Record):
-            same = [*_flags(record), record.protocol, record.bos, record.last_k, record.num_documents]
-            groups.setdefault(json.dumps([*same, _stride(record), _kept(record)]), []).append(record)
+            same = [*_flags(record), record.protocol, record.bos, record.average, record.last_k, record.num_documents]
+            groups.setdefault(json.dumps([*same, _stride(record)]), []).append(record)
     return [_line(_perplexity_words(group)) for group in _with_unpatched(list(groups.values()))]
 
 
 def _perplexity_words(group: list[Record]) -> list[str]:
     first, lengths = group[-1], sorted({record.context_length for record in group})
     words = [_model(first), "--documents", "DOCUMENTS", "--context-lengths", *map(str, lengths), *_methods(group)]
-    words += ["--protocol", first.protocol, "--max-documents", str(first.num_documents)]
-    words += ["--bos", "prepended"] if first.bos == "prepended" else []
-    words += ["--last-k", str(first.last_k)] if first.last_k is not None else []
-    words += ["--stride", str(stride)] if (stride := _stride(first)) is not None else []
-    words += ["--max-tokens", str(kept)] if (kept := _kept(first)) not in (None, lengths[-1]) else []
+    words += ["--protocol", first.protocol, *_settings(first, lengths)]
     return [*words, *_flags(first), "--output", _RESULTS]
 
 
+def _settings(record: Record, lengths: Sequence[int]) -> list[str]:
+    """Return the flags that say how a protocol was used, without those that repeat what it does by itself."""
+    rule = rule_of(record.protocol)
+    flags = {
+        # A stream is one text, made of any number of documents.
+        "--max-documents": None if rule.shape == "stream" else record.num_documents,
+        "--bos": record.bos if rule.bos is None and record.bos != "none" else None,
+        "--average": record.average if record.average != rule.average else None,
+        "--last-k": record.last_k,
+        "--stride": _stride(record),
+        "--max-tokens": _kept(record, lengths),
+    }
+    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+
+
 def _stride(record: Record) -> int | None:
-    """Return the stride that was asked for; None where it is the default of its window."""
-    usual = DEFAULT_STRIDE if record.context_length > DEFAULT_STRIDE else record.context_length // 2
-    return None if record.stride in (None, usual) else record.stride
+    """Return the stride that was asked for; None where it is what the protocol does by itself."""
+    half = max(1, record.context_length // 2)
+    usual = DEFAULT_STRIDE if record.context_length > DEFAULT_STRIDE else half
+    if record.protocol == "same_tokens":
+        usual = half
+    return None if record.stride in (None, rule_of(record.protocol).stride or usual) else record.stride
 
 
-def _kept(record: Record) -> int | None:
-    """Return how many tokens of each document a sliding window went over: all but the first of each are scored."""
-    return record.n_tokens // record.num_documents + 1 if record.protocol == "sliding_window" else None
+def _kept(record: Record, lengths: Sequence[int]) -> int | None:
+    """Return how many tokens of each document a window moved over, where that is not the longest length.
+
+    Of our protocols all tokens are scored, but the first one, or those before the shortest length.
+    """
+    unscored = {"sliding_window": 1, "same_tokens": lengths[0]}.get(record.protocol)
+    kept = None if unscored is None else record.n_tokens // record.num_documents + unscored
+    return None if kept == lengths[-1] else kept
 
 
 def _retrieval_commands(records: Iterable[Record | RetrievalRecord]) -> list[str]:

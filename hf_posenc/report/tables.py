@@ -13,6 +13,11 @@ from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 
 # What must be equal among the numbers of one column; and the tokenizer, among those of a whole table.
 _PER_LENGTH = ("bos", "average", "window", "stride", "num_documents", "n_tokens", "text_hash")
+_TITLES = {
+    "truncated": "First N tokens",
+    "sliding_window": "Sliding window of N tokens",
+    "same_tokens": "The same tokens at every N",
+}
 _ADVICE = "Evaluate both in the same way, or make two reports."
 AnyRecord = TypeVar("AnyRecord", Record, RetrievalRecord)
 
@@ -124,15 +129,17 @@ def _make_table(records: Sequence[Record]) -> Table:
     originals = tuple(
         sorted({r.original_max_position_embeddings for r in records if r.original_max_position_embeddings})
     )
-    slug, title = (
-        first.protocol,
-        {"truncated": "First N tokens", "sliding_window": "Sliding window of N tokens"}.get(
-            first.protocol, first.protocol
-        ),
-    )
-    if first.protocol == "last_k":
-        slug, title = f"last_{first.last_k}", f"Last {first.last_k} of N tokens"
+    slug, title = _protocol_names(first)
     return Table(slug, title, lengths, originals, rows)
+
+
+def _protocol_names(record: Record) -> tuple[str, str]:
+    """Return a table's name for files and for people."""
+    if record.protocol == "last_k":
+        return f"last_{record.last_k}", f"Last {record.last_k} of N tokens"
+    slug = record.protocol if record.last_k is None else f"{record.protocol}_{record.last_k}"
+    title = _TITLES.get(record.protocol, f"{record.protocol} protocol")
+    return slug, title + (", mean of window means" if record.average == "windows" else "")
 
 
 def refuse_incomparable(records: Sequence[Record]) -> None:
@@ -140,7 +147,7 @@ def refuse_incomparable(records: Sequence[Record]) -> None:
     seen: dict[int, Record] = {}
     by_position: dict[int, Record] = {}
     for record in records:
-        _refuse_difference(records[0], record, ("tokenizer_hash",))
+        _refuse_difference(records[0], record, ("tokenizer_hash", "average"))
         if record.position_bucket is not None:  # older files have none
             other = by_position.setdefault(record.context_length, record)
             _refuse_difference(other, record, ("position_bucket", "position_tokens"))

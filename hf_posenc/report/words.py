@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
+from hf_posenc.evaluation.protocols import in_words, rule_of
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.report.retrieval import grid_lines
 from hf_posenc.report.tables import Row, Table, length_name, make_rows, number_name
-
-_SCORED = {
-    "truncated": "The first N tokens of each document are read in one go; all but the first token are scored.",
-    "last_k": "The first N tokens of each document are read in one go; the last {last_k} of them are scored.",
-    "sliding_window": (
-        "A window of N tokens slides over each document; every token but the first is scored once, when it is new."
-    ),
-}
 
 
 def column_names(table: Table) -> list[str]:
@@ -81,15 +75,15 @@ def legend(table: Table) -> str:
 def measured(table: Table) -> list[tuple[str, str]]:
     """Return what has to be the same to measure these numbers again, as pairs of a name and a value."""
     records = [record for row in table.rows for record in row.records.values()]
-    first = records[0]
+    first, longest = records[0], table.lengths[-1]
 
     def all_of(name: str) -> str:
         return ", ".join(dict.fromkeys(str(getattr(record, name)) for record in records))
 
     versions = dict.fromkeys(f"{name} {value}" for record in records for name, value in record.versions.items())
     pairs = [
-        ("Protocol", f"{first.protocol}. {_SCORED.get(first.protocol, '').format(last_k=first.last_k)}".strip()),
-        ("Perplexity", "exp(sum of the losses in nats / number of scored tokens), summed over all documents first."),
+        ("Protocol", f"{first.protocol}: {rule_of(first.protocol).source}."),
+        (f"At {length_name(longest)} tokens", table.at_length(longest).scored or _in_words(table.at_length(longest))),
         ("Model", all_of("model")),
         ("Documents", all_of("num_documents")),
         ("BOS token", all_of("bos")),
@@ -99,7 +93,7 @@ def measured(table: Table) -> list[tuple[str, str]]:
     ]
     if first.stride is not None:
         strides = dict.fromkeys(f"{table.at_length(n).stride} at {length_name(n)}" for n in table.lengths)
-        pairs.insert(1, ("Stride in tokens", ", ".join(strides)))
+        pairs.insert(2, ("Stride in tokens", ", ".join(strides)))
     return pairs
 
 
@@ -111,7 +105,7 @@ def headline(table: Table) -> str:
         return ""
     length = max(n for n, _ in reached)
     best = min((row for n, row in reached if n == length), key=lambda row: row.records[length].perplexity)
-    text = f"At {length_name(length)} tokens, {_in_words(best)} has perplexity "
+    text = f"At {length_name(length)} tokens, {_who(best)} has perplexity "
     text += number_name(best.records[length].perplexity)
     base = table.baseline(best)
     if base is not None and length in base.records:
@@ -127,5 +121,12 @@ def _target(row: Row) -> float:
     return (row.first.original_max_position_embeddings or 0) * row.first.factor
 
 
-def _in_words(row: Row) -> str:
+def _who(row: Row) -> str:
     return f"{row.name} ({row.training})"
+
+
+def _in_words(record: Record) -> str:
+    """Say which tokens an older record scored, which does not say it itself."""
+    numbers = {"n": record.context_length, "stride": record.stride, "last_k": record.last_k, "first": None}
+    name, bos, average = cast(Any, (record.protocol, record.bos, record.average))  # of the names there are
+    return in_words(name, bos, average, **numbers)
