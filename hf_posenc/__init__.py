@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from hf_posenc.request import extend_config
     from hf_posenc.training.config import FinetuneConfig
     from hf_posenc.training.finetune import FinetuneResult, finetune
+    from hf_posenc.training.perplexity_callback import PerplexityCallback
     from hf_posenc.verification import RotaryMismatchError, Verification
 
 # Imported when first asked for: PyTorch and Trainer take seconds, which `hf-posenc --help` need not cost.
 _MODULES = {
     "FinetuneConfig": "training",
     "FinetuneResult": "training",
+    "PerplexityCallback": "training",
     "Record": "evaluation",
     "RotaryMismatchError": "verification",
     "Verification": "verification",
@@ -43,6 +45,7 @@ _MODULES = {
 __all__ = [
     "FinetuneConfig",
     "FinetuneResult",
+    "PerplexityCallback",
     "Record",
     "RotaryMismatchError",
     "Verification",

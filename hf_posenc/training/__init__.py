@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.finetune import FinetuneResult, finetune
+from hf_posenc.training.perplexity_callback import PerplexityCallback
 
-__all__ = ["FinetuneConfig", "FinetuneResult", "finetune"]
+__all__ = ["FinetuneConfig", "FinetuneResult", "PerplexityCallback", "finetune"]
