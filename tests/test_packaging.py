@@ -71,6 +71,41 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
             assert run.stdout.startswith(str(tmp_path / "site"))
 
 
+_METRIC = """
+import socket
+
+def no_network(*args, **kwargs):
+    raise AssertionError(f"reached for the network: {args}")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = no_network
+import evaluate
+from hf_posenc.assets import tiny_model_path
+from hf_posenc.evaluation import METRIC, perplexity
+from hf_posenc.loading import load_model
+
+model, tokenizer = load_model(tiny_model_path(), device="cpu")
+texts = ["It is a truth universally acknowledged, that a single man must be in want of a wife. " * 4] * 2
+told = {"tokenizer": tokenizer, "context_lengths": [16, 48], "progress": False}
+result = evaluate.load(METRIC).compute(predictions=texts, model=model, **told)
+assert result["perplexities"] == {one.context_length: one.perplexity for one in perplexity(model, texts, **told)}
+print(METRIC, result["perplexities"])
+"""
+
+
+def test_evaluate_loads_the_metric_of_the_wheel_without_network_or_litter(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (tmp_path / "empty").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "HF_HOME": str(tmp_path / "home")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path / "empty")}  # whatever goes there shows too
+    environment.pop("XDG_CACHE_HOME", None)
+    command = [sys.executable, "-W", "error", "-c", _METRIC]
+    run = subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(str(tmp_path / "site"))
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
 def test_constraints_fit_the_requirements() -> None:
     from packaging.requirements import Requirement
 
