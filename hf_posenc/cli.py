@@ -188,6 +188,13 @@ def demo(argv: Sequence[str]) -> None:
     run_demo(Path(chosen.output_dir), chosen.token_budget)
 
 
+def lm_eval(argv: Sequence[str]) -> None:
+    """Run tasks of lm-eval on a model as it is or extended: MODEL, flags as for eval, then any of lm-eval's."""
+    from hf_posenc.harness import run_harness
+
+    run_harness(_first_line(lm_eval), argv)
+
+
 def doctor(argv: Sequence[str]) -> int:
     """Say what a checkpoint's config declares, how each Transformers reads it, and what is wrong; mend it with --fix.
 
@@ -213,6 +220,7 @@ def doctor(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "patch": patch,
     "eval": evaluate,
+    "lm-eval": lm_eval,
     "finetune": finetune,
     "report": report,
     "export": export,

@@ -38,18 +38,18 @@ def load_model(
         ImportError: A package that reads the model (``.gguf``, quantised) or the attention asked for is not installed.
     """
     path = Path(name_or_path).expanduser()
-    kwargs: dict[str, Any] = {"dtype": _dtype(dtype)}
+    kwargs: dict[str, Any] = {"dtype": to_dtype(dtype)}
     if attn_implementation is not None:
         kwargs["attn_implementation"] = attn_implementation
     if device == "auto":
         kwargs["device_map"] = "auto"
     else:
-        device = _device(device)
-    _check_path(path, str(name_or_path))
+        device = to_device(device)
+    check_path(path, str(name_or_path))
     try:
         source = str(path if path.exists() else name_or_path)
         model = load_extended(path, **kwargs) if (path / MANIFEST).is_file() else load_weights(source, **kwargs)
-        tokenizer = load_tokenizer(_tokenizer_source(path, source), model)
+        tokenizer = load_tokenizer(tokenizer_source(path, source), model)
     except OSError as error:
         raise ValueError(
             f"cannot load {str(name_or_path)!r}: {str(error).strip().splitlines()[0]} "
@@ -63,7 +63,12 @@ def load_model(
     return model, tokenizer
 
 
-def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+def to_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
+    """Return the dtype of a name; ``"auto"`` stays.
+
+    Raises:
+        ValueError: PyTorch has no floating-point type of that name.
+    """
     if not isinstance(dtype, str) or dtype == "auto":
         return dtype
     resolved = getattr(torch, dtype, None)
@@ -72,7 +77,7 @@ def _dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     return resolved
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def to_device(device: str | torch.device | None) -> torch.device:
     """Return the device to use, tried out: a wrong one would show only after minutes of loading."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -87,7 +92,7 @@ def _device(device: str | torch.device | None) -> torch.device:
     return resolved
 
 
-def _check_path(path: Path, given: str) -> None:
+def check_path(path: Path, given: str) -> None:
     """Say what is wrong with a path before Transformers asks the Hub for it."""
     if path.is_dir():
         if not (path / "config.json").is_file() and not (path / ADAPTER_CONFIG).is_file():
@@ -102,7 +107,7 @@ def _check_path(path: Path, given: str) -> None:
         raise FileNotFoundError(f"there is no {'file' if path.suffix else 'file or folder'} {given!r}.")
 
 
-def _tokenizer_source(path: Path, source: str) -> str:
+def tokenizer_source(path: Path, source: str) -> str:
     """Return the source, or for an adapter saved without a tokenizer, its base model."""
     if (path / ADAPTER_CONFIG).is_file() and not (path / "tokenizer_config.json").is_file():
         return str(json.loads((path / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
