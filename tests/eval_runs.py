@@ -44,4 +44,5 @@ def run(words: list[str]) -> tuple[int, str, str]:
 def records_of(output: Path) -> list[dict[str, Any]]:
     """Return the records but for what differs from run to run."""
     records = [json.loads(line) for line in output.read_text().splitlines()]
-    return [{name: one[name] for name in one if name not in ("seconds", "peak_memory_bytes")} for one in records]
+    differing = ("seconds", "peak_memory_bytes", "command")
+    return [{name: one[name] for name in one if name not in differing} for one in records]

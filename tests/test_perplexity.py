@@ -126,7 +126,7 @@ def test_another_bucket_is_measured_and_older_records_are_read(tiny_llama, tmp_p
     old = {name: value for name, value in vars(first).items() if not name.startswith("position")}
     path.write_text(json.dumps(old) + "\n")
     assert read_records(path) == [replace(first, position_bucket=None, position_nll=[], position_tokens=[])]
-    with pytest.raises(ValueError, match="position_bucket must be at least 1 token, got 0"):
+    with pytest.raises(ValueError, match="position_bucket must be at least 1, got 0"):
         measure(model, documents, [20], position_bucket=0)
 
 

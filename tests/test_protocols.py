@@ -245,7 +245,7 @@ def test_an_interrupted_stream_resumes_to_the_same_bits(
 
     hook = model.model.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        measure(model, texts, [20], "longlora", stride=4, output=path)
+        measure(model, texts, [20], "longlora", stride=4, batch_size=1, output=path)
     hook.remove()
     assert len((tmp_path / "results.jsonl.progress").read_text().splitlines()) == 2
     (record,) = measure(model, texts, [20], "longlora", stride=4, output=path)
