@@ -113,9 +113,7 @@ def patch_model(
         on_scaled=on_scaled,
     )
     modules = rotary_modules(base)
-    on_door = extension.scaling.on_attention_door
-    if on_door:
-        check_door(model, extension)
+    rotation = check_door(model, extension) if extension.scaling.on_attention_door else None
     _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
     new_config = copy.deepcopy(text_config)
     write_config(new_config, extension)
@@ -138,8 +136,8 @@ def patch_model(
         module.__dict__["scaling"] = scales[name]
     base.__dict__[_RECORD] = record
     try:
-        if on_door:
-            record.door = put_behind_door(base, extension, next(iter(values.values())))
+        if rotation is not None:
+            record.door = put_behind_door(base, extension, next(iter(values.values())), rotation)
         verify_model(base)
     except RotaryMismatchError:
         unpatch_model(base)

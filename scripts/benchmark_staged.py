@@ -1,4 +1,4 @@
-"""What staged dynamic scaling costs next to the unpatched model and to static YaRN (run by scripts/benchmark.py)."""
+"""What the attention door's rules cost next to the unpatched model and to static YaRN (run by scripts/benchmark.py)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from hf_posenc.attention.door import door_of
 ORIGINAL = 4096
 BEHIND = 16384  # tokens in the cache when decoding
 DECODE_STEPS = 24
+DISTANCE_RULES = ("self_extend", "dca", "rerope", "leaky_rerope")
 Result = dict[str, Any]
 
 
 def make_models(dtype: torch.dtype) -> dict[str, PreTrainedModel]:
-    """Return the same random weights three times: unpatched, with yarn x4, and with dynamic_yarn x4."""
+    """Return the same random weights unpatched and with each rule, at a factor of 4."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1024,
@@ -32,7 +33,7 @@ def make_models(dtype: torch.dtype) -> dict[str, PreTrainedModel]:
         rope_parameters={"rope_type": "default", "rope_theta": 1e5},
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    models = {name: LlamaForCausalLM(config) for name in ("none", "yarn", "dynamic_yarn")}
+    models = {name: LlamaForCausalLM(config) for name in ("none", "yarn", "dynamic_yarn", *DISTANCE_RULES)}
     for name, model in models.items():
         model.load_state_dict(models["none"].state_dict())
         model.to(device, dtype).train(False)
@@ -71,23 +72,25 @@ def cache_bytes(model: PreTrainedModel, cache: DynamicCache) -> tuple[int, int]:
 def benchmark_staged(
     dtype: torch.dtype, rounds: int, alternate: Callable[..., Result], facts: Callable[[PreTrainedModel], Result]
 ) -> list[Result]:
-    """Return the ratios: at the original length, at four times it, decoding behind 16k, and memory."""
+    """Return the ratios: at the original length, at four times it with each rule, decoding, and memory."""
     models = make_models(dtype)
     ids = torch.randint(0, 1024, (1, BEHIND + DECODE_STEPS), device=models["none"].device)
     short, long = ids[:, :ORIGINAL], ids[:, : 4 * ORIGINAL]
     results = []
-    for other, what, text, goal in (
-        ("none", f"unpatched, forward of {ORIGINAL} tokens", short, 1.03),
-        ("yarn", f"static yarn, forward of {4 * ORIGINAL} tokens", long, 1.10),
+    far = f"static yarn, forward of {4 * ORIGINAL} tokens"
+    for rule, other, what, text, goal in (
+        ("dynamic_yarn", "none", f"unpatched, forward of {ORIGINAL} tokens", short, 1.03),
+        ("dynamic_yarn", "yarn", far, long, 1.10),
+        *((rule, "yarn", far, long, 1.20) for rule in DISTANCE_RULES),
     ):
         turns = rounds if text is short else max(3, rounds // 4)
-        ours, theirs = models["dynamic_yarn"], models[other]
+        ours, theirs = models[rule], models[other]
         timing = alternate(
             lambda ours=ours, text=text: prefill(ours, text),
             lambda theirs=theirs, text=text: prefill(theirs, text),
             turns,
         )
-        results.append({"benchmark": f"dynamic_yarn / {what}", **timing, "goal": goal, "better": "lower"})
+        results.append({"benchmark": f"{rule} / {what}", **timing, "goal": goal, "better": "lower"})
     caches = {name: filled_cache(models[name], ids) for name in ("dynamic_yarn", "yarn")}
     timing = alternate(
         *(lambda name=name: decode(models[name], short, caches[name]) for name in ("dynamic_yarn", "yarn")), rounds

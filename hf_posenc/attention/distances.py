@@ -11,6 +11,7 @@ import torch
 from hf_posenc.config import RopeScaling, RopeSpec
 
 Places = Callable[[torch.Tensor], torch.Tensor]
+PLAIN = "plain"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class Region:
     begin: Places
     end: Places
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether distances are what they are: queries and keys stay as the model turned them."""
+        return self.name == PLAIN
+
 
 @dataclass(frozen=True)
 class DistanceRule:
@@ -41,10 +47,13 @@ class DistanceRule:
     Attributes:
         regions: Each key before a query is in exactly one.
         plain_until: Tokens up to which it is plain RoPE.
+        chunk: Queries between two multiples of it see the same keys of each region, but for those among themselves;
+            None if the regions move with the query.
     """
 
     regions: tuple[Region, ...]
     plain_until: int
+    chunk: int | None = None
 
 
 def _same(places: torch.Tensor) -> torch.Tensor:
@@ -65,7 +74,7 @@ def _near_and_far(window: int, query: Places, key: Places, name: str) -> Distanc
     def border(places: torch.Tensor) -> torch.Tensor:
         return (places - window + 1).clamp(min=0)
 
-    near = Region("plain", _same, _same, border, _after)
+    near = Region(PLAIN, _same, _same, border, _after)
     return DistanceRule((near, Region(name, query, key, _zero, border)), window)
 
 
@@ -149,11 +158,12 @@ def dca(spec: RopeSpec, scaling: RopeScaling) -> DistanceRule:
 
     return DistanceRule(
         (
-            Region("chunked", within, within, this, _after),
+            Region(PLAIN, _same, _same, this, _after),  # distances inside a chunk are those of ``within``
             Region("chunked", towards_last, within, before, this),
             Region("chunked", towards_earlier, within, _zero, before),
         ),
         length,
+        chunk=length,
     )
 
 

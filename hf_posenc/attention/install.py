@@ -45,11 +45,11 @@ class OpenDoor:
     hooks: list[RemovableHandle]
 
 
-def check_door(wrapped: nn.Module, extension: Extension) -> None:
-    """Raise if this model's attention, wrapped or not, cannot be put behind the door; nothing is changed.
+def check_door(wrapped: nn.Module, extension: Extension) -> Rotation:
+    """Return how this model, wrapped or not, turns queries and keys; nothing is changed.
 
     Raises:
-        ValueError: With the reason.
+        ValueError: Its attention cannot be put behind the door; with the reason.
     """
     model = unwrap(wrapped)
     config = model.config.get_text_config(decoder=True)
@@ -59,13 +59,14 @@ def check_door(wrapped: nn.Module, extension: Extension) -> None:
         reason = "every layer has a sliding window (pass sliding_window='off' to attend to all of a text)"
     elif reason is None and getattr(getattr(wrapped, "active_peft_config", None), "is_prompt_learning", False):
         reason = "it turns cached keys, and those of prefix tuning were trained as they are"
-    elif reason is None and _rotation(model) is None:
-        reason = "it turns queries and keys in a way of its own"
-    if reason is not None:
+    rotation = _rotation(model) if reason is None else None
+    if rotation is None:
+        reason = reason or "it turns queries and keys in a way of its own"
         raise ValueError(
             f"method {method!r} is not supported for model_type {config.model_type!r}: {reason}. Static rules such as "
             "'yarn' may be."
         )
+    return rotation
 
 
 def _reason_of_family(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
@@ -124,13 +125,14 @@ def _rotation(model: PreTrainedModel) -> Rotation | None:
         return ROTATIONS[0]
 
 
-def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRotary) -> OpenDoor:
+def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRotary, rotation: Rotation) -> OpenDoor:
     """Put a model's attention behind the door, and see that it turns queries and keys as the door takes it to.
 
     Args:
         model: The model; its rotary module holds the plain frequencies.
         extension: The rule.
         saved: What the rotary module holds.
+        rotation: How the family turns.
 
     Raises:
         RotaryMismatchError: A short text reads otherwise then, or what reaches the attention is not what the rotary
@@ -139,7 +141,7 @@ def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRo
     tokens = min(_PROBE_TOKENS, _plain_until(extension))
     before = probe(model, tokens)
     prefix = label_prefix(rope_label(model.config.get_text_config(decoder=True)))
-    opened = open_door(model, extension, saved.buffers[f"{prefix}inv_freq"])
+    opened = open_door(model, extension, saved.buffers[f"{prefix}inv_freq"], rotation)
     try:
         after = probe(model, tokens)
         agree = before is None or after is None or torch.equal(before, after)
@@ -186,21 +188,23 @@ def _turns_back(door: Door, turned: torch.Tensor, unturned: torch.Tensor) -> boo
     zeros = torch.zeros(1, len(door.plain), device=turned.device)
     back = door.turn_on(positions, positions, zeros, torch.ones(1, device=turned.device), turned.dtype)
     error = (door.rotation.turn(turned, back) - unturned).abs().max()
-    return bool(error <= _PROBE_EPSILONS * torch.finfo(turned.dtype).eps * unturned.abs().max())
+    epsilon = max(torch.finfo(dtype).eps for dtype in (turned.dtype, torch.float32))  # angles are float32 at best
+    return bool(error <= _PROBE_EPSILONS * epsilon * unturned.abs().max())
 
 
-def open_door(model: PreTrainedModel, extension: Extension, plain: torch.Tensor) -> OpenDoor:
+def open_door(model: PreTrainedModel, extension: Extension, plain: torch.Tensor, rotation: Rotation) -> OpenDoor:
     """Put every attention layer of a model behind the door.
 
     Args:
         model: The model.
         extension: The rule.
         plain: The float32 frequencies the model was trained with.
+        rotation: How the family turns.
     """
     register()
     config = model.config.get_text_config(decoder=True)
     inner = config._attn_implementation
-    door = Door(Stages(extension.spec, extension.scaling), inner, plain, _rotation(model) or ROTATIONS[0])
+    door = Door(Stages(extension.spec, extension.scaling), inner, plain, rotation)
     for module in _layers(model):
         put_door(module, door, _kind(module, config))
     for each in text_configs(model):

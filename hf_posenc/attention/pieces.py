@@ -8,11 +8,11 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from hf_posenc.attention.flash_parts import attend_in_two_parts, can_attend_in_parts
 from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.layout import Forward
 from hf_posenc.attention.masks import piece_mask
 from hf_posenc.attention.rotation import Tables
-from hf_posenc.attention.two_parts import attend_in_two_parts, can_attend_in_two_parts
 
 if TYPE_CHECKING:
     from hf_posenc.attention.door import Door
@@ -159,7 +159,7 @@ class Pieces:
         """Attend a stretch of queries that are the last of their keys, without a mask of all of them at once."""
         num_queries, offset = query.shape[2], keys.shape[2] - query.shape[2]
         is_plain, inner = dense is None and real is None, self.door.inner
-        if is_plain and offset > 0 and self._can_split(query, keys, value):
+        if is_plain and offset > 0 and self.can_split(query, keys, value):
             return attend_in_two_parts(query, keys, value, self.scaling), None
         step = QUERY_CHUNK if inner == "sdpa" and (offset or not is_plain) else num_queries
         module = self.module
@@ -179,10 +179,10 @@ class Pieces:
             done.append(self._call(part, keys[:, :, :stop], value[:, :, :stop], mask, module))
         return done[0] if len(done) == 1 else _joined(done, 0, 0, 0, keys.shape[2])
 
-    def _can_split(self, query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether attention to the keys before and among the queries can be two calls; training keeps to one."""
+    def can_split(self, query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> bool:
+        """Return whether attention to some of the keys and to others can be two calls; training keeps to one."""
         usual = self.door.inner == "sdpa" and self.kwargs.get("s_aux") is None and not self.module.training
-        return usual and query.shape[2] > 1 and can_attend_in_two_parts(query, keys, value)
+        return usual and query.shape[2] > 1 and can_attend_in_parts(query, keys, value)
 
     def _whole_mask(self) -> Any:
         if self.dense is not None:

@@ -1,12 +1,20 @@
-"""One layer's attention where near and far keys are turned differently: one softmax over all, a few queries at once."""
+"""One layer's attention where near and far keys are turned differently: one softmax over all.
+
+Without gradients on a CPU in calls of its flash kernel (``tiles``); else in PyTorch, a few queries at once.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import dropout, pad
 
 from hf_posenc.attention.distances import DistanceRule, Region
+from hf_posenc.attention.flash_parts import attend_part, merged
 from hf_posenc.attention.pieces import Output, Pieces
+from hf_posenc.attention.rotation import Tables
+from hf_posenc.attention.tiles import query_blocks, region_tiles
 
 # Scores of one head that exist at a time.
 _SCORES = 2**22
@@ -31,52 +39,130 @@ def attend_by_distance(pieces: Pieces, rule: DistanceRule) -> Output:
     return torch.cat(rows), None
 
 
+@dataclass(frozen=True)
+class _Document:
+    """One document of a row: its queries, keys and values. All indices are places, counted from its first token.
+
+    Attributes:
+        pieces: The layer's.
+        rule: The rule.
+        row: The row, of the layout.
+        start: The slot of its first token.
+        first: The place of the first query; the last one's is that of the last key.
+        query: ``(batch, heads, num_queries, head_dim)``, as the model turned them.
+        keys: By the name of a region, turned, ``(batch, kv_heads, num_keys, head_dim)``.
+        value: ``(batch, kv_heads, num_keys, head_dim)``.
+        real: Bool ``(num_keys,)``, False for padding; None if there is none.
+        dense: A mask ``(batch or 1, 1, num_queries, num_keys)``, bool or added; None for a causal one.
+    """
+
+    pieces: Pieces
+    rule: DistanceRule
+    row: int
+    start: int
+    first: int
+    query: torch.Tensor
+    keys: dict[str, torch.Tensor]
+    value: torch.Tensor
+    real: torch.Tensor | None
+    dense: torch.Tensor | None
+
+    def turned(self, region: Region, low: int, high: int) -> torch.Tensor:
+        """Return the queries of places ``low`` to ``high`` as a region and the rule want them."""
+        turned = self.query[:, :, low - self.first : high - self.first]
+        if not region.is_plain:
+            cos, sin = self._tables(region)
+            few = slice(low - self.first, high - self.first)
+            turned = self.pieces.door.rotation.turn(turned, (cos[:, :, few], sin[:, :, few]))
+        return self.pieces.tempered(turned, torch.arange(low, high))
+
+    def _tables(self, region: Region) -> Tables:
+        """Return what turns all queries on, made once a forward."""
+        last, tables = self.value.shape[2], self.pieces.forward.tables
+        key = (region.query, self.row, self.start, self.first, last, self.query.dtype, self.query.device)
+        if key not in tables:
+            slots = slice(self.start + self.first, self.start + last)
+            tables[key] = self.pieces.at(self.row, slots, region.query(torch.arange(self.first, last)), self.query)
+        return tables[key]
+
+    def attend(self) -> torch.Tensor:
+        """Return the output of all its queries, ``(batch, num_queries, heads, head_dim)``."""
+        last, done = self.value.shape[2], []
+        if self._can_tile():
+            done = [_in_tiles(self, *block) for block in query_blocks(self.rule, self.first, last)]
+            return torch.cat(done, dim=2).transpose(1, 2)
+        step = max(1, _SCORES // last)
+        return torch.cat([_few(self, low, min(low + step, last)) for low in range(self.first, last, step)], dim=1)
+
+    def _can_tile(self) -> bool:
+        plain = self.dense is None and self.real is None and not self.pieces.dropout
+        return plain and self.pieces.can_split(self.query, self.pieces.key, self.value)
+
+
 def _row(pieces: Pieces, rule: DistanceRule, row: int, index: slice) -> torch.Tensor:
     layout = pieces.forward.layout
-    first_query, query, value = layout.first_query, pieces.query[index], pieces.value[index]
+    query, value = pieces.query[index], pieces.value[index]
     ways = {region.name: region for region in rule.regions}  # regions of one name turn keys alike
     keys = {name: _turned_keys(pieces, region, row, index) for name, region in ways.items()}
-    parts = [query.new_zeros(query.shape[0], max(layout.starts[row] - first_query, 0), query.shape[1], value.shape[-1])]
-    real = None if layout.real is None else layout.real[row].to(query.device)
+    before = max(layout.starts[row] - layout.first_query, 0)
+    parts = [query.new_zeros(query.shape[0], before, query.shape[1], value.shape[-1])]
     for start, stop in layout.documents(row):
-        step = max(1, _SCORES // max(stop - start, 1))
-        for first in range(max(start, first_query), stop, step):
-            last = min(first + step, stop)
-            few = slice(first - first_query, last - first_query)
-            mask = pieces.dense_rows(index, few)
-            parts.append(_few(pieces, rule, row, query[:, :, few], keys, value, (first, last, start), real, mask))
+        begin = max(start, layout.first_query)
+        if begin >= stop:
+            continue
+        few, here = slice(begin - layout.first_query, stop - layout.first_query), slice(start, stop)
+        real = None if layout.real is None else layout.real[row, here].to(query.device)
+        dense = pieces.dense_rows(index, few)
+        document = _Document(
+            pieces,
+            rule,
+            row,
+            start,
+            begin - start,
+            query[:, :, few],
+            {name: turned[:, :, here] for name, turned in keys.items()},
+            value[:, :, here],
+            None if real is None or bool(real.all()) else real,
+            None if dense is None else dense[..., here],
+        )
+        parts.append(document.attend())
     output = torch.cat(parts, dim=1)
     return pad(output, (0, 0, 0, 0, 0, query.shape[2] - output.shape[1]))
 
 
-def _few(
-    pieces: Pieces,
-    rule: DistanceRule,
-    row: int,
-    query: torch.Tensor,
-    keys: dict[str, torch.Tensor],
-    value: torch.Tensor,
-    span: tuple[int, int, int],
-    real: torch.Tensor | None,
-    dense: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend for a row's queries of slots ``span[0]`` to ``span[1]``, of a document that starts at slot ``span[2]``."""
-    first, last, start = span
-    here = torch.arange(first, last) - start
-    batch, heads, count, dim = query.shape
-    groups = heads // value.shape[1]
+def _in_tiles(document: _Document, low: int, high: int) -> torch.Tensor:
+    """Attend for the queries of places ``low`` to ``high``; ``(batch, heads, high - low, head_dim)``."""
+    parts, value, scaling = [], document.value, document.pieces.scaling
+    for region in document.rule.regions:
+        tiles, keys = region_tiles(region, low, high), document.keys[region.name]
+        turned = document.turned(region, low, high) if tiles else document.query
+        for tile in tiles:
+            here = slice(tile.begin, tile.end)
+            parts.append(
+                attend_part(turned, keys[:, :, here], value[:, :, here], scaling, tile.seen, is_causal=tile.is_causal)
+            )
+    return merged(parts)
+
+
+def _few(document: _Document, first: int, last: int) -> torch.Tensor:
+    """Attend for the queries of places ``first`` to ``last``; ``(batch, last - first, heads, head_dim)``."""
+    pieces, value, real, dense = document.pieces, document.value, document.real, document.dense
+    here = torch.arange(first, last)
+    batch, heads, _, dim = document.query.shape
+    count, groups = last - first, heads // value.shape[1]
+    if dense is not None:
+        dense = dense[:, :, first - document.first : last - document.first]
     scores, values = [], []
-    for region in rule.regions:
-        low, high = start + int(region.begin(here[:1])), start + int(region.end(here[-1:]))
+    for region in document.rule.regions:
+        low, high = int(region.begin(here[:1])), int(region.end(here[-1:]))
         if low >= high:
             continue
-        turned = pieces.door.rotation.turn(query, pieces.at(row, slice(first, last), region.query(here), query))
-        turned = pieces.tempered(turned, here).reshape(batch, -1, groups * count, dim)
-        block = (turned @ keys[region.name][:, :, low:high].transpose(2, 3)).float() * pieces.scaling
+        turned = document.turned(region, first, last).reshape(batch, -1, groups * count, dim)
+        block = (turned @ document.keys[region.name][:, :, low:high].transpose(2, 3)).float() * pieces.scaling
         block = block.view(batch, heads, count, high - low)
-        slots = torch.arange(low, high) - start
+        slots = torch.arange(low, high)
         seen = (slots >= region.begin(here)[:, None]) & (slots < region.end(here)[:, None])
-        seen = seen.to(query.device)[None, None]
+        seen = seen.to(value.device)[None, None]
         if real is not None:
             seen = seen & real[low:high]
         block = pieces.capped(block)
@@ -101,6 +187,8 @@ def _few(
 def _turned_keys(pieces: Pieces, region: Region, row: int, index: slice) -> torch.Tensor:
     """Return the keys of a row, turned as a region wants them."""
     layout = pieces.forward.layout
+    if region.is_plain:
+        return pieces.key[index, :, : layout.num_keys]
     places = layout.places_in_documents[row]
 
     def turn(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
