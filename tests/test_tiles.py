@@ -100,19 +100,32 @@ class _Largest(TorchDispatchMode):
 @pytest.mark.parametrize("rule", ["self_extend", "dca", "rerope", "leaky_rerope"])
 def test_nothing_is_length_by_length(rule: str, monkeypatch: Any) -> None:
     method, options = RULES[rule]
-    options = {name: 8 * value if name != "leak" else value for name, value in options.items()}
-    model = patch_model(sharp_model("Llama", max_position_embeddings=512), method, 8, **options)
+    options = {name: 16 * value if name != "leak" else value for name, value in options.items()}  # a window of 384
+    model = patch_model(sharp_model("Llama", max_position_embeddings=1024), method, 8, **options).model
     length = 3001
     ids = token_ids(length)
 
-    def largest() -> int:
+    def largest() -> tuple[int, torch.Tensor]:
         with torch.no_grad(), _Largest() as seen:
-            model(ids, use_cache=False, logits_to_keep=1)
-        return seen.numel
+            hidden = model(ids, use_cache=False).last_hidden_state
+        return seen.numel, hidden
 
-    assert largest() < length**2 // 16
+    tiled, found = largest()
+    assert tiled < length**2 // 8
     by_the_reference(monkeypatch)
-    assert largest() > length**2 // 4  # what is looked for can be found
+    in_pytorch, expected = largest()
+    assert in_pytorch > length**2 // 4  # what is looked for can be found
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["self_extend", "dca-sharpen"])
+def test_rows_of_one_length(rule: str, calls: list[dict[str, Any]]) -> None:
+    model, ids = patched_model(rule), token_ids(N, rows=2)
+    alone = [logits(model, row[None])[0] for row in ids]
+    calls_of_a_row = len(calls) // 2
+    calls.clear()
+    torch.testing.assert_close(logits(model, ids), torch.stack(alone), atol=1e-5, rtol=0)
+    assert len(calls) == calls_of_a_row
 
 
 @pytest.mark.parametrize("rule", ["self_extend", "dca"])

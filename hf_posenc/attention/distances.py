@@ -174,8 +174,11 @@ def query_factors(spec: RopeSpec, scaling: RopeScaling, places: torch.Tensor) ->
     """Return what multiplies the queries at these places, float64, same shape; None if that is nothing.
 
     ``log_n``: ``max(1, ln(p + 1) / ln(original))`` (Su 2021, kexue.fm/archives/8823; used by ReRoPE's code).
-    ``temperature`` of ``dca``: ``(0.05 ln s + 1) ** 2``, its code's factor of queries and of keys, with s the query's
-    own length / original. There s is the length of the whole cache, so that cached keys keep an older one.
+    ``sharpen`` of ``dca``: ``(0.05 ln s + 1) ** 2``, s the query's own length / original, >= 1. Its code
+    (``chunkllama_attn_replace.py``) always does, and multiplies queries and keys by the root of it, with one s for all:
+    the longest text its rotary module has met so far. So there early queries are sharpened too, cached keys keep the
+    factor of their time, and what ran before counts; the last token of a first forward is the same in both. That code
+    says the paper's results are without it, and its sibling for Qwen has none.
     """
     if not scaling.log_n and not scaling.sharpen:
         return None
