@@ -15,7 +15,7 @@ from hf_posenc.units import ContextLength, TokenCount
 
 # The same as in evaluation.plans, whose package imports PyTorch: too slow for --help.
 PROTOCOLS = (
-    *("truncated", "last_k", "sliding_window", "same_tokens"),
+    *("truncated", "last_k", "sliding_window", "same_tokens", "longppl"),
     *("yarn", "yarn_govreport", "pi", "pose", "longlora", "dca", "rerope"),
 )
 TASKS = ("passkey", "niah_single", "niah_multikey", "niah_multivalue", "niah_multiquery", "vt", "cwe", "fwe")
@@ -129,6 +129,15 @@ class EvalArguments:
     )
     average: Literal["tokens", "windows"] | None = field(
         default=None, metadata={"help": "windows: mean of window means, as in some papers; default: the protocol's own"}
+    )
+    evaluator: str | None = field(
+        default=None,
+        metadata={"help": "model that chooses longppl's key tokens; default: the measured one itself"},
+    )
+    alpha: float = field(default=2.0, metadata={"help": "nats a key token of longppl gains from the long context"})
+    beta: float = field(default=-2.0, metadata={"help": "log-probability a key token of longppl has after it"})
+    short_context: ContextLength | None = field(
+        default=None, metadata={"help": "tokens longppl compares with; default: 4096, at most half the original length"}
     )
     bos: Literal["prepended"] | None = field(default=None, metadata={"help": "put a BOS token before every document"})
     prefill_chunk: ContextLength | None = field(

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_posenc.arguments import EvalArguments, ExtensionArguments, RetrievalArguments
 
+KEY_TOKENS = ("evaluator", "alpha", "beta", "short_context")
 NONE = "none"  # no method: the model as it is
 
 
@@ -82,8 +83,22 @@ def rows_to_measure(
 
 def perplexity_settings(what: EvalArguments) -> dict[str, Any]:
     """Return what ``perplexity`` is to be told."""
-    told = {name: value for name, value in vars(what).items() if name not in ("method", "hide_progress")}
+    others = ("method", "hide_progress", *KEY_TOKENS)
+    told = {name: value for name, value in vars(what).items() if name not in others}
     return {**told, "progress": not what.hide_progress}
+
+
+def key_token_settings(what: EvalArguments) -> dict[str, Any]:
+    """Return what ``load_key_tokens`` is to be told.
+
+    Raises:
+        ValueError: One of the flags was given, but not the protocol they are for.
+    """
+    usual = EvalArguments(context_lengths=what.context_lengths)
+    for name in KEY_TOKENS:
+        if "longppl" not in what.protocol and getattr(what, name) != getattr(usual, name):
+            raise ValueError(f"--{name.replace('_', '-')} is for --protocol longppl; leave it out, or measure that.")
+    return {name: getattr(what, name) for name in KEY_TOKENS}
 
 
 def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[str, Any]:
@@ -104,10 +119,9 @@ def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[s
         "bos",
         "batch_size",
         "max_documents",
-        "cut",
     )
     usual = EvalArguments(context_lengths=what.context_lengths)
-    for name in only_perplexity:
+    for name in (*only_perplexity, "cut", *KEY_TOKENS):
         if getattr(what, name) != getattr(usual, name):
             raise ValueError(f"--{name.replace('_', '-')} says how perplexity is measured; leave it or --tasks out.")
     check_retrieval(asked.tasks, what.context_lengths, asked.depths, asked.samples)

@@ -19,7 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc import arguments as args_
-from hf_posenc.checks import check_folder, check_request, perplexity_settings, retrieval_settings, rows_to_measure
+from hf_posenc.checks import (
+    check_folder,
+    check_request,
+    key_token_settings,
+    perplexity_settings,
+    retrieval_settings,
+    rows_to_measure,
+)
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation import Record, RetrievalRecord
@@ -79,6 +86,7 @@ def evaluate(argv: Sequence[str]) -> None:
     output = what.output
     rows = rows_to_measure(what.method, extension, args_.parse_options(options.option))
     from hf_posenc.evaluation import perplexity, retrieval
+    from hf_posenc.evaluation.key_tokens import load_key_tokens
     from hf_posenc.evaluation.plans import plan_runs
     from hf_posenc.evaluation.records import check_output
     from hf_posenc.loading import load_model
@@ -91,6 +99,7 @@ def evaluate(argv: Sequence[str]) -> None:
         settings["documents"] = _read(source) if source.documents else None
     else:
         plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k, what.average)
+        choosing = key_token_settings(what)
         settings = perplexity_settings(what) | {"documents": _read(source)}
     if output is not None:
         check_output(output)
@@ -101,6 +110,8 @@ def evaluate(argv: Sequence[str]) -> None:
     try_rows(model, rows)
     settings |= {"tokenizer": tokenizer, "tokens_trained": _tokens_trained(given.model), "sharded": sharded}
     settings["command"] = shlex.join(["hf-posenc", "eval", *argv])
+    if "longppl" in what.protocol:
+        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **choosing, **vars(loading))
     records: list[Record | RetrievalRecord] = []
     for row in rows:
         with as_asked(model, row):

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_posenc.evaluation import perplexity
+from hf_posenc.evaluation import paired_interval, perplexity
 from hf_posenc.evaluation.bootstrap import block_totals, bootstrap_interval, interval_over
 
 
-def measure(model, documents):
-    return perplexity(model, documents, [20], progress=False)[0]
+def measure(model, documents, protocol="truncated", **settings):
+    return perplexity(model, documents, [20], protocol, progress=False, **settings)[0]
 
 
 def random_documents(count):
@@ -59,3 +60,46 @@ def test_blocks(num_tokens, sizes):
     assert counts == sizes
     assert sum(sums) == pytest.approx(losses.double().sum().item(), rel=1e-12)
     assert interval_over([(sums, counts)])[2] == "blocks"
+
+
+@pytest.mark.parametrize(("count", "unit"), [(6, "documents"), (2, "blocks")])
+@pytest.mark.parametrize("average", ["tokens", "windows"])
+def test_a_pair_is_compared_unit_by_unit(tiny_llama, count, unit, average):
+    documents = random_documents(count)
+    one, other = (
+        measure(model, documents, "sliding_window", stride=7, max_tokens=40, average=average)
+        for model in (tiny_llama(), tiny_llama(num_hidden_layers=1))
+    )
+    ratio = paired_interval(one, other)
+    assert (ratio.value, ratio.ci_unit) == (one.perplexity / other.perplexity, unit)
+    assert ratio.ci_low < ratio.value < ratio.ci_high
+    units = torch.tensor([one.unit_nll, other.unit_nll, one.unit_tokens], dtype=torch.float64)
+    assert math.exp(units[0].sum() / units[2].sum()) == pytest.approx(one.perplexity, rel=1e-12)
+    drawn = torch.randint(units.shape[1], (20000, units.shape[1]))  # resampled by hand, another time
+    ratios = torch.exp((units[0][drawn].sum(1) - units[1][drawn].sum(1)) / units[2][drawn].sum(1))
+    low, high = torch.quantile(ratios, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    assert [ratio.ci_low, ratio.ci_high] == pytest.approx([low, high], abs=0.15 * (high - low))
+
+
+def test_a_shift_that_all_units_share_is_clear_although_the_units_differ(tiny_llama):
+    record = measure(tiny_llama(), random_documents(6))
+    nats = [nll + 0.001 * tokens for nll, tokens in zip(record.unit_nll, record.unit_tokens, strict=True)]
+    worse = replace(record, unit_nll=nats, perplexity=record.perplexity * math.exp(0.001))
+    assert worse.perplexity < record.ci_high  # not to be told apart one by one
+    ratio = paired_interval(worse, record)
+    assert (ratio.ci_low, ratio.value, ratio.ci_high) == pytest.approx([math.exp(0.001)] * 3, rel=1e-9)
+    assert ratio.is_clear
+    assert not paired_interval(record, record).is_clear
+
+
+def test_only_the_same_tokens_make_a_pair(tiny_llama):
+    record, other = (measure(tiny_llama(), random_documents(count)) for count in (6, 7))
+    with pytest.raises(ValueError, match="not of the same tokens: text_hash differs"):
+        paired_interval(record, other)
+    with pytest.raises(ValueError, match=r"average differs \('tokens' and 'windows'\)"):
+        paired_interval(record, replace(record, average="windows"))
+    with pytest.raises(ValueError, match="unit_tokens differs"):
+        paired_interval(record, replace(record, unit_tokens=[1]))
+    old = replace(record, unit_nll=[], unit_tokens=[])
+    with pytest.raises(ValueError, match="do not have the parts that are compared"):
+        paired_interval(old, old)

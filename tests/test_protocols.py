@@ -13,7 +13,7 @@ import torch
 from tiny_runs import make_tokenizer
 from transformers import LlamaForCausalLM
 
-from hf_posenc.evaluation import PROTOCOLS, Record, perplexity, read_records
+from hf_posenc.evaluation import PROTOCOLS, KeyTokens, Record, perplexity, read_records
 from hf_posenc.evaluation.protocols import RULES
 from hf_posenc.evaluation.windows import Window, stepping_windows, whole_windows
 from hf_posenc.report.tables import make_tables
@@ -270,18 +270,20 @@ def test_windows_by_hand() -> None:
         ("longlora", {"stride": 4, "cut": True}, "'longlora' joins all documents: leave cut and min_tokens out"),
         ("longlora", {"stride": 20}, r"stride must be from 1 to window - 1 = 19, got 20"),
         ("yarn", {"min_tokens": 10}, r"min_tokens \(10\) is less than the longest context length \(20\)"),
+        (["sliding_window", "truncated"], {"min_tokens": 10}, r"\(20\), all of which protocol 'truncated' reads"),
         ("rerope", {"last_k": 20}, "less than the shortest context length, got 20 and 20"),
         ("ppl", {}, "unknown protocol 'ppl'. Known: truncated, last_k, sliding_window, same_tokens"),
     ],
 )
-def test_what_makes_no_sense_is_refused(tiny_llama: Make, protocol: str, settings: Any, message: str) -> None:
+def test_what_makes_no_sense_is_refused(tiny_llama: Make, protocol: Any, settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         measure(tiny_llama(), make_texts(60), [20], protocol, **settings)
 
 
 def test_the_table_says_where_each_protocol_is_from_and_what_it_scores(tiny_llama: Make) -> None:
     assert tuple(RULES) == PROTOCOLS
-    records = measure(tiny_llama(), make_texts(60), [10, 20], PROTOCOLS, stride=4, last_k=3)
+    keys = KeyTokens(alpha=0.0, beta=-9.0, short_context=4)
+    records = measure(tiny_llama(), make_texts(60), [10, 20], PROTOCOLS, stride=4, last_k=3, key_tokens=keys)
     assert [record.protocol for record in records] == [name for name in PROTOCOLS for _ in range(2)]
     for record in records:
         assert RULES[record.protocol].source  # type: ignore[index]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hf_posenc.evaluation.key_tokens import KeyTokens
+from hf_posenc.evaluation.pairs import Ratio, paired_interval
 from hf_posenc.evaluation.perplexity import perplexity
 from hf_posenc.evaluation.plans import PROTOCOLS
 from hf_posenc.evaluation.records import Record, read_records
@@ -14,8 +16,11 @@ METRIC = str(Path(__file__).with_name("metric.py"))  # for evaluate.load, which 
 __all__ = [
     "METRIC",
     "PROTOCOLS",
+    "KeyTokens",
+    "Ratio",
     "Record",
     "RetrievalRecord",
+    "paired_interval",
     "perplexity",
     "read_records",
     "read_retrieval_records",

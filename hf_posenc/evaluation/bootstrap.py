@@ -51,6 +51,20 @@ def bootstrap_interval(
     return low, high
 
 
+def resampled_units(
+    documents: Sequence[tuple[Sequence[float], Sequence[int]]],
+) -> tuple[list[float], list[int], Unit]:
+    """Return the nats and tokens of what is resampled, and what that is: documents if there are at least 5, or blocks.
+
+    Args:
+        documents: What ``block_totals`` gave for each document.
+    """
+    if len(documents) >= MIN_DOCUMENTS:
+        return [math.fsum(sums) for sums, _ in documents], [sum(counts) for _, counts in documents], "documents"
+    sums = [value for sums, _ in documents for value in sums]
+    return sums, [count for _, counts in documents for count in counts], "blocks"
+
+
 def interval_over(
     documents: Sequence[tuple[Sequence[float], Sequence[int]]], *, seed: int = 0
 ) -> tuple[float, float, Unit]:
@@ -60,11 +74,5 @@ def interval_over(
         documents: What ``block_totals`` gave for each document.
         seed: As for ``bootstrap_interval``.
     """
-    if len(documents) >= MIN_DOCUMENTS:
-        sums = [math.fsum(sums) for sums, _ in documents]
-        low, high = bootstrap_interval(sums, [sum(counts) for _, counts in documents], seed=seed)
-        return low, high, "documents"
-    all_sums = [value for sums, _ in documents for value in sums]
-    all_counts = [count for _, counts in documents for count in counts]
-    low, high = bootstrap_interval(all_sums, all_counts, seed=seed)
-    return low, high, "blocks"
+    sums, counts, unit = resampled_units(documents)
+    return *bootstrap_interval(sums, counts, seed=seed), unit

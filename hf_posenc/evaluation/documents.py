@@ -149,7 +149,7 @@ def _tell_left_out(ids: Sequence[torch.Tensor], num_kept: int, needed: int) -> N
         warnings.warn(
             f"{len(ids) - num_kept} of {len(ids)} documents have less than the {needed} tokens that the longest "
             "context length needs and are left out of every length, so that all lengths compare the same documents.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 

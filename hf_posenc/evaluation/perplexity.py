@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.evaluation.documents import Document, hash_tokenizer, to_token_ids
@@ -19,6 +19,7 @@ from hf_posenc.evaluation.facts import (
     peak_memory,
     reset_peak_memory,
 )
+from hf_posenc.evaluation.key_tokens import KeyTokenFinder, KeyTokens
 from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_types, window_losses
 from hf_posenc.evaluation.plans import Pass, Run, plan_passes, plan_runs
 from hf_posenc.evaluation.protocols import Average, ProtocolName
@@ -59,6 +60,7 @@ def perplexity(
     average: Average | None = None,
     sharded: bool = False,
     command: str = "",
+    key_tokens: KeyTokens | None = None,
 ) -> list[Record]:
     """Measure the perplexity of documents at several context lengths.
 
@@ -69,6 +71,8 @@ def perplexity(
     - ``sliding_window``: windows of N tokens over the document, each token but the first scored once.
     - ``same_tokens``: the tokens from the shortest context length on, scored at every length, each with up to N tokens
       fed: the one for comparing lengths, and methods.
+
+    - ``longppl``: LongPPL, the perplexity of the tokens that need the long context; see ``key_tokens``.
 
     And the published ones, as their code does it: ``yarn``, ``yarn_govreport``, ``pi``, ``pose``, ``longlora``,
     ``dca``, ``rerope``. The table is ``hf_posenc.evaluation.protocols.RULES``; records say in words what they are of.
@@ -111,9 +115,11 @@ def perplexity(
         sharded: Share the documents among the processes of torchrun or accelerate: every process calls this with the
             same arguments and gets the same records, those of a single process; only the main one writes.
         command: What was typed to measure this, for the records.
+        key_tokens: How ``longppl`` chooses its tokens, and which model does; None is ``KeyTokens()``.
 
     Returns:
-        A record per protocol and length, in the order of the protocols, by rising length.
+        A record per protocol and length, in the order of the protocols, by rising length. Where ``longppl`` finds no
+        key token, it warns and there is none.
 
     Raises:
         ValueError: No document is long enough; a length, stride, chunk or protocol that cannot be; a model whose head
@@ -133,25 +139,34 @@ def perplexity(
     choice = Choice(max_tokens=max_tokens, min_tokens=min_tokens, cut=cut, max_documents=max_documents)
     texts = choose_texts(runs, ids, bos_id, choice)
     _tell_of_averages(runs)
-    with evaluation_mode(model):
-        check_head(model)
+    longppl = [run.context_length for run in runs if run.protocol == "longppl"]
+    evaluator = key_tokens.evaluator if key_tokens is not None and longppl else None
+    models = [model] if evaluator is None else [model, evaluator]
+    with ExitStack() as stack:
+        for one in models:
+            stack.enter_context(evaluation_mode(one))
+            check_head(one)
         facts = model_facts(model, model_name, tokens_trained, label, command)
         facts |= {"tokenizer_hash": hash_tokenizer(tokenizer)}
         settings = {"weights": hash_weights(model), "seed": seed}
-        identities = {run: identify_run(run, texts[run], facts | _run_facts(run, texts[run]), settings) for run in runs}
-        losses_of = partial(
-            window_losses, model, prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, batch_size=batch_size
+        if evaluator is not None:
+            to_token_ids(evaluator, ids, None)  # has these tokens too
+            settings["evaluator"] = hash_weights(evaluator)
+        original = facts["original_max_position_embeddings"]
+        losses_of, *judges = (
+            partial(window_losses, one, prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, batch_size=batch_size)
+            for one in models
         )
-        bucket = position_bucket or default_bucket(facts["original_max_position_embeddings"])
+        finder = KeyTokenFinder.of(key_tokens or KeyTokens(), losses_of, judges, original)
+        finder.check(longppl)
+        told = {run: finder.tell(run, facts | run.facts(len(texts[run]))) for run in runs}
+        identities = {run: identify_run(run, texts[run], told[run], settings) for run in runs}
+        bucket = position_bucket or default_bucket(original)
         where = None if output is None else Path(output)
-        evaluation = Evaluation(losses_of, texts, bos_id, identities, seed, bucket, where, Processes(sharded))
+        evaluation = Evaluation(finder, texts, bos_id, identities, seed, bucket, where, Processes(sharded))
         reset_peak_memory(model)
-        evaluation.measure(_passes(model, runs, prefill_chunk), partial(peak_memory, model), progress)
-    return [evaluation.records[run] for run in runs]
-
-
-def _run_facts(run: Run, texts: list[torch.Tensor]) -> dict[str, Any]:
-    return {"bos": run.bos, "average": run.average, "scored": run.words, "num_documents": len(texts)}
+        evaluation.measure(_passes(models, runs, prefill_chunk), partial(peak_memory, model), progress)
+    return [evaluation.records[run] for run in runs if run in evaluation.records]
 
 
 def _tell_of_averages(runs: list[Run]) -> None:
@@ -169,8 +184,8 @@ def _check_sizes(**sizes: int | None) -> None:
             raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
-def _passes(model: PreTrainedModel, runs: list[Run], prefill_chunk: int | None) -> list[Pass]:
-    rope_types = length_dependent_rope_types(model)
+def _passes(models: list[PreTrainedModel], runs: list[Run], prefill_chunk: int | None) -> list[Pass]:
+    rope_types = [name for model in models for name in length_dependent_rope_types(model)]
     if not rope_types:
         return plan_passes(runs, causal_in_position=True)
     name = " and ".join(rope_types)

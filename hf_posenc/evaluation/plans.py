@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hf_posenc.evaluation.protocols import PROTOCOLS, Average, Bos, ProtocolName, Rule, in_words, rule_of
 from hf_posenc.evaluation.windows import (
@@ -72,6 +72,10 @@ class Run:
             last_k=self.last_k,
             first=self.score_from,
         )
+
+    def facts(self, num_documents: int) -> dict[str, Any]:
+        """Return the fields of a record that say what was measured, next to those ``identify_run`` gives."""
+        return {"bos": self.bos, "average": self.average, "scored": self.words, "num_documents": num_documents}
 
     def fed(self, num_tokens: int) -> int:
         """Return how many of a document's first tokens the number depends on."""
@@ -249,7 +253,7 @@ def plan_passes(runs: Sequence[Run], causal_in_position: bool) -> list[Pass]:
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
         rule = run.rule
-        key: tuple[object, ...] = (rule.shape, rule.whole, run.bos)
+        key: tuple[object, ...] = (rule.shape, rule.whole, run.bos, run.protocol == "longppl")
         if rule.shape != "beginning":
             key += (run.context_length, run.stride, run.last_k, run.score_from)
         elif not causal_in_position:

@@ -14,6 +14,7 @@ ProtocolName = Literal[
     "last_k",
     "sliding_window",
     "same_tokens",
+    "longppl",
     "yarn",
     "yarn_govreport",
     "pi",
@@ -86,6 +87,12 @@ RULES: dict[ProtocolName, Rule] = {
         "sliding",
         "The same tokens at every length: those from token {first} of each document on. A window of {n} tokens moves "
         "by {stride}; each token is scored once, in the first window that has it.",
+    ),
+    "longppl": Rule(
+        "LongPPL, arXiv:2410.23771, section 3; PyPI longppl 0.3.0, longppl/longppl.py",
+        "beginning",
+        "The first {n} tokens of each document are read in one go; of them the key tokens are scored, which need the "
+        "long context to be foreseen.",
     ),
     "yarn": Rule(
         "YaRN, arXiv:2309.00071, tables 1, 2 and 6; jquesnelle/yarn, eval/perplexity.py --truncate, which makes the "

@@ -60,8 +60,13 @@ class Record(JsonRecord):
     the pass, which other records may share. ``run_key`` is a hash of all that decides the number, weights included:
     records of one key are repeats of one measurement.
 
+    ``unit_nll`` and ``unit_tokens`` are the nats and tokens of each of the units, in order (with "windows", means and
+    ones): two records of the same tokens differ unit by unit, which ``paired_interval`` makes an interval of.
+
     ``scored`` says in words which tokens were scored. ``average`` is "tokens", or "windows" for the mean of window
     means: then ``perplexity`` is not what ``nll_sum`` and ``n_tokens`` give, and does not compare with the others.
+
+    ``key_tokens`` is empty but for ``longppl``: how its tokens were chosen, and by which model.
 
     ``position_nll`` and ``position_tokens`` are the loss by position, summed over documents: bucket b has the tokens
     at indices ``[b * position_bucket, (b + 1) * position_bucket)`` of what is fed that are scored. The three are None
@@ -102,6 +107,9 @@ class Record(JsonRecord):
     label: str = ""
     average: str = "tokens"
     scored: str = ""
+    key_tokens: dict[str, Any] = field(default_factory=dict)
+    unit_nll: list[float] = field(default_factory=list, repr=False)
+    unit_tokens: list[int] = field(default_factory=list, repr=False)
     position_bucket: int | None = None
     position_nll: list[float] = field(default_factory=list, repr=False)
     position_tokens: list[int] = field(default_factory=list, repr=False)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from hf_posenc.evaluation.bootstrap import BLOCKS_PER_DOCUMENT, block_totals
+from hf_posenc.evaluation.bootstrap import BLOCKS_PER_DOCUMENT, block_totals, bootstrap_interval, resampled_units
 from hf_posenc.evaluation.plans import Run
+from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.windows import Window
 
 Totals = tuple[list[float], list[int]]  # of each stretch, in order: nats and scored tokens
@@ -64,10 +66,24 @@ def run_totals(run: Run, windows: Sequence[Window], losses: Sequence[torch.Tenso
     return add_totals([position_totals(one, at.score_from, width) for one, at in zip(losses, windows, strict=True)])
 
 
+def key_totals(run: Run, losses: torch.Tensor, keys: torch.Tensor) -> Totals:
+    """Return the totals of the key tokens among a text's first ones, of blocks as everywhere, or of all in one.
+
+    Args:
+        run: The number.
+        losses: ``(num_tokens,)``.
+        keys: bool ``(num_tokens,)``.
+    """
+    chosen = losses[: run.context_length][keys[: run.context_length]]
+    if run.average == "windows":
+        return [float(chosen.double().sum())], [len(chosen)]
+    return block_totals(chosen)
+
+
 def join_portions(run: Run, totals: Sequence[Totals]) -> list[Totals]:
-    """Return the totals of each text from those of its portions: only a stream has more than one."""
+    """Return the totals of each text that has any, from those of its portions: only a stream has more than one."""
     if run.rule.shape != "stream":
-        return list(totals)
+        return [one for one in totals if sum(one[1])]
     if run.average == "tokens":
         sums, counts = add_totals(totals)
         scored = [at for at, count in enumerate(counts) if count]
@@ -91,3 +107,44 @@ def sum_up(totals: Sequence[Totals]) -> tuple[float, int]:
     """Return all nats and all tokens."""
     nats = math.fsum(value for sums, _ in totals for value in sums)
     return nats, sum(count for _, counts in totals for count in counts)
+
+
+def make_record(
+    identity: dict[str, Any],
+    totals: list[Totals],
+    positions: Totals,
+    seed: int,
+    seconds: float,
+    peak_memory_bytes: int,
+) -> Record:
+    """Return a record of what a run found.
+
+    Args:
+        identity: The fields that say what was measured, and how.
+        totals: Of each text.
+        positions: Of each bucket of positions; empty lists where there are none.
+        seed: Of the interval.
+        seconds: That its pass took.
+        peak_memory_bytes: Until now.
+    """
+    nll_sum, n_tokens = sum_up(totals)
+    if identity["average"] == "windows":
+        totals = [window_means(one) for one in totals]
+    of, count = sum_up(totals)
+    unit_nll, unit_tokens, ci_unit = resampled_units(totals)
+    ci_low, ci_high = bootstrap_interval(unit_nll, unit_tokens, seed=seed)
+    return Record(
+        **identity,
+        n_tokens=n_tokens,
+        nll_sum=nll_sum,
+        perplexity=math.exp(of / count),
+        ci_low=ci_low,
+        ci_high=ci_high,
+        ci_unit=ci_unit,
+        seconds=seconds,
+        peak_memory_bytes=peak_memory_bytes,
+        unit_nll=unit_nll,
+        unit_tokens=unit_tokens,
+        position_nll=positions[0],
+        position_tokens=positions[1],
+    )

@@ -118,7 +118,7 @@ def choose_texts(
     chosen: dict[tuple[object, ...], list[torch.Tensor]] = {}
     texts = {}
     for run in runs:
-        reads = (run.rule.shape in ("beginning", "sliding") or run.rule.shape, run.rule.whole, run.bos)
+        reads = (run.rule.shape, run.rule.whole, run.bos)
         if reads not in chosen:
             chosen[reads] = texts_of(run, ids, longest, bos_id, choice)
         texts[run] = chosen[reads]

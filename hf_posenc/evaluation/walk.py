@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
-from hf_posenc.evaluation.bootstrap import interval_over
 from hf_posenc.evaluation.facts import hash_json
+from hf_posenc.evaluation.key_tokens import KeyTokenFinder
 from hf_posenc.evaluation.losses import Advance
 from hf_posenc.evaluation.plans import Pass, Portion, Run
 from hf_posenc.evaluation.progress import Finished, ProgressFile
-from hf_posenc.evaluation.records import Record, append_line, read_records
+from hf_posenc.evaluation.records import append_line, read_records
 from hf_posenc.evaluation.tallies import (
-    Totals,
     add_totals,
     join_portions,
+    key_totals,
+    make_record,
     position_totals,
     run_totals,
-    sum_up,
-    window_means,
 )
 from hf_posenc.evaluation.windows import grouped, lay_out
 from hf_posenc.processes import Processes
@@ -38,7 +37,7 @@ class Evaluation:
 
     def __init__(
         self,
-        losses_of: Callable[..., torch.Tensor],
+        finder: KeyTokenFinder,
         texts: dict[Run, list[torch.Tensor]],
         bos_id: int | None,
         identities: dict[Run, dict[str, Any]],
@@ -50,7 +49,7 @@ class Evaluation:
         """Read what is there.
 
         Args:
-            losses_of: ``window_losses``, given the model and how to feed it.
+            finder: Of the key tokens, for ``longppl``; it knows the model and how to feed it too.
             texts: Token ids of each run's texts.
             bos_id: Token id of the BOS; None where no run has one.
             identities: What each run's record says besides the numbers.
@@ -59,7 +58,7 @@ class Evaluation:
             output: The file of the records.
             processes: Who shares the work.
         """
-        self.losses_of, self.texts, self.bos_id = losses_of, texts, bos_id
+        self.finder, self.losses_of, self.texts, self.bos_id = finder, finder.losses_of, texts, bos_id
         self.identities, self.seed = identities, seed
         self.processes, self.output = processes, output if processes.is_main else None
         self.buckets = {run: bucket if run.protocol in ("truncated", "yarn") else None for run in identities}
@@ -114,6 +113,9 @@ class Evaluation:
     def _score(self, one: Pass, portion: Portion, advance: Advance | None) -> Finished:
         text = self.texts[one.runs[0]][portion.text]
         started = time.perf_counter()
+        if one.runs[0].protocol == "longppl":
+            found = self.finder.find(text, portion.windows[0].end, advance)
+            return Finished([key_totals(run, *found) for run in one.runs], time.perf_counter() - started)
         losses = self._losses(one, text, portion, advance)
         totals = [run_totals(run, portion.windows, losses, len(text)) for run in one.runs]
         for run in one.runs:
@@ -149,9 +151,13 @@ class Evaluation:
             if run in self.records:
                 continue
             positions = ([], []) if where is None else add_totals([document.runs[where] for document in done])
-            record = _make_record(
+            totals = join_portions(run, [document.runs[at] for document in done])
+            if not totals:
+                logger.warning("longppl at %d tokens: there is no key token, so no result.", run.context_length)
+                continue
+            record = make_record(
                 {**self.identities[run], "position_bucket": width},
-                join_portions(run, [document.runs[at] for document in done]),
+                totals,
                 positions,
                 self.seed,
                 seconds,
@@ -160,31 +166,3 @@ class Evaluation:
             self.records[run] = record
             if self.output is not None:
                 append_line(self.output, record.to_json())
-
-
-def _make_record(
-    identity: dict[str, Any],
-    totals: list[Totals],
-    positions: Totals,
-    seed: int,
-    seconds: float,
-    peak_memory_bytes: int,
-) -> Record:
-    nll_sum, n_tokens = sum_up(totals)
-    if identity["average"] == "windows":
-        totals = [window_means(one) for one in totals]
-    of, count = sum_up(totals)
-    ci_low, ci_high, ci_unit = interval_over(totals, seed=seed)
-    return Record(
-        **identity,
-        n_tokens=n_tokens,
-        nll_sum=nll_sum,
-        perplexity=math.exp(of / count),
-        ci_low=ci_low,
-        ci_high=ci_high,
-        ci_unit=ci_unit,
-        seconds=seconds,
-        peak_memory_bytes=peak_memory_bytes,
-        position_nll=positions[0],
-        position_tokens=positions[1],
-    )

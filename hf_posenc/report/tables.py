@@ -12,7 +12,7 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 
 # What must be equal among the numbers of one column; and the tokenizer, among those of a whole table.
-_PER_LENGTH = ("bos", "average", "window", "stride", "num_documents", "n_tokens", "text_hash")
+_PER_LENGTH = ("bos", "average", "key_tokens", "window", "stride", "num_documents", "n_tokens", "text_hash")
 _TITLES = {
     "truncated": "First N tokens",
     "sliding_window": "Sliding window of N tokens",

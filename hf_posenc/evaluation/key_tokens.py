@@ -1,0 +1,188 @@
+"""LongPPL: perplexity of the tokens that need a long context, told by how much they lose with a short one.
+
+A token is a key token if its log-probability after the whole text before it is more than ``alpha`` above that after a
+short context, and is more than ``beta`` in itself. Fang et al. 2024, arXiv:2410.23771; the numbers are those of their
+code, PyPI longppl 0.3.0, ``longppl/longppl.py``: alpha 2 nats, beta -2, a short context of 4096 tokens that 1024 tokens
+share.
+
+Where ours differs: their evaluator may have another tokenizer and finds stretches of text; here both models read the
+same tokens. Over several documents they average each one's perplexity, weighed by its key tokens; here it is one
+exp(nats / tokens), as for every other protocol; of one document they are the same. LongCE, their training loss,
+weighs all tokens by the gain instead of choosing some, and is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posenc.evaluation.documents import hash_tokenizer
+from hf_posenc.evaluation.facts import model_facts
+from hf_posenc.evaluation.plans import Run
+from hf_posenc.evaluation.windows import Window, grouped, lay_out
+
+SHORT_CONTEXT = 4096
+_SHARES = 4  # a short context serves a quarter as many tokens
+LossesOf = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class KeyTokens:
+    """How tokens that need the long context are found.
+
+    Attributes:
+        evaluator: The model that chooses them, with the same tokenizer; None lets the measured one choose, so that
+            numbers of two models are of different tokens.
+        alpha: Nats that a token gains from the long context, at least.
+        beta: Log-probability of a token after the long context, at least.
+        short_context: Tokens; None takes 4096, or half the original length where that is less.
+    """
+
+    evaluator: PreTrainedModel | None = None
+    alpha: float = 2.0
+    beta: float = -2.0
+    short_context: int | None = None
+
+    def short_tokens(self, original_length: int | None) -> int:
+        """Return the short context in tokens, for a model of so many original tokens."""
+        if self.short_context is not None:
+            return self.short_context
+        return SHORT_CONTEXT if original_length is None else max(_SHARES, min(SHORT_CONTEXT, original_length // 2))
+
+
+def short_windows(num_tokens: int, short_context: int) -> list[Window]:
+    """Return the windows that give each token past two shares a short context: ``short_context`` tokens, or a bit more.
+
+    A quarter as many tokens share one, as the authors do it. Their first window begins with the text, so its tokens
+    gain nothing, and it is left out.
+    """
+    step = _step(short_context)
+    starts = range(step, num_tokens - short_context, step)
+    return [Window(start, min(start + short_context + step, num_tokens), start + short_context) for start in starts]
+
+
+@dataclass(frozen=True)
+class KeyTokenFinder:
+    """Losses of a text and its key tokens.
+
+    ``losses_of`` and ``evaluator_losses_of`` are ``window_losses`` of the measured and of the choosing model, named
+    ``chosen_by``; None where the measured one chooses.
+    """
+
+    losses_of: LossesOf
+    evaluator_losses_of: LossesOf | None
+    alpha: float
+    beta: float
+    short_context: int
+    chosen_by: str
+
+    @classmethod
+    def of(
+        cls, wanted: KeyTokens, losses_of: LossesOf, judges: Sequence[LossesOf], original_length: int | None
+    ) -> Self:
+        """Make one of what is wanted; ``judges`` has the losses of the choosing model, or is empty."""
+        short, chosen_by = wanted.short_tokens(original_length), _describe(wanted.evaluator if judges else None)
+        return cls(losses_of, judges[0] if judges else None, wanted.alpha, wanted.beta, short, chosen_by)
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise unless each context length has tokens that can gain from it.
+
+        Raises:
+            ValueError: A short context that is none, or a context length that is not longer.
+        """
+        short, step = self.short_context, _step(self.short_context)
+        if short < 1:
+            raise ValueError(f"short_context must be at least 1 token, got {short}.")
+        if lengths and min(lengths) <= short + step:
+            raise ValueError(
+                f"longppl compares with a short context of {short} to {short + step - 1} tokens, so context lengths "
+                f"must be more than {short + step}, got {min(lengths)}. Give longer ones, or a smaller short_context."
+            )
+
+    def tell(self, run: Run, facts: dict[str, Any]) -> dict[str, Any]:
+        """Add to the facts of a run how its tokens are chosen, if they are."""
+        if run.protocol != "longppl":
+            return facts
+        step = _step(self.short_context)
+        words = (
+            f"Key tokens were chosen by {self.chosen_by}: they gain more than {self.alpha:g} nats over a context of "
+            f"{self.short_context} to {self.short_context + step - 1} tokens, to a log-probability above {self.beta:g}."
+        )
+        rule = {"alpha": self.alpha, "beta": self.beta, "short_context": self.short_context, "short_step": step}
+        return {**facts, "scored": f"{facts['scored']} {words}", "key_tokens": {"chosen_by": self.chosen_by, **rule}}
+
+    def find(self, text: torch.Tensor, num_tokens: int, advance: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the losses float32 ``(num_tokens,)`` of a text's first tokens, NaN where none is needed, and the keys.
+
+        Keys are a bool ``(num_tokens,)``. A token's loss does not depend on what follows it, so the keys of a shorter
+        text are the first ones of a longer.
+        """
+        text = text[:num_tokens]
+        losses = self._long(self.losses_of, text, advance)
+        judge = self.evaluator_losses_of or self.losses_of
+        long = losses if judge is self.losses_of else self._long(judge, text, None)
+        short = torch.full_like(long, float("nan"))
+        for windows in grouped(short_windows(num_tokens, self.short_context)):
+            row, placed = lay_out(text, windows, None)
+            needed = torch.ones(len(row), dtype=torch.bool)
+            of_row = judge(row, placed, needed)
+            for window, at in zip(windows, placed, strict=True):
+                short[window.score_from : window.end] = of_row[at.score_from : at.end]
+        return losses, (short - long > self.alpha) & (long < -self.beta)  # false where there is no short one
+
+    def _long(self, losses_of: LossesOf, text: torch.Tensor, advance: Any) -> torch.Tensor:
+        needed = torch.zeros(len(text), dtype=torch.bool)
+        needed[self.short_context + _step(self.short_context) :] = True
+        return losses_of(text, [Window(0, len(text), 1)], needed, advance=advance)
+
+
+def load_key_tokens(
+    evaluator: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    alpha: float,
+    beta: float,
+    short_context: int | None,
+    **loading: Any,
+) -> KeyTokens:
+    """Load the model that chooses key tokens, if one is named.
+
+    Args:
+        evaluator: What ``load_model`` takes; None lets the measured model choose.
+        tokenizer: Of the measured model.
+        alpha: As in ``KeyTokens``.
+        beta: As in ``KeyTokens``.
+        short_context: As in ``KeyTokens``.
+        **loading: As ``load_model`` takes them.
+
+    Raises:
+        ValueError: Its tokenizer is another one.
+    """
+    from hf_posenc.loading import load_model
+
+    if evaluator is None:
+        return KeyTokens(None, alpha, beta, short_context)
+    model, its_tokenizer = load_model(evaluator, **loading)
+    if hash_tokenizer(its_tokenizer) != hash_tokenizer(tokenizer):
+        raise ValueError(
+            f"{evaluator!r} has another tokenizer than the measured model, so the tokens it chooses are others. Give "
+            "an evaluator of the same family."
+        )
+    return KeyTokens(model, alpha, beta, short_context)
+
+
+def _describe(evaluator: PreTrainedModel | None) -> str:
+    """Name the model that chooses the key tokens, with how it is extended."""
+    if evaluator is None:
+        return "the measured model itself"
+    facts = model_facts(evaluator, None, 0, "")
+    extended = "" if facts["method"] == "none" else f" ({facts['method']} x{facts['factor']:g})"
+    return f"{facts['model']}{extended}"
+
+
+def _step(short_context: int) -> int:
+    return max(1, short_context // _SHARES)
