@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from tiny_runs import make_tokenizer
 from transformers import LlamaForCausalLM
 
+from hf_posenc.cli import main
 from hf_posenc.evaluation import PROTOCOLS, KeyTokens, Record, perplexity, read_records
 from hf_posenc.evaluation.protocols import RULES
 from hf_posenc.evaluation.windows import Window, stepping_windows, whole_windows
@@ -221,6 +223,9 @@ def test_bos_is_where_the_protocol_wants_it(tiny_llama: Make) -> None:
     assert ["BOS token stands before each window" in record.scored for record in records] == [0, 0, 1, 0, 0]
     by_hand = measure(model, texts, [20], "truncated", bos="prepended")[0]
     assert records[1].nll_sum == by_hand.nll_sum
+    (stream,) = measure(model, texts, [20], "longlora", stride=8, bos="prepended")
+    assert stream.nll_sum == measure(model, [[BOS, *texts[0]]], [20], "longlora", stride=8)[0].nll_sum
+    assert (stream.bos, "One BOS token stands before the stream." in stream.scored) == ("prepended", True)
     tokenizer.bos_token = None  # as Qwen's; the code asks the tokenizer, so that the config's BOS does not count
     assert measure(model, texts, [20], "yarn", tokenizer=tokenizer)[0].bos == "none"
     with pytest.raises(ValueError, match="'pose' puts a BOS token before every window, and there is none"):
@@ -290,3 +295,21 @@ def test_the_table_says_where_each_protocol_is_from_and_what_it_scores(tiny_llam
         assert "{" not in record.scored
         numbers = (record.context_length, record.last_k, record.stride)
         assert all(str(number) in record.scored for number in numbers if number is not None)
+
+
+def test_the_command_measures_by_name(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.txt").write_text("It is a truth universally acknowledged. " * 20)
+    (tmp_path / "two.txt").write_text("However little known the feelings. " * 3)  # 105 tokens
+    argv = ["eval", str(tiny_checkpoint), "--documents", str(tmp_path), "--context-lengths", "64", "128"]
+    argv += ["--protocol", "yarn_govreport", "pose", "--stride", "32", "--min-tokens", "100", "--average", "tokens"]
+    assert main([*argv, "--hide-progress", "--output", str(tmp_path / "r.jsonl")]) == 0
+    records = {(record.protocol, record.context_length): record for record in read_records(tmp_path / "r.jsonl")}
+    assert len(records) == 4
+    for length in (64, 128):
+        govreport, pose = records["yarn_govreport", length], records["pose", length]
+        assert govreport.nll_sum == pose.nll_sum  # what is averaged was all that told them apart
+        assert (govreport.average, govreport.num_documents, govreport.n_tokens) == ("tokens", 2, 905)
+    assert main([*argv, "--tasks", "passkey"]) == 2
+    assert "--protocol says how perplexity is measured" in capsys.readouterr().err

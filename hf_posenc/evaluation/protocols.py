@@ -174,4 +174,8 @@ def rule_of(name: str) -> Rule:
 
 def in_words(name: ProtocolName, bos: Bos, average: Average, **numbers: int | None) -> str:
     """Say which tokens a number is of, where a BOS token stood, and what was averaged."""
-    return " ".join([RULES[name].scored.format(**numbers), _BOS_WORDS[bos], _AVERAGE_WORDS[average]])
+    rule = RULES[name]
+    where = _BOS_WORDS[bos]
+    if rule.shape == "stream" and bos == "prepended":
+        where = "One BOS token stands before the stream."
+    return " ".join([rule.scored.format(**numbers), where, _AVERAGE_WORDS[average]])

@@ -55,7 +55,7 @@ class Record(JsonRecord):
 
     ``perplexity`` is ``exp(nll_sum / n_tokens)``: nats summed and tokens counted over all documents, divided once;
     ``ci_low`` and ``ci_high`` are its bootstrap 95 % interval, over ``ci_unit``. ``window``, ``stride`` and
-    ``last_k`` are None where the protocol has none. ``text_hash`` is of the token ids fed at this length: numbers
+    ``last_k`` are None where the protocol has none. ``text_hash`` is of the token ids the number depends on: numbers
     compare where it and the protocol are the same. ``tokens_trained`` 0 means zero-shot. ``seconds`` is the time of
     the pass, which other records may share. ``run_key`` is a hash of all that decides the number, weights included:
     records of one key are repeats of one measurement.
