@@ -76,6 +76,22 @@ def test_page_asks_for_nothing_and_says_how_it_was_measured(tmp_path: Path) -> N
     assert all(fact in page for fact in ("truncated", "tok-1", "text-1024", "float32, sdpa", "torch 2.13.0", "2,040"))
 
 
+def test_the_protocol_is_told_in_the_records_own_words(tmp_path: Path) -> None:
+    told = "Windows of {} tokens begin every 64 <tokens>."
+    records = [
+        make_record(method, n, 40.0, protocol="pose", window=n, stride=64, scored=told.format(n))
+        for method in ("none", "yarn")
+        for n in (128, 256)
+    ]
+    paths = report(records, tmp_path)
+    page = paths.html.read_text()
+    assert "<dt>At 256 tokens</dt><dd>Windows of 256 tokens begin every 64 &lt;tokens&gt;.</dd>" in page
+    assert "arXiv:2309.10400, table 1" in page
+    assert "- Stride in tokens: 64 at 128, 64 at 256" in paths.markdown.read_text()
+    older = report(make_records(), tmp_path).markdown.read_text()
+    assert "The first 1024 tokens of each document are read in one go" in older
+
+
 def test_plots_show_every_row_and_the_original_length(tmp_path: Path) -> None:
     paths = report(make_records(), tmp_path)
     png, svg = paths.plots

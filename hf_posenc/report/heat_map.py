@@ -23,26 +23,28 @@ _STRONGEST = 55  # percent of the colour where all is right: text stays readable
 
 
 def draw_heat_map(grid: Grid) -> Drawing:
-    """Draw one map for each row; the page has tables in their place."""
+    """Draw a map for each row and scoring; the page has tables in their place."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    by, rows = grid.scorings[0], grid.rows
-    height = 1.1 + 0.32 * len(grid.depths)
+    rows, scorings = grid.rows, grid.scorings
+    height, width = 1.1 + 0.32 * len(grid.depths), 2.2 + 0.8 * len(grid.lengths)
     with plt.rc_context(cast(Any, STYLE)):
         figure, every = plt.subplots(
             len(rows),
-            1,
-            figsize=(2.2 + 0.8 * len(grid.lengths), height * len(rows)),
+            len(scorings),
+            figsize=(width * len(scorings), height * len(rows)),
             layout="constrained",
             squeeze=False,
         )
-        for axes, row in zip(every[:, 0], rows, strict=True):
-            _draw_row(axes, grid, row, by)
+        for line, row in zip(every, rows, strict=True):
+            for axes, by in zip(line, scorings, strict=True):
+                _draw_row(axes, grid, row, by)
         figure.supylabel("depth", fontsize=9)
-        figure.suptitle(f"{grid.title}, {BY[by]}", x=0.01, ha="left", fontsize=10)
+        figure.supxlabel("context length in tokens", fontsize=9)
+        figure.suptitle(f"{grid.title}, percent right", x=0.01, ha="left", fontsize=10)
         files = figure_files(figure)
         plt.close(figure)
     return Drawing(files[".png"], files[".svg"])
@@ -55,11 +57,11 @@ def _draw_row(axes: Any, grid: Grid, row: GridRow, by: str) -> None:
     for y, values in enumerate(shares):
         for x, share in enumerate(values):
             if share == share:  # not where nothing was asked
-                colour = "black" if share > 0.5 else "white"
+                colour = "black" if share >= 0.5 else "white"
                 axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", color=colour, fontsize=8)
     axes.set_xticks(range(len(grid.lengths)), [length_name(n) for n in grid.lengths])
     axes.set_yticks(range(len(grid.depths)), [depth_name(depth) for depth in grid.depths])
-    axes.set_title(row.full_name, loc="left", fontsize=9)
+    axes.set_title(f"{row.full_name}, {BY[by]}", loc="left", fontsize=9)
 
 
 def _share(scores: list[float]) -> float:

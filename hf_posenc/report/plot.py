@@ -207,20 +207,32 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    """Write each line's name where it ends, moved apart where lines end close together."""
+    """Write each line's name and marker where it ends, moved apart where lines end close together."""
+    from matplotlib.transforms import ScaledTranslation
+
     points = 72 / axes.figure.dpi
     wanted = [axes.transData.transform((line.x[-1], line.y[-1]))[1] * points for line in lines]
     for line, at, moved in zip(lines, wanted, _spread(wanted), strict=True):
         axes.annotate(
             line.name,
             (line.x[-1], line.y[-1]),
-            xytext=(10, moved - at),
+            xytext=(18, moved - at),
             textcoords="offset points",
             va="center",
             color=line.look.colour,
             fontsize=8.5,
             fontweight="bold" if line.look.bold else "normal",
             annotation_clip=False,
+        )
+        beside = axes.transData + ScaledTranslation(11 / 72, (moved - at) / 72, axes.figure.dpi_scale_trans)
+        axes.plot(
+            line.x[-1],
+            line.y[-1],
+            color=line.look.colour,
+            marker=line.look.marker,
+            markersize=4.5,
+            transform=beside,
+            clip_on=False,
         )
 
 
