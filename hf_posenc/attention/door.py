@@ -123,13 +123,13 @@ class Door:
 
     def tables(self, forward: Forward, stages: tuple[int, ...], start: int, stop: int, like: torch.Tensor) -> Tables:
         """Return cos and sin for a range of slots, each row in its stage."""
-        key = (stages, start, stop, like.dtype, like.device)
+        key = (stages, start, stop, like.device)
         if key not in forward.tables:
             positions = forward.layout.positions[:, start:stop].to(like.device)
             found = [self.frequencies(stage, like.device) for stage in stages]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])
             factors = torch.tensor([factor for _, factor in found], device=like.device)
-            forward.tables[key] = self.turn_on(positions, positions, inv_freq, factors, like.dtype)
+            forward.tables[key] = self.turn_on(positions, positions, inv_freq, factors)
         return forward.tables[key]
 
     def turn_on(
@@ -138,7 +138,6 @@ class Door:
         wanted: torch.Tensor,
         inv_freq: torch.Tensor,
         factors: torch.Tensor,
-        dtype: torch.dtype,
     ) -> Tables:
         """Return what turns states on, from where the model turned them to where a rule wants them.
 
@@ -147,10 +146,9 @@ class Door:
             wanted: ``(rows, length)``, by which the rule turns; may be fractions.
             inv_freq: float32 ``(rows, rotary_dim // 2)``, at these frequencies.
             factors: Attention factors, float32 ``(rows,)``.
-            dtype: Of the states.
         """
         plain = angles_at(positions, self.plain.to(positions.device)[None])
-        return self.rotation.tables(angles_at(wanted, inv_freq) - plain, factors, dtype)
+        return self.rotation.tables(angles_at(wanted, inv_freq) - plain, factors)
 
     # ---- once per layer ----
 
@@ -231,8 +229,8 @@ class Door:
             found = [self.frequencies(index, device) for index in range(len(ends) + 1)]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])[stage]
             factors = torch.tensor([factor for _, factor in found], device=device)[stage]
-            key = self.rotation.turn(key, self.turn_on(positions, positions, inv_freq, factors, key.dtype))
-            query = self.rotation.turn(query, self.turn_on(position, position, inv_freq, factors, query.dtype))
+            key = self.rotation.turn(key, self.turn_on(positions, positions, inv_freq, factors))
+            query = self.rotation.turn(query, self.turn_on(position, position, inv_freq, factors))
         mask = (
             (states > 0)[:, None, None, :]
             if self.inner == "sdpa"

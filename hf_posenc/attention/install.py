@@ -186,7 +186,7 @@ def _turns_as_known(model: PreTrainedModel, door: Door, saved: SavedRotary) -> b
 def _turns_back(door: Door, turned: torch.Tensor, unturned: torch.Tensor) -> bool:
     positions = torch.arange(turned.shape[2], device=turned.device)[None]
     zeros = torch.zeros(1, len(door.plain), device=turned.device)
-    back = door.turn_on(positions, positions, zeros, torch.ones(1, device=turned.device), turned.dtype)
+    back = door.turn_on(positions, positions, zeros, torch.ones(1, device=turned.device))
     error = (door.rotation.turn(turned, back) - unturned).abs().max()
     epsilon = max(torch.finfo(dtype).eps for dtype in (turned.dtype, torch.float32))  # angles are float32 at best
     return bool(error <= _PROBE_EPSILONS * epsilon * unturned.abs().max())

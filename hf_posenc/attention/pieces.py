@@ -88,7 +88,7 @@ class Pieces:
         positions = self.forward.layout.positions[row : row + 1, slots].to(like.device)
         inv_freq, factor = self.door.frequencies(0, like.device)
         factors = torch.full((1,), factor, device=like.device)
-        return self.door.turn_on(positions, wanted[None].to(like.device), inv_freq[None], factors, like.dtype)
+        return self.door.turn_on(positions, wanted[None].to(like.device), inv_freq[None], factors)
 
     def dense_rows(self, index: slice, few: slice) -> torch.Tensor | None:
         """Return a mask's rows for some queries, bool or added to the logits; None if the mask is plainly causal."""

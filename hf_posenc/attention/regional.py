@@ -79,7 +79,7 @@ class _Document:
     def _tables(self, region: Region) -> Tables:
         """Return what turns all queries on, made once a forward."""
         last, tables = self.value.shape[2], self.pieces.forward.tables
-        key = (region.query, self.row, self.start, self.first, last, self.query.dtype, self.query.device)
+        key = (region.query, self.row, self.start, self.first, last, self.query.device)
         if key not in tables:
             slots = slice(self.start + self.first, self.start + last)
             tables[key] = self.pieces.at(self.row, slots, region.query(torch.arange(self.first, last)), self.query)
@@ -192,7 +192,7 @@ def _turned_keys(pieces: Pieces, region: Region, row: int, index: slice) -> torc
     places = layout.places_in_documents[row]
 
     def turn(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        key = (region.name, row, start, end, keys.dtype, keys.device)
+        key = (region.name, row, start, end, keys.device)
         tables = pieces.forward.tables
         if key not in tables:
             tables[key] = pieces.at(row, slice(start, end), region.key(places[start:end]), keys)

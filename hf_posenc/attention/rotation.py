@@ -22,17 +22,18 @@ class Rotation:
 
     neighbours: bool = False
 
-    def tables(self, angles: torch.Tensor, attention_factor: torch.Tensor, dtype: torch.dtype) -> Tables:
-        """Return cos and sin, each ``(rows, 1, length, rotary_dim)``.
+    def tables(self, angles: torch.Tensor, attention_factor: torch.Tensor) -> Tables:
+        """Return cos and sin, each float32 ``(rows, 1, length, rotary_dim)``.
+
+        Not rounded to bfloat16, as the model's own are: states that are turned a second time should not lose twice.
 
         Args:
             angles: float32 ``(rows, length, rotary_dim // 2)``, radians.
             attention_factor: float32 ``(rows,)``, multiplies both.
-            dtype: Of the states to turn.
         """
         angles = angles.repeat_interleave(2, dim=-1) if self.neighbours else torch.cat((angles, angles), dim=-1)
         factor = attention_factor[:, None, None, None]
-        return (angles[:, None].cos() * factor).to(dtype), (angles[:, None].sin() * factor).to(dtype)
+        return angles[:, None].cos() * factor, angles[:, None].sin() * factor
 
     def turn(self, states: torch.Tensor, tables: Tables) -> torch.Tensor:
         """Turn the first ``rotary_dim`` features of queries or keys ``(batch, heads, length, head_dim)``."""
@@ -84,7 +85,7 @@ def find_rotation(
     turned = turned if isinstance(turned, torch.Tensor) else turned[1]
     for rotation in ROTATIONS:
         angles = angles_at(torch.arange(length)[None], inv_freq[None])
-        tables = rotation.tables(angles, torch.tensor([factor]), states.dtype)
+        tables = rotation.tables(angles, torch.tensor([factor]))
         if torch.allclose(rotation.turn(states, tables), turned, rtol=1e-4, atol=1e-4):
             return rotation
     return None
