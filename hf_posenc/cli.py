@@ -85,7 +85,7 @@ def evaluate(argv: Sequence[str]) -> None:
     what.model_name = what.model_name or given.model
     output = what.output
     rows = rows_to_measure(what.method, extension, args_.parse_options(options.option))
-    from hf_posenc.evaluation import perplexity, retrieval
+    from hf_posenc.evaluation import perplexity, reach_lines, retrieval
     from hf_posenc.evaluation.key_tokens import load_key_tokens
     from hf_posenc.evaluation.plans import plan_runs
     from hf_posenc.evaluation.records import check_output
@@ -120,7 +120,7 @@ def evaluate(argv: Sequence[str]) -> None:
         leave_processes()
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
         return
-    print(text_table(records))
+    print("\n".join([text_table(records), "", *reach_lines(records)]))
     if output is not None:
         print(f"\nin {output}; a page with plots: hf-posenc report {output} --output-dir report")
 

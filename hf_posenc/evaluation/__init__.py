@@ -8,6 +8,7 @@ from hf_posenc.evaluation.key_tokens import KeyTokens
 from hf_posenc.evaluation.pairs import Ratio, paired_interval
 from hf_posenc.evaluation.perplexity import perplexity
 from hf_posenc.evaluation.plans import PROTOCOLS
+from hf_posenc.evaluation.reach import Reach, reach, reach_lines
 from hf_posenc.evaluation.records import Record, read_records
 from hf_posenc.evaluation.retrieval import RetrievalRecord, read_retrieval_records, retrieval
 
@@ -18,10 +19,13 @@ __all__ = [
     "PROTOCOLS",
     "KeyTokens",
     "Ratio",
+    "Reach",
     "Record",
     "RetrievalRecord",
     "paired_interval",
     "perplexity",
+    "reach",
+    "reach_lines",
     "read_records",
     "read_retrieval_records",
     "retrieval",

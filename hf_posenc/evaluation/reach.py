@@ -1,0 +1,278 @@
+"""How far a model reads and retrieves, row by row: its effective context, and what short texts pay for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_posenc.evaluation.curves import Segment, loss_curve
+from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
+
+RETRIEVED = 0.85  # the share of answers from which a length counts as retrieved
+_Z = 1.959964  # of a normal distribution's central 95 %
+_LEAST = math.log(1.01)  # nats: less than 1 % of perplexity is no worse, however sure
+
+AnyRecord = Record | RetrievalRecord
+
+
+@dataclass(frozen=True)
+class LossReach:
+    """How far the loss holds.
+
+    Attributes:
+        length: The longest length at which it is no worse, in tokens; None if it is worse at the original already.
+        is_longest: Whether nothing longer was measured.
+        by: What it was told from: "loss by position" or "perplexity by length".
+        tolerance: Percent of perplexity that is no worse: what the text itself varies by.
+        change: Percent of perplexity at that length (or the original) above the reference.
+        reference: "unpatched", or "itself" where there is no unpatched row on the same text.
+    """
+
+    length: int | None
+    is_longest: bool
+    by: str
+    tolerance: float
+    change: float
+    reference: str
+
+
+@dataclass(frozen=True)
+class RetrievalReach:
+    """How far one task is retrieved: ``share``, ``low`` and ``high`` (Wilson's interval) are those of ``length``.
+
+    Where the shortest length is not retrieved, ``length`` is None and they are that one's, ``shortest``.
+    """
+
+    task: str
+    length: int | None
+    is_longest: bool
+    shortest: int
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Reach:
+    """One row: a model as it was extended and trained.
+
+    ``loss`` is a reason in words where it cannot be told. ``short_cost`` is the percent of perplexity above the
+    unpatched row at ``short_length``, the longest up to the original; None where that was not measured, and for the
+    unpatched row itself.
+    """
+
+    name: str
+    model: str
+    is_unpatched: bool
+    original: int | None
+    loss: LossReach | str
+    retrieval: tuple[RetrievalReach, ...]
+    short_cost: float | None
+    short_length: int | None
+
+    def line(self) -> str:
+        """Return the row in one line."""
+        parts = [_loss_words(self), *map(_retrieval_words, self.retrieval)]
+        if not self.retrieval:
+            parts.append("retrieval not measured")
+        return f"{self.name}: {', '.join([*parts, *_short_words(self)])}"
+
+
+def reach(records: Sequence[AnyRecord]) -> list[Reach]:
+    """Return how far each row reaches, the unpatched first, then in order of appearance.
+
+    The loss reaches N tokens if two means are no worse than that of the unpatched model on the same text over the
+    second half of its original length: the mean over the last eighth before N, and that over all from the original
+    length to N, so that an easy page does not hide a broken stretch before it. How hard a text is varies from place to
+    place: worse is what exceeds the 95 % interval of that variation (of the buckets' means, or as the records'
+    intervals say it) and 1 % of perplexity. A half, not an eighth, as the reference, for the same reason: one easy
+    page would condemn every method.
+
+    Retrieval reaches N if at least 85 % of the answers were right there and at every shorter length measured.
+
+    Args:
+        records: Of ``perplexity`` and ``retrieval``, of any number of models; of one row and length the last counts.
+    """
+    groups: dict[tuple[object, ...], list[AnyRecord]] = {}
+    for record in records:
+        groups.setdefault(_row_key(record), []).append(record)
+    models = {record.model for record in records}
+    rows = [_reach_of(group, records, len(models) > 1) for group in groups.values()]
+    return sorted(rows, key=lambda row: not row.is_unpatched)
+
+
+def reach_lines(records: Sequence[AnyRecord]) -> list[str]:
+    """Return ``reach`` as a line for each row."""
+    return [row.line() for row in reach(records)]
+
+
+def _row_key(record: AnyRecord) -> tuple[object, ...]:
+    options = json.dumps(record.options, sort_keys=True)
+    who = (record.model, record.dtype, record.attn_implementation, record.label)
+    return (*who, record.method, record.factor, options, record.tokens_trained)
+
+
+def _is_unpatched(record: AnyRecord) -> bool:
+    return record.method == "none" and record.tokens_trained == 0
+
+
+def _name(record: AnyRecord, with_model: bool) -> str:
+    name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
+    if record.options:
+        name += f" ({', '.join(f'{key}={json.dumps(value)}' for key, value in record.options.items())})"
+    trained = [f"after {record.tokens_trained:,} tokens"] if record.tokens_trained else []
+    model = [record.model.rstrip("/").rpartition("/")[2]] if with_model else []
+    return ", ".join([" · ".join([name, *([record.label] if record.label else []), *model]), *trained])
+
+
+def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], with_model: bool) -> Reach:
+    first = group[0]
+    own = [record for record in group if isinstance(record, Record)]
+    base = [] if _is_unpatched(first) else _unpatched_of(own, records)
+    cost, short = _short_cost(own, base)
+    return Reach(
+        name=_name(first, with_model),
+        model=first.model,
+        is_unpatched=_is_unpatched(first),
+        original=first.original_max_position_embeddings,
+        loss=_loss_reach(own, base or own, "unpatched" if base or _is_unpatched(first) else "itself"),
+        retrieval=tuple(_retrieval_reach(group)),
+        short_cost=cost,
+        short_length=short,
+    )
+
+
+def _unpatched_of(own: Sequence[Record], records: Sequence[AnyRecord]) -> list[Record]:
+    """Return the unpatched model's records of lengths, protocols and texts that a row has too."""
+    asked = {_asked(record) for record in own}
+    return [one for one in records if isinstance(one, Record) and _is_unpatched(one) and _asked(one) in asked]
+
+
+def _asked(record: Record) -> tuple[object, ...]:
+    text = (record.model, record.text_hash, record.tokenizer_hash, record.bos, record.n_tokens)
+    return (*text, record.context_length, record.protocol, record.stride, record.last_k)
+
+
+def _short_cost(own: Sequence[Record], base: Sequence[Record]) -> tuple[float | None, int | None]:
+    plain = {_asked(one): one.perplexity for one in base}
+    short = [
+        one for one in own if _asked(one) in plain and one.context_length <= (one.original_max_position_embeddings or 0)
+    ]
+    if not short:
+        return None, None
+    last = max(short, key=lambda one: one.context_length)
+    return 100 * (last.perplexity / plain[_asked(last)] - 1), last.context_length
+
+
+def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -> LossReach | str:
+    if not own:
+        return "loss not measured"
+    original = own[0].original_max_position_embeddings
+    if original is None:
+        return "loss cannot be judged (the original length is not known)"
+    protocols = {one.protocol for one in base}
+    curve = loss_curve([one for one in own if one.protocol in protocols], original)
+    plain = loss_curve(base, original)
+    if curve is None or plain is None:
+        return "loss cannot be judged (no protocol of the beginning of texts, last_k or sliding_window)"
+    usual, at_original = plain.between(original / 2, original), curve.between(original / 2, original)
+    if usual is None or at_original is None:
+        return f"loss cannot be judged (no length from {_tokens(original // 2)} to {_tokens(original)} was measured)"
+    judge = _Judge(usual, plain.spread)
+    tried = {at_original.end: [at_original]}
+    for end in (one.end for one in curve.segments if one.end > at_original.end):
+        windows = (curve.between(end * 7 / 8, end), curve.between(at_original.end, end))
+        tried[end] = [window for window in windows if window is not None]
+    good = [end for end, windows in tried.items() if all(map(judge.is_no_worse, windows))]
+    holds = at_original.end in good
+    at = max(good) if holds else at_original.end
+    return LossReach(
+        length=at if holds else None,
+        is_longest=at == max(tried),
+        by=curve.by if curve.by == plain.by else "perplexity by length",
+        tolerance=100 * math.expm1(judge.excused(tried[at][0])),
+        change=100 * math.expm1(judge.excess(tried[at][0])),
+        reference=reference,
+    )
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """What losses are held against: the usual one, and how much the mean over some tokens varies with the text."""
+
+    usual: Segment
+    spread: float
+
+    def excess(self, there: Segment) -> float:
+        """Return nats above the usual."""
+        return there.mean - self.usual.mean
+
+    def excused(self, there: Segment) -> float:
+        """Return the nats that the text explains."""
+        return max(_LEAST, _Z * self.spread * math.sqrt(1 / self.usual.n_tokens + 1 / there.n_tokens))
+
+    def is_no_worse(self, there: Segment) -> bool:
+        return self.excess(there) <= self.excused(there)
+
+
+def _retrieval_reach(group: Sequence[AnyRecord]) -> list[RetrievalReach]:
+    found = [record for record in group if isinstance(record, RetrievalRecord)]
+    return [
+        _task_reach(task, [one for one in found if one.task == task])
+        for task in dict.fromkeys(record.task for record in found)
+    ]
+
+
+def _task_reach(task: str, records: Sequence[RetrievalRecord]) -> RetrievalReach:
+    prompts = {(one.context_length, one.text_hash): one for one in records}  # of a repeat, the last
+    scores: dict[int, list[float]] = {}
+    for (length, _), one in sorted(prompts.items()):
+        score = one.score("forced")
+        scores.setdefault(length, []).append(one.num_written / len(one.answers) if score is None else score)
+    good: list[int] = []
+    for length, each in scores.items():
+        if math.fsum(each) / len(each) < RETRIEVED:
+            break
+        good.append(length)
+    at = good[-1] if good else min(scores)
+    share = math.fsum(scores[at]) / len(scores[at])
+    longest = bool(good) and at == max(scores)
+    return RetrievalReach(task, good[-1] if good else None, longest, min(scores), share, *wilson_interval(scores[at]))
+
+
+def _tokens(length: int) -> str:
+    return f"{length / 1024:g}k" if length % 512 == 0 and length >= 1024 else str(length)
+
+
+def _loss_words(row: Reach) -> str:
+    loss = row.loss
+    if isinstance(loss, str):
+        return loss
+    how = f"{loss.by}, within {loss.tolerance:.2g} %"
+    if loss.reference == "itself":
+        how += ", against itself: no unpatched row"
+    if loss.length is None:
+        original = _tokens(row.original or 0)
+        return f"worse than unpatched at {original} already ({loss.change:+.0f} %; {how})"
+    return f"reads to {'at least ' if loss.is_longest else ''}{_tokens(loss.length)} ({how})"
+
+
+def _retrieval_words(found: RetrievalReach) -> str:
+    share = f"{100 * found.share:.0f} % right, interval {100 * found.low:.0f}–{100 * found.high:.0f}"
+    needed = f">= {100 * RETRIEVED:.0f} %"
+    if found.length is None:
+        return f"retrieves at no length ({found.task} {needed}; at {_tokens(found.shortest)} {share})"
+    most = "at least " if found.is_longest else ""
+    return f"retrieves to {most}{_tokens(found.length)} ({found.task} {needed}; there {share})"
+
+
+def _short_words(row: Reach) -> list[str]:
+    if row.is_unpatched:
+        return []
+    if row.short_cost is None or row.short_length is None:
+        return ["cost on short texts not measured"]
+    cost = round(row.short_cost, 1) + 0.0  # no minus before a zero
+    return [f"short texts ({_tokens(row.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"]
