@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_report import make_record
-from test_retrieval_report import make_record as make_answer
+from report_records import make_record
+from report_records import make_retrieval_record as make_answer
 
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli import main
