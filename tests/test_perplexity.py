@@ -174,6 +174,15 @@ def test_only_asked_positions_reach_the_head_in_small_chunks(tiny_llama):
     assert sum(rows[2:]) == 6
 
 
+@pytest.mark.parametrize("protocol", ["truncated", "sliding_window"])
+def test_no_gradients_are_kept(tiny_llama, protocol):
+    model, states = tiny_llama(), []
+    model.model.layers[-1].register_forward_hook(lambda module, args, output: states.append(output))
+    measure(model, random_documents(), [24], protocol, stride=8 if protocol == "sliding_window" else None)
+    assert states
+    assert not any(state.requires_grad for state in states)
+
+
 def test_short_documents_are_left_out_of_every_length(tiny_llama):
     model = tiny_llama()
     documents = [*random_documents(2, 40), random_documents(1, 30, seed=5)[0]]

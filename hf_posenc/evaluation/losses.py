@@ -19,7 +19,6 @@ Advance = Callable[[int], object]  # told how many tokens have been fed since th
 _TOKENS_AT_ONCE_CPU, _TOKENS_AT_ONCE = 1024, 8192  # of windows in one batch
 
 
-@torch.no_grad()
 def document_losses(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
@@ -165,6 +164,7 @@ def _equal_windows(
         yield from (together[rows] for rows in row_chunks(len(together), size))
 
 
+@torch.no_grad()
 def _batch_losses(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
