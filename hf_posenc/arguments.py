@@ -141,7 +141,8 @@ class EvalArguments:
     )
     bos: Literal["prepended"] | None = field(default=None, metadata={"help": "put a BOS token before every document"})
     prefill_chunk: ContextLength | None = field(
-        default=None, metadata={"help": "feed so many tokens at a time over a KV cache: same numbers, less memory"}
+        default=None,
+        metadata={"help": "feed so many tokens at a time over a KV cache: same numbers; the log tells the memory"},
     )
     batch_size: int | None = field(
         default=None, metadata={"help": "sliding windows fed together; default: by their length, 1 for long ones"}

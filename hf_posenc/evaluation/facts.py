@@ -7,6 +7,8 @@ import json
 import resource
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,16 +134,38 @@ def hash_json(value: Any) -> str:
 
 
 def reset_peak_memory(model: PreTrainedModel) -> None:
-    """Let the GPU's peak start again from what is allocated now; nothing resets a process' peak."""
+    """Let the peak start again from what is in use now: the GPU's, and on Linux the process'."""
     device = unwrap(model).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # not Linux, or not allowed: the peak stays that since the start
+            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 
 
 def peak_memory(model: PreTrainedModel) -> int:
-    """Return the peak in bytes: of the GPU's allocator on CUDA, else of the whole process since its start."""
+    """Return the peak in bytes: of the GPU's allocator on CUDA, else of the whole process."""
     device = unwrap(model).device
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    if (peak := _process_status("VmHWM")) is not None:
+        return peak
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
+
+
+def memory_in_use(model: PreTrainedModel) -> int:
+    """Return the bytes in use now, the model's included, of what ``peak_memory`` counts; 0 where nothing tells."""
+    device = unwrap(model).device
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return _process_status("VmRSS") or 0
+
+
+def _process_status(name: str) -> int | None:
+    """Return a value of Linux' ``/proc/self/status`` in bytes; None where there is no such file."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":")), None)

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
+from hf_posenc.evaluation.cache import make_cache
+from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predict_memory, shape_of
 from hf_posenc.evaluation.plans import Window
 from hf_posenc.families import unwrap
-from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, row_chunks, token_losses
+from hf_posenc.lm_head import decoder_body, row_chunks, token_losses
 
 Advance = Callable[[int], object]  # told how many tokens have been fed since the last call
 _TOKENS_AT_ONCE_CPU, _TOKENS_AT_ONCE = 1024, 8192  # of windows in one batch
@@ -25,7 +27,7 @@ def document_losses(
     positions: torch.Tensor | None = None,
     *,
     prefill_chunk: int | None = None,
-    logits_chunk: int = DEFAULT_ROWS_PER_CHUNK,
+    logits_chunk: int | None = None,
     advance: Advance | None = None,
 ) -> torch.Tensor:
     """Return the loss of each asked token given all tokens before it, from one causal pass.
@@ -34,9 +36,9 @@ def document_losses(
         model: A causal language model in evaluation mode, wrapped or not.
         input_ids: int64 ``(num_tokens,)``.
         positions: Rising int64 ``(k,)`` from 1 to ``num_tokens - 1``: the tokens to score. None scores all of them.
-        prefill_chunk: Feed this many tokens at a time over a KV cache: the same numbers, with less memory for
-            activations. None feeds all at once.
-        logits_chunk: Rows whose logits exist at one time.
+        prefill_chunk: Feed this many tokens at a time over a KV cache: the same numbers. Whether that needs less
+            memory, ``memory.predict_memory`` tells. None feeds all at once.
+        logits_chunk: Rows whose logits exist at one time; None takes what fits into 64 MiB in float32.
         advance: Called with the number of tokens after each chunk.
 
     Returns:
@@ -53,7 +55,7 @@ def window_losses(
     needed: torch.Tensor,
     *,
     prefill_chunk: int | None = None,
-    logits_chunk: int = DEFAULT_ROWS_PER_CHUNK,
+    logits_chunk: int | None = None,
     batch_size: int | None = None,
     advance: Advance | None = None,
 ) -> torch.Tensor:
@@ -97,6 +99,28 @@ def default_batch_size(model: PreTrainedModel, window: int) -> int:
     On a CPU a few hundred tokens keep the cores busy, and more only leave the cache; a GPU wants thousands.
     """
     return max(1, (_TOKENS_AT_ONCE_CPU if unwrap(model).device.type == "cpu" else _TOKENS_AT_ONCE) // window)
+
+
+def memory_need(
+    model: PreTrainedModel,
+    windows: Iterable[Window],
+    prefill_chunk: int | None = None,
+    logits_chunk: int | None = None,
+    batch_size: int | None = None,
+) -> MemoryNeed:
+    """Predict the memory of ``window_losses``: that of its most expensive windows."""
+    shape = shape_of(model)
+    needs = [
+        predict_memory(
+            shape,
+            batch[0].end - batch[0].start,
+            batch_size=len(batch),
+            prefill_chunk=prefill_chunk,
+            logits_chunk=logits_chunk,
+        )
+        for batch in _equal_windows(model, windows, batch_size)
+    ]
+    return max(needs, key=lambda need: need.peak)
 
 
 @contextmanager
@@ -170,11 +194,12 @@ def _batch_losses(
     input_ids: torch.Tensor,
     positions: Sequence[torch.Tensor],
     prefill_chunk: int | None,
-    logits_chunk: int,
+    logits_chunk: int | None,
     advance: Advance | None,
 ) -> list[torch.Tensor]:
     """Return the losses of each row's positions, for int64 ``(batch, num_tokens)``; as ``document_losses``."""
     losses: list[list[torch.Tensor]] = [[torch.empty(0)] for _ in positions]
+    rows_at_once = logits_chunk or default_logits_chunk(unwrap(model).config.get_text_config().vocab_size)
     for start, hidden in _hidden_chunks(model, input_ids, prefill_chunk):
         end = start + hidden.shape[1]
         # The hidden state of token t - 1 predicts token t.
@@ -183,7 +208,7 @@ def _batch_losses(
         if rows:
             targets = torch.cat([ids[at] for ids, at in zip(input_ids, here, strict=True)])
             together = rows[0] if len(rows) == 1 else torch.cat(rows)
-            found = token_losses(model, together, targets, logits_chunk)
+            found = token_losses(model, together, targets, rows_at_once)
             for row, part in zip(losses, torch.split(found, [len(at) for at in here]), strict=True):
                 row.append(part)
         if advance is not None:
@@ -200,7 +225,7 @@ def _hidden_chunks(
     if prefill_chunk is None or prefill_chunk >= batch.shape[1]:
         yield 0, body(input_ids=batch, use_cache=False).last_hidden_state
         return
-    cache = DynamicCache(config=base.config)
+    cache = make_cache(model, batch.shape[1])
     for rows in row_chunks(batch.shape[1], prefill_chunk):
         output = body(input_ids=batch[:, rows], past_key_values=cache, use_cache=True)
         yield rows.start, output.last_hidden_state

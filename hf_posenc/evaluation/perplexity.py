@@ -17,17 +17,17 @@ from hf_posenc.evaluation.facts import (
     identify_run,
     model_facts,
     peak_memory,
-    reset_peak_memory,
 )
 from hf_posenc.evaluation.key_tokens import KeyTokenFinder, KeyTokens
-from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_types, window_losses
+from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_types, memory_need, window_losses
+from hf_posenc.evaluation.memory import memory_told
 from hf_posenc.evaluation.plans import Pass, Run, plan_passes, plan_runs
 from hf_posenc.evaluation.protocols import Average, ProtocolName
 from hf_posenc.evaluation.records import Record, check_output
 from hf_posenc.evaluation.tallies import default_bucket
 from hf_posenc.evaluation.texts import Choice, choose_texts, settle_bos
 from hf_posenc.evaluation.walk import Evaluation
-from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, check_head
+from hf_posenc.lm_head import check_head
 from hf_posenc.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def perplexity(
     max_tokens: int | None = None,
     bos: Literal["prepended"] | None = None,
     prefill_chunk: int | None = None,
-    logits_chunk: int = DEFAULT_ROWS_PER_CHUNK,
+    logits_chunk: int | None = None,
     batch_size: int | None = None,
     max_documents: int | None = None,
     cut: bool = False,
@@ -93,8 +93,9 @@ def perplexity(
             ``sliding_window`` and ``same_tokens``, and takes whole documents for the published protocols.
         bos: ``"prepended"`` puts a BOS token before every document (not before every window). None puts none, except in
             ``yarn``, ``yarn_govreport`` and ``pose``, which have a rule of their own.
-        prefill_chunk: Feed a window in chunks of so many tokens over a KV cache: equal numbers, less memory.
-        logits_chunk: Rows whose logits exist at one time.
+        prefill_chunk: Feed a window in chunks of so many tokens over a KV cache: equal numbers. Less memory only where
+            a layer's activations are larger than the cache of all layers; the prediction that is logged tells.
+        logits_chunk: Rows whose logits exist at one time; None takes what fits into 64 MiB in float32.
         batch_size: Sliding windows that are fed together; None chooses it by their length (1 for long ones).
         max_documents: At most so many documents (or pieces), evenly spread.
         cut: Cut long documents into consecutive pieces of the longest length (``max_tokens`` if given).
@@ -164,8 +165,11 @@ def perplexity(
         bucket = position_bucket or default_bucket(original)
         where = None if output is None else Path(output)
         evaluation = Evaluation(finder, texts, bos_id, identities, seed, bucket, where, Processes(sharded))
-        reset_peak_memory(model)
-        evaluation.measure(_passes(models, runs, prefill_chunk), partial(peak_memory, model), progress)
+        passes = _passes(models, runs, prefill_chunk)
+        windows = [window for one in passes for portion in evaluation.portions(one) for window in portion.windows]
+        need = memory_need(model, windows, prefill_chunk, logits_chunk, batch_size)
+        with memory_told(model, need, tell=evaluation.processes.is_main and len(evaluation.records) < len(runs)):
+            evaluation.measure(passes, partial(peak_memory, model), progress)
     return [evaluation.records[run] for run in runs if run in evaluation.records]
 
 

@@ -76,7 +76,7 @@ class Evaluation:
         keys = [self._key(one) for one in passes]  # of those with their records too: a kill may have left their lines
         passes = [one for one in passes if any(run not in self.records for run in one.runs)]
         todo = [
-            (one, self._key(one), index, portion) for one in passes for index, portion in enumerate(self._portions(one))
+            (one, self._key(one), index, portion) for one in passes for index, portion in enumerate(self.portions(one))
         ]
         total = sum(portion.num_tokens_fed for *_, portion in todo)
         done = sum(portion.num_tokens_fed for _, key, index, portion in todo if self.progress.get(key, index))
@@ -95,7 +95,7 @@ class Evaluation:
 
     def _walk(self, one: Pass, advance: Advance) -> int:
         """Score the portions that are left, each in one of the processes; return how many the pass has."""
-        key, portions, alone = self._key(one), self._portions(one), self.processes.count == 1
+        key, portions, alone = self._key(one), self.portions(one), self.processes.count == 1
         left = [index for index in range(len(portions)) if self.progress.get(key, index) is None]
         inside = advance if alone else None
         for index, done in self.processes.share(left, lambda index: self._score(one, portions[index], inside)):
@@ -104,7 +104,8 @@ class Evaluation:
                 advance(portions[index].num_tokens_fed)
         return len(portions)
 
-    def _portions(self, one: Pass) -> list[Portion]:
+    def portions(self, one: Pass) -> list[Portion]:
+        """Return what of a pass is done at one go, in order."""
         return one.portions([len(text) for text in self.texts[one.runs[0]]])
 
     def _key(self, one: Pass) -> str:

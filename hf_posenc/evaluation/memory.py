@@ -1,0 +1,149 @@
+"""How much memory an evaluation will need, from the numbers of a config, before anything is fed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from hf_posenc.evaluation.facts import memory_in_use, peak_memory, reset_peak_memory
+from hf_posenc.families import unwrap
+from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
+
+logger = logging.getLogger(__name__)
+
+_FLOAT32 = 4
+_LOGITS_BYTES = 64 * 2**20  # of one chunk in float32; more rows at a time gain nothing
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides the memory: sizes of a decoder layer, and bytes of one number and of all weights and buffers."""
+
+    weight_bytes: int
+    number_bytes: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes by part. Activations and logits do not exist at the same time, so the peak has the larger of them."""
+
+    model: int
+    kv_cache: int
+    activations: int
+    logits: int
+
+    @property
+    def beyond_model(self) -> int:
+        """Bytes at the peak that are not the model's weights."""
+        return self.kv_cache + max(self.activations, self.logits)
+
+    @property
+    def peak(self) -> int:
+        return self.model + self.beyond_model
+
+
+def default_logits_chunk(vocab_size: int) -> int:
+    """Return how many rows of logits exist at one time: 64 MiB of them in float32, at most 1024 rows."""
+    return max(1, min(DEFAULT_ROWS_PER_CHUNK, _LOGITS_BYTES // (_FLOAT32 * vocab_size)))
+
+
+def predict_memory(
+    shape: ModelShape,
+    num_tokens: int,
+    *,
+    batch_size: int = 1,
+    prefill_chunk: int | None = None,
+    logits_chunk: int | None = None,
+) -> MemoryNeed:
+    """Predict the memory of a pass over windows of ``num_tokens`` tokens, attention without its matrix of scores.
+
+    Counted is what Transformers' LLaMA-like layer holds at its worst: in the MLP its two inputs and their product, or
+    in attention the queries, keys and values while they are rotated and while they are read; one layer at a time. A
+    pass in chunks adds the keys and values of all layers, and the mask and the repeated keys of one. Chunks save memory
+    only where a layer's activations for a token are more than its keys and values in all layers.
+
+    Args:
+        shape: The model's numbers.
+        num_tokens: Tokens of a window.
+        batch_size: Windows fed together.
+        prefill_chunk: As for ``perplexity``.
+        logits_chunk: As for ``perplexity``.
+    """
+    chunked = prefill_chunk is not None and prefill_chunk < num_tokens
+    fed = prefill_chunk if chunked and prefill_chunk is not None else num_tokens
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    # The embeddings, the layer's input and the sum after attention stay until the layer is through.
+    mlp = 4 * shape.hidden_size + 3 * shape.intermediate_size
+    rotating = 3 * shape.hidden_size + 2 * q + kv + 3 * max(q, kv)
+    norm = 3 * shape.hidden_size + 3 * shape.hidden_size * _FLOAT32 // shape.number_bytes
+    numbers = batch_size * fed * (max(mlp, rotating, norm) + 2 * shape.head_dim)
+    kv_cache = batch_size * num_tokens * 2 * kv * shape.num_layers if chunked else 0
+    if chunked:
+        repeated = 2 * q if shape.num_heads > shape.num_kv_heads else 0
+        reading = batch_size * (num_tokens * repeated + fed * (3 * shape.hidden_size + 3 * q))
+        numbers = max(numbers, reading) + _mask_numbers(shape, fed, num_tokens)
+    rows = min(batch_size * fed, logits_chunk or default_logits_chunk(shape.vocab_size))
+    copies = 2 * _FLOAT32 + (shape.number_bytes if shape.number_bytes < _FLOAT32 else 0)
+    states = batch_size * fed * shape.hidden_size * shape.number_bytes
+    return MemoryNeed(
+        model=shape.weight_bytes,
+        kv_cache=kv_cache * shape.number_bytes,
+        activations=numbers * shape.number_bytes,
+        logits=states + rows * shape.vocab_size * copies,
+    )
+
+
+def _mask_numbers(shape: ModelShape, fed: int, num_tokens: int) -> int:
+    """Return the mask of the last chunk, as booleans and as what is added to the scores, in the model's numbers."""
+    return fed * num_tokens * (1 + shape.number_bytes) // shape.number_bytes
+
+
+def shape_of(model: PreTrainedModel) -> ModelShape:
+    """Read the numbers of a model; what a config does not name is taken as LLaMA has it."""
+    base = unwrap(model)
+    config = base.config.get_text_config()
+    heads = int(config.num_attention_heads)
+    tensors = [*base.parameters(), *base.buffers()]
+    return ModelShape(
+        weight_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+        number_bytes=base.dtype.itemsize,
+        num_layers=int(config.num_hidden_layers),
+        hidden_size=int(config.hidden_size),
+        intermediate_size=_width(config, int(config.hidden_size)),
+        num_heads=heads,
+        num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        vocab_size=int(config.vocab_size),
+    )
+
+
+def _width(config: object, hidden_size: int) -> int:
+    """Return the MLP's inner size; of experts, those of one token."""
+    experts = int(getattr(config, "num_experts_per_tok", None) or 1)
+    inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
+    return experts * int(inner or 4 * hidden_size)
+
+
+@contextmanager
+def memory_told(model: PreTrainedModel, need: MemoryNeed, *, tell: bool = True) -> Iterator[None]:
+    """Log the prediction before a piece of work and the measured peak after it, in MB (10^6 bytes)."""
+    parts = {"model": need.model, "KV cache": need.kv_cache, "activations": need.activations, "logits": need.logits}
+    words = ", ".join(f"{name} {value / 1e6:,.0f}" for name, value in parts.items())
+    predicted = (memory_in_use(model) or need.model) + need.beyond_model
+    if tell:
+        logger.info("memory in MB: %s; peak of all in use, predicted: %.0f", words, predicted / 1e6)
+    reset_peak_memory(model)
+    yield
+    if tell:
+        logger.info("memory in MB: peak, measured: %.0f, predicted: %.0f", peak_memory(model) / 1e6, predicted / 1e6)

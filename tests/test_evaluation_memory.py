@@ -1,0 +1,153 @@
+"""The predicted memory against the measured peak in a process of its own, and against what is counted by hand."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+
+from hf_posenc import patch_model
+from hf_posenc.evaluation import perplexity
+from hf_posenc.evaluation.cache import RoomyLayer, make_cache
+from hf_posenc.evaluation.losses import document_losses, memory_need
+from hf_posenc.evaluation.memory import ModelShape, default_logits_chunk, predict_memory, shape_of
+from hf_posenc.evaluation.plans import Window
+
+SMOLLM2 = ModelShape(  # SmolLM2-135M in bfloat16
+    weight_bytes=269_000_000,
+    number_bytes=2,
+    num_layers=30,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    vocab_size=49152,
+)
+MEASURE = """
+import ctypes, gc, json, sys, torch
+from hf_posenc.assets import tiny_model_path
+from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
+from hf_posenc.evaluation.losses import document_losses
+from hf_posenc.evaluation.memory import predict_memory, shape_of
+from hf_posenc.loading import load_model
+
+torch.set_num_threads(1)
+for dtype, num_tokens, chunk in json.loads(sys.argv[1]):
+    model, _ = load_model(tiny_model_path(), dtype=dtype, device="cpu")
+    hash_weights(model)  # so that all of it is in memory
+    ids = torch.arange(num_tokens) % 2048
+    for warm in (None, 32):
+        document_losses(model, ids[:64], prefill_chunk=warm)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = memory_in_use(model)
+    reset_peak_memory(model)
+    document_losses(model, ids, prefill_chunk=chunk)
+    need = predict_memory(shape_of(model), num_tokens, prefill_chunk=chunk)
+    print(json.dumps([peak_memory(model) - before, need.beyond_model]), flush=True)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux lets a process' peak start again")
+def test_the_prediction_is_within_15_percent_of_the_measured_peak() -> None:
+    cases = [("float32", 1024, None), ("float32", 2048, None), ("float32", 2048, 256), ("bfloat16", 2048, None)]
+    # So that glibc gives back what is freed, and the peak is that of tensors.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", MEASURE, json.dumps(cases)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(cases)
+    for case, (measured, predicted) in zip(cases, results, strict=True):
+        assert predicted == pytest.approx(measured, rel=0.15), case
+
+
+def test_the_parts_by_hand() -> None:
+    need = predict_memory(SMOLLM2, 32768)
+    assert need.kv_cache == 0  # one pass keeps no keys
+    assert need.activations == 32768 * 2 * (4 * 576 + 3 * 1536 + 2 * 64)
+    assert need.logits == 32768 * 576 * 2 + 341 * 49152 * (2 + 4 + 4)
+    chunked = predict_memory(SMOLLM2, 32768, prefill_chunk=1024)
+    assert chunked.kv_cache == 32768 * 30 * 2 * 3 * 64 * 2
+    assert chunked.beyond_model < chunked.kv_cache + 0.5e9
+    assert chunked.peak == 269_000_000 + chunked.beyond_model
+    assert need.beyond_model < chunked.beyond_model  # chunks cost memory here: the cache is larger than one layer
+    wide = replace(SMOLLM2, intermediate_size=30 * 1536)
+    assert predict_memory(wide, 32768).beyond_model > predict_memory(wide, 32768, prefill_chunk=1024).beyond_model
+    assert predict_memory(SMOLLM2, 64, batch_size=8).activations == 8 * predict_memory(SMOLLM2, 64).activations
+    assert predict_memory(SMOLLM2, 100, prefill_chunk=100) == predict_memory(SMOLLM2, 100)
+
+
+def test_logits_do_not_grow_with_length_nor_vocabulary() -> None:
+    assert [default_logits_chunk(size) for size in (128, 16384, 49152, 262144, 10**9)] == [1024, 1024, 341, 64, 1]
+    for vocab_size in (49152, 262144):
+        shape = replace(SMOLLM2, vocab_size=vocab_size)
+        states = 576 * 2 * 65536
+        assert predict_memory(shape, 65536).logits - states <= 10 * 2**24
+
+
+def test_the_shape_is_read_from_the_model(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model = tiny_llama()
+    shape = shape_of(model)
+    assert shape == ModelShape(shape.weight_bytes, 4, 2, 64, 128, 4, 2, 16, 128)
+    assert shape.weight_bytes == 4 * (model.num_parameters() + sum(buffer.numel() for buffer in model.buffers()))
+    config = GPT2Config(vocab_size=128, n_embd=32, n_layer=2, n_head=2, n_positions=64)  # other names
+    other = shape_of(GPT2LMHeadModel(config))
+    assert (other.hidden_size, other.intermediate_size, other.num_kv_heads, other.head_dim) == (32, 128, 2, 16)
+
+
+def test_the_most_expensive_windows_count(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model = tiny_llama()
+    windows = [Window(0, 40, 1), Window(0, 2000, 1), Window(10, 50, 40)]
+    assert memory_need(model, windows) == predict_memory(shape_of(model), 2000)
+    assert memory_need(model, [windows[0]] * 3, batch_size=2) == predict_memory(shape_of(model), 40, batch_size=2)
+
+
+def test_predicted_and_measured_are_logged(
+    tiny_llama: Callable[..., LlamaForCausalLM], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    model, ids, output = tiny_llama(), torch.arange(1, 100), tmp_path / "r.jsonl"
+    with caplog.at_level(logging.INFO, "hf_posenc"):
+        (record,) = perplexity(model, [ids], [50], output=output, progress=False)
+    before, after = [line for line in caplog.messages if line.startswith("memory in MB")]
+    assert before.startswith(
+        "memory in MB: model 0, KV cache 0, activations 0, logits 0; peak of all in use, predicted"
+    )
+    measured = float(after.split("measured: ")[1].split(",")[0])
+    assert measured == pytest.approx(record.peak_memory_bytes / 1e6, rel=0.01)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "hf_posenc"):
+        perplexity(model, [ids], [50], output=output, progress=False)
+    assert "memory" not in caplog.text  # nothing was measured
+
+
+def test_a_cache_with_room_holds_what_transformers_own_does(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model, ids = tiny_llama(), torch.arange(1, 61).unsqueeze(0)
+    roomy, own = make_cache(model, 60), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for rows in (slice(0, 25), slice(25, 50), slice(50, 60)):
+            logits = [model(ids[:, rows], past_key_values=cache).logits for cache in (roomy, own)]
+            torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
+    for layer, other in zip(roomy.layers, own.layers, strict=True):
+        assert type(layer) is RoomyLayer
+        assert layer.get_seq_length() == 60
+        torch.testing.assert_close(layer.keys, other.keys, rtol=1e-5, atol=1e-6)
+        assert layer.keys.untyped_storage().nbytes() == 2 * 60 * 16 * 4  # heads x tokens x head_dim: no more
+
+
+def test_the_attention_door_keeps_its_own_cache(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model, ids = tiny_llama(), torch.arange(1, 100)
+    patch_model(model, "dynamic_yarn", 4)
+    assert not any(isinstance(layer, RoomyLayer) for layer in make_cache(model, 99).layers)
+    torch.testing.assert_close(
+        document_losses(model, ids, prefill_chunk=16), document_losses(model, ids), rtol=1e-5, atol=1e-5
+    )
