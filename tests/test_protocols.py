@@ -126,7 +126,7 @@ def test_longlora_and_dca_score_whole_windows_of_a_stream(
         assert record.perplexity == pytest.approx(restated_stream(model, stream, length, 4), rel=1e-5)
         assert record.n_tokens == (len(range(0, len(stream) - length, 4)) - 1) * (length - 1)
         assert record.ci_low < record.perplexity < record.ci_high
-        assert (record.bos, record.num_documents, record.ci_unit) == ("none", 1, "blocks")
+        assert (record.bos, record.num_documents, record.ci_unit) == ("none", len(texts), "blocks")
 
 
 def test_rerope_scores_the_end_of_every_text(tiny_llama: Make) -> None:

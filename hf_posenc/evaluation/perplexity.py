@@ -25,7 +25,7 @@ from hf_posenc.evaluation.plans import Pass, Run, plan_passes, plan_runs
 from hf_posenc.evaluation.protocols import Average, ProtocolName
 from hf_posenc.evaluation.records import Record, check_output
 from hf_posenc.evaluation.tallies import default_bucket
-from hf_posenc.evaluation.texts import Choice, choose_texts, settle_bos
+from hf_posenc.evaluation.texts import Choice, choose_texts, count_documents, settle_bos, tell_of_averages
 from hf_posenc.evaluation.walk import Evaluation
 from hf_posenc.lm_head import check_head
 from hf_posenc.processes import Processes
@@ -139,7 +139,7 @@ def perplexity(
     ids = to_token_ids(model, documents, tokenizer)
     choice = Choice(max_tokens=max_tokens, min_tokens=min_tokens, cut=cut, max_documents=max_documents)
     texts = choose_texts(runs, ids, bos_id, choice)
-    _tell_of_averages(runs)
+    tell_of_averages(runs)
     longppl = [run.context_length for run in runs if run.protocol == "longppl"]
     evaluator = key_tokens.evaluator if key_tokens is not None and longppl else None
     models = [model] if evaluator is None else [model, evaluator]
@@ -160,7 +160,7 @@ def perplexity(
         )
         finder = KeyTokenFinder.of(key_tokens or KeyTokens(), losses_of, judges, original)
         finder.check(longppl)
-        told = {run: finder.tell(run, facts | run.facts(len(texts[run]))) for run in runs}
+        told = {run: finder.tell(run, facts | run.facts(count_documents(run, texts[run], ids, choice))) for run in runs}
         identities = {run: identify_run(run, texts[run], told[run], settings) for run in runs}
         bucket = position_bucket or default_bucket(original)
         where = None if output is None else Path(output)
@@ -171,15 +171,6 @@ def perplexity(
         with memory_told(model, need, tell=evaluation.processes.is_main and len(evaluation.records) < len(runs)):
             evaluation.measure(passes, partial(peak_memory, model), progress)
     return [evaluation.records[run] for run in runs if run in evaluation.records]
-
-
-def _tell_of_averages(runs: list[Run]) -> None:
-    for name in dict.fromkeys(run.protocol for run in runs if run.average == "windows"):
-        logger.warning(
-            "%s: this perplexity is the mean of window means: a window with few tokens counts like a full one, so it "
-            "does not compare with perplexities that weigh all tokens alike.",
-            name,
-        )
 
 
 def _check_sizes(**sizes: int | None) -> None:

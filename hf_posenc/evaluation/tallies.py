@@ -14,6 +14,7 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.windows import Window
 
 Totals = tuple[list[float], list[int]]  # of each stretch, in order: nats and scored tokens
+NO_TOTALS: Totals = ([], [])
 
 _STRETCHES = 32  # of the original length, if nobody says how wide
 _NARROWEST = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,8 +11,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.evaluation.documents import bos_token_id, make_stream, select_documents
-from hf_posenc.evaluation.plans import Run
+from hf_posenc.evaluation.plans import Run, spread
 from hf_posenc.families import unwrap
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def settle_bos(
             "out, or measure the other protocols in a call of their own."
         )
     source = unwrap(model).config.get_text_config() if tokenizer is None else tokenizer
-    own_id = source.bos_token_id
+    own_id = getattr(source, "bos_token_id", None)
     settled = []
     for run in runs:
         if run.rule.bos is None:
@@ -110,6 +113,11 @@ def texts_of(
     )
 
 
+def count_documents(run: Run, texts: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], choice: Choice) -> int:
+    """Return how many documents a run's texts are made of."""
+    return len(spread(ids, choice.max_documents) if run.rule.shape == "stream" else texts)
+
+
 def choose_texts(
     runs: list[Run], ids: list[torch.Tensor], bos_id: int | None, choice: Choice
 ) -> dict[Run, list[torch.Tensor]]:
@@ -123,3 +131,13 @@ def choose_texts(
             chosen[reads] = texts_of(run, ids, longest, bos_id, choice)
         texts[run] = chosen[reads]
     return texts
+
+
+def tell_of_averages(runs: Sequence[Run]) -> None:
+    """Say of each protocol whose perplexity is a mean of window means that it is one."""
+    for name in dict.fromkeys(run.protocol for run in runs if run.average == "windows"):
+        logger.warning(
+            "%s: this perplexity is the mean of window means: a window with few tokens counts like a full one, so it "
+            "does not compare with perplexities that weigh all tokens alike.",
+            name,
+        )

@@ -19,6 +19,8 @@ from hf_posenc.evaluation.plans import Pass, Portion, Run
 from hf_posenc.evaluation.progress import Finished, ProgressFile
 from hf_posenc.evaluation.records import append_line, read_records
 from hf_posenc.evaluation.tallies import (
+    NO_TOTALS,
+    Totals,
     add_totals,
     join_portions,
     key_totals,
@@ -116,14 +118,17 @@ class Evaluation:
         started = time.perf_counter()
         if one.runs[0].protocol == "longppl":
             found = self.finder.find(text, portion.windows[0].end, advance)
-            return Finished([key_totals(run, *found) for run in one.runs], time.perf_counter() - started)
-        losses = self._losses(one, text, portion, advance)
-        totals = [run_totals(run, portion.windows, losses, len(text)) for run in one.runs]
-        for run in one.runs:
-            if (width := self.buckets[run]) is not None:
-                first, stop = portion.windows[0].score_from, run.context_length
-                totals.append(position_totals(losses[0][: stop - first], first, width))
-        return Finished(totals, time.perf_counter() - started)
+            totals, positions = [key_totals(run, *found) for run in one.runs], [NO_TOTALS for _ in one.runs]
+        else:
+            losses = self._losses(one, text, portion, advance)
+            totals = [run_totals(run, portion.windows, losses, len(text)) for run in one.runs]
+            positions = [self._by_position(run, losses[0]) for run in one.runs]
+        return Finished(totals + positions, time.perf_counter() - started)
+
+    def _by_position(self, run: Run, losses: torch.Tensor) -> Totals:
+        """Return the totals of each bucket of positions; ``losses`` are of the text's tokens from the second on."""
+        width = self.buckets[run]
+        return NO_TOTALS if width is None else position_totals(losses[: run.context_length - 1], 1, width)
 
     def _losses(self, one: Pass, text: torch.Tensor, portion: Portion, advance: Advance | None) -> list[torch.Tensor]:
         """Return of each window the losses of the tokens it scores; NaN where no run asks for them."""
@@ -145,25 +150,16 @@ class Evaluation:
         finished = [self.progress.get(key, index) for index in range(num_portions)]
         done = [document for document in finished if document is not None]
         seconds = math.fsum(document.seconds for document in done)
-        by_position = iter(range(len(one.runs), len(done[0].runs)))  # behind the blocks of all runs
         for at, run in enumerate(one.runs):
-            width = self.buckets[run]
-            where = None if width is None else next(by_position)
             if run in self.records:
                 continue
-            positions = ([], []) if where is None else add_totals([document.runs[where] for document in done])
             totals = join_portions(run, [document.runs[at] for document in done])
+            positions = add_totals([document.runs[len(one.runs) + at] for document in done])
             if not totals:
                 logger.warning("longppl at %d tokens: there is no key token, so no result.", run.context_length)
                 continue
-            record = make_record(
-                {**self.identities[run], "position_bucket": width},
-                totals,
-                positions,
-                self.seed,
-                seconds,
-                peak_memory_bytes,
-            )
+            identity = {**self.identities[run], "position_bucket": self.buckets[run]}
+            record = make_record(identity, totals, positions, self.seed, seconds, peak_memory_bytes)
             self.records[run] = record
             if self.output is not None:
                 append_line(self.output, record.to_json())
