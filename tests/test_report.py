@@ -224,6 +224,12 @@ def test_headline_is_about_the_target_length_not_beyond_it(tmp_path: Path) -> No
     assert "at 256 tokens it is 2.0 % better than the unpatched model." in text
 
 
+def test_headline_does_not_call_equal_better_or_worse(tmp_path: Path) -> None:
+    for perplexity in (49.99, 50.02):
+        records = [make_record("none", 256, 50.0), make_record("yarn", 256, perplexity)]
+        assert "it is as good as the unpatched model." in report(records, tmp_path).markdown.read_text()
+
+
 def test_terminal_table_refuses_nothing() -> None:
     lines = text_table([make_record(length=1024, perplexity=70.0), make_record("yarn", 1024, 46.0)]).splitlines()
     assert [line.split() for line in lines] == [

@@ -112,8 +112,9 @@ def headline(table: Table) -> str:
         text += f" and the unpatched model {number_name(base.records[length].perplexity)}"
     short = max((n for n in table.lengths if table.change(best, n) is not None), default=length)
     if (change := table.change(best, short)) is not None:
-        text += f"; at {length_name(short)} tokens it is {abs(change):.1f} % {'worse' if change >= 0 else 'better'}"
-        text += " than the unpatched model"
+        differs = f"{abs(change):.1f} % {'worse' if change >= 0 else 'better'} than"
+        text += f"; at {length_name(short)} tokens it is {'as good as' if round(change, 1) == 0 else differs}"
+        text += " the unpatched model"
     return text + "."
 
 
