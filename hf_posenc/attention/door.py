@@ -121,14 +121,20 @@ class Door:
         """Return what multiplies queries at these places; None for nothing."""
         return query_factors(self.stages.spec, self.stages.scaling, places)
 
-    def tables(self, forward: Forward, stages: tuple[int, ...], start: int, stop: int, like: torch.Tensor) -> Tables:
-        """Return cos and sin for a range of slots, each row in its stage."""
-        key = (stages, start, stop, like.device)
+    def tables(
+        self, forward: Forward, stages: tuple[int, ...], start: int, stop: int, device: torch.device, of_queries: bool
+    ) -> Tables:
+        """Return what turns a range of slots on, each row to its stage.
+
+        The temperature is in the tables of queries, squared, and not in those of keys: pairs that turn as before are
+        then left alone, bit for bit.
+        """
+        key = (stages, start, stop, device, of_queries)
         if key not in forward.tables:
-            positions = forward.layout.positions[:, start:stop].to(like.device)
-            found = [self.frequencies(stage, like.device) for stage in stages]
+            positions = forward.layout.positions[:, start:stop].to(device)
+            found = [self.frequencies(stage, device) for stage in stages]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])
-            factors = torch.tensor([factor for _, factor in found], device=like.device)
+            factors = torch.tensor([factor**2 if of_queries else 1.0 for _, factor in found], device=device)
             forward.tables[key] = self.turn_on(positions, positions, inv_freq, factors)
         return forward.tables[key]
 
@@ -145,7 +151,7 @@ class Door:
             positions: ``(rows, length)``, by which the model turned, at its plain frequencies.
             wanted: ``(rows, length)``, by which the rule turns; may be fractions.
             inv_freq: float32 ``(rows, rotary_dim // 2)``, at these frequencies.
-            factors: Attention factors, float32 ``(rows,)``.
+            factors: What multiplies the states, float32 ``(rows,)``.
         """
         plain = angles_at(positions, self.plain.to(positions.device)[None])
         return self.rotation.tables(angles_at(wanted, inv_freq) - plain, factors)
@@ -228,8 +234,9 @@ class Door:
             stage = torch.bucketize(place[:, 0], torch.tensor(ends, device=device), right=True)
             found = [self.frequencies(index, device) for index in range(len(ends) + 1)]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])[stage]
-            factors = torch.tensor([factor for _, factor in found], device=device)[stage]
-            key = self.rotation.turn(key, self.turn_on(positions, positions, inv_freq, factors))
+            factors = torch.tensor([factor**2 for _, factor in found], device=device)[stage]
+            ones = torch.ones_like(factors)
+            key = self.rotation.turn(key, self.turn_on(positions, positions, inv_freq, ones))
             query = self.rotation.turn(query, self.turn_on(position, position, inv_freq, factors))
         mask = (
             (states > 0)[:, None, None, :]

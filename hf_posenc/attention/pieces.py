@@ -104,7 +104,8 @@ class Pieces:
         """Attend in one piece: all queries of a row are in one stage."""
         layout = self.forward.layout
         first, stop = layout.first_query, layout.num_keys
-        query = self.tempered(self._turned(self.query, stages, first, stop), layout.places[:, first:stop])
+        query = self._turned(self.query, stages, first, stop, of_queries=True)
+        query = self.tempered(query, layout.places[:, first:stop])
         keys = self._rotated_keys(stages, stop)
         if self.dense is None and any(stages) and first and query.shape[2] > 1:
             real = None if layout.real is None else layout.real.to(query.device)
@@ -134,8 +135,9 @@ class Pieces:
         done: list[Output] = []
         for begin, end, stage in self.forward.runs[row]:
             stages = (stage,) * len(layout.positions)
-            few = self._turned(query[:, :, begin - first : end - first], stages, begin, end, index)
-            turned = self.tempered(few, layout.places[row, begin:end])
+            few = query[:, :, begin - first : end - first]
+            turned = self._turned(few, stages, begin, end, index, of_queries=True)
+            turned = self.tempered(turned, layout.places[row, begin:end])
             keys = self._rotated_keys(stages, end) if alone else self._turned(self.key[index], stages, 0, end, index)
             real = None if layout.real is None else layout.real[row : row + 1, start:end].to(query.device)
             if real is not None and bool(real.all()):
@@ -197,12 +199,18 @@ class Pieces:
         return self.forward.masks[key]
 
     def _turned(
-        self, states: torch.Tensor, stages: tuple[int, ...], start: int, stop: int, index: slice = _ALL
+        self,
+        states: torch.Tensor,
+        stages: tuple[int, ...],
+        start: int,
+        stop: int,
+        index: slice = _ALL,
+        of_queries: bool = False,
     ) -> torch.Tensor:
         """Turn the states of a range of slots on, of some rows; in stage 0 they stand where they should."""
         if not any(stages):
             return states[:, :, : stop - start]
-        cos, sin = self.door.tables(self.forward, stages, start, stop, states)
+        cos, sin = self.door.tables(self.forward, stages, start, stop, states.device, of_queries)
         return self.door.rotation.turn(states[:, :, : stop - start], (cos[index], sin[index]))
 
     def _rotated_keys(self, stages: tuple[int, ...], stop: int) -> torch.Tensor:
