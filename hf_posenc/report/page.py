@@ -48,7 +48,7 @@ small { display: block; color: var(--quiet); font-size: .8em; font-weight: 400 }
 p.quiet { color: var(--quiet); font-size: .9rem }
 table.map { margin: 0 0 1.25rem; print-color-adjust: exact }
 table.map small { color: inherit }
-table.map td { text-align: center; border: 1px solid var(--paper) }
+table.map td { text-align: center; border: 1px solid var(--line) }
 .maps { display: flex; flex-wrap: wrap; gap: 0 2.5rem }
 .maps > div { max-width: 100%; margin: 0 }
 caption { text-align: left; font-size: .9rem; padding: .4rem 0 }
