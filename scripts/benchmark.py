@@ -3,6 +3,7 @@
     python scripts/benchmark.py curve     # a 64-point perplexity curve: one pass against one forward a length
     python scripts/benchmark.py patched   # a patched model against one built natively from the same config
     python scripts/benchmark.py staged    # dynamic_yarn against the unpatched model and static yarn
+    python scripts/benchmark.py evaluation  # the YaRN authors' procedure, lm-eval and evaluate against perplexity
     python scripts/benchmark.py all
 
 Prints one JSON line for each ratio, then a table.
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark_evaluation import benchmark_evaluation, print_comparison
 from benchmark_staged import benchmark_staged
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -51,14 +53,18 @@ def main() -> None:
         results += benchmark_patched(args)
     if args.what in ("staged", "all"):
         results += benchmark_staged(getattr(torch, args.dtype), args.rounds // 2, alternate, facts)
+    if args.what in ("evaluation", "all"):
+        results += benchmark_evaluation(args.model, args.dtype, rounds=3)
     for result in results:
         print(json.dumps(result))
     print_table(results)
+    if args.what in ("evaluation", "all"):
+        print_comparison(results)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curve", "patched", "staged", "all"))
+    parser.add_argument("what", choices=("curve", "patched", "staged", "evaluation", "all"))
     parser.add_argument("--model", default=str(tiny_model_path()), help="name, folder or .gguf; the tiny model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--points", type=int, default=64, help="lengths of the curve")
