@@ -87,6 +87,12 @@ def test_the_record_says_who_chose_and_reports_do_not_mix(tiny_llama: Make, text
     assert "chosen by LlamaForCausalLM (yarn x4): they gain more than 0.02 nats" in chosen.scored
     assert (other.n_tokens, other.text_hash) == (chosen.n_tokens, chosen.text_hash)
     assert len(make_tables([chosen, other])[0].rows) == 2
+    again = measure(model, texts, [51], evaluator=tiny_llama(num_hidden_layers=1))[0]
+    other_weights = tiny_llama(num_hidden_layers=1)
+    with torch.no_grad():
+        other_weights.lm_head.weight.mul_(1.5)  # of the same name
+    assert measure(model, texts, [51], evaluator=other_weights)[0].run_key != again.run_key
+    assert measure(model, texts, [51], evaluator=tiny_llama(num_hidden_layers=1))[0].run_key == again.run_key
     with patched(model, "linear", 2):
         (mixed,) = measure(model, texts, [51])
     with pytest.raises(ValueError, match="key_tokens is"):
