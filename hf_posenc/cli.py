@@ -35,6 +35,7 @@ _EXAMPLES = """\
 examples:
   hf-posenc patch MODEL longer-model --method yarn --factor 4
   hf-posenc eval MODEL --documents book.txt --context-lengths 512 2k 8k --method none yarn --factor 4 --output r.jsonl
+  hf-posenc compare MODEL --documents book.txt --context-length 32k --dry-run
   hf-posenc finetune MODEL --documents books/ --method yarn --factor 4 --token-budget 1M --output-dir trained
   hf-posenc report r.jsonl --output-dir report
   hf-posenc export longer-model --to vllm
@@ -123,6 +124,20 @@ def evaluate(argv: Sequence[str]) -> None:
     print("\n".join([text_table(records), "", *reach_lines(records)]))
     if output is not None:
         print(f"\nin {output}; a page with plots: hf-posenc report {output} --output-dir report")
+
+
+def compare(argv: Sequence[str]) -> None:
+    """Measure all methods that suit a model on your own text, with a time estimate first, and recommend one."""
+    from hf_posenc.comparing.arguments import CompareArguments, check_comparison
+
+    known = (CompareArguments, args_.DocumentArguments, args_.ModelArguments)
+    places = {"model": "name on the Hub, folder or .gguf file"}
+    given, what, source, loading = args_.parse("compare", _first_line(compare), argv, known, places)
+    check_comparison(what)
+    documents = _read(source)
+    from hf_posenc.comparing.command import compare as run
+
+    run(given.model, documents, what, loading)
 
 
 def finetune(argv: Sequence[str]) -> None:
@@ -232,6 +247,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "patch": patch,
     "eval": evaluate,
     "lm-eval": lm_eval,
+    "compare": compare,
     "finetune": finetune,
     "report": report,
     "export": export,

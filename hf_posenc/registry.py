@@ -32,6 +32,7 @@ class Method:
         on_disk: The keys of Transformers' ``rope_parameters`` that express the rule.
         rope_type: The ``rope_type`` Transformers knows it by.
         aliases: Other names it answers to.
+        zero_shot: Whether it is of use without fine-tuning.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Method:
     on_disk: OnDisk
     rope_type: str
     aliases: tuple[str, ...] = ()
+    zero_shot: bool = True
 
 
 def longrope_spelling(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
@@ -154,6 +156,7 @@ _ALL = (
         on_disk=_linear_on_disk,
         rope_type="linear",
         aliases=("pi",),
+        zero_shot=False,
     ),
     Method(
         name="ntk",
@@ -265,6 +268,7 @@ _ALL = (
         summary="A larger base of your choice; wants fine-tuning.",
         on_disk=_abf_on_disk,
         rope_type="default",
+        zero_shot=False,
     ),
 )
 

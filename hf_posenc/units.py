@@ -1,4 +1,4 @@
-"""Numbers as people write them: ``32k`` tokens of context, a budget of ``1M`` tokens."""
+"""Numbers as people write them: ``32k`` tokens of context, a budget of ``1M`` tokens, ``20m`` of time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,34 @@ class ContextLength(int):
         return super().__new__(cls, _parse(value, 1024, "32768 or 32k") if isinstance(value, str) else value)
 
 
+def length_name(length: int) -> str:
+    """Return ``32k`` for 32768, ``12.5k`` for 12800 and ``500`` for 500."""
+    return f"{length / 1024:g}k" if length % 512 == 0 and length >= 1024 else str(length)
+
+
 class TokenCount(int):
     """An amount of tokens; ``k`` means 1000 and ``M`` a million, as training budgets are written."""
 
     def __new__(cls, value: str | int) -> Self:
         return super().__new__(cls, _parse(value, 1000, "300000, 300k or 1M") if isinstance(value, str) else value)
+
+
+class Duration(float):
+    """A time in seconds; ``90s``, ``20m``, ``1.5h`` and plain seconds."""
+
+    def __new__(cls, value: str | float) -> Self:
+        return super().__new__(cls, _parse_duration(value) if isinstance(value, str) else value)
+
+
+def _parse_duration(text: str) -> float:
+    match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*$", text)
+    if match is None or not float(match[1]):
+        raise ValueError(f"expected a time such as 90s, 20m or 1.5h, got {text!r}")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def duration_name(seconds: float) -> str:
+    """Return ``0.4 s``, ``45 s``, ``2.1 min`` or ``1.4 h``."""
+    if seconds < 90:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hf_posenc.evaluation.curves import Segment, loss_curve
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
+from hf_posenc.units import length_name
 
 RETRIEVED = 0.85  # the share of answers from which a length counts as retrieved
 _Z = 1.959964  # of a normal distribution's central 95 %
@@ -180,7 +181,8 @@ def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -
         return "loss cannot be judged (no protocol of the beginning of texts, last_k or sliding_window)"
     usual, at_original = plain.between(original / 2, original), curve.between(original / 2, original)
     if usual is None or at_original is None:
-        return f"loss cannot be judged (no length from {_tokens(original // 2)} to {_tokens(original)} was measured)"
+        span = f"from {length_name(original // 2)} to {length_name(original)}"
+        return f"loss cannot be judged (no length {span} was measured)"
     judge = _Judge(usual, plain.spread)
     tried = {at_original.end: [at_original]}
     for end in (one.end for one in curve.segments if one.end > at_original.end):
@@ -243,10 +245,6 @@ def _task_reach(task: str, records: Sequence[RetrievalRecord]) -> RetrievalReach
     return RetrievalReach(task, good[-1] if good else None, longest, min(scores), share, *wilson_interval(scores[at]))
 
 
-def _tokens(length: int) -> str:
-    return f"{length / 1024:g}k" if length % 512 == 0 and length >= 1024 else str(length)
-
-
 def _loss_words(row: Reach) -> str:
     loss = row.loss
     if isinstance(loss, str):
@@ -255,18 +253,18 @@ def _loss_words(row: Reach) -> str:
     if loss.reference == "itself":
         how += ", against itself: no unpatched row"
     if loss.length is None:
-        original = _tokens(row.original or 0)
+        original = length_name(row.original or 0)
         return f"worse than unpatched at {original} already ({loss.change:+.0f} %; {how})"
-    return f"reads to {'at least ' if loss.is_longest else ''}{_tokens(loss.length)} ({how})"
+    return f"reads to {'at least ' if loss.is_longest else ''}{length_name(loss.length)} ({how})"
 
 
 def _retrieval_words(found: RetrievalReach) -> str:
     share = f"{100 * found.share:.0f} % right, interval {100 * found.low:.0f}–{100 * found.high:.0f}"
     needed = f">= {100 * RETRIEVED:.0f} %"
     if found.length is None:
-        return f"retrieves at no length ({found.task} {needed}; at {_tokens(found.shortest)} {share})"
+        return f"retrieves at no length ({found.task} {needed}; at {length_name(found.shortest)} {share})"
     most = "at least " if found.is_longest else ""
-    return f"retrieves to {most}{_tokens(found.length)} ({found.task} {needed}; there {share})"
+    return f"retrieves to {most}{length_name(found.length)} ({found.task} {needed}; there {share})"
 
 
 def _short_words(row: Reach) -> list[str]:
@@ -275,4 +273,4 @@ def _short_words(row: Reach) -> list[str]:
     if row.short_cost is None or row.short_length is None:
         return ["cost on short texts not measured"]
     cost = round(row.short_cost, 1) + 0.0  # no minus before a zero
-    return [f"short texts ({_tokens(row.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"]
+    return [f"short texts ({length_name(row.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"]

@@ -1,0 +1,1 @@
+"""Which method suits a model and a text: candidates, what they cost, and which to take."""

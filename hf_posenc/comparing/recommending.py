@@ -1,0 +1,193 @@
+"""Which row to take, from the numbers alone: what is within the noise ties, and of what ties the simplest is taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED, kind_of
+from hf_posenc.evaluation.bootstrap import bootstrap_interval
+from hf_posenc.evaluation.reach import LossReach, reach
+from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
+from hf_posenc.units import length_name
+
+WORTH = 0.5  # percent of perplexity: less is no reason to take the harder one, however sure
+_MOST_UNITS = 32  # as in the intervals of records
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Percent by which a perplexity is above another's on the same tokens, with its 95 % interval."""
+
+    percent: float
+    low: float
+    high: float
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether it may be nothing, or is too little to matter."""
+        return self.low <= 0 <= self.high or abs(self.percent) < WORTH
+
+    def __str__(self) -> str:
+        return f"{self.percent:+.1f} % ({self.low:+.1f} to {self.high:+.1f})"
+
+
+def difference(one: Record, other: Record, seed: int = 0) -> Difference:
+    """Compare two rows on the same tokens, stretch by stretch: what makes a stretch hard drops out.
+
+    A bootstrap over at most 32 stretches of neighbouring buckets of their losses by position.
+
+    Raises:
+        ValueError: They were measured on different tokens, or without the loss by position.
+    """
+    if (one.text_hash, one.position_bucket, one.position_tokens) != (
+        other.text_hash,
+        other.position_bucket,
+        other.position_tokens,
+    ):
+        raise ValueError(f"{one.method} and {other.method} were measured on different tokens, or in different buckets.")
+    if not one.position_nll:
+        raise ValueError(f"the records of {one.method} have no loss by position. Measure them again.")
+    nats = [a - b for a, b in zip(one.position_nll, other.position_nll, strict=True)]
+    size = math.ceil(len(nats) / _MOST_UNITS)
+    starts = range(0, len(nats), size)
+    sums = [math.fsum(nats[at : at + size]) for at in starts]
+    counts = [sum(one.position_tokens[at : at + size]) for at in starts]
+    low, high = bootstrap_interval(sums, counts, seed=seed)
+    total = math.exp(math.fsum(sums) / sum(counts))
+    return Difference(*(100 * (ratio - 1) for ratio in (total, low, high)))
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to take.
+
+    Attributes:
+        method: Its name; "none" for the model as it is.
+        best: The method of the lowest perplexity among those that retrieve as well as any.
+        ties: Methods that tie with the best, itself included.
+        served: The method of the lowest perplexity among those that servers run; None if there is none.
+        lines: Why, in words.
+    """
+
+    method: str
+    best: str
+    ties: tuple[str, ...]
+    served: str | None
+    lines: tuple[str, ...]
+
+
+AnyRecord = Record | RetrievalRecord
+
+
+def recommend(rows: Mapping[str, Sequence[AnyRecord]]) -> Recommendation:
+    """Choose among methods measured on the same text, by their longest length.
+
+    Rows whose retrieval there is surely worse than the best's (their Wilson intervals do not meet) are out. Of the
+    others, those tie with the lowest perplexity whose paired difference is within the noise, or less than 0.5 %. Of
+    these the model as it is comes before static rules, which can be served everywhere, these before staged ones, and
+    these before what changes distances; of one kind the lowest perplexity is taken.
+
+    Args:
+        rows: For each method ("none" for the model as it is) its records of ``perplexity`` (``truncated``), and of
+            ``retrieval`` if it was measured.
+
+    Raises:
+        ValueError: A row has no perplexity, or they were measured on different tokens.
+    """
+    longest = {method: _longest(method, records) for method, records in rows.items()}
+    scores = {method: _scores(records) for method, records in rows.items()}
+    able = {method: longest[method] for method in _able(scores)}
+    best = min(able, key=lambda method: able[method].perplexity)
+    above = {method: difference(record, able[best]) for method, record in able.items()}
+    ties = [method for method in able if method == best or above[method].is_tie]
+    taken = min(ties, key=lambda method: (kind_of(method), able[method].perplexity))
+    static = [method for method in able if kind_of(method) == STATIC]
+    served = min(static, key=lambda method: able[method].perplexity, default=None)
+    lines = [_why(taken, best, longest, above, scores), *_price(taken, rows)]
+    if others := [f"{_name(method)} {above[method]}" for method in ties if method not in (taken, best)]:
+        lines.append(f"as good as the lowest within the noise: {', '.join(others)}")
+    if kind_of(taken) > STATIC and served is not None:
+        less = difference(able[served], able[taken])
+        lines.append(f"servers cannot run {taken}; of what they can, {served} is the best: {less}")
+    if out := [f"{_name(method)} {_share(scores[method])}" for method in rows if method not in able]:
+        lines.append(f"not considered, for they retrieve less: {', '.join(out)}")
+    return Recommendation(taken, best, tuple(ties), served, tuple(lines))
+
+
+def _longest(method: str, records: Sequence[AnyRecord]) -> Record:
+    plain = [one for one in records if isinstance(one, Record)]
+    if not plain:
+        raise ValueError(f"the row {method!r} has no perplexity to choose by.")
+    return max(plain, key=lambda one: one.context_length)
+
+
+def _scores(records: Sequence[AnyRecord]) -> list[float]:
+    """Return the scores of the prompts of the longest length, of all tasks together."""
+    found = [one for one in records if isinstance(one, RetrievalRecord)]
+    longest = max((one.context_length for one in found), default=0)
+    each = [(one.score("forced"), one.score("written")) for one in found if one.context_length == longest]
+    return [written or 0.0 if forced is None else forced for forced, written in each]
+
+
+def _able(scores: Mapping[str, Sequence[float]]) -> list[str]:
+    """Return the methods whose retrieval is not surely worse than the best's; all where it was not measured."""
+    intervals = {method: wilson_interval(each) for method, each in scores.items() if each}
+    needed = max((low for low, _ in intervals.values()), default=0.0)
+    return [method for method in scores if method not in intervals or intervals[method][1] >= needed]
+
+
+def _name(method: str) -> str:
+    return "the model as it is" if method == "none" else method
+
+
+def _share(scores: Sequence[float]) -> str:
+    low, high = wilson_interval(scores)
+    return f"{100 * math.fsum(scores) / len(scores):.0f} % ({100 * low:.0f}–{100 * high:.0f})"
+
+
+def _why(
+    taken: str,
+    best: str,
+    longest: Mapping[str, Record],
+    above: Mapping[str, Difference],
+    scores: Mapping[str, Sequence[float]],
+) -> str:
+    record = longest[taken]
+    text = f"take {_name(taken)}: perplexity {record.perplexity:.2f} at {length_name(record.context_length)}"
+    if taken != "none" and "none" in longest:
+        text += f" (unpatched {longest['none'].perplexity:.2f})"
+    if taken == best:
+        text += ", the lowest" + (" of those that retrieve" if len(above) < len(longest) else "")
+    else:
+        text += f", a tie with the lowest, {best}: {above[taken]}, and {_ADVANTAGE[kind_of(taken)]}"
+    return text + (f"; there it retrieves {_share(scores[taken])}" if scores[taken] else "")
+
+
+_ADVANTAGE = {
+    UNPATCHED: "nothing has to be changed",
+    STATIC: "every server runs it",
+    STAGED: "simpler and faster",
+    OTHER: "no harder",
+}
+
+
+def _price(taken: str, rows: Mapping[str, Sequence[AnyRecord]]) -> list[str]:
+    """Return what short texts pay, and whether it ends before the length asked for."""
+    if taken == "none":
+        return []
+    row = reach([*rows.get("none", ()), *rows[taken]])[-1]
+    lines = []
+    if row.short_cost is not None and row.short_length is not None:
+        cost = round(row.short_cost, 1) + 0.0  # no minus before a zero
+        lines.append(
+            f"short texts ({length_name(row.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"
+        )
+    if isinstance(row.loss, LossReach) and not (row.loss.length and row.loss.is_longest):
+        ends = "is worse than unpatched at the original length already"
+        if row.loss.length is not None:
+            ends = f"reads to {length_name(row.loss.length)} only"
+        lines.append(f"without training it {ends}: fine-tune it, or ask for less")
+    return lines

@@ -1,0 +1,139 @@
+"""``hf-posenc compare`` and ``scripts/compare_methods.py`` as a user runs them, on the tiny pretrained model."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.checkpoint import read_manifest
+from hf_posenc.cli import main
+from hf_posenc.evaluation import read_records, read_retrieval_records
+
+ROOT = Path(__file__).parents[1]
+HF_POSENC = [sys.executable, "-m", "hf_posenc.cli"]
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "my book.txt"
+    path.write_text(load_novel(HELD_OUT_NOVEL)[:20_000], encoding="utf-8")
+    return path
+
+
+def ran(*words: object, cwd: Path, program: list[str] = HF_POSENC) -> str:
+    command = [*program, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def the_comparison(book: Path, *more: object) -> list[object]:
+    where = [tiny_model_path(), "--documents", book, "--context-length", "512", "--dtype", "float32"]
+    return ["compare", *where, "--cut", "--max-documents", "3", "--hide-progress", *more]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Run a command in this process, which has imported everything, and return what it printed."""
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+def test_from_the_estimate_to_the_commands_that_make_what_it_recommends(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    comparison = the_comparison(book, "--methods", "yarn", "dynamic_yarn", "--output", "r.jsonl")
+    out = ran(*comparison, cwd=tmp_path)
+    estimate, _, results = out.partition("total")
+    for name in ("unpatched", "yarn", "dynamic_yarn"):
+        assert re.search(rf"^  {name} +[\d.]+ (s|min)$", estimate, re.MULTILINE)
+        assert re.search(rf"^{name}( x2)?: .*, retrieval not measured", results, re.MULTILINE)
+    assert re.search(r"^measured in [\d.]+ (s|min) \(estimated [\d.]+ (s|min)\)$", results, re.MULTILINE)
+    records = read_records(tmp_path / "r.jsonl")
+    assert {one.method for one in records} == {"none", "yarn", "dynamic_yarn"}
+    assert {one.context_length for one in records} == {64, 128, 256, 512}
+    # Trained on 256 tokens: the staged rule leaves those alone, and no other is near it without training.
+    longest = {one.method: one.perplexity for one in records if one.context_length == 512}
+    assert min(longest, key=lambda method: longest[method]) == "dynamic_yarn"
+    why = f"perplexity {longest['dynamic_yarn']:.2f} at 512 (unpatched {longest['none']:.2f}), the lowest"
+    assert f"take dynamic_yarn: {why}" in results
+    assert "servers cannot run dynamic_yarn; of what they can, yarn is the best: +" in results
+
+    # What is there is not measured again, and the estimate knows it.
+    again = run(capsys, *comparison)
+    assert again.count("there already") == 3
+    assert re.search(r"^  total +0.0 s$", again, re.MULTILINE)
+    assert read_records(tmp_path / "r.jsonl") == records
+    assert why in again
+
+    # The commands are ready to run.
+    patch, finetune, export = (shlex.split(line) for line in re.findall(r"^  hf-posenc (.*)$", results, re.MULTILINE))
+    assert run(capsys, *patch).startswith("dynamic_yarn x2: 256 -> 512 tokens")
+    assert (read_manifest(tmp_path / "tiny-512") or {})["method"] == "dynamic_yarn"
+    assert "vllm serve" in run(capsys, *export)
+    trained = [str(book) if word == "TRAINING_TEXTS" else word for word in finetune]
+    few = ("--token-budget", "512", "--eval-documents", "0", "--warmup-steps", "0", "--bf16", "False")
+    run(capsys, *trained, *few)
+    assert (read_manifest(tmp_path / "tiny-512-tuned") or {})["method"] == "dynamic_yarn"
+
+
+def test_the_script_is_the_command_and_a_dry_run_only_plans(book: Path, tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "compare_methods.py")]
+    more = ("--dry-run", "--tasks", "passkey", "vt", "--methods", "ntk", "dca", "longrope", "--output", "r.jsonl")
+    out = ran(*the_comparison(book, *more)[1:], cwd=tmp_path, program=script)
+    assert "256 -> 512 tokens (x2), without training" in out
+    assert "retrieval: 20 prompts a row, at 256, 512" in out  # two tasks, five depths
+    estimate = out.partition("total")[0]
+    for name in ("unpatched", "ntk", "dca"):
+        assert re.search(rf"^  {name} +[\d.]+ (s|min)$", estimate, re.MULTILINE)
+    assert out.rstrip().endswith("(one per pair).")  # longrope's reason: there is nothing after what is left out
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_retrieval_is_measured_in_the_users_text(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "r.jsonl"
+    flags = ("--tasks", "passkey", "--depths", "50", "--methods", "ntk", "--output", output)
+    out = run(capsys, *the_comparison(book, *flags))
+    answers = read_retrieval_records(output)
+    assert [(one.method, one.context_length) for one in answers] == [
+        (method, length) for method in ("none", "ntk") for length in (256, 512)
+    ]
+    assert "retrieves at no length (passkey >= 85 %; at 256 0 % right" in out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main([str(word) for word in words]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-posenc: error: "))
+    return line
+
+
+def test_mistakes_are_found_before_anything_is_loaded(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_posenc.comparing.command.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    comparison = the_comparison(book)
+    assert "Did you mean 'yarn'" in refused(capsys, *comparison, "--methods", "yran")
+    assert "unknown task 'pass'" in refused(capsys, *comparison, "--tasks", "pass")
+    assert "invalid Duration value: 'soon'" in refused(capsys, *comparison, "--budget", "soon")
+    assert "max_documents must be >= 1" in refused(capsys, *comparison, "--max-documents", "0")
+    assert "is a folder" in refused(capsys, *comparison, "--output", tmp_path)
+    assert "required: --documents" in refused(capsys, "compare", tiny_model_path(), "--context-length", "1k")
+    assert "--context-length (hf-posenc compare --help" in refused(
+        capsys, "compare", tiny_model_path(), "--documents", book
+    )
+
+
+def test_a_budget_that_fits_nothing_is_refused_with_the_estimate(
+    book: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = the_comparison(book, "--methods", "yarn", "--budget", "0.001s")
+    assert "unpatched and yarn alone take about" in refused(capsys, *comparison)
+    assert "nothing has to be extended" in refused(capsys, *the_comparison(book, "--context-length", "256"))
