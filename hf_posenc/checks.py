@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.arguments import EvalArguments, ExtensionArguments, RetrievalArguments
+from hf_posenc.arguments import ExtensionArguments
+from hf_posenc.eval_arguments import EvalArguments, RetrievalArguments
 
 KEY_TOKENS = ("evaluator", "alpha", "beta", "short_context")
 NONE = "none"  # no method: the model as it is

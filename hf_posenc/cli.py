@@ -22,14 +22,14 @@ from hf_posenc import arguments as args_
 from hf_posenc.checks import (
     check_folder,
     check_request,
-    key_token_settings,
     perplexity_settings,
     retrieval_settings,
     rows_to_measure,
 )
+from hf_posenc.eval_arguments import EvalArguments, RetrievalArguments
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation import Record, RetrievalRecord
+    pass
 
 _EXAMPLES = """\
 examples:
@@ -78,52 +78,18 @@ def patch(argv: Sequence[str]) -> None:
 
 def evaluate(argv: Sequence[str]) -> None:
     """Measure perplexity or retrieval by context length, of a model as it is or extended by one or more methods."""
-    known: list[Any] = [args_.EvalArguments, args_.ExtensionArguments, args_.OptionArguments]
-    known += [args_.DocumentArguments, args_.ModelArguments, args_.RetrievalArguments]
+    known: list[Any] = [EvalArguments, args_.ExtensionArguments, args_.OptionArguments]
+    known += [args_.DocumentArguments, args_.ModelArguments, RetrievalArguments]
     places = {"model": "name on the Hub, folder or .gguf file"}
     parsed = args_.parse("eval", _first_line(evaluate), argv, known, places)
     given, what, extension, options, source, loading, asked = parsed
-    what.model_name = what.model_name or given.model
-    output = what.output
+    told = {"command": shlex.join(["hf-posenc", "eval", *argv]), "tokens_trained": _tokens_trained(given.model)}
     rows = rows_to_measure(what.method, extension, args_.parse_options(options.option))
-    from hf_posenc.evaluation import perplexity, reach_lines, retrieval
-    from hf_posenc.evaluation.key_tokens import load_key_tokens
-    from hf_posenc.evaluation.plans import plan_runs
-    from hf_posenc.evaluation.records import check_output
-    from hf_posenc.loading import load_model
-    from hf_posenc.processes import join_processes, leave_processes
-    from hf_posenc.report import text_table
-    from hf_posenc.rows import as_asked, refuse_extended, try_rows
+    settings = retrieval_settings(what, asked) if asked.tasks else perplexity_settings(what)
+    settings["documents"] = None if asked.tasks and not source.documents else _read(source)
+    from hf_posenc.evaluating import evaluate as run
 
-    if asked.tasks:
-        settings = retrieval_settings(what, asked)
-        settings["documents"] = _read(source) if source.documents else None
-    else:
-        plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k, what.average)
-        choosing = key_token_settings(what)
-        settings = perplexity_settings(what) | {"documents": _read(source)}
-    if output is not None:
-        check_output(output)
-    sharded = join_processes(loading.device)  # before loading, which puts the model on this process' GPU
-    model, tokenizer = load_model(given.model, **vars(loading))
-    if any(rows):
-        refuse_extended(model, given.model, extension.on_scaled)
-    try_rows(model, rows)
-    settings |= {"tokenizer": tokenizer, "tokens_trained": _tokens_trained(given.model), "sharded": sharded}
-    settings["command"] = shlex.join(["hf-posenc", "eval", *argv])
-    if "longppl" in what.protocol:
-        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **choosing, **vars(loading))
-    records: list[Record | RetrievalRecord] = []
-    for row in rows:
-        with as_asked(model, row):
-            records += retrieval(model, **settings) if asked.tasks else perplexity(model, **settings)
-    if sharded:
-        leave_processes()
-    if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
-        return
-    print("\n".join([text_table(records), "", *reach_lines(records)]))
-    if output is not None:
-        print(f"\nin {output}; a page with plots: hf-posenc report {output} --output-dir report")
+    run(given.model, rows, settings | told, what, asked, loading, on_scaled=extension.on_scaled)
 
 
 def compare(argv: Sequence[str]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from report_records import make_retrieval_record, read_page
 
-from hf_posenc.arguments import TASKS, RetrievalArguments
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
 from hf_posenc.cli import main
+from hf_posenc.eval_arguments import TASKS, RetrievalArguments
 from hf_posenc.evaluation import read_retrieval_records, retrieval
 from hf_posenc.evaluation.retrieval import DEFAULT_DEPTHS, RetrievalRecord, wilson_interval
 from hf_posenc.evaluation.retrieval.tasks import TASKS as KNOWN_TASKS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_posenc.arguments import TASKS
+from hf_posenc.eval_arguments import TASKS
 from hf_posenc.units import ContextLength, Duration
 
 

@@ -1,0 +1,66 @@
+"""What ``hf-posenc eval`` does once its flags are read: load, measure each row, print."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hf_posenc.arguments import ModelArguments
+from hf_posenc.checks import key_token_settings
+from hf_posenc.eval_arguments import EvalArguments, RetrievalArguments
+from hf_posenc.evaluation import Record, RetrievalRecord, perplexity, reach_lines, retrieval
+from hf_posenc.evaluation.key_tokens import load_key_tokens
+from hf_posenc.evaluation.plans import plan_runs
+from hf_posenc.evaluation.records import check_output
+from hf_posenc.loading import load_model
+from hf_posenc.processes import join_processes, leave_processes
+from hf_posenc.report import text_table
+from hf_posenc.rows import as_asked, refuse_extended, try_rows
+
+
+def evaluate(
+    model_name: str,
+    rows: list[dict[str, Any] | None],
+    settings: dict[str, Any],
+    what: EvalArguments,
+    asked: RetrievalArguments,
+    loading: ModelArguments,
+    on_scaled: str,
+) -> None:
+    """Measure every row and print the table.
+
+    Args:
+        model_name: What ``load_model`` takes.
+        rows: How the model is extended, for each row.
+        settings: What ``perplexity`` or ``retrieval`` takes, but for model and tokenizer.
+        what: The flags of ``eval``.
+        asked: The flags of retrieval.
+        loading: How the model is loaded.
+        on_scaled: ``"replace"`` to measure a model that is scaled already by another rule.
+    """
+    settings["model_name"] = what.model_name or model_name
+    key_tokens = None
+    if not asked.tasks:
+        plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k, what.average)
+        key_tokens = key_token_settings(what)
+    if what.output is not None:
+        check_output(what.output)
+    sharded = join_processes(loading.device)  # before loading, which puts the model on this process' GPU
+    model, tokenizer = load_model(model_name, **vars(loading))
+    if any(rows):
+        refuse_extended(model, model_name, on_scaled)
+    try_rows(model, rows)
+    settings |= {"tokenizer": tokenizer, "sharded": sharded}
+    if key_tokens is not None and "longppl" in what.protocol:
+        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **key_tokens, **vars(loading))
+    records: list[Record | RetrievalRecord] = []
+    for row in rows:
+        with as_asked(model, row):
+            records += retrieval(model, **settings) if asked.tasks else perplexity(model, **settings)
+    if sharded:
+        leave_processes()
+    if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
+        return
+    print("\n".join([text_table(records), "", *reach_lines(records)]))
+    if what.output is not None:
+        print(f"\nin {what.output}; a page with plots: hf-posenc report {what.output} --output-dir report")
