@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,8 @@ def test_what_was_not_measured_is_said() -> None:
     assert "no length from 4k to 8k was measured" in long_only
     other_text = smollm2("yarn", text_hash="other")
     assert "cost on short texts not measured" in reach_lines([*smollm2("none"), *other_text])[1]
+    unsure = [replace(one, ci_low=one.perplexity / 9, ci_high=one.perplexity * 9) for one in smollm2("none")]
+    assert re.search(r"within \d{3,} %", reach_lines(unsure)[0])
     assert "original length is not known" in reach_lines(smollm2("none", original_max_position_embeddings=None))[0]
     assert "no protocol" in reach_lines(smollm2("none", protocol="of tomorrow"))[0]
     (retrieved,) = reach_lines([make_answer("none", 256, 0.0, 0, True)])

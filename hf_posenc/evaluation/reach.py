@@ -249,7 +249,7 @@ def _loss_words(row: Reach) -> str:
     loss = row.loss
     if isinstance(loss, str):
         return loss
-    how = f"{loss.by}, within {loss.tolerance:.2g} %"
+    how = f"{loss.by}, within {loss.tolerance:.{0 if loss.tolerance >= 10 else 1}f} %"
     if loss.reference == "itself":
         how += ", against itself: no unpatched row"
     if loss.length is None:
