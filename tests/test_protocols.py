@@ -127,6 +127,10 @@ def test_longlora_and_dca_score_whole_windows_of_a_stream(
         assert record.n_tokens == (len(range(0, len(stream) - length, 4)) - 1) * (length - 1)
         assert record.ci_low < record.perplexity < record.ci_high
         assert (record.bos, record.num_documents, record.ci_unit) == ("none", len(texts), "blocks")
+        width = math.ceil(len(stream) / 32)  # a token's losses in all windows stand in one block, that of its place
+        scored = [start + at for start in range(0, len(stream) - length, 4)[:-1] for at in range(1, length)]
+        blocks = [sum(token // width == block for token in scored) for block in range(32)]
+        assert record.unit_tokens == [count for count in blocks if count]
 
 
 def test_rerope_scores_the_end_of_every_text(tiny_llama: Make) -> None:
