@@ -75,7 +75,7 @@ def test_the_parts_by_hand() -> None:
     need = predict_memory(SMOLLM2, 32768)
     assert need.kv_cache == 0  # one pass keeps no keys
     assert need.activations == 32768 * 2 * (4 * 576 + 3 * 1536 + 2 * 64)
-    assert need.logits == 32768 * 576 * 2 + 341 * 49152 * (2 + 4 + 4)
+    assert need.logits == 32768 * 576 * 2 + 341 * 49152 * (4 + 4)
     chunked = predict_memory(SMOLLM2, 32768, prefill_chunk=1024)
     assert chunked.kv_cache == 32768 * 30 * 2 * 3 * 64 * 2
     assert chunked.beyond_model < chunked.kv_cache + 0.5e9
@@ -92,7 +92,7 @@ def test_logits_do_not_grow_with_length_nor_vocabulary() -> None:
     for vocab_size in (49152, 262144):
         shape = replace(SMOLLM2, vocab_size=vocab_size)
         states = 576 * 2 * 65536
-        assert predict_memory(shape, 65536).logits - states <= 10 * 2**24
+        assert predict_memory(shape, 65536).logits - states <= 8 * 2**24
 
 
 def test_the_shape_is_read_from_the_model(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:

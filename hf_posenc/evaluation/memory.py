@@ -94,13 +94,12 @@ def predict_memory(
         reading = batch_size * (num_tokens * repeated + fed * (3 * shape.hidden_size + 3 * q))
         numbers = max(numbers, reading) + _mask_numbers(shape, fed, num_tokens)
     rows = min(batch_size * fed, logits_chunk or default_logits_chunk(shape.vocab_size))
-    copies = 2 * _FLOAT32 + (shape.number_bytes if shape.number_bytes < _FLOAT32 else 0)
     states = batch_size * fed * shape.hidden_size * shape.number_bytes
     return MemoryNeed(
         model=shape.weight_bytes,
         kv_cache=kv_cache * shape.number_bytes,
         activations=numbers * shape.number_bytes,
-        logits=states + rows * shape.vocab_size * copies,
+        logits=states + rows * shape.vocab_size * 2 * _FLOAT32,  # and their logarithms of probabilities
     )
 
 
