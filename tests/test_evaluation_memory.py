@@ -60,7 +60,7 @@ for dtype, num_tokens, chunk in json.loads(sys.argv[1]):
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux lets a process' peak start again")
 def test_the_prediction_is_within_15_percent_of_the_measured_peak() -> None:
-    cases = [("float32", 1024, None), ("float32", 2048, None), ("float32", 2048, 256), ("bfloat16", 2048, None)]
+    cases = [("float32", 1024, None), ("float32", 2048, None), ("float32", 2048, 256), ("bfloat16", 4096, None)]
     # So that glibc gives back what is freed, and the peak is that of tensors.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", MEASURE, json.dumps(cases)]
