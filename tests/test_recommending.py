@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from test_report import make_record
-from test_retrieval_report import make_record as make_answer
+from report_records import make_record
+from report_records import make_retrieval_record as make_answer
 
 from hf_posenc.comparing.recommending import difference, recommend
 from hf_posenc.evaluation import Record
