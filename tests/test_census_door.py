@@ -15,15 +15,19 @@ from census import (
     reason_not_behind_door,
     rotary_types,
     sharp_model,
+    sharpened,
+    tiny_config,
     tiny_model,
 )
 from doors import in_chunks
 from tiny_models import assert_same_state, logits, native, state, token_ids
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
-from hf_posenc.attention.door import door_of
+from hf_posenc.attention.door import FULL, door_of
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.families import capabilities, door_capabilities
 from hf_posenc.windows import window_of_all_layers
@@ -161,6 +165,40 @@ def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytes
     assert torch.equal(logits(model, IDS), plain)
     with pytest.raises(ValueError, match="it turns queries and keys in a way of its own"):
         patch_behind_door(tiny_model("nanochat"), "dynamic_yarn", 4, **REQUEST)
+
+
+def cohere_whose_last_layer_has_no_positions() -> PreTrainedModel:
+    """Cohere 2 MoE: the first layer reads everything and turns, the second is in a window, the third has none."""
+    given = tiny_config(CONFIG_MAPPING["cohere2_moe"]).to_dict()
+    layer_types = ["full_attention", "sliding_attention", "full_attention"]
+    layers = {"num_hidden_layers": 3, "layer_types": layer_types, "mlp_layer_types": ["dense", "sparse", "sparse"]}
+    return sharpened(AutoModelForCausalLM.from_config(CONFIG_MAPPING["cohere2_moe"](**{**given, **layers})).eval())
+
+
+@torch.no_grad()
+def test_layers_without_positions_stay_so() -> None:
+    """A YaRN stage that turns as one of Transformers' own models: there too, what has no positions keeps none."""
+    request: dict[str, Any] = {**REQUEST, "original_max_position_embeddings": 1, "beta_fast": 0.05, "beta_slow": 0.005}
+    model, ids = cohere_whose_last_layer_has_no_positions(), IDS[:, :100]
+    model.config.sliding_window = 4096
+    reference = native(model, "yarn", 100, **request)
+    plain = logits(model, ids)
+    patch_behind_door(model, "dynamic_yarn", 100, stage=99, **request)
+    for layer in (model.model.layers[1], reference.model.layers[1]):  # Transformers scales what is in a window too
+        layer.self_attn.register_forward_hook(lambda module, args, output: (0 * output[0], *output[1:]))
+    assert (logits(reference, ids) - plain).abs().max() > 1e-3
+    torch.testing.assert_close(logits(model, ids), logits(reference, ids), atol=1e-5, rtol=0)
+
+
+def test_a_later_layer_that_does_not_turn_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posenc.attention import install
+
+    model = cohere_whose_last_layer_has_no_positions()
+    plain = logits(model, IDS)
+    monkeypatch.setattr(install, "_kind", lambda module, config: FULL)
+    with pytest.raises(RotaryMismatchError, match="does not turn queries and keys in the usual way"):
+        patch_behind_door(model, "dynamic_yarn", 4, **REQUEST)
+    assert torch.equal(logits(model, IDS), plain)
 
 
 def test_layers_that_are_not_told_their_positions_do_not_recompute_them_wrongly() -> None:

@@ -51,8 +51,8 @@ class Door:
         self.rotation = rotation
         self.rotated = RotatedKeys()
         self.warned = False
-        # Each layer's queries and keys as they come, while patch_model looks at them.
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        # Each layer's kind, queries and keys as they come, while patch_model looks at them.
+        self.seen: list[tuple[str, torch.Tensor, torch.Tensor]] | None = None
         self.cache: Cache | None = None
         self.forwards: list[Forward] = []
         self.positions: torch.Tensor | None = None
@@ -175,7 +175,9 @@ class Door:
                 "documents. Load the model with attn_implementation='sdpa'."
             )
         if self.seen is not None:
-            self.seen.append((query, key))
+            self.seen.append((kind, query, key))
+            # The values alone: how one layer turns must not be felt in the next.
+            return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
         states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
         is_step = query.shape[2] == 1 and dense is None and self.distances is None and not self.stages.scaling.log_n
         if torch.compiler.is_compiling() and is_step:

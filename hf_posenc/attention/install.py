@@ -157,17 +157,15 @@ def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRo
 
 
 def _turns_as_known(model: PreTrainedModel, door: Door, saved: SavedRotary) -> bool:
-    """Return whether the door's turning takes what the rotary module turns back to what it does not.
+    """Return whether the door's turning takes what the rotary module turns back to what it does not, in every layer.
 
-    Queries and keys are seen twice: as they are, and with frequencies of zero. In the first layer where that makes a
-    difference, nothing else does.
+    Queries and keys are seen twice, as they are and with frequencies of zero, while attention hands on values alone.
     """
     [module] = rotary_modules(model).values()
     prefix = label_prefix(rope_label(model.config.get_text_config(decoder=True)))
     names = (f"{prefix}inv_freq", f"{prefix}original_inv_freq")
     still = SavedRotary({**saved.buffers, **{name: torch.zeros_like(door.plain) for name in names}}, saved.attributes)
     seen = []
-    door.warned = True  # these few tokens may be past a short target
     try:
         for state in (saved, still):
             write_rotary(module, state)
@@ -175,15 +173,16 @@ def _turns_as_known(model: PreTrainedModel, door: Door, saved: SavedRotary) -> b
             probe(model, _PROBE_TOKENS)
             seen.append(door.seen)
     finally:
-        door.seen, door.warned = None, False
+        door.seen = None
         write_rotary(module, saved)
-    layers = (both for both in zip(*seen, strict=True) if not torch.equal(both[0][1], both[1][1]))
-    turned, unturned = next(layers, ((), ()))
-    pairs = list(zip(turned, unturned, strict=True))
+    full = [(turned, unturned) for turned, unturned in zip(*seen, strict=True) if turned[0] == FULL]
+    pairs = [pair for turned, unturned in full for pair in zip(turned[1:], unturned[1:], strict=True)]
     return bool(pairs) and all(_turns_back(door, *pair) for pair in pairs)
 
 
 def _turns_back(door: Door, turned: torch.Tensor, unturned: torch.Tensor) -> bool:
+    if torch.equal(turned, unturned):  # without positions
+        return False
     positions = torch.arange(turned.shape[2], device=turned.device)[None]
     zeros = torch.zeros(1, len(door.plain), device=turned.device)
     back = door.turn_on(positions, positions, zeros, torch.ones(1, device=turned.device))
@@ -253,7 +252,8 @@ def _kind(module: nn.Module, config: PreTrainedConfig) -> str:
     types = getattr(config, "layer_types", None)
     index: Any = module.layer_idx
     full = types is None or index >= len(types) or types[index] in FULL_ATTENTION
-    return FULL if full and getattr(module, "use_rope", True) else PASS
+    turns = getattr(module, "use_rope", True) and getattr(module, "force_rope", True)  # SmolLM3's name, Cohere 2 MoE's
+    return FULL if full and turns else PASS
 
 
 def _plain_until(extension: Extension) -> int:
