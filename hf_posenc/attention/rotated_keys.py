@@ -55,11 +55,11 @@ class RotatedKeys:
         return sum(entry.buffer.nbytes for entry in entries)
 
     def at(self, layer: Any, keys: torch.Tensor, signature: Signature, stop: int, rotate: Rotate) -> torch.Tensor:
-        """Return the first ``stop`` keys rotated, turning only those that are not yet.
+        """Return the first ``stop`` keys turned on, turning only those that are not yet.
 
         Args:
             layer: The layer of the cache that ``keys`` came from; None without a cache.
-            keys: Unrotated, ``(batch, heads, num_keys, head_dim)``.
+            keys: As the model turned them, ``(batch, heads, num_keys, head_dim)``.
             signature: What the rotation depends on besides the slot.
             stop: Slots wanted.
             rotate: Turns keys of a range of slots.

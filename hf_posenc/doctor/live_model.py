@@ -59,17 +59,17 @@ def held_by_modules(base: PreTrainedModel) -> list[str]:
         prefix = label_prefix(rope_label(base.config.get_text_config(decoder=True)))
     except ValueError:
         return []
+    turning = ""
     if is_on_attention_door(base):
         inner = inner_name(str(base.config._attn_implementation))
-        turning = f"the attention turns queries and keys itself, and then calls {inner}"
-        return [f"{name} turns nothing (cos 1, sin 0): {turning}" for name in modules]
+        turning = f"; the attention turns queries and keys on as the rule says, and then calls {inner}"
     words = []
     for name, module in modules.items():
         held = module.get_buffer(f"{prefix}inv_freq")
         kind = str(held.dtype).removeprefix("torch.")
         shown = kind if held.is_meta else f"{held[0]:.4g} to {held[-1]:.4g} radians per token, {kind}"
         factor = float(getattr(module, f"{prefix}attention_scaling"))
-        words.append(f"{held.numel()} pairs in {name}, {shown}; cos and sin times {factor:.6g}")
+        words.append(f"{held.numel()} pairs in {name}, {shown}; cos and sin times {factor:.6g}{turning}")
     return words
 
 
