@@ -12,6 +12,7 @@ from tiny_models import logits, make_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_posenc import RotaryMismatchError, patch_model, verify_model
+from hf_posenc.attention import door
 from hf_posenc.attention.door import door_of
 
 RULES: dict[str, dict[str, Any]] = {
@@ -146,3 +147,20 @@ class TestRefusals:
         model.model._forward_pre_hooks.clear()
         with pytest.raises(RotaryMismatchError, match="a hook of the decoder is gone"):
             verify_model(model)
+
+
+def test_tables_of_a_long_text_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage has tables of all keys before its end, together quadratic in the length: a few are kept for layers."""
+    model, ids, kept = patched_model(), IDS[:, :400], []
+
+    def look(module: Any, args: Any, output: Any) -> None:
+        tables = door_of(module).forwards[-1].tables
+        kept.append(sum(cos.numel() for cos, _ in tables.values()))
+
+    model.model.layers[-1].self_attn.register_forward_hook(look)
+    expected, size = logits(model, ids), 400 * model.config.head_dim  # of a table of all keys
+    monkeypatch.setattr(door, "_KEPT_COSINES", 2 * size)
+    assert torch.equal(logits(model, ids), expected)
+    unbounded, bounded = kept
+    assert unbounded > 5 * size
+    assert size < bounded <= 2 * size

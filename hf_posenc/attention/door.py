@@ -29,6 +29,9 @@ from hf_posenc.attention.staged import Stages
 # positions, or a rotary module of its own).
 FULL, PASS = "full", "pass"
 INNER = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+# Cosines that a forward keeps for its layers (with the sines, 256 MiB). One table a stage is quadratic in a text's
+# length: 8 GiB at 64 times an original length of 2048, so what goes beyond is made anew in each layer.
+_KEPT_COSINES = 2**25
 _DOOR = "_hf_posenc_door"
 
 
@@ -135,7 +138,10 @@ class Door:
             found = [self.frequencies(stage, device) for stage in stages]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])
             factors = torch.tensor([factor**2 if of_queries else 1.0 for _, factor in found], device=device)
-            forward.tables[key] = self.turn_on(positions, positions, inv_freq, factors)
+            tables = self.turn_on(positions, positions, inv_freq, factors)
+            if sum(cos.numel() for cos, _ in (*forward.tables.values(), tables)) > _KEPT_COSINES:
+                return tables
+            forward.tables[key] = tables
         return forward.tables[key]
 
     def turn_on(
