@@ -98,4 +98,5 @@ def token_losses(
     for rows in row_chunks(len(targets), rows_per_chunk):
         logits = head_logits(model, hidden_states[rows])
         losses[rows] = nn.functional.cross_entropy(logits, targets[rows].to(logits.device), reduction="none").cpu()
+        del logits  # before the next chunk's are made: a half-precision head holds them twice for a moment
     return losses

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from transformers import (
@@ -67,6 +69,14 @@ def test_logits_never_have_more_rows_than_asked(tiny_llama):
     model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.numel() // 128))
     token_losses(model, torch.randn(50, 64), torch.randint(0, 128, (50,)), rows_per_chunk=8)
     assert rows == [8, 8, 8, 8, 8, 8, 2]
+
+
+def test_a_chunk_of_logits_is_gone_before_the_next_is_made(tiny_llama):
+    model, made, alive = tiny_llama(), [], []
+    model.lm_head.register_forward_pre_hook(lambda *_: alive.append(sum(logits() is not None for logits in made)))
+    model.lm_head.register_forward_hook(lambda module, args, output: made.append(weakref.ref(output)))
+    token_losses(model, torch.randn(20, 64), torch.randint(0, 128, (20,)), rows_per_chunk=8)
+    assert alive == [0, 0, 0]
 
 
 def test_half_precision_heads_give_float32_losses_that_pass_the_check(changing_model):
