@@ -164,3 +164,17 @@ def test_tables_of_a_long_text_are_not_all_kept(monkeypatch: pytest.MonkeyPatch)
     unbounded, bounded = kept
     assert unbounded > 5 * size
     assert size < bounded <= 2 * size
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["dynamic_yarn", "dca"])
+def test_autocast_where_queries_are_of_another_dtype_than_values(rule: str) -> None:
+    """Qwen3's norms give float32 queries and keys beside bfloat16 values, as in training; sdpa itself casts them."""
+    model = patch_model(sharp_model("Qwen3"), rule, 8, **RULES[rule])
+    exact = logits(model, SHORT)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole = logits(model, SHORT)
+        pieces = in_chunks(model, SHORT, [90, 30, 1, 29])
+    for found in (whole, pieces):
+        error = (found.float() - exact).abs()
+        assert 0 < error.mean() < 0.01
