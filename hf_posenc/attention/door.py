@@ -17,7 +17,7 @@ from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.distances import DISTANCE_RULES, DistanceRule, query_factors
 from hf_posenc.attention.inner import inner_attention
-from hf_posenc.attention.layout import Forward, read_forward
+from hf_posenc.attention.layout import Forward, read_forward, text_positions, written_slots
 from hf_posenc.attention.masks import PREFIX, UNWRITTEN, piece_mask, slot_states
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.regional import attend_by_distance
@@ -92,7 +92,7 @@ class Door:
         """Take note of the positions, which some families do not hand on to their layers; of the rotary module."""
         position_ids = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
         if position_ids is not None and position_ids.dim() == 3:
-            position_ids = _text_positions(position_ids)
+            position_ids = text_positions(position_ids)
         if not torch.compiler.is_compiling():
             self.positions = position_ids
 
@@ -203,7 +203,7 @@ class Door:
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if dense is not None and isinstance(self.cache_layer(module), StaticLayer):
-            key, value, dense = _written(key, value, dense)
+            key, value, dense = written_slots(key, value, dense)
         forward = self.read(kwargs["position_ids"], key.shape[2], states)
         pieces = Pieces(self, forward, module, query, key, value, dense, kwargs)
         if kind == PASS:
@@ -254,28 +254,9 @@ class Door:
         return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the positions: one graph break a forward
-def _text_positions(position_ids: torch.Tensor) -> torch.Tensor:
-    """Return the positions ``(batch, length)`` of ``(3, batch, length)`` (mrope), alike for a text."""
-    if not bool((position_ids == position_ids[:1]).all()):
-        raise ValueError(
-            "this rule takes texts alone: positions here have three parts (mrope), which differ, as those of images "
-            "do. A static rule such as 'yarn' takes them."
-        )
-    return position_ids[0]
-
-
 def _distances(stages: Stages) -> DistanceRule | None:
     make_rule = DISTANCE_RULES.get(stages.scaling.method)
     return None if make_rule is None else make_rule(stages.spec, stages.scaling)
-
-
-def _written(key: torch.Tensor, value: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cut the free slots of a static cache off: those that the last query does not see, at the end."""
-    seen = dense[0, 0, -1]
-    seen = seen if seen.dtype == torch.bool else seen == 0
-    stop = int(seen.nonzero()[-1]) + 1
-    return key[:, :, :stop], value[:, :, :stop], dense[..., :stop]
 
 
 def door_attention(

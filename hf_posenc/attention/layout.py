@@ -197,3 +197,22 @@ def read_forward(position_ids: torch.Tensor, num_slots: int, states: torch.Tenso
 
 def _version(tensor: torch.Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the positions: one graph break a forward
+def text_positions(position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the positions ``(batch, length)`` of ``(3, batch, length)`` (mrope), alike for a text."""
+    if not bool((position_ids == position_ids[:1]).all()):
+        raise ValueError(
+            "this rule takes texts alone: positions here have three parts (mrope), which differ, as those of images "
+            "do. A static rule such as 'yarn' takes them."
+        )
+    return position_ids[0]
+
+
+def written_slots(key: torch.Tensor, value: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Cut the free slots of a static cache off: those that the last query does not see, at the end."""
+    seen = dense[0, 0, -1]
+    seen = seen if seen.dtype == torch.bool else seen == 0
+    stop = int(seen.nonzero()[-1]) + 1
+    return key[:, :, :stop], value[:, :, :stop], dense[..., :stop]
