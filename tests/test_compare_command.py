@@ -9,11 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import make_tiny_llama
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint import read_manifest
 from hf_posenc.cli import main
+from hf_posenc.comparing.arguments import CompareArguments
+from hf_posenc.comparing.command import _next
+from hf_posenc.comparing.recommending import Recommendation
 from hf_posenc.evaluation import read_records, read_retrieval_records
+from hf_posenc.units import ContextLength
 
 ROOT = Path(__file__).parents[1]
 HF_POSENC = [sys.executable, "-m", "hf_posenc.cli"]
@@ -129,6 +134,18 @@ def test_mistakes_are_found_before_anything_is_loaded(
     assert "--context-length (hf-posenc compare --help" in refused(
         capsys, "compare", tiny_model_path(), "--documents", book
     )
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_what_comes_next_where_the_model_is_best_as_it_is(holds: bool) -> None:
+    taken = Recommendation("none", "none", ("none",), None, (), holds)
+    first, command = _next("my/model", CompareArguments(ContextLength("8k")), make_tiny_llama(), taken)
+    if holds:
+        assert first == "nothing to do: it reads 8k as it is. For longer texts, compare there:"
+        assert command == "  hf-posenc compare my/model --documents LONGER_TEXTS --context-length 16384"
+    else:
+        assert first == "no method helps without training; training is what is left:"
+        assert command.startswith("  hf-posenc finetune my/model --documents TRAINING_TEXTS --method yarn")
 
 
 def test_a_budget_that_fits_nothing_is_refused_with_the_estimate(

@@ -36,6 +36,8 @@ def row(method: str, *more: float, jitter: float = 0.0, right: tuple[int, int] |
             position_bucket=512,
             position_nll=nats[:count],
             position_tokens=[512] * count,
+            unit_nll=nats[:count],
+            unit_tokens=[512] * count,
         )
 
     found = () if right is None else range(right[1])
@@ -63,10 +65,10 @@ def test_a_difference_is_paired() -> None:
     assert noisy.is_tie
     # By hand: 32 units of sd 0.2, so the mean's is 0.2 / sqrt(32) and the interval 1.96 of it on either side.
     assert noisy.high - noisy.low == pytest.approx(100 * 2 * 1.96 * 0.2 / math.sqrt(32), rel=0.15)
-    with pytest.raises(ValueError, match="different tokens"):
+    with pytest.raises(ValueError, match="not of the same tokens: text_hash"):
         difference(replace(one, text_hash="other"), other)
-    bare = {"position_bucket": None, "position_nll": [], "position_tokens": []}
-    with pytest.raises(ValueError, match="no loss by position"):
+    bare = {"unit_nll": [], "unit_tokens": []}
+    with pytest.raises(ValueError, match="do not have the parts that are compared"):
         difference(replace(one, **bare), replace(other, **bare))
 
 
@@ -108,6 +110,8 @@ def test_a_model_that_needs_no_method_is_left_as_it_is() -> None:
     found = take(none=row("none", 0, 0.001), yarn=row("yarn", 0.01, 0.0))
     assert (found.method, found.best) == ("none", "none")
     assert found.lines[0].startswith("take the model as it is")
+    assert found.holds
+    assert not take(none=BROKEN, yarn=row("yarn", 0.0, 2.5)).holds
     better_beyond = take(none=row("none", 0, 0.2), yarn=row("yarn", 0.01, 0.0))
     assert better_beyond.method == "yarn"
 

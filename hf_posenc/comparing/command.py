@@ -56,7 +56,7 @@ def compare(name: str, documents: Sequence[str], what: CompareArguments, loading
     records = [record for row in rows.values() for record in row]
     print("\n".join(["", text_table(records), "", *reach_lines(records), "", *sweep.told]))
     taken = recommend(rows)
-    print("\n".join([*taken.lines, "", "next:", *_next(name, what, model, taken)]))
+    print("\n".join([*taken.lines, "", *_next(name, what, model, taken)]))
     if what.output is not None:
         print(f"\nin {what.output}; a page with plots: hf-posenc report {shlex.quote(what.output)} --output-dir report")
 
@@ -125,9 +125,16 @@ class _Sweep:
 
 
 def _next(name: str, what: CompareArguments, model: PreTrainedModel, taken: Recommendation) -> list[str]:
-    """Return the commands that make, train and serve what is recommended; for an unpatched model, that train it."""
+    """Return the commands that make, train and serve what is recommended.
+
+    For a model that is best as it is: how to ask about longer texts, or, if it does not hold either, how to train it.
+    """
     length = length_name(what.context_length)
     folder = f"{Path(name).name}-{length}"
+    if taken.method == "none" and taken.holds:
+        longer = ["--documents", "LONGER_TEXTS", "--context-length", 2 * int(what.context_length)]
+        words = shlex.join(map(str, ["hf-posenc", "compare", name, *longer]))
+        return [f"nothing to do: it reads {length} as it is. For longer texts, compare there:", f"  {words}"]
     method = "yarn" if taken.method == "none" else taken.method
     far: list[Any] = ["--context-length", int(what.context_length)]
     for flag, usual in (
@@ -145,7 +152,8 @@ def _next(name: str, what: CompareArguments, model: PreTrainedModel, taken: Reco
         if stack := _stack_for(model):
             instead = ["--as", taken.served or "yarn"] if kind_of(taken.method) > STATIC else []
             commands.append(["hf-posenc", "export", folder, "--to", stack, *instead])
-    return [f"  {shlex.join(map(str, words))}" for words in commands]
+    first = "next:" if taken.method != "none" else "no method helps without training; training is what is left:"
+    return [first, *(f"  {shlex.join(map(str, words))}" for words in commands)]
 
 
 def _stack_for(model: PreTrainedModel) -> str | None:

@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED, kind_of
-from hf_posenc.evaluation.bootstrap import bootstrap_interval
+from hf_posenc.evaluation.pairs import paired_interval
 from hf_posenc.evaluation.reach import LossReach, reach
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
 from hf_posenc.units import length_name
 
 WORTH = 0.5  # percent of perplexity: less is no reason to take the harder one, however sure
-_MOST_UNITS = 32  # as in the intervals of records
 
 
 @dataclass(frozen=True)
@@ -34,30 +33,14 @@ class Difference:
         return f"{self.percent:+.1f} % ({self.low:+.1f} to {self.high:+.1f})"
 
 
-def difference(one: Record, other: Record, seed: int = 0) -> Difference:
-    """Compare two rows on the same tokens, stretch by stretch: what makes a stretch hard drops out.
-
-    A bootstrap over at most 32 stretches of neighbouring buckets of their losses by position.
+def difference(one: Record, other: Record) -> Difference:
+    """Return ``paired_interval`` in percent.
 
     Raises:
-        ValueError: They were measured on different tokens, or without the loss by position.
+        ValueError: They are not of the same tokens, or were written before records had their units.
     """
-    if (one.text_hash, one.position_bucket, one.position_tokens) != (
-        other.text_hash,
-        other.position_bucket,
-        other.position_tokens,
-    ):
-        raise ValueError(f"{one.method} and {other.method} were measured on different tokens, or in different buckets.")
-    if not one.position_nll:
-        raise ValueError(f"the records of {one.method} have no loss by position. Measure them again.")
-    nats = [a - b for a, b in zip(one.position_nll, other.position_nll, strict=True)]
-    size = math.ceil(len(nats) / _MOST_UNITS)
-    starts = range(0, len(nats), size)
-    sums = [math.fsum(nats[at : at + size]) for at in starts]
-    counts = [sum(one.position_tokens[at : at + size]) for at in starts]
-    low, high = bootstrap_interval(sums, counts, seed=seed)
-    total = math.exp(math.fsum(sums) / sum(counts))
-    return Difference(*(100 * (ratio - 1) for ratio in (total, low, high)))
+    ratio = paired_interval(one, other)
+    return Difference(*(100 * (value - 1) for value in (ratio.value, ratio.ci_low, ratio.ci_high)))
 
 
 @dataclass(frozen=True)
@@ -70,6 +53,7 @@ class Recommendation:
         ties: Methods that tie with the best, itself included.
         served: The method of the lowest perplexity among those that servers run; None if there is none.
         lines: Why, in words.
+        holds: Whether it reads as far as was measured.
     """
 
     method: str
@@ -77,6 +61,7 @@ class Recommendation:
     ties: tuple[str, ...]
     served: str | None
     lines: tuple[str, ...]
+    holds: bool
 
 
 AnyRecord = Record | RetrievalRecord
@@ -106,6 +91,8 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]]) -> Recommendation:
     taken = min(ties, key=lambda method: (kind_of(method), able[method].perplexity))
     static = [method for method in able if kind_of(method) == STATIC]
     served = min(static, key=lambda method: able[method].perplexity, default=None)
+    loss = reach([*rows.get("none", ()), *rows[taken]])[-1].loss
+    holds = isinstance(loss, LossReach) and loss.length is not None and loss.is_longest
     lines = [_why(taken, best, longest, above, scores), *_price(taken, rows)]
     if others := [f"{_name(method)} {above[method]}" for method in ties if method not in (taken, best)]:
         lines.append(f"as good as the lowest within the noise: {', '.join(others)}")
@@ -114,7 +101,7 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]]) -> Recommendation:
         lines.append(f"servers cannot run {taken}; of what they can, {served} is the best: {less}")
     if out := [f"{_name(method)} {_share(scores[method])}" for method in rows if method not in able]:
         lines.append(f"not considered, for they retrieve less: {', '.join(out)}")
-    return Recommendation(taken, best, tuple(ties), served, tuple(lines))
+    return Recommendation(taken, best, tuple(ties), served, tuple(lines), holds)
 
 
 def _longest(method: str, records: Sequence[AnyRecord]) -> Record:
