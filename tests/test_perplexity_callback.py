@@ -187,6 +187,14 @@ def test_mixed_precision_is_measured_as_trainer_evaluates(tmp_path: Path) -> Non
     assert expected != perplexity(make_tiny_llama(), HELD_OUT, [128], progress=False)[0].perplexity
 
 
+def test_a_model_that_accelerate_wrapped_in_autocast_is_measured_as_it_is(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, bf16=True)
+    trainer.evaluate()  # wraps the forward, and not the body
+    (found,) = perplexity(trainer.model, HELD_OUT, [128], progress=False)
+    (expected,) = perplexity(make_tiny_llama(), HELD_OUT, [128], progress=False)
+    assert (found.perplexity, found.dtype) == (expected.perplexity, "float32")
+
+
 def test_mistakes_are_found_before_training(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, metric_for_best_model="eval_perplexity_128")
     with pytest.raises(ValueError, match="none of the 4 documents has the 4096 tokens"):
