@@ -15,7 +15,7 @@ from report_records import make_record, make_retrieval_record
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_posenc.cli import main
-from hf_posenc.evaluation import Record, perplexity, read_records, read_retrieval_records, retrieval
+from hf_posenc.evaluation import KeyTokens, Record, perplexity, read_records, read_retrieval_records, retrieval
 from hf_posenc.evaluation.facts import rope_facts
 from hf_posenc.loading import load_model
 from hf_posenc.patching import patched
@@ -81,6 +81,40 @@ CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
     "end": ({"protocol": "rerope", "last_k": 20}, [{}], 1),
     "last": ({"protocol": "last_k", "last_k": 9, "bos": "prepended", "label": "two words"}, [{}], 1),
 }
+
+
+def test_a_longppl_command_says_how_tokens_are_chosen(
+    tiny_checkpoint: Path, tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT)
+    tiny_llama(num_hidden_layers=1).save_pretrained("judge")
+    model, tokenizer = load_model(tiny_checkpoint)
+    tokenizer.save_pretrained("judge")
+    judge, _ = load_model("judge")
+
+    def measured(**chosen: Any) -> list[Record]:
+        told: dict[str, Any] = {"key_tokens": KeyTokens(**chosen), "tokenizer": tokenizer, "progress": False}
+        return perplexity(model, [TEXT], [64, 128], "longppl", **told)
+
+    records = [
+        *measured(evaluator=judge, alpha=0.01, beta=-9.5, short_context=12),
+        *measured(alpha=0.01, beta=-9.0, short_context=16),
+    ]
+    commands = make_commands(records).made
+    assert len(records) == 4
+    assert len(commands) == 2
+    assert "--evaluator judge --alpha 0.01 --beta -9.5 --short-context 12" in commands[0]
+    assert "--evaluator" not in commands[1]
+    for command in commands:
+        run(command, DOCUMENTS="text.txt")
+    assert keys(read_records("results.jsonl")) == keys(records)
+    with patched(judge, "yarn", 2):
+        (command,) = make_commands(measured(evaluator=judge, alpha=0.01, beta=-9.5)).made
+    assert "--evaluator EVALUATOR" in command
+    assert command.endswith("  # EVALUATOR: folder of judge (yarn x2)")
+    plain = measured(alpha=-50.0, beta=-50.0)
+    assert "--short-context" not in make_commands(plain).made[0]  # as by default
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -26,6 +26,7 @@ from hf_posenc.evaluation.plans import Run
 from hf_posenc.evaluation.windows import Window, grouped, lay_out
 
 SHORT_CONTEXT = 4096
+CHOSEN_BY_ITSELF = "the measured model itself"
 _SHARES = 4  # a short context serves a quarter as many tokens
 LossesOf = Callable[..., torch.Tensor]
 
@@ -94,14 +95,7 @@ class KeyTokenFinder:
         Raises:
             ValueError: A short context that is none, or a context length that is not longer.
         """
-        short, step = self.short_context, _step(self.short_context)
-        if short < 1:
-            raise ValueError(f"short_context must be at least 1 token, got {short}.")
-        if lengths and min(lengths) <= short + step:
-            raise ValueError(
-                f"longppl compares with a short context of {short} to {short + step - 1} tokens, so context lengths "
-                f"must be more than {short + step}, got {min(lengths)}. Give longer ones, or a smaller short_context."
-            )
+        check_short_context(self.short_context, lengths)
 
     def tell(self, run: Run, facts: dict[str, Any]) -> dict[str, Any]:
         """Add to the facts of a run how its tokens are chosen, if they are."""
@@ -178,10 +172,26 @@ def load_key_tokens(
 def _describe(evaluator: PreTrainedModel | None) -> str:
     """Name the model that chooses the key tokens, with how it is extended."""
     if evaluator is None:
-        return "the measured model itself"
+        return CHOSEN_BY_ITSELF
     facts = model_facts(evaluator, None, 0, "")
     extended = "" if facts["method"] == "none" else f" ({facts['method']} x{facts['factor']:g})"
     return f"{facts['model']}{extended}"
+
+
+def check_short_context(short: int, lengths: Sequence[int]) -> None:
+    """Raise unless each context length has tokens that can gain from it.
+
+    Raises:
+        ValueError: A short context that is none, or a context length that is not longer.
+    """
+    if short < 1:
+        raise ValueError(f"short_context must be at least 1 token, got {short}.")
+    step = _step(short)
+    if lengths and min(lengths) <= short + step:
+        raise ValueError(
+            f"longppl compares with a short context of {short} to {short + step - 1} tokens, so context lengths must "
+            f"be more than {short + step}, got {min(lengths)}. Give longer ones, or a smaller short_context."
+        )
 
 
 def _step(short_context: int) -> int:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from hf_posenc.evaluation.key_tokens import CHOSEN_BY_ITSELF, KeyTokens
 from hf_posenc.evaluation.plans import DEFAULT_STRIDE
 from hf_posenc.evaluation.protocols import rule_of
 from hf_posenc.evaluation.records import Record
@@ -26,7 +28,7 @@ _RESULTS = "results.jsonl"
 # What one command is for; a record of either kind lacks some of these.
 _SAME = (
     *("model", "label", "dtype", "attn_implementation", "tokens_trained", "chat"),
-    *("protocol", "bos", "average", "last_k", "num_documents"),
+    *("protocol", "bos", "average", "last_k", "num_documents", "key_tokens"),
 )
 
 
@@ -71,8 +73,10 @@ def _perplexity_commands(records: Iterable[Record | RetrievalRecord]) -> list[st
     for record in records:
         if isinstance(record, Record):
             same = [*_flags(record), record.protocol, record.bos, record.average, record.last_k, record.num_documents]
-            groups.setdefault(json.dumps([*same, _stride(record)]), []).append(record)
-    return [_line(_perplexity_words(group)) for group in _with_unpatched(list(groups.values()))]
+            groups.setdefault(json.dumps([*same, _stride(record), record.key_tokens]), []).append(record)
+    return [
+        _line(_perplexity_words(group)) + _evaluator(group[0])[1] for group in _with_unpatched(list(groups.values()))
+    ]
 
 
 def _perplexity_words(group: list[Record]) -> list[str]:
@@ -85,7 +89,7 @@ def _perplexity_words(group: list[Record]) -> list[str]:
 def _settings(record: Record, lengths: Sequence[int]) -> list[str]:
     """Return the flags that say how a protocol was used, without those that repeat what it does by itself."""
     rule = rule_of(record.protocol)
-    flags = {
+    flags: dict[str, str | int | None] = {
         # A stream is one text, made of any number of documents.
         "--max-documents": None if rule.shape == "stream" else record.num_documents,
         "--bos": record.bos if rule.bos is None and record.bos != "none" else None,
@@ -94,7 +98,32 @@ def _settings(record: Record, lengths: Sequence[int]) -> list[str]:
         "--stride": _stride(record),
         "--max-tokens": _kept(record, lengths),
     }
+    flags |= _key_token_flags(record)
     return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+
+
+def _key_token_flags(record: Record) -> dict[str, str | int | None]:
+    """Return how ``longppl`` chose its tokens, where that is not what it does by itself."""
+    usual, asked = KeyTokens(), record.key_tokens
+    if not asked:
+        return {}
+    short = usual.short_tokens(record.original_max_position_embeddings)
+    return {
+        "--evaluator": _evaluator(record)[0],
+        "--alpha": _number(asked["alpha"]) if asked["alpha"] != usual.alpha else None,
+        "--beta": _number(asked["beta"]) if asked["beta"] != usual.beta else None,
+        "--short-context": asked["short_context"] if asked["short_context"] != short else None,
+    }
+
+
+def _evaluator(record: Record) -> tuple[str | None, str]:
+    """Return the model that chose the key tokens, None for the measured one, and a remark if it was an extended one."""
+    name = record.key_tokens.get("chosen_by", CHOSEN_BY_ITSELF)
+    if name == CHOSEN_BY_ITSELF:
+        return None, ""
+    if re.search(r" \([a-z_]+ x[\d.e+]+\)$", name):
+        return "EVALUATOR", f"  # EVALUATOR: folder of {name}"
+    return name, ""
 
 
 def _stride(record: Record) -> int | None:
