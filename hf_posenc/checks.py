@@ -82,8 +82,35 @@ def rows_to_measure(
     return rows or [None]
 
 
-def perplexity_settings(what: EvalArguments) -> dict[str, Any]:
-    """Return what ``perplexity`` is to be told."""
+def perplexity_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[str, Any]:
+    """Return what ``perplexity`` is to be told.
+
+    Raises:
+        ValueError: A length or number that cannot be, or a flag that nothing asked for has a use for.
+    """
+    from hf_posenc.evaluation.key_tokens import check_short_context
+    from hf_posenc.evaluation.plans import plan_runs
+    from hf_posenc.evaluation.texts import Choice, check_bos, check_choice, check_sizes
+
+    runs = plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k, what.average)
+    check_sizes(prefill_chunk=what.prefill_chunk, batch_size=what.batch_size)
+    check_choice(runs, Choice(what.max_tokens, what.min_tokens, what.cut, what.max_documents))
+    check_bos(runs, what.bos)
+    key_token_settings(what)
+    if "longppl" in what.protocol and what.short_context is not None:
+        check_short_context(what.short_context, what.context_lengths)
+    _refuse_given(asked, RetrievalArguments(), ("depths", "samples", "chat"), "is for --tasks; leave it out, or ask")
+    useless = {
+        "stride": all(run.stride is None for run in runs) and "moves a window",
+        "last_k": all(run.last_k is None for run in runs) and "scores the last tokens",
+        "batch_size": all(run.window is None and run.protocol != "longppl" for run in runs) and "has several windows",
+    }
+    for name, does in useless.items():
+        if does and getattr(what, name) is not None:
+            raise ValueError(
+                f"--{name.replace('_', '-')} is for a --protocol that {does}, not for {', '.join(what.protocol)}; "
+                "leave it out, or measure such a one."
+            )
     others = ("method", "hide_progress", *KEY_TOKENS)
     told = {name: value for name, value in vars(what).items() if name not in others}
     return {**told, "progress": not what.hide_progress}
@@ -95,11 +122,17 @@ def key_token_settings(what: EvalArguments) -> dict[str, Any]:
     Raises:
         ValueError: One of the flags was given, but not the protocol they are for.
     """
-    usual = EvalArguments(context_lengths=what.context_lengths)
-    for name in KEY_TOKENS:
-        if "longppl" not in what.protocol and getattr(what, name) != getattr(usual, name):
-            raise ValueError(f"--{name.replace('_', '-')} is for --protocol longppl; leave it out, or measure that.")
+    if "longppl" not in what.protocol:
+        usual = EvalArguments(context_lengths=what.context_lengths)
+        _refuse_given(what, usual, KEY_TOKENS, "is for --protocol longppl; leave it out, or measure that")
     return {name: getattr(what, name) for name in KEY_TOKENS}
+
+
+def _refuse_given(what: Any, usual: Any, names: Sequence[str], why: str) -> None:
+    """Raise if one of the flags has another value than the usual one."""
+    for name in names:
+        if getattr(what, name) != getattr(usual, name):
+            raise ValueError(f"--{name.replace('_', '-')} {why}.")
 
 
 def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[str, Any]:
@@ -120,11 +153,11 @@ def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[s
         "bos",
         "batch_size",
         "max_documents",
+        "cut",
+        *KEY_TOKENS,
     )
     usual = EvalArguments(context_lengths=what.context_lengths)
-    for name in (*only_perplexity, "cut", *KEY_TOKENS):
-        if getattr(what, name) != getattr(usual, name):
-            raise ValueError(f"--{name.replace('_', '-')} says how perplexity is measured; leave it or --tasks out.")
+    _refuse_given(what, usual, only_perplexity, "says how perplexity is measured; leave it or --tasks out")
     check_retrieval(asked.tasks, what.context_lengths, asked.depths, asked.samples)
     shared = ("context_lengths", "output", "prefill_chunk", "label", "model_name")
     return {**vars(asked), **{name: getattr(what, name) for name in shared}, "progress": not what.hide_progress}

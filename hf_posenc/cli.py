@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_posenc import arguments as args_
 from hf_posenc.checks import (
@@ -27,9 +27,6 @@ from hf_posenc.checks import (
     rows_to_measure,
 )
 from hf_posenc.eval_arguments import EvalArguments, RetrievalArguments
-
-if TYPE_CHECKING:
-    pass
 
 _EXAMPLES = """\
 examples:
@@ -85,7 +82,7 @@ def evaluate(argv: Sequence[str]) -> None:
     given, what, extension, options, source, loading, asked = parsed
     told = {"command": shlex.join(["hf-posenc", "eval", *argv]), "tokens_trained": _tokens_trained(given.model)}
     rows = rows_to_measure(what.method, extension, args_.parse_options(options.option))
-    settings = retrieval_settings(what, asked) if asked.tasks else perplexity_settings(what)
+    settings = retrieval_settings(what, asked) if asked.tasks else perplexity_settings(what, asked)
     settings["documents"] = None if asked.tasks and not source.documents else _read(source)
     from hf_posenc.evaluating import evaluate as run
 

@@ -10,7 +10,6 @@ from hf_posenc.checks import key_token_settings
 from hf_posenc.eval_arguments import EvalArguments, RetrievalArguments
 from hf_posenc.evaluation import Record, RetrievalRecord, perplexity, reach_lines, retrieval
 from hf_posenc.evaluation.key_tokens import load_key_tokens
-from hf_posenc.evaluation.plans import plan_runs
 from hf_posenc.evaluation.records import check_output
 from hf_posenc.loading import load_model
 from hf_posenc.processes import join_processes, leave_processes
@@ -37,12 +36,11 @@ def evaluate(
         asked: The flags of retrieval.
         loading: How the model is loaded.
         on_scaled: ``"replace"`` to measure a model that is scaled already by another rule.
+
+    Raises:
+        ValueError: As ``perplexity`` and ``retrieval``, or there is no number to print.
     """
     settings["model_name"] = what.model_name or model_name
-    key_tokens = None
-    if not asked.tasks:
-        plan_runs(what.protocol, what.context_lengths, what.stride, what.last_k, what.average)
-        key_tokens = key_token_settings(what)
     if what.output is not None:
         check_output(what.output)
     sharded = join_processes(loading.device)  # before loading, which puts the model on this process' GPU
@@ -51,8 +49,9 @@ def evaluate(
         refuse_extended(model, model_name, on_scaled)
     try_rows(model, rows)
     settings |= {"tokenizer": tokenizer, "sharded": sharded}
-    if key_tokens is not None and "longppl" in what.protocol:
-        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **key_tokens, **vars(loading))
+    if not asked.tasks and "longppl" in what.protocol:
+        told = key_token_settings(what)
+        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **told, **vars(loading))
     records: list[Record | RetrievalRecord] = []
     for row in rows:
         with as_asked(model, row):
@@ -61,6 +60,11 @@ def evaluate(
         leave_processes()
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
         return
+    if not records:
+        raise ValueError(
+            "longppl found no key token in these documents, so there is no number. Lower --alpha or --beta, or give "
+            "more or longer texts."
+        )
     print("\n".join([text_table(records), "", *reach_lines(records)]))
     if what.output is not None:
         print(f"\nin {what.output}; a page with plots: hf-posenc report {what.output} --output-dir report")

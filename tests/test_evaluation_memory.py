@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_posenc import patch_model
-from hf_posenc.evaluation import perplexity
+from hf_posenc.evaluation import KeyTokens, perplexity
 from hf_posenc.evaluation.cache import RoomyLayer, make_cache
 from hf_posenc.evaluation.losses import document_losses, memory_need
 from hf_posenc.evaluation.memory import ModelShape, default_logits_chunk, predict_memory, shape_of
@@ -107,8 +107,32 @@ def test_the_shape_is_read_from_the_model(tiny_llama: Callable[..., LlamaForCaus
 def test_the_most_expensive_windows_count(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     model = tiny_llama()
     windows = [Window(0, 40, 1), Window(0, 2000, 1), Window(10, 50, 40)]
-    assert memory_need(model, windows) == predict_memory(shape_of(model), 2000)
-    assert memory_need(model, [windows[0]] * 3, batch_size=2) == predict_memory(shape_of(model), 40, batch_size=2)
+    assert memory_need(model, [windows]) == predict_memory(shape_of(model), 2000)
+    assert memory_need(model, [[windows[0]] * 3], batch_size=2) == predict_memory(shape_of(model), 40, batch_size=2)
+    alone = predict_memory(shape_of(model), 40)
+    assert memory_need(model, [[windows[0]]] * 3, batch_size=2) == alone  # of documents, which go one by one
+    assert memory_need(model, []).peak == shape_of(model).weight_bytes
+
+
+def test_documents_are_predicted_one_by_one_and_the_judge_counts(
+    tiny_llama: Callable[..., LlamaForCausalLM], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, ids = tiny_llama(), torch.arange(1, 101)
+
+    def predicted(documents: int, **settings: object) -> str:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hf_posenc"):
+            perplexity(model, [ids] * documents, [100], progress=False, **settings)  # type: ignore[arg-type]
+        return next(line for line in caplog.messages if "peak of all" in line).partition(";")[0]
+
+    assert predicted(40, batch_size=40) == predicted(1)
+    judge = tiny_llama(hidden_size=2048, intermediate_size=4096, num_hidden_layers=1)
+    chosen = KeyTokens(judge, alpha=-50.0, beta=-50.0, short_context=12)
+    need = predict_memory(shape_of(judge), 15, batch_size=28)  # the short contexts, more than the one of 100 tokens
+    told = predicted(1, protocol="longppl", key_tokens=chosen)
+    weights = shape_of(judge).weight_bytes + shape_of(model).weight_bytes
+    assert told.startswith(f"memory in MB: model {weights / 1e6:,.0f}, KV cache 0, activations")
+    assert f"activations {need.activations / 1e6:,.0f}" in told
 
 
 def test_predicted_and_measured_are_logged(

@@ -106,6 +106,17 @@ def test_without_key_tokens_there_is_no_number(
     assert "longppl at 51 tokens: there is no key token" in caplog.text
 
 
+def test_the_model_that_chooses_is_no_part_of_other_protocols(
+    tiny_llama: Make, texts: list[list[int]], tmp_path: Path
+) -> None:
+    model, output = tiny_llama(), tmp_path / "r.jsonl"
+    (alone,) = perplexity(model, texts, [40], progress=False, output=output)
+    chosen = KeyTokens(tiny_llama(num_hidden_layers=1), ALPHA, BETA, SHORT)
+    both = perplexity(model, texts, [40], ["truncated", "longppl"], key_tokens=chosen, progress=False, output=output)
+    assert both[0] == alone  # not measured again
+    make_tables(read_records(output))
+
+
 def test_the_short_context_fits_the_model(tiny_llama: Make, texts: list[list[int]]) -> None:
     assert [KeyTokens().short_tokens(length) for length in (32768, 8192, 2048, None)] == [4096, 4096, 1024, 4096]
     assert KeyTokens(short_context=7).short_tokens(64) == 7
@@ -135,6 +146,8 @@ def test_the_command_loads_the_model_that_chooses(
     assert (records[0].key_tokens["alpha"], records[0].key_tokens["beta"]) == (0.02, -5.0)
     assert main([*argv, *flags]) == 2
     assert "--evaluator is for --protocol longppl" in capsys.readouterr().err
+    assert main([*argv[:-2], "--protocol", "longppl", "--short-context", "16", "--alpha", "50"]) == 2
+    assert "longppl found no key token in these documents" in capsys.readouterr().err
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens("new")
     tokenizer.save_pretrained(tmp_path / "judge")

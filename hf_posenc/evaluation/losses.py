@@ -103,24 +103,33 @@ def default_batch_size(model: PreTrainedModel, window: int) -> int:
 
 def memory_need(
     model: PreTrainedModel,
-    windows: Iterable[Window],
+    calls: Iterable[Iterable[Window]],
     prefill_chunk: int | None = None,
     logits_chunk: int | None = None,
     batch_size: int | None = None,
 ) -> MemoryNeed:
-    """Predict the memory of ``window_losses``: that of its most expensive windows."""
+    """Predict the memory of calls of ``window_losses``, each with its windows: that of the most expensive batch.
+
+    Windows of different calls are never fed together. Without any, it is the model alone.
+    """
     shape = shape_of(model)
     needs = [
         predict_memory(
             shape,
-            batch[0].end - batch[0].start,
-            batch_size=len(batch),
+            length + bos,
+            batch_size=size,
             prefill_chunk=prefill_chunk,
             logits_chunk=logits_chunk,
         )
-        for batch in _equal_windows(model, windows, batch_size)
+        for length, bos, size in sorted(
+            {
+                (batch[0].end - batch[0].start, batch[0].bos, len(batch))
+                for windows in calls
+                for batch in _equal_windows(model, windows, batch_size)
+            }
+        )
     ]
-    return max(needs, key=lambda need: need.peak)
+    return max(needs, key=lambda need: need.peak, default=MemoryNeed(shape.weight_bytes, 0, 0, 0))
 
 
 @contextmanager

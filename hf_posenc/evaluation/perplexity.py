@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -25,7 +26,15 @@ from hf_posenc.evaluation.plans import Pass, Run, plan_passes, plan_runs
 from hf_posenc.evaluation.protocols import Average, ProtocolName
 from hf_posenc.evaluation.records import Record, check_output
 from hf_posenc.evaluation.tallies import default_bucket
-from hf_posenc.evaluation.texts import Choice, choose_texts, count_documents, settle_bos, tell_of_averages
+from hf_posenc.evaluation.texts import (
+    Choice,
+    check_choice,
+    check_sizes,
+    choose_texts,
+    count_documents,
+    settle_bos,
+    tell_of_averages,
+)
 from hf_posenc.evaluation.walk import Evaluation
 from hf_posenc.lm_head import check_head
 from hf_posenc.processes import Processes
@@ -71,7 +80,6 @@ def perplexity(
     - ``sliding_window``: windows of N tokens over the document, each token but the first scored once.
     - ``same_tokens``: the tokens from the shortest context length on, scored at every length, each with up to N tokens
       fed: the one for comparing lengths, and methods.
-
     - ``longppl``: LongPPL, the perplexity of the tokens that need the long context; see ``key_tokens``.
 
     And the published ones, as their code does it: ``yarn``, ``yarn_govreport``, ``pi``, ``pose``, ``longlora``,
@@ -132,12 +140,13 @@ def perplexity(
         check_output(output)
     protocols = [protocol] if isinstance(protocol, str) else list(protocol)
     runs = plan_runs(protocols, context_lengths, stride, last_k, average)
-    _check_sizes(
+    check_sizes(
         prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, batch_size=batch_size, position_bucket=position_bucket
     )
     runs, bos_id = settle_bos(runs, model, tokenizer, bos)
-    ids = to_token_ids(model, documents, tokenizer)
     choice = Choice(max_tokens=max_tokens, min_tokens=min_tokens, cut=cut, max_documents=max_documents)
+    check_choice(runs, choice)
+    ids = to_token_ids(model, documents, tokenizer)
     texts = choose_texts(runs, ids, bos_id, choice)
     tell_of_averages(runs)
     longppl = [run.context_length for run in runs if run.protocol == "longppl"]
@@ -150,9 +159,10 @@ def perplexity(
         facts = model_facts(model, model_name, tokens_trained, label, command)
         facts |= {"tokenizer_hash": hash_tokenizer(tokenizer)}
         settings = {"weights": hash_weights(model), "seed": seed}
+        judged = settings
         if evaluator is not None:
             to_token_ids(evaluator, ids, None)  # has these tokens too
-            settings["evaluator"] = hash_weights(evaluator)
+            judged = {**settings, "evaluator": hash_weights(evaluator)}
         original = facts["original_max_position_embeddings"]
         losses_of, *judges = (
             partial(window_losses, one, prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, batch_size=batch_size)
@@ -161,22 +171,20 @@ def perplexity(
         finder = KeyTokenFinder.of(key_tokens or KeyTokens(), losses_of, judges, original)
         finder.check(longppl)
         told = {run: finder.tell(run, facts | run.facts(count_documents(run, texts[run], ids, choice))) for run in runs}
-        identities = {run: identify_run(run, texts[run], told[run], settings) for run in runs}
+        identities = {
+            run: identify_run(run, texts[run], told[run], judged if run.protocol == "longppl" else settings)
+            for run in runs
+        }
         bucket = position_bucket or default_bucket(original)
         where = None if output is None else Path(output)
         evaluation = Evaluation(finder, texts, bos_id, identities, seed, bucket, where, Processes(sharded))
         passes = _passes(models, runs, prefill_chunk)
-        windows = [window for one in passes for portion in evaluation.portions(one) for window in portion.windows]
-        need = memory_need(model, windows, prefill_chunk, logits_chunk, batch_size)
+        fed = [windows for one in passes for windows in evaluation.fed(one)]
+        needs = [memory_need(one, fed, prefill_chunk, logits_chunk, batch_size) for one in models]
+        need = replace(max(needs, key=lambda one: one.beyond_model), model=sum(one.model for one in needs))
         with memory_told(model, need, tell=evaluation.processes.is_main and len(evaluation.records) < len(runs)):
             evaluation.measure(passes, partial(peak_memory, model), progress)
     return [evaluation.records[run] for run in runs if run in evaluation.records]
-
-
-def _check_sizes(**sizes: int | None) -> None:
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
 def _passes(models: list[PreTrainedModel], runs: list[Run], prefill_chunk: int | None) -> list[Pass]:

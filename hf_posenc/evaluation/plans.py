@@ -134,7 +134,7 @@ def plan_runs(
     for name in dict.fromkeys(protocols):
         rule = rule_of(name)
         if name in ("last_k", "rerope"):
-            _check_last_k(last_k or rule.last_k or DEFAULT_LAST_K, lengths[0])
+            _check_last_k(rule.last_k or DEFAULT_LAST_K if last_k is None else last_k, lengths[0])
         if name == "same_tokens" and len(lengths) < 2:
             raise ValueError(
                 "same_tokens scores at every length the tokens between the shortest and the longest: give two context "
@@ -163,7 +163,7 @@ def _plan(
     return Run(
         name,  # type: ignore[arg-type]  # rule_of knows it
         length,
-        stride=_stride(length, stride or rule.stride) if moves else None,
+        stride=_stride(length, rule.stride if stride is None else stride) if moves else None,
         last_k=last_k if name in ("last_k", "rerope") else None,
         score_from=shortest if name == "same_tokens" else None,
         bos=rule.bos or "none",

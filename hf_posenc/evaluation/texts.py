@@ -27,6 +27,59 @@ class Choice:
     max_documents: int | None = None
 
 
+def check_sizes(**sizes: int | None) -> None:
+    """Raise unless each number, where one is given, is at least 1.
+
+    Raises:
+        ValueError: One is less.
+    """
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def check_choice(runs: Sequence[Run], choice: Choice) -> None:
+    """Check what is to be taken of the documents, as far as it goes without them.
+
+    Raises:
+        ValueError: A number below 1, or a choice that makes no sense for a protocol.
+    """
+    sizes = {name: getattr(choice, name) for name in ("max_tokens", "min_tokens", "max_documents")}
+    check_sizes(**sizes)
+    if choice.cut and choice.min_tokens is not None:
+        raise ValueError("cut makes pieces of one length, so min_tokens has no meaning there. Leave one of them out.")
+    longest = max(run.context_length for run in runs)
+    if choice.max_tokens is not None and choice.max_tokens < longest and any(_by_document(run) for run in runs):
+        raise ValueError(
+            f"max_tokens ({choice.max_tokens}) must not be less than the longest context length ({longest})."
+        )
+    for run in runs:
+        if not _by_document(run) and (choice.cut or choice.min_tokens is not None):
+            raise ValueError(f"protocol {run.protocol!r} joins all documents: leave cut and min_tokens out.")
+        if run.rule.shape == "beginning" and (choice.min_tokens or longest) < longest:
+            raise ValueError(
+                f"min_tokens ({choice.min_tokens}) is less than the longest context length ({longest}), all of which "
+                f"protocol {run.protocol!r} reads of every document. Leave min_tokens out."
+            )
+
+
+def _by_document(run: Run) -> bool:
+    return run.rule.shape != "stream"
+
+
+def check_bos(runs: Sequence[Run], bos: str | None) -> None:
+    """Check what is asked of BOS tokens, as far as it goes without the model.
+
+    Raises:
+        ValueError: It is asked for in a protocol that has a rule of its own.
+    """
+    if bos is not None and (own := [run.protocol for run in runs if run.rule.bos is not None]):
+        raise ValueError(
+            f"protocol {own[0]!r} has a rule of its own for BOS tokens, so bos={bos!r} cannot be asked for. Leave bos "
+            "out, or measure the other protocols in a call of their own."
+        )
+
+
 def settle_bos(
     runs: Sequence[Run],
     model: PreTrainedModel,
@@ -48,11 +101,7 @@ def settle_bos(
         ValueError: ``bos`` for a protocol that has a rule of its own, or no token where one is needed.
     """
     asked = bos_token_id(model, tokenizer, bos)
-    if bos is not None and (own := [run.protocol for run in runs if run.rule.bos is not None]):
-        raise ValueError(
-            f"protocol {own[0]!r} has a rule of its own for BOS tokens, so bos={bos!r} cannot be asked for. Leave bos "
-            "out, or measure the other protocols in a call of their own."
-        )
+    check_bos(runs, bos)
     source = unwrap(model).config.get_text_config() if tokenizer is None else tokenizer
     own_id = getattr(source, "bos_token_id", None)
     settled = []
@@ -77,23 +126,15 @@ def texts_of(
         ids: Token ids of each document.
         longest: The longest context length of all runs.
         bos_id: Token id of BOS, if there is any.
-        choice: What is taken of the documents.
+        choice: What is taken of the documents, checked by ``check_choice``.
 
     Raises:
-        ValueError: No document is long enough, or the choice makes no sense for the protocol.
+        ValueError: No document is long enough.
     """
     shape, limit = run.rule.shape, choice.max_tokens
     before = bos_id if run.bos == "prepended" else None
     if shape == "stream":
-        if choice.cut or choice.min_tokens is not None:
-            raise ValueError(f"protocol {run.protocol!r} joins all documents: leave cut and min_tokens out.")
         return [make_stream(ids, max_tokens=limit, bos_id=before, max_documents=choice.max_documents)]
-    shortest = choice.min_tokens or longest
-    if shape == "beginning" and shortest < longest:
-        raise ValueError(
-            f"min_tokens ({shortest}) is less than the longest context length ({longest}), all of which protocol "
-            f"{run.protocol!r} reads of every document. Leave min_tokens out."
-        )
     # A window's own BOS is one of its tokens; what comes after the last token fed is scored at the end of a document.
     spare = int(shape == "end") - int(run.bos == "each_window")
     if run.bos == "each_window" and any(len(row) and int(row[0]) == bos_id for row in ids):

@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from hf_posenc.evaluation.facts import hash_json
-from hf_posenc.evaluation.key_tokens import KeyTokenFinder
+from hf_posenc.evaluation.key_tokens import KeyTokenFinder, short_windows
 from hf_posenc.evaluation.losses import Advance
 from hf_posenc.evaluation.plans import Pass, Portion, Run
 from hf_posenc.evaluation.progress import Finished, ProgressFile
@@ -28,7 +28,7 @@ from hf_posenc.evaluation.tallies import (
     position_totals,
     run_totals,
 )
-from hf_posenc.evaluation.windows import grouped, lay_out
+from hf_posenc.evaluation.windows import Window, grouped, lay_out
 from hf_posenc.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -109,6 +109,21 @@ class Evaluation:
     def portions(self, one: Pass) -> list[Portion]:
         """Return what of a pass is done at one go, in order."""
         return one.portions([len(text) for text in self.texts[one.runs[0]]])
+
+    def fed(self, one: Pass) -> list[list[Window]]:
+        """Return the windows of each portion that is left, which alone are fed together; of ``longppl`` the short too.
+
+        Nothing is left of a pass whose records are there.
+        """
+        if all(run in self.records for run in one.runs):
+            return []
+        key, fed = self._key(one), []
+        for index, portion in enumerate(self.portions(one)):
+            if self.progress.get(key, index) is None:
+                fed.append(list(portion.windows))
+                if one.runs[0].protocol == "longppl":
+                    fed.append(short_windows(portion.windows[0].end, self.finder.short_context))
+        return fed
 
     def _key(self, one: Pass) -> str:
         return hash_json([(self.identities[run]["run_key"], self.buckets[run]) for run in one.runs])
