@@ -72,9 +72,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), _MLA_HEADS
     ),
-    **dict.fromkeys(("longcat_flash", "minicpm3", "youtu", "mistral4", "hy_v4"), _MLA_HEADS),
+    **dict.fromkeys(("minicpm3", "youtu", "mistral4", "hy_v4"), _MLA_HEADS),
     "bailing_hybrid": {**_MLA_HEADS, "layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"encoder_hash_byte_group_vocab": 512},  # 500,002 would be 192 million weights
     "blt_local_encoder": {"hidden_size_global": 64},
     "blt_local_decoder": {"hidden_size_global": 64},
     "cohere_compass_text": {"rope_parameters": _NESTED, "layer_types": ["sliding_attention", "full_attention"]},
@@ -102,6 +103,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0]},  # as every released one: full attention has no positions
+    "longcat_flash": {**_MLA_HEADS, "num_layers": 1, "expert_ffn_hidden_size": 32},  # a layer has two attentions
     "mimo_v2_flash": {"head_dim": 48},  # of which a third rotates
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
