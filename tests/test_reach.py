@@ -224,3 +224,9 @@ def test_eval_ends_with_how_far_each_row_reaches(tmp_path: Path, capsys: pytest.
     assert told is not None
     assert 256 <= int(told[1]) <= 384  # it was trained on 256, and is lost soon after
     assert "yarn x4: worse than unpatched at 256 already" in lines[1]  # as the demo shows: it wants fine-tuning
+
+
+@pytest.mark.parametrize("changes", [{"average": "windows"}, {"key_tokens": {"chosen_by": "another model"}}])
+def test_the_short_cost_is_of_numbers_made_alike(changes: dict[str, Any]) -> None:
+    assert reach([*smollm2("none"), *smollm2("yarn")])[1].short_cost == pytest.approx(2.05, abs=0.01)
+    assert reach([*smollm2("none"), *smollm2("yarn", **changes)])[1].short_cost is None

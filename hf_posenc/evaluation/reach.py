@@ -154,7 +154,8 @@ def _unpatched_of(own: Sequence[Record], records: Sequence[AnyRecord]) -> list[R
 
 def _asked(record: Record) -> tuple[object, ...]:
     text = (record.model, record.text_hash, record.tokenizer_hash, record.bos, record.n_tokens)
-    return (*text, record.context_length, record.protocol, record.stride, record.last_k)
+    scored = (record.protocol, record.stride, record.last_k, record.average, json.dumps(record.key_tokens))
+    return (*text, record.context_length, *scored)
 
 
 def _short_cost(own: Sequence[Record], base: Sequence[Record]) -> tuple[float | None, int | None]:
