@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from hf_posenc.evaluation.curves import Segment, loss_curve
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
+from hf_posenc.evaluation.rows import AnyRecord, is_unpatched, row_key
 from hf_posenc.units import length_name
 
 RETRIEVED = 0.85  # the share of answers from which a length counts as retrieved
 _Z = 1.959964  # of a normal distribution's central 95 %
 _LEAST = math.log(1.01)  # nats: less than 1 % of perplexity is no worse, however sure
-
-AnyRecord = Record | RetrievalRecord
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def reach(records: Sequence[AnyRecord]) -> list[Reach]:
     """
     groups: dict[tuple[object, ...], list[AnyRecord]] = {}
     for record in records:
-        groups.setdefault(_row_key(record), []).append(record)
+        groups.setdefault(row_key(record), []).append(record)
     models = {record.model for record in records}
     rows = [_reach_of(group, records, len(models) > 1) for group in groups.values()]
     return sorted(rows, key=lambda row: not row.is_unpatched)
@@ -108,16 +107,6 @@ def reach(records: Sequence[AnyRecord]) -> list[Reach]:
 def reach_lines(records: Sequence[AnyRecord]) -> list[str]:
     """Return ``reach`` as a line for each row."""
     return [row.line() for row in reach(records)]
-
-
-def _row_key(record: AnyRecord) -> tuple[object, ...]:
-    options = json.dumps(record.options, sort_keys=True)
-    who = (record.model, record.dtype, record.attn_implementation, record.label)
-    return (*who, record.method, record.factor, options, record.tokens_trained)
-
-
-def _is_unpatched(record: AnyRecord) -> bool:
-    return record.method == "none" and record.tokens_trained == 0
 
 
 def _name(record: AnyRecord, with_model: bool) -> str:
@@ -132,14 +121,14 @@ def _name(record: AnyRecord, with_model: bool) -> str:
 def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], with_model: bool) -> Reach:
     first = group[0]
     own = [record for record in group if isinstance(record, Record)]
-    base = [] if _is_unpatched(first) else _unpatched_of(own, records)
+    base = [] if is_unpatched(first) else _unpatched_of(own, records)
     cost, short = _short_cost(own, base)
     return Reach(
         name=_name(first, with_model),
         model=first.model,
-        is_unpatched=_is_unpatched(first),
+        is_unpatched=is_unpatched(first),
         original=first.original_max_position_embeddings,
-        loss=_loss_reach(own, base or own, "unpatched" if base or _is_unpatched(first) else "itself"),
+        loss=_loss_reach(own, base or own, "unpatched" if base or is_unpatched(first) else "itself"),
         retrieval=tuple(_retrieval_reach(group)),
         short_cost=cost,
         short_length=short,
@@ -149,7 +138,7 @@ def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], with_mod
 def _unpatched_of(own: Sequence[Record], records: Sequence[AnyRecord]) -> list[Record]:
     """Return the unpatched model's records of lengths, protocols and texts that a row has too."""
     asked = {_asked(record) for record in own}
-    return [one for one in records if isinstance(one, Record) and _is_unpatched(one) and _asked(one) in asked]
+    return [one for one in records if isinstance(one, Record) and is_unpatched(one) and _asked(one) in asked]
 
 
 def _asked(record: Record) -> tuple[object, ...]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
-from hf_posenc.report.tables import group_rows, is_unpatched, length_name
+from hf_posenc.evaluation.rows import is_unpatched
+from hf_posenc.report.tables import group_rows, length_name
 
 BY = {"forced": "teacher-forced", "written": "written"}
 _EXPLAINED = {

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.evaluation.rows import is_unpatched, row_key
 
 # What must be equal among the numbers of one column; and the tokenizer, among those of a whole table.
 _PER_LENGTH = ("bos", "average", "key_tokens", "window", "stride", "num_documents", "n_tokens", "text_hash")
@@ -119,7 +120,7 @@ def number_name(value: float) -> str:
 
 def _make_table(records: Sequence[Record]) -> Table:
     _refuse_shared_rows(records)
-    records = list({(*_row_key(record), record.context_length): record for record in records}.values())
+    records = list({(*row_key(record), record.context_length): record for record in records}.values())
     refuse_incomparable(records)
     rows = make_rows(records)
     for row in rows:
@@ -159,7 +160,7 @@ def _refuse_shared_rows(records: Iterable[Record]) -> None:
     """Raise if one run would replace another's number: two models of one name, say, trained at two learning rates."""
     seen: dict[tuple[object, ...], Record] = {}
     for record in records:
-        other = seen.setdefault((*_row_key(record), record.context_length), record)
+        other = seen.setdefault((*row_key(record), record.context_length), record)
         if other.run_key != record.run_key:
             raise ValueError(
                 f"two runs would share the row {_row_name(record, ())!r} of model {record.model!r}: at "
@@ -190,12 +191,6 @@ def _refuse_difference(one: Record, other: Record, names: Iterable[str]) -> None
             )
 
 
-def _row_key(record: Record | RetrievalRecord) -> tuple[object, ...]:
-    options = json.dumps(record.options, sort_keys=True)
-    who = (record.model, record.dtype, record.attn_implementation)
-    return (*who, record.label, record.method, record.factor, options, record.tokens_trained)
-
-
 def make_rows(records: Sequence[Record]) -> tuple[Row, ...]:
     """Group records by model, extension and training; the unpatched first, then in order of appearance."""
     rows = []
@@ -209,7 +204,7 @@ def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRec
     """Return (name, training, records) of each model, extension and training, in the order of ``make_rows``."""
     groups: dict[tuple[object, ...], list[AnyRecord]] = {}
     for record in records:
-        groups.setdefault(_row_key(record), []).append(record)
+        groups.setdefault(row_key(record), []).append(record)
     # Said only where rows differ in it.
     names = ("model", "dtype", "attn_implementation")
     extras = tuple(name for name in names if len({getattr(record, name) for record in records}) > 1)
@@ -219,11 +214,6 @@ def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRec
         training = f"after {tokens_name(trained)} tokens" if trained else "zero-shot"
         rows.append((_row_name(group[0], extras), training, group))
     return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
-
-
-def is_unpatched(record: Record | RetrievalRecord) -> bool:
-    """Say whether a record is of a model as it was published."""
-    return record.method == "none" and record.tokens_trained == 0
 
 
 def rule_name(record: Record | RetrievalRecord) -> str:
