@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_posenc.evaluation import paired_interval, perplexity
-from hf_posenc.evaluation.bootstrap import block_totals, bootstrap_interval, interval_over
+from hf_posenc.evaluation.bootstrap import block_totals, bootstrap_interval, resampled_units
 
 
 def measure(model, documents, protocol="truncated", **settings):
@@ -59,7 +59,7 @@ def test_blocks(num_tokens, sizes):
     sums, counts = block_totals(losses)
     assert counts == sizes
     assert sum(sums) == pytest.approx(losses.double().sum().item(), rel=1e-12)
-    assert interval_over([(sums, counts)])[2] == "blocks"
+    assert resampled_units([(sums, counts)]) == (sums, counts, "blocks")
 
 
 @pytest.mark.parametrize(("count", "unit"), [(6, "documents"), (2, "blocks")])

@@ -63,16 +63,3 @@ def resampled_units(
         return [math.fsum(sums) for sums, _ in documents], [sum(counts) for _, counts in documents], "documents"
     sums = [value for sums, _ in documents for value in sums]
     return sums, [count for _, counts in documents for count in counts], "blocks"
-
-
-def interval_over(
-    documents: Sequence[tuple[Sequence[float], Sequence[int]]], *, seed: int = 0
-) -> tuple[float, float, Unit]:
-    """Return the interval over documents where there are at least 5, else over blocks of them, and which it was.
-
-    Args:
-        documents: What ``block_totals`` gave for each document.
-        seed: As for ``bootstrap_interval``.
-    """
-    sums, counts, unit = resampled_units(documents)
-    return *bootstrap_interval(sums, counts, seed=seed), unit
