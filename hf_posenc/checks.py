@@ -99,7 +99,7 @@ def perplexity_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[
     key_token_settings(what)
     if "longppl" in what.protocol and what.short_context is not None:
         check_short_context(what.short_context, what.context_lengths)
-    _refuse_given(asked, RetrievalArguments(), ("depths", "samples", "chat"), "is for --tasks; leave it out, or ask")
+    refuse_given(asked, RetrievalArguments(), ("depths", "samples", "chat"), "is for --tasks; leave it out, or ask")
     useless = {
         "stride": all(run.stride is None for run in runs) and "moves a window",
         "last_k": all(run.last_k is None for run in runs) and "scores the last tokens",
@@ -124,11 +124,11 @@ def key_token_settings(what: EvalArguments) -> dict[str, Any]:
     """
     if "longppl" not in what.protocol:
         usual = EvalArguments(context_lengths=what.context_lengths)
-        _refuse_given(what, usual, KEY_TOKENS, "is for --protocol longppl; leave it out, or measure that")
+        refuse_given(what, usual, KEY_TOKENS, "is for --protocol longppl; leave it out, or measure that")
     return {name: getattr(what, name) for name in KEY_TOKENS}
 
 
-def _refuse_given(what: Any, usual: Any, names: Sequence[str], why: str) -> None:
+def refuse_given(what: Any, usual: Any, names: Sequence[str], why: str) -> None:
     """Raise if one of the flags has another value than the usual one."""
     for name in names:
         if getattr(what, name) != getattr(usual, name):
@@ -157,7 +157,7 @@ def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[s
         *KEY_TOKENS,
     )
     usual = EvalArguments(context_lengths=what.context_lengths)
-    _refuse_given(what, usual, only_perplexity, "says how perplexity is measured; leave it or --tasks out")
+    refuse_given(what, usual, only_perplexity, "says how perplexity is measured; leave it or --tasks out")
     check_retrieval(asked.tasks, what.context_lengths, asked.depths, asked.samples)
     shared = ("context_lengths", "output", "prefill_chunk", "label", "model_name")
     return {**vars(asked), **{name: getattr(what, name) for name in shared}, "progress": not what.hide_progress}

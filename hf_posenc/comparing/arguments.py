@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_posenc.eval_arguments import TASKS
+from hf_posenc.eval_arguments import TASKS, RetrievalArguments
 from hf_posenc.units import ContextLength, Duration
 
 
@@ -55,8 +55,9 @@ def check_comparison(what: CompareArguments) -> None:
     """Check what can be said of a comparison before a model is loaded.
 
     Raises:
-        ValueError, TypeError: An unknown method or task, or a value out of range.
+        ValueError, TypeError: An unknown method or task, a value out of range, or a flag without a use.
     """
+    from hf_posenc.checks import refuse_given
     from hf_posenc.config import check_length
     from hf_posenc.evaluation.retrieval.measure import check_retrieval
     from hf_posenc.registry import get_method
@@ -72,3 +73,5 @@ def check_comparison(what: CompareArguments) -> None:
     check_window(what.sliding_window)
     if what.tasks:
         check_retrieval(what.tasks, [what.context_length], what.depths, what.samples)
+    else:
+        refuse_given(what, RetrievalArguments(), ("depths", "samples"), "is for --tasks; leave it out, or ask")
