@@ -82,6 +82,16 @@ class DocumentArguments:
 
 
 @dataclass
+class TrainingDocumentArguments(DocumentArguments):
+    """Where the texts to train on come from."""
+
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "read a dataset as a stream, and only until the token budget and the held-out are filled"},
+    )
+
+
+@dataclass
 class PatchArguments:
     """Which rule is written into the checkpoint."""
 

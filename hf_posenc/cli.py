@@ -13,7 +13,7 @@ import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -107,7 +107,7 @@ def finetune(argv: Sequence[str]) -> None:
     """Fine-tune an extended model on a budget of tokens, measure it before and after, and save it."""
     from hf_posenc.training import FinetuneConfig
 
-    known = (FinetuneConfig, args_.OptionArguments, args_.DocumentArguments, args_.ModelArguments)
+    known = (FinetuneConfig, args_.OptionArguments, args_.TrainingDocumentArguments, args_.ModelArguments)
     places = {"model": "name on the Hub, folder or .gguf file"}
     given, config, options, source, loading = args_.parse("finetune", _first_line(finetune), argv, known, places)
     if options.option:
@@ -117,7 +117,7 @@ def finetune(argv: Sequence[str]) -> None:
     from hf_posenc.report import text_table
     from hf_posenc.training import finetune as run
 
-    documents = _read(source)
+    documents = _stream(source) if source.streaming and source.documents != "-" else _read(source)
     model, tokenizer = load_model(given.model, **vars(loading))
     result = run(model, tokenizer, documents, config, tokens_trained=_tokens_trained(given.model))
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
@@ -268,11 +268,26 @@ def _tokens_trained(model: str) -> int:
 def _read(source: args_.DocumentArguments) -> list[str]:
     from hf_posenc.data import read_documents
 
+    return read_documents(_named(source), **_of_dataset(source))
+
+
+def _stream(source: args_.DocumentArguments) -> Iterable[str]:
+    from hf_posenc.data import DocumentStream
+
+    stream = DocumentStream(_named(source), **_of_dataset(source))
+    if next(iter(stream), None) is None:  # now, not when the model is there
+        raise ValueError(f"{source.documents!r} holds no text.")
+    return stream
+
+
+def _named(source: args_.DocumentArguments) -> str:
     if not source.documents:
         raise ValueError("the following arguments are required: --documents")
-    return read_documents(
-        source.documents, text_field=source.text_field, split=source.split, config_name=source.config_name
-    )
+    return source.documents
+
+
+def _of_dataset(source: args_.DocumentArguments) -> dict[str, Any]:
+    return {name: getattr(source, name) for name in ("text_field", "split", "config_name")}
 
 
 def _is_for_the_user(error: BaseException) -> bool:

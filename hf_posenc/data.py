@@ -7,7 +7,8 @@ import json
 import lzma
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,29 @@ def read_documents(
     return documents
 
 
+@dataclass(frozen=True)
+class DocumentStream:
+    """Documents of any source that ``read_documents`` takes, read as they are asked for; each loop begins anew.
+
+    A dataset is streamed: nothing is downloaded beyond what is read. Of a folder one file is held at a time.
+
+    Attributes:
+        source, text_field, split, config_name: As for ``read_documents``; only whole splits can be streamed.
+
+    Raises:
+        ValueError, FileNotFoundError: As ``read_documents``, when they are read.
+    """
+
+    source: str | Path
+    text_field: str = "text"
+    split: str = "train"
+    config_name: str | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        texts = _read(str(self.source), self.text_field, self.split, self.config_name, streaming=True)
+        return (text for text in texts if text.strip())
+
+
 def tokenize_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> list[torch.Tensor]:
     """Turn each document into all of its token ids, int64 ``(num_tokens,)``.
 
@@ -62,7 +86,9 @@ def tokenize_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[s
     ]
 
 
-def _read(source: str, text_field: str, split: str, config_name: str | None) -> Iterable[str]:
+def _read(
+    source: str, text_field: str, split: str, config_name: str | None, *, streaming: bool = False
+) -> Iterable[str]:
     if source == "-":
         return [sys.stdin.read()]
     if source.startswith(_NOVEL):
@@ -73,10 +99,10 @@ def _read(source: str, text_field: str, split: str, config_name: str | None) -> 
     if path.is_file() and path.suffix != ".parquet":
         return _read_jsonl(path, text_field) if _kind(path) == ".jsonl" else [_read_text(path)]
     if path.is_dir() and (files := _text_files(path)):
-        return [_read_text(file) for file in files]
+        return (_read_text(file) for file in files)
     if not path.exists() and (_kind(path) in (*TEXT_SUFFIXES, ".jsonl", ".parquet") or source[:1] in "./~"):
         raise FileNotFoundError(f"there is no file or folder {source!r}. Give {_FORMS}.")
-    return _read_dataset(path if path.exists() else source, text_field, split, config_name)
+    return _read_dataset(path if path.exists() else source, text_field, split, config_name, streaming)
 
 
 def _text_files(folder: Path) -> list[Path]:
@@ -109,17 +135,31 @@ def _read_jsonl(path: Path, text_field: str) -> Iterable[str]:
             yield _text_of(row, text_field, f"line {number} of {str(path)!r}")
 
 
-def _read_dataset(source: str | Path, text_field: str, split: str, config_name: str | None) -> Iterable[str]:
+def _read_dataset(
+    source: str | Path, text_field: str, split: str, config_name: str | None, streaming: bool
+) -> Iterator[str]:
     import datasets
 
     try:
         if isinstance(source, Path) and source.is_file():
-            rows: Any = datasets.load_dataset("parquet", data_files=str(source), split=split)
+            rows: Any = datasets.load_dataset("parquet", data_files=str(source), split=split, streaming=streaming)
         else:
-            rows = datasets.load_dataset(str(source), config_name, split=split)
+            rows = datasets.load_dataset(str(source), config_name, split=split, streaming=streaming)
+        rows = iter(rows)
     except Exception as error:  # whatever the hub, the network and the file formats raise
-        raise ValueError(f"{str(source)!r} cannot be read as a dataset: {error}. Give {_FORMS}.") from error
-    return (_text_of(row, text_field, f"dataset {str(source)!r}") for row in rows)
+        raise _unreadable(source, error) from error
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # a stream goes on reading
+            raise _unreadable(source, error) from error
+        yield _text_of(row, text_field, f"dataset {str(source)!r}")
+
+
+def _unreadable(source: str | Path, error: Exception) -> ValueError:
+    return ValueError(f"{str(source)!r} cannot be read as a dataset: {error}. Give {_FORMS}.")
 
 
 def _text_of(row: Any, text_field: str, where: str) -> str:

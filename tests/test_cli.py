@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -136,6 +138,22 @@ def test_finetune_trains_and_saves(tiny_checkpoint: Path, text_file: Path, tmp_p
     manifest = json.loads((tmp_path / "trained" / "context_extension.json").read_text())
     assert describe(model)["options"] == {"beta_fast": 16.0}
     assert manifest["tokens_trained"] == 192  # 200, rounded down to blocks of 64
+
+
+def test_finetune_with_skipped_positions_on_a_streamed_dataset(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    texts = [f"Letter {number} came to her sister on a morning in May. " * 2 for number in range(30)]
+    datasets.Dataset.from_dict({"body": texts}).to_parquet(tmp_path / "train.parquet")
+    argv = ["finetune", str(tiny_checkpoint), "--documents", str(tmp_path / "train.parquet"), "--text-field", "body"]
+    argv += ["--streaming", "--position-schedule", "pose", "--factor", "4", "--token-budget", "640"]
+    argv += ["--output-dir", str(tmp_path / "trained"), "--eval-lengths", "32", "64"]
+    with caplog.at_level(logging.INFO, "hf_posenc"):
+        assert main([*argv, "--short-share", "0.2"]) == 0
+    assert facts(tmp_path / "trained") == ("yarn", 4.0, 640)  # in blocks of the original 64
+    assert "read 8 documents, 7" in caplog.text
+    assert "10 blocks, 2 of them as windows of 64 tokens" in caplog.text
 
 
 def test_report_reads_several_files(

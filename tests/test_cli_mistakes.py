@@ -70,6 +70,11 @@ def test_requests_are_checked_before_loading(
     assert "'trunc'" in refused(capsys, *measure, "--protocol", "trunc")
     assert "less than the shortest" in refused(capsys, *measure, "--protocol", "last_k", "--last-k", 64)
     assert "nothing.txt" in refused(capsys, *measure[:3], tmp_path / "nothing.txt", *measure[4:])
+    skipping = (*train, "--factor", 4, "--position-schedule", "pose")
+    assert "'pose' skips positions, and 'dca' counts" in refused(capsys, *skipping, "--method", "dca")
+    for place in ("nothing.jsonl", "nothing/"):
+        streamed = ("finetune", tiny_checkpoint, "--documents", tmp_path / place, "--streaming", "--output-dir", out)
+        assert "nothing" in refused(capsys, *streamed)
     assert "arguments are required: MODEL, OUTPUT" in refused(capsys, "patch")
     assert not out.exists()
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_posenc.assets import load_novel
-from hf_posenc.data import read_documents, tokenize_documents
+from hf_posenc.data import DocumentStream, read_documents, tokenize_documents
 
 
 def test_text_file_is_one_document(tmp_path):
@@ -113,3 +113,35 @@ def test_tokens_are_never_truncated_and_nothing_is_said_about_length(caplog):
     assert second.tolist() == [2]
     assert first.dtype == torch.int64
     assert not caplog.records
+
+
+def test_a_stream_gives_the_same_documents_one_at_a_time_and_again(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = datasets.Dataset.from_dict({"text": [f"text {n}" for n in range(5)] + [" "], "n": list(range(6))})
+    (tmp_path / "data").mkdir()
+    rows.to_parquet(tmp_path / "data" / "train.parquet")
+    for source in (tmp_path / "data", tmp_path / "data" / "train.parquet"):
+        stream = DocumentStream(source)
+        assert next(iter(stream)) == "text 0"
+        assert list(stream) == list(stream) == read_documents(source)
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(f"file {number}")
+    (tmp_path / "9.txt").write_bytes(b"\xff")  # not reached
+    files = iter(DocumentStream(tmp_path))
+    assert [next(files) for _ in range(3)] == ["file 0", "file 1", "file 2"]
+    with pytest.raises(ValueError, match="not UTF-8"):
+        next(files)
+
+
+def test_what_cannot_be_streamed_is_named(tmp_path):
+    import datasets
+
+    datasets.Dataset.from_dict({"text": ["one"]}).to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match=r"train.parquet' cannot be read as a dataset: .*train\[:1\]"):
+        next(iter(DocumentStream(tmp_path / "train.parquet", split="train[:1]")))
+    with pytest.raises(ValueError, match="no text in field 'body'; it has: text"):
+        next(iter(DocumentStream(tmp_path / "train.parquet", text_field="body")))
+    with pytest.raises(FileNotFoundError, match="no file or folder"):
+        next(iter(DocumentStream(tmp_path / "nothing.txt")))

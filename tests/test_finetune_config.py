@@ -38,7 +38,7 @@ from hf_posenc.training import FinetuneConfig, trackers
         ({"factor": float("inf")}, ValueError, "factor must be a finite number, got inf"),
         ({"factor": "2", "context_length": 4}, ValueError, "give factor or context_length, not both"),
         ({"lora": "yes"}, TypeError, "lora must be True or False, got 'yes'"),
-        ({"on_scaled": "merge"}, ValueError, "on_scaled must be 'refuse' or 'replace', got 'merge'"),
+        ({"on_scaled": "merge"}, ValueError, "unknown on_scaled 'merge'. Known: refuse, replace"),
         ({"options": "beta_fast=16"}, TypeError, "options must be a dict"),
         ({"eval_lengths": "2k"}, TypeError, "eval_lengths must be a list of lengths in tokens, got '2k'"),
         ({"output_dir": ""}, ValueError, "output_dir is empty"),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
+from accelerate import skip_first_batches
+from accelerate.data_loader import BatchSamplerShard
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from hf_posenc.training.packing import PackedDataset, check_ids, log_summary
+from hf_posenc.training.packing import BlockSchedule, PackedDataset, check_ids, log_summary
+from hf_posenc.training.positions import PositionSchedule
+from hf_posenc.training.texts import upsample
 
 EOS = 0
 
@@ -68,23 +74,124 @@ def test_the_seed_decides_the_order():
     assert len(prints) == 2
 
 
-def test_summary_counts(caplog: pytest.LogCaptureFixture):
-    packed = PackedDataset([torch.arange(1, 10), torch.arange(1, 4)], seq_len=8, eos_token_id=EOS, seed=0)
-    summary = packed.summary(original_length=4)
-    assert (summary.num_documents, summary.num_tokens, summary.num_blocks, summary.num_repeated) == (2, 14, 2, 2)
-    fed = torch.cat([packed[i]["position_ids"] for i in range(2)])
-    assert summary.share_beyond_original == sum(p >= 4 for p in fed.tolist()) / 16
-    assert summary.num_pieces == fed.tolist().count(0)
+def scheduled(
+    documents: list[torch.Tensor], seq_len: int, num_blocks: int, kind: str = "full", **changes: Any
+) -> BlockSchedule:
+    """Blocks for a model trained on 16 tokens and extended to 64."""
+    positions = PositionSchedule(kind, 16, 64, **changes)
+    packed = PackedDataset(documents, seq_len, eos_token_id=None, positions=positions)
+    return BlockSchedule(packed, num_blocks, seed=0)
+
+
+def test_summary_counts_what_is_trained_on(caplog: pytest.LogCaptureFixture):
+    documents = [torch.arange(1, 11), torch.arange(1, 31)]  # 40 tokens: blocks of 16, 16 and 8 + 8 again
+    schedule = scheduled(documents, 16, 2)
+    summary = schedule.summary()
+    assert (summary.num_documents, summary.num_tokens, summary.num_repeated) == (2, 40, 8)
+    assert (summary.num_blocks, summary.num_trained, summary.num_short) == (2, 32, 0)
+    unread = set(range(40)) - {place % 40 for block in schedule.order for place in range(block * 16, block * 16 + 16)}
+    assert summary.num_unused == len(unread) > 0
+    assert summary.num_pieces == sum(int((schedule[i]["position_ids"] == 0).sum()) for i in range(2))
     with caplog.at_level(logging.INFO):
-        log_summary(summary, 4)
-    assert "none dropped" in caplog.text
-    assert "hardly sees" not in caplog.text
+        log_summary(summary, 16)
+    assert f"{len(unread)} tokens of the documents ({100 * len(unread) / 40:.1f} %) are not trained on" in caplog.text
+    assert "2 documents, 40 tokens; trained on: 32 tokens in 2 blocks, " in caplog.text
+    assert "0.0 % of these tokens see distances beyond the original 16 tokens" in caplog.text
+    caplog.clear()
+    whole = scheduled(documents, 16, 7, short_share=0.5).summary()
+    assert (whole.num_blocks, whole.num_unused, whole.num_short) == (7, 0, 3)
+    with caplog.at_level(logging.INFO):
+        log_summary(whole, 16)
+    assert "in 7 blocks, 3 of them as windows of 16 tokens, " in caplog.text
+    assert "every token is trained on; 8 of a pass come twice" in caplog.text
 
 
-def test_short_documents_are_reported_as_teaching_nothing_long(caplog: pytest.LogCaptureFixture):
-    packed = PackedDataset([torch.arange(1, 5)] * 20, seq_len=32, eos_token_id=EOS)
-    log_summary(packed.summary(original_length=16), 16)
-    assert "only 0.00 % of the training tokens stand past the original 16 tokens" in caplog.text
+def test_the_share_of_long_distances_of_data_of_a_known_share(caplog: pytest.LogCaptureFixture):
+    # A document of 64 tokens in a block of 64: the last 48 stand past the original 16.
+    assert scheduled([torch.ones(64, dtype=torch.int64)] * 5, 64, 10).summary().share_beyond_original == 0.75
+    # Half of the blocks in windows of 16; of the others three quarters.
+    half = scheduled([torch.ones(64, dtype=torch.int64)] * 5, 64, 10, short_share=0.5)
+    assert half.summary().share_beyond_original == 0.375
+    # Documents of 20 in blocks of 64, three and a part of 4: only 4 tokens of each whole one.
+    packed = scheduled([torch.ones(20, dtype=torch.int64)] * 16, 64, 1)
+    assert packed.summary().share_beyond_original == 4 * 3 / 64
+    with caplog.at_level(logging.WARNING):
+        log_summary(half.summary(), 16)
+    assert not caplog.records
+    short = scheduled([torch.ones(16, dtype=torch.int64)] * 20, 64, 5).summary()
+    assert short.share_beyond_original == 0
+    log_summary(short, 16)
+    assert "only 0.00 % of the training tokens see distances beyond the original 16 tokens" in caplog.text
+
+
+def test_the_share_of_long_distances_under_pose():
+    documents = [torch.ones(16, dtype=torch.int64)] * 3
+    share = scheduled(documents, 16, 1200, "pose").summary().share_beyond_original
+    # By hand: the first chunk has 1 to 8 of 16 tokens, the bias is 0 to 48; token t of the second stands at t + bias.
+    cases = [(border, bias) for border in range(1, 9) for bias in range(49)]
+    expected = sum(sum(t + bias >= 16 for t in range(border, 16)) for border, bias in cases) / 16 / len(cases)
+    assert share == pytest.approx(expected, rel=0.05)
+    assert expected > 0.5
+    kept = scheduled(documents, 16, 1200, "pose", short_share=0.25).summary().share_beyond_original
+    assert kept == pytest.approx(0.75 * expected, rel=0.05)
+
+
+def test_positions_are_drawn_anew_in_every_pass_and_text_and_labels_stay():
+    documents = [torch.arange(1, 40), torch.arange(40, 90)]
+    plain, skipped = scheduled(documents, 16, 18), scheduled(documents, 16, 18, "pose")
+    assert len(skipped.packed) == 6
+    seen: dict[int, list[list[int]]] = {}
+    for index in range(18):
+        one, other = plain[index], skipped[index]
+        assert torch.equal(one["input_ids"], other["input_ids"])
+        assert torch.equal(one["labels"], other["labels"])
+        assert torch.equal(one["position_ids"] == 0, other["position_ids"] == 0)
+        seen.setdefault(skipped.order[index], []).append(other["position_ids"].tolist())
+    assert all(len({*map(tuple, drawn)}) == 3 for drawn in seen.values())
+
+
+def test_windows_of_short_blocks_predict_nothing_from_the_window_before():
+    block = scheduled([torch.arange(1, 41)], 40, 1, short_share=1.0)[0]
+    assert block["position_ids"].tolist() == [*range(16), *range(16), *range(8)]
+    assert block["labels"].tolist() == [-100, *range(2, 17), -100, *range(18, 33), -100, *range(34, 41)]
+
+
+@pytest.mark.parametrize("kind", ["full", "pose", "random"])
+def test_any_number_of_processes_and_a_resumed_run_read_the_same(kind: str):
+    documents = [torch.arange(1, 40), torch.arange(40, 90)]
+
+    def read(processes: int, batch: int, first_step: int = 0) -> list[tuple[int, ...]]:
+        """The blocks in the order in which accelerate hands batches of a DataLoader to processes."""
+        blocks: list[tuple[int, ...]] = []
+        for process in range(processes):
+            schedule = scheduled(documents, 16, 24, kind, short_share=0.25)  # made anew in each process
+            batches = BatchSampler(SequentialSampler(schedule), batch, drop_last=False)
+            shard = BatchSamplerShard(batches, processes, process)
+            loader = skip_first_batches(DataLoader(schedule, batch_sampler=shard), first_step)
+            for step, rows in enumerate(loader):
+                for row in range(batch):
+                    place = ((first_step + step) * processes + process) * batch + row
+                    fields = [*rows["input_ids"][row].tolist(), *rows["position_ids"][row].tolist()]
+                    blocks.append((place, *fields, *rows["labels"][row].tolist()))
+        return sorted(blocks)
+
+    alone = read(1, 1)
+    assert len({block[1:] for block in alone}) > 5
+    assert read(2, 2) == read(4, 1) == read(2, 1) == alone
+    assert read(2, 2, first_step=3) == alone[12:]
+
+
+def test_long_documents_come_more_often(caplog: pytest.LogCaptureFixture):
+    documents = [torch.full((length,), index) for index, length in enumerate([5, 17, 16, 40, 30, 18])]
+    with caplog.at_level(logging.INFO):
+        twice = upsample(documents, 16, 2.5, seed=0)
+    counts = [sum(int(document[0]) == index for document in twice) for index in range(6)]
+    assert (counts[0], counts[2]) == (1, 1)
+    assert sorted(counts[i] for i in (1, 3, 4, 5)) == [2, 2, 3, 3]
+    assert "4 of 6 documents are longer than 16 tokens and are read 2.5 times as often" in caplog.text
+    assert upsample(documents, 16, 1.0, seed=0) == documents
+    third = [sum(len(d) > 16 for d in upsample(documents, 16, 3.0, seed=seed)) for seed in (0, 1)]
+    assert third == [12, 12]
 
 
 @pytest.mark.parametrize(

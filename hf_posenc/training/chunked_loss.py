@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
 from hf_posenc.training.packing import IGNORED
+from hf_posenc.training.positions import documents_start_at_zero
 
 
 def chunked_causal_lm_loss(
@@ -90,6 +91,8 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
 
 
 def _loss_forward(base: PreTrainedModel, body: nn.Module, rows_per_chunk: int) -> Callable[..., CausalLMOutputWithPast]:
+    config = base.config.get_text_config()
+
     def forward(
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
@@ -105,7 +108,8 @@ def _loss_forward(base: PreTrainedModel, body: nn.Module, rows_per_chunk: int) -
                 "an attention mask came with packed documents: Transformers would let them see each other. "
                 "Pass position_ids only."
             )
-        hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        with documents_start_at_zero(config):
+            hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
         loss = chunked_causal_lm_loss(base, hidden, labels, num_items_in_batch, rows_per_chunk)
         return CausalLMOutputWithPast(loss=loss)
 

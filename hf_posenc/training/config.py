@@ -12,6 +12,7 @@ from hf_posenc.config import check_number
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.presets import get_preset
 from hf_posenc.registry import get_method, make_scaling
+from hf_posenc.training.positions import check_rule
 from hf_posenc.training.trackers import check_tracker
 from hf_posenc.units import ContextLength, TokenCount
 from hf_posenc.windows import check_window
@@ -22,9 +23,15 @@ _LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
 _FREE_ON_RESUME = frozenset({"output_dir", "resume", "save_steps", "report_to", "run_name", "logging_steps"})
 # The least that whole numbers and numbers may be; of the latter, the learning rate must be above it.
 _WHOLE = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1, "save_steps": 1}
-_WHOLE |= {"logging_steps": 1, "logits_chunk": 1, "warmup_steps": 0, "eval_documents": 0, "seed": 0}
+_WHOLE |= {"logging_steps": 1, "logits_chunk": 1, "pose_chunks": 2, "warmup_steps": 0, "eval_documents": 0, "seed": 0}
 _NUMBERS = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2")
-_SWITCHES = ("lora", "gradient_checkpointing", "resume")
+_SWITCHES = ("lora", "lora_embeddings", "shifted_sparse_attention", "gradient_checkpointing", "resume")
+_CHOICES = {
+    "on_scaled": ("refuse", "replace"),
+    "position_schedule": ("full", "pose", "random"),
+    "lora_targets": ("attention", "all-linear"),
+    "lr_schedule": _LR_SCHEDULES,
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,40 @@ class FinetuneConfig:
         metadata={"help": "tokens to train on (300k, 1M) at most, in whole steps, one at least"},
     )
     seq_len: ContextLength | None = field(
-        default=None, metadata={"help": "tokens of a training block; default: the target length, as in YaRN and PI"}
+        default=None,
+        metadata={
+            "help": "tokens of a training block; default: the target length, as in YaRN and PI, or the original "
+            "length where positions skip"
+        },
+    )
+    # PoSE, section 3.2: two chunks of a short window, skipped apart at random, show every distance up to the target.
+    position_schedule: Literal["full", "pose", "random"] = field(
+        default="full",
+        metadata={
+            "help": "positions of a training block: full (one after the other); pose (two chunks of a block of the "
+            "original length, skipped apart by up to the target); random (as many of the target's, in order)"
+        },
+    )
+    pose_chunks: int = field(default=2, metadata={"help": "chunks of a block for --position-schedule pose (PoSE: 2)"})
+    short_share: float = field(
+        default=0.0,
+        metadata={"help": "share of the blocks read as windows of the original length, to keep short texts; 0 to 1"},
+    )
+    length_upsampling: float = field(
+        default=1.0,
+        metadata={"help": "documents longer than the original length are read this many times as often as others"},
+    )
+    # Chen et al. 2024, LongRoPE and others grow in steps; each stage is a run of its own length and budget.
+    stages: list[str] | None = field(
+        default=None,
+        metadata={"help": "target lengths and budgets one after the other, such as 16k:500k 32k:500k, instead of one"},
+    )
+    # LongLoRA, section 3.2: half of the heads see groups shifted by half a group; a quarter of the block each.
+    shifted_sparse_attention: bool = field(
+        default=False, metadata={"help": "attend within groups of a block while training (LongLoRA); full afterwards"}
+    )
+    group_share: float = field(
+        default=0.25, metadata={"help": "group of --shifted-sparse-attention as a share of the block (LongLoRA: 1/4)"}
     )
     micro_batch_size: int = field(default=1, metadata={"help": "blocks per forward and device"})
     gradient_accumulation_steps: int = field(
@@ -91,6 +131,12 @@ class FinetuneConfig:
     lora: bool = field(default=False, metadata={"help": "train adapters, the embedding and the norms, not all weights"})
     lora_rank: int = field(default=8, metadata={"help": "rank of the adapters (LongLoRA: 8)"})
     lora_alpha: int = field(default=16, metadata={"help": "the adapters' output is scaled by alpha / rank"})
+    lora_targets: Literal["attention", "all-linear"] = field(
+        default="attention", metadata={"help": "layers that get adapters: those of the attention, or all linear ones"}
+    )
+    lora_embeddings: bool = field(
+        default=True, metadata={"help": "train the embedding and the norms too (LongLoRA's LoRA+)"}
+    )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "recompute each layer in the backward pass: less memory, about a third slower"}
     )
@@ -168,6 +214,12 @@ class FinetuneConfig:
                 raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
         for name in _NUMBERS:
             self._set(name, check_number(name, getattr(self, name), at_least=0))
+        for name in ("short_share", "group_share"):
+            share = check_number(name, getattr(self, name), at_least=0)
+            if share > 1 or (name == "group_share" and share == 0):
+                raise ValueError(f"{name} must be a share between 0 and 1, got {share}.")
+            self._set(name, share)
+        self._set("length_upsampling", check_number("length_upsampling", self.length_upsampling, at_least=1))
         for name in ("adam_beta1", "adam_beta2"):
             if not getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}.")
@@ -180,10 +232,10 @@ class FinetuneConfig:
         for name in (*_SWITCHES, *(("bf16",) if self.bf16 is not None else ())):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if self.on_scaled not in ("refuse", "replace"):
-            raise ValueError(f"on_scaled must be 'refuse' or 'replace', got {self.on_scaled!r}.")
-        if self.lr_schedule not in _LR_SCHEDULES:
-            raise ValueError(f"unknown lr_schedule {self.lr_schedule!r}. Known: {', '.join(_LR_SCHEDULES)}.")
+        for name, known in _CHOICES.items():
+            if (word := getattr(self, name)) not in known:
+                raise ValueError(f"unknown {name} {word!r}. Known: {', '.join(known)}.")
+        check_rule(self.position_schedule, self.method)
         check_tracker(self.report_to)
 
     def fixed_settings(self) -> dict[str, Any]:

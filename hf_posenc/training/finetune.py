@@ -169,9 +169,17 @@ def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: Training
         "seq_len": packed.seq_len,
         "steps": args.max_steps,
         "tokens_per_step": tokens_per_step(args, packed),
+        **_positions_settings(config),
         **{name: getattr(config, name) for name in shown},
         **({"lora_rank": config.lora_rank, "lora_alpha": config.lora_alpha} if config.lora else {}),
         "warmup_steps": args.warmup_steps,
         "computed in": "bfloat16, float32 weights" if args.bf16 else "float32",
         "data": packed.fingerprint(),
     }
+
+
+def _positions_settings(config: FinetuneConfig) -> dict[str, Any]:
+    """Return how blocks were read, where that is not one position after the other."""
+    plain = FinetuneConfig(config.output_dir)
+    names = ("position_schedule", "pose_chunks", "short_share", "length_upsampling")
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(plain, name)}

@@ -17,6 +17,11 @@ logger = logging.getLogger(__name__)
 _HELD_OUT = 20  # one part in so many
 
 
+def num_held_out(num_documents: int) -> int:
+    """Return how many of several documents are held out: the last twentieth, one at least."""
+    return max(1, round(num_documents / _HELD_OUT))
+
+
 def hold_out(documents: Sequence[torch.Tensor], longest: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Split documents into those to train on and the last twentieth, to measure on.
 
@@ -28,7 +33,7 @@ def hold_out(documents: Sequence[torch.Tensor], longest: int) -> tuple[list[torc
         longest: The longest length to be measured, in tokens.
     """
     if len(documents) > 1:
-        num_held = max(1, round(len(documents) / _HELD_OUT))
+        num_held = num_held_out(len(documents))
         return list(documents[:-num_held]), list(documents[-num_held:])
     (only,) = documents
     tail = max(len(only) // _HELD_OUT, longest if longest <= len(only) // 4 else 0)

@@ -6,9 +6,12 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch.utils.data import Dataset
+
+from hf_posenc.training.positions import FULL, PositionSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -17,21 +20,28 @@ IGNORED = -100  # the label that cross entropy and Transformers leave out
 
 @dataclass(frozen=True)
 class PackingSummary:
-    """What became of the tokens. Nothing is dropped and nothing is padded.
+    """What becomes of the tokens in a run. Nothing is padded, and what is not read is counted.
 
     Attributes:
-        num_documents: Documents packed.
-        num_blocks: Blocks of one pass over the data.
-        num_tokens: Tokens of the documents, the added end-of-sequence tokens among them.
-        num_repeated: Tokens from the start of the stream that fill up the last block.
-        num_pieces: Runs of tokens that see each other: documents, cut where a block ends.
-        share_beyond_original: Share of tokens whose position is past the original length, 0 to 1.
+        num_documents: Documents packed, each as often as it is read in a pass.
+        num_tokens: Tokens of these documents, the added end-of-sequence tokens among them.
+        num_repeated: Tokens from the start of the stream that fill up the last block of a pass.
+        num_blocks: Blocks that are trained on, those of later passes counted again.
+        num_trained: Tokens of these blocks.
+        num_unused: Tokens of the documents that none of these blocks holds: the budget ends before them.
+        num_short: Blocks that are read as windows of the original length.
+        num_pieces: Runs of tokens that see each other: documents, cut where a block or a window ends.
+        share_beyond_original: Share of the trained tokens that see a distance the model was not trained on: whose
+            position is past the original length, counted from the first token they see; 0 to 1.
     """
 
     num_documents: int
-    num_blocks: int
     num_tokens: int
     num_repeated: int
+    num_blocks: int
+    num_trained: int
+    num_unused: int
+    num_short: int
     num_pieces: int
     share_beyond_original: float
 
@@ -50,13 +60,20 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         seq_len: Tokens of a block, at least 2.
         eos_token_id: Appended to each document that does not end with it; None appends nothing.
         seed: Of the order of the documents.
+        positions: How positions run when these blocks are trained on (``BlockSchedule``); None: one after the other.
 
     Raises:
         ValueError: No documents, an empty document, one that is not 1-D, or a block of fewer than 2 tokens.
     """
 
     def __init__(
-        self, documents: Sequence[torch.Tensor], seq_len: int, *, eos_token_id: int | None, seed: int = 0
+        self,
+        documents: Sequence[torch.Tensor],
+        seq_len: int,
+        *,
+        eos_token_id: int | None,
+        seed: int = 0,
+        positions: PositionSchedule | None = None,
     ) -> None:
         if seq_len < 2:
             raise ValueError(f"seq_len must be at least 2 tokens, got {seq_len}: one token predicts nothing.")
@@ -70,6 +87,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         self.starts_document[lengths.cumsum(0) - lengths] = True
         self.num_documents = len(ended)
         self.seq_len = seq_len
+        self.positions = positions or PositionSchedule(FULL, seq_len, seq_len)
 
     def __len__(self) -> int:
         return -(-len(self.stream) // self.seq_len)
@@ -77,16 +95,18 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        offsets = torch.arange(self.seq_len)
-        where = (index * self.seq_len + offsets) % len(self.stream)
-        last_start = torch.where(self.starts_document[where], offsets, 0).cummax(0).values  # 0 if before the block
-        position_ids = offsets - last_start
-        input_ids = self.stream[where]
-        return {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "labels": input_ids.masked_fill(position_ids == 0, IGNORED),
-        }
+        return _block(self.stream[self.where(index)], torch.cat([torch.arange(n) for n in self.pieces(index)]))
+
+    def where(self, index: int) -> torch.Tensor:
+        """Return the places of a block's tokens in the stream, int64 ``(seq_len,)``."""
+        return torch.arange(index * self.seq_len, (index + 1) * self.seq_len) % len(self.stream)
+
+    def pieces(self, index: int) -> list[int]:
+        """Return the lengths of the documents, or parts of documents, in a block."""
+        starts = self.starts_document[self.where(index)]
+        starts[0] = True
+        bounds = [*starts.nonzero()[:, 0].tolist(), self.seq_len]
+        return [stop - start for start, stop in pairwise(bounds)]
 
     def fingerprint(self) -> str:
         """Return a short hash of every token, boundary and block length, in order."""
@@ -95,29 +115,13 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         digest.update(self.starts_document.numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def summary(self, original_length: int) -> PackingSummary:
-        """Count what one pass over the blocks holds; ``original_length`` in tokens."""
-        pieces = beyond = 0
-        for index in range(len(self)):
-            position_ids = self[index]["position_ids"]
-            pieces += int((position_ids == 0).sum())
-            beyond += int((position_ids >= original_length).sum())
-        num_fed = len(self) * self.seq_len
-        return PackingSummary(
-            num_documents=self.num_documents,
-            num_blocks=len(self),
-            num_tokens=len(self.stream),
-            num_repeated=num_fed - len(self.stream),
-            num_pieces=pieces,
-            share_beyond_original=beyond / num_fed,
-        )
-
 
 class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
     """Exactly ``num_blocks`` blocks in the order of training: pass after pass, each in its own random order.
 
     With the order fixed here, every batch is full, no block comes twice before all came once, and a resumed run
-    goes on with the block the interrupted one would have taken.
+    goes on with the block the interrupted one would have taken. Positions run as ``packed.positions`` says, drawn anew
+    each time a block comes.
     """
 
     def __init__(self, packed: PackedDataset, num_blocks: int, seed: int) -> None:
@@ -130,7 +134,39 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
         return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.packed[self.order[index]]
+        return _block(self.packed.stream[self.packed.where(self.order[index])], self.position_ids(index))
+
+    def position_ids(self, index: int) -> torch.Tensor:
+        """Return the positions of a block by its place in the order of training, int64 ``(seq_len,)``."""
+        return self.packed.positions.of(index, self.packed.pieces(self.order[index]))
+
+    def summary(self) -> PackingSummary:
+        """Count what these blocks hold."""
+        packed, original = self.packed, self.packed.positions.original_length
+        read = torch.zeros(len(packed.stream), dtype=torch.bool)
+        pieces = beyond = 0
+        for index, block in enumerate(self.order):
+            read[packed.where(block)] = True
+            position_ids = self.position_ids(index)
+            pieces += int((position_ids == 0).sum())
+            beyond += int((position_ids >= original).sum())  # documents start at 0
+        num_trained = len(self) * packed.seq_len
+        return PackingSummary(
+            num_documents=packed.num_documents,
+            num_tokens=len(packed.stream),
+            num_repeated=len(packed) * packed.seq_len - len(packed.stream),
+            num_blocks=len(self),
+            num_trained=num_trained,
+            num_unused=int((~read).sum()),
+            num_short=sum(map(packed.positions.is_short, range(len(self)))),
+            num_pieces=pieces,
+            share_beyond_original=beyond / num_trained,
+        )
+
+
+def _block(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    labels = input_ids.masked_fill(position_ids == 0, IGNORED)
+    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
 
 def check_ids(documents: Sequence[torch.Tensor], vocab_size: int, kind: str = "document") -> None:
@@ -166,22 +202,33 @@ def _with_eos(document: torch.Tensor, index: int, eos_token_id: int | None) -> t
 
 
 def log_summary(summary: PackingSummary, original_length: int) -> None:
-    """Say what was packed, and warn when the data hold hardly any long distance to learn from."""
+    """Say what is trained on, and warn when it holds hardly any long distance to learn from."""
+    short = f", {summary.num_short} of them as windows of {original_length} tokens" if summary.num_short else ""
     logger.info(
-        "%d documents, %d tokens -> %d blocks in %d pieces; %d tokens repeated to fill the last block, none dropped; "
-        "%.1f %% of the tokens stand past position %d",
+        "%d documents, %d tokens; trained on: %d tokens in %d blocks%s, %d pieces; %.1f %% of these tokens see "
+        "distances beyond the original %d tokens",
         summary.num_documents,
         summary.num_tokens,
+        summary.num_trained,
         summary.num_blocks,
+        short,
         summary.num_pieces,
-        summary.num_repeated,
         100 * summary.share_beyond_original,
         original_length,
     )
+    if summary.num_unused:
+        logger.info(
+            "%d tokens of the documents (%.1f %%) are not trained on: the token budget ends before them",
+            summary.num_unused,
+            100 * summary.num_unused / summary.num_tokens,
+        )
+    elif summary.num_repeated:
+        logger.info("every token is trained on; %d of a pass come twice, to fill its last block", summary.num_repeated)
     if summary.share_beyond_original < 0.01:
         logger.warning(
-            "only %.2f %% of the training tokens stand past the original %d tokens, so the model hardly sees what it "
-            "is to learn. Train on longer documents, or raise seq_len.",
+            "only %.2f %% of the training tokens see distances beyond the original %d tokens, so the model hardly sees "
+            "what it is to learn. Train on longer documents (or upsample them: length_upsampling), raise seq_len, or "
+            "skip positions in short blocks with position_schedule 'pose'.",
             100 * summary.share_beyond_original,
             original_length,
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.data import tokenize_documents
 from hf_posenc.families import unwrap
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.measure import default_lengths, hold_out
-from hf_posenc.training.packing import PackedDataset, check_ids, log_summary
+from hf_posenc.training.measure import default_lengths, hold_out, num_held_out
+from hf_posenc.training.packing import PackedDataset, check_ids
+from hf_posenc.training.positions import block_length, make_position_schedule
 
-Documents = Sequence[torch.Tensor] | Sequence[str]
+logger = logging.getLogger(__name__)
+
+# What is no sequence is a stream: read until the token budget is filled.
+Documents = Iterable[torch.Tensor] | Iterable[str]
 
 
 @dataclass(frozen=True)
@@ -54,20 +59,42 @@ def prepare_texts(
         ValueError: No documents, token ids the model has no embedding for, or blocks longer than the target.
     """
     original, target = description["original_max_position_embeddings"], description["context_length"]
-    if config.seq_len is not None and config.seq_len > target:
-        raise ValueError(
-            f"seq_len {config.seq_len} is longer than the target length, {target} tokens: the model would be trained "
-            "past what it is extended to. Give at most the target, or raise factor or context_length."
-        )
+    positions = make_position_schedule(config, description)
     lengths = sorted(set(config.eval_lengths or default_lengths(original, target)))
     vocab_size = unwrap(model).config.get_text_config().vocab_size
     eos = _eos(tokenizer, vocab_size)
-    train_ids, held_out = _split(tokenizer, documents, eval_documents, max(lengths), config)
+    train_ids, held_out = _split(tokenizer, documents, eval_documents, max(lengths), original, config)
     check_ids(train_ids, vocab_size)
     check_ids(held_out, vocab_size, "held-out document")
-    packed = PackedDataset(train_ids, config.seq_len or target, eos_token_id=eos, seed=config.seed)
-    log_summary(packed.summary(original), original)
+    packed = PackedDataset(
+        upsample(train_ids, original, config.length_upsampling, config.seed),
+        block_length(config, positions),
+        eos_token_id=eos,
+        seed=config.seed,
+        positions=positions,
+    )
     return Texts(packed, held_out, lengths)
+
+
+def upsample(documents: Sequence[torch.Tensor], longer_than: int, times: float, seed: int) -> list[torch.Tensor]:
+    """Repeat the documents of more than ``longer_than`` tokens, so that a pass reads them ``times`` as often as others.
+
+    Of a broken number the fraction is a share of these documents, drawn by ``seed``, that come once more.
+    """
+    long = [document for document in documents if len(document) > longer_than]
+    if times == 1 or not long:
+        return list(documents)
+    whole, fraction = divmod(times, 1)
+    order = torch.randperm(len(long), generator=torch.Generator().manual_seed(seed)).tolist()
+    more = [long[index] for index in order[: round(fraction * len(long))]]
+    logger.info(
+        "%d of %d documents are longer than %d tokens and are read %g times as often",
+        len(long),
+        len(documents),
+        longer_than,
+        times,
+    )
+    return [*documents, *long * (int(whole) - 1), *more]
 
 
 def _eos(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
@@ -85,20 +112,57 @@ def _split(
     documents: Documents,
     eval_documents: Documents | None,
     longest: int,
+    original: int,
     config: FinetuneConfig,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return token ids to train on and to measure on."""
-    ids = _token_ids(tokenizer, documents)
+    holds_out = config.eval_documents > 0 and eval_documents is None
+    if isinstance(documents, (Sequence, torch.Tensor)):
+        ids = _token_ids(tokenizer, documents)
+    else:
+        ids = _take(tokenizer, documents, original, config, holds_out)
     if not ids:
         raise ValueError("there are no documents to train on.")
-    if config.eval_documents == 0:
-        return ids, []
-    if eval_documents is not None:
-        return ids, _token_ids(tokenizer, eval_documents)
-    return hold_out(ids, longest)
+    if holds_out:
+        return hold_out(ids, longest)
+    return ids, _token_ids(tokenizer, eval_documents) if eval_documents is not None and config.eval_documents else []
+
+
+def _take(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Documents,
+    original: int,
+    config: FinetuneConfig,
+    holds_out: bool,
+) -> list[torch.Tensor]:
+    """Read a stream until what is left of it to train on, in one pass, fills the token budget."""
+    taken: list[torch.Tensor] = []
+    filled = [0.0]  # by so many documents
+    for document in documents:
+        taken.append(_ids(tokenizer, document))
+        times = config.length_upsampling if len(taken[-1]) > original else 1
+        filled.append(filled[-1] + len(taken[-1]) * times)
+        if filled[len(taken) - (num_held_out(len(taken)) if holds_out else 0)] >= config.token_budget:
+            said = "the token budget is filled, the rest of the source is not read"
+            break
+    else:
+        said = "all of the source"
+    logger.info("read %d documents, %d tokens: %s", len(taken), sum(map(len, taken)), said)
+    return taken
 
 
 def _token_ids(tokenizer: PreTrainedTokenizerBase, documents: Documents) -> list[torch.Tensor]:
     if isinstance(documents, (str, torch.Tensor)):
         raise TypeError("documents must be a list of texts or of token id tensors; put a single one in a list.")
-    return [d if isinstance(d, torch.Tensor) else tokenize_documents(tokenizer, [d])[0] for d in documents]
+    return [_ids(tokenizer, document) for document in documents]
+
+
+def _ids(tokenizer: PreTrainedTokenizerBase, document: Any) -> torch.Tensor:
+    if isinstance(document, torch.Tensor):
+        return document
+    if isinstance(document, str):
+        return tokenize_documents(tokenizer, [document])[0]
+    raise TypeError(
+        f"a document must be a text or a tensor of token ids, got {type(document).__name__}. Of the rows of a dataset "
+        "give the texts, such as (row['text'] for row in rows)."
+    )

@@ -22,7 +22,7 @@ from hf_posenc.patching import unextended_config
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import base_not_looked_up
-from hf_posenc.training.packing import BlockSchedule, PackedDataset
+from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
 from hf_posenc.training.precision import float32_weights, is_half
 from hf_posenc.training.probe import probe_isolation
 from hf_posenc.training.train_log import Console, LossLog
@@ -84,6 +84,8 @@ def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDa
         args.max_steps * per_step / (len(packed) * packed.seq_len),
         args.warmup_steps,
     )
+    schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
+    log_summary(schedule.summary(), packed.positions.original_length)
 
 
 def _blocks_per_step(args: TrainingArguments) -> int:
@@ -145,7 +147,7 @@ def train(
     try:
         with float32_weights(model, frozen=not args.bf16), chunked_lm_loss(model, config.logits_chunk):
             with autocast:
-                probe_isolation(model, args.train_batch_size)
+                probe_isolation(model, args.train_batch_size, packed.positions)
             trainer = _InOrderTrainer(model=model, args=args, train_dataset=schedule, callbacks=[loss_log], mark=mark)
             if not args.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)

@@ -1,0 +1,224 @@
+"""Where the tokens of a training block stand: one after the other, skipped apart (PoSE), or in short windows."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedConfig, masking_utils
+
+from hf_posenc.attention.distances import DISTANCE_RULES
+from hf_posenc.families import FULL_ATTENTION
+
+if TYPE_CHECKING:
+    from hf_posenc.training.config import FinetuneConfig
+
+FULL, POSE, RANDOM = "full", "pose", "random"
+
+
+@dataclass(frozen=True)
+class PositionSchedule:
+    """How positions run in the blocks of a run. All lengths are in tokens.
+
+    Only positions skip: the text of a block runs on, so that a pass reads each token once and no document need be
+    longer than a block. PoSE draws the text of each chunk apart, and reports that running on (its v = 0) makes little
+    difference.
+
+    In each document they start at 0 and rise; that is how documents are told apart. What is drawn belongs to the seed
+    and to the block's place in the order of training, so that it is new in every pass, and the same in any number of
+    processes and in a resumed run.
+
+    Attributes:
+        kind: ``full``, ``pose`` or ``random``.
+        original_length: What the model was trained on.
+        target_length: What it is extended to; positions stay below.
+        chunks: Of a document's part in a block, for ``pose``.
+        short_share: Share of the blocks that are read as windows of the original length; 0 to 1.
+        seed: Of what is drawn.
+
+    Raises:
+        ValueError: Nothing can be skipped, because the target is not longer than the original length.
+    """
+
+    kind: str
+    original_length: int
+    target_length: int
+    chunks: int = 2
+    short_share: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind != FULL and self.target_length <= self.original_length:
+            raise ValueError(
+                f"position_schedule {self.kind!r} skips positions up to the target, but the target is "
+                f"{self.target_length} tokens and the model was trained on {self.original_length}. Raise factor or "
+                "context_length, or train with position_schedule 'full'."
+            )
+
+    def is_short(self, index: int) -> bool:
+        """Return whether a block, by its place in the order of training, is read as short windows; evenly spread."""
+        return int((index + 1) * self.short_share) > int(index * self.short_share)
+
+    def of(self, index: int, lengths: Sequence[int]) -> torch.Tensor:
+        """Return the positions of a block.
+
+        Args:
+            index: Its place in the order of training.
+            lengths: Of the documents, or parts of documents, in it.
+
+        Returns:
+            int64 ``(sum of lengths,)``.
+        """
+        return torch.cat(list(self._documents(index, lengths)))
+
+    def _documents(self, index: int, lengths: Sequence[int]) -> Iterator[torch.Tensor]:
+        generator = _generator(self.seed, index)
+        for length in lengths:
+            if self.is_short(index):
+                yield torch.arange(length) % self.original_length
+            elif self.kind == POSE:
+                yield pose_positions(length, self.target_length, self.chunks, generator)
+            elif self.kind == RANDOM:
+                yield random_positions(length, self.target_length, generator)
+            else:
+                yield torch.arange(length)
+
+
+def pose_positions(length: int, target: int, chunks: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw positions that run on inside each chunk and skip between chunks.
+
+    A chunk's skipping bias lies between that of the chunk before and ``target - length``, all alike likely, as in the
+    paper. Of two chunks the first is at most half as long as both, as in the authors' code (``train_pose.py``): more
+    tokens stand behind the skip than before it. Of N, the last has at least an Nth.
+
+    Args:
+        length: Tokens of the document's part, at most ``target``.
+        target: Positions stay below.
+        chunks: How many; a token each where there are fewer tokens.
+        generator: What it is drawn from.
+
+    Returns:
+        int64 ``(length,)``, from 0, strictly rising, below ``target``.
+
+    Reference: Zhu et al. 2023, arXiv:2309.10400, section 3.2.
+    """
+    chunks = min(chunks, length)
+    borders = torch.randperm(length - length // chunks, generator=generator)[: chunks - 1].sort().values + 1
+    positions = torch.arange(length)
+    bias = 0
+    for border in borders.tolist():
+        more = int(torch.randint(target - length - bias + 1, (), generator=generator))
+        positions[border:] += more
+        bias += more
+    return positions
+
+
+def random_positions(length: int, target: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw ``length`` different positions below ``target``, in order.
+
+    The first is 0, where published code draws it too: a rotary embedding sees differences only.
+
+    Reference: RandPos in Zhu et al. 2023, arXiv:2309.10400, section 4; after Ruoss et al. 2023, arXiv:2305.16843.
+    """
+    drawn = torch.randperm(target - 1, generator=generator)[: length - 1].sort().values + 1
+    return torch.cat([drawn.new_zeros(1), drawn])
+
+
+def _generator(seed: int, index: int) -> torch.Generator:
+    digest = hashlib.sha256(f"positions {seed} {index}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def check_rule(kind: str, method: str | None) -> None:
+    """Refuse to skip positions under a rule that counts tokens.
+
+    Args:
+        kind: Of a ``PositionSchedule``.
+        method: Name of the model's rule; None if it is not known yet.
+
+    Raises:
+        ValueError: The two cannot go together.
+    """
+    if kind != FULL and method in DISTANCE_RULES:
+        raise ValueError(
+            f"position_schedule {kind!r} skips positions, and {method!r} counts distances in tokens: the two cannot be "
+            "trained together. Take position_schedule 'full', or a rule that reads positions as they are, such as "
+            "'yarn' or 'dynamic_yarn'."
+        )
+
+
+def make_position_schedule(config: FinetuneConfig, description: dict[str, Any]) -> PositionSchedule:
+    """Return the schedule of a run.
+
+    Args:
+        config: The run.
+        description: What ``hf_posenc.patching.describe`` says of the extended model.
+
+    Raises:
+        ValueError: The schedule does not suit the model's rule, its lengths or the length of a block.
+    """
+    original, target = description["original_max_position_embeddings"], description["context_length"]
+    kind = config.position_schedule
+    check_rule(kind, description["method"])
+    schedule = PositionSchedule(kind, original, target, config.pose_chunks, config.short_share, config.seed)
+    seq_len = block_length(config, schedule)
+    if seq_len > target:
+        raise ValueError(
+            f"seq_len {seq_len} is longer than the target length, {target} tokens: the model would be trained "
+            "past what it is extended to. Give at most the target, or raise factor or context_length."
+        )
+    if kind != FULL and seq_len == target:
+        raise ValueError(
+            f"position_schedule {kind!r} has nothing to skip in blocks of seq_len {seq_len}, the target length. Leave "
+            f"seq_len out for the original length, {original} tokens, or take position_schedule 'full'."
+        )
+    if kind == POSE and config.pose_chunks > seq_len:
+        raise ValueError(f"pose_chunks must be at most seq_len, {seq_len} tokens, got {config.pose_chunks}.")
+    return schedule
+
+
+def block_length(config: FinetuneConfig, schedule: PositionSchedule) -> int:
+    """Return the tokens of a block: as asked, or the target length, or with skipped positions the original one."""
+    return config.seq_len or (schedule.target_length if schedule.kind == FULL else schedule.original_length)
+
+
+@contextmanager
+def documents_start_at_zero(config: PreTrainedConfig) -> Iterator[None]:
+    """While open, Transformers' masks take a new document to begin where positions fall, not where they skip.
+
+    Its masks begin one at every position that is not the last plus one, and would keep PoSE's chunks apart. All else is
+    Transformers' own: windows are measured in positions, so a layer with a window does not see past it, as it will not
+    at the real length (in tokens by FlashAttention, which knows no positions, and by Transformers 5.0).
+
+    Args:
+        config: The model's text config.
+    """
+    theirs = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = partial(find_documents, skips_matter=_has_windows(config))
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = theirs
+
+
+def find_documents(position_ids: torch.Tensor, *, skips_matter: bool) -> torch.Tensor | None:
+    """Return the number of each token's document in its row, int64 like ``position_ids`` ``(batch, length)``.
+
+    None where a plainly causal mask will do, which saves making one: every row is one document, without skips if those
+    matter to a window.
+    """
+    steps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
+    if not torch.compiler.is_compiling() and bool(((steps == 1) if skips_matter else (steps > 0)).all()):
+        return None
+    return (steps <= 0).cumsum(-1)
+
+
+def _has_windows(config: PreTrainedConfig) -> bool:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return any(sizes) or not kinds <= FULL_ATTENTION
