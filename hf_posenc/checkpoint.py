@@ -150,7 +150,7 @@ def save_extended(
             manifest["method"],
             MANIFEST,
         )
-    partial = target.with_name(target.name + ".partial")
+    partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     if whole:
@@ -165,6 +165,12 @@ def save_extended(
     (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
     _move_into(partial, target)
     return target
+
+
+def partial_of(path: Path) -> Path:
+    """Return the folder that ``save_extended`` writes to before it moves the files into ``path``."""
+    target = path.expanduser().absolute()
+    return target.with_name(target.name + ".partial")
 
 
 def is_on_attention_door(manifest: dict[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 # Before anything imports the Hugging Face libraries: nothing here may reach for the Hub.
@@ -86,3 +87,26 @@ def tiny_checkpoint(tmp_path: Path) -> Path:
     make_tiny_llama().save_pretrained(folder)
     make_tiny_tokenizer().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def run_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny Llama, its tokenizer and texts to fine-tune it on."""
+    folder = tmp_path_factory.mktemp("run") / "base"
+    make_tiny_llama().save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    letters = torch.randint(97, 123, (24, 10), generator=torch.Generator().manual_seed(5)).tolist()
+    rows = ({"text": "".join(map(chr, stretch)) * 20} for stretch in letters)
+    (folder / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def whole_run(run_base: Path) -> Path:
+    """The fine-tuning run of ``killed_runs`` that nothing happened to."""
+    from killed_runs import command
+
+    from hf_posenc.cli import main
+
+    assert main(command(run_base, run_base.with_name("whole"))) == 0
+    return run_base.with_name("whole")

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from hf_posenc.evaluation import read_records
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.train_log import LossLog
+from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 
 SEQ = 128  # factor 2 of the fixture's 64
 Build = Callable[..., LlamaForCausalLM]
@@ -66,3 +68,17 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             raise Killed
 
     monkeypatch.setattr(LossLog, "on_log", dying)
+
+
+def assert_same_run(one: Path, other: Path, steps: int) -> None:
+    """Two folders hold the same losses, weights and perplexities, to the bit."""
+    names = ("step", "loss", "grad_norm", "learning_rate", "tokens_trained")
+    logs = [[[line[name] for name in names] for line in read_log(folder / LOSS_LOG)] for folder in (one, other)]
+    assert [line[0] for line in logs[0]] == list(range(1, steps + 1))
+    assert logs[0] == logs[1]
+    weights = [load_file(folder / "model.safetensors") for folder in (one, other)]
+    assert weights[0].keys() == weights[1].keys()
+    for name, value in weights[0].items():
+        assert value.equal(weights[1][name]), name
+    results = [[r.perplexity for r in read_records(folder / "results.jsonl")] for folder in (one, other)]
+    assert results[0] == results[1] != []

@@ -21,11 +21,19 @@ DEFAULT_METHOD = "yarn"
 _LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
 # What may differ between a run and its continuation: none of it changes what is trained or held out.
 _FREE_ON_RESUME = frozenset({"output_dir", "resume", "save_steps", "report_to", "run_name", "logging_steps"})
+_FREE_ON_RESUME |= {"check_first_loss"}
 # The least that whole numbers and numbers may be; of the latter, the learning rate must be above it.
 _WHOLE = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1, "save_steps": 1}
 _WHOLE |= {"logging_steps": 1, "logits_chunk": 1, "pose_chunks": 2, "warmup_steps": 0, "eval_documents": 0, "seed": 0}
 _NUMBERS = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2")
-_SWITCHES = ("lora", "lora_embeddings", "shifted_sparse_attention", "gradient_checkpointing", "resume")
+_SWITCHES = (
+    "lora",
+    "lora_embeddings",
+    "shifted_sparse_attention",
+    "gradient_checkpointing",
+    "resume",
+    "check_first_loss",
+)
 _CHOICES = {
     "on_scaled": ("refuse", "replace"),
     "position_schedule": ("full", "pose", "random"),
@@ -150,6 +158,10 @@ class FinetuneConfig:
     seed: int = field(default=0, metadata={"help": "of the order of the documents and blocks, and of new weights"})
     save_steps: int = field(default=100, metadata={"help": "steps between checkpoints; the last two are kept"})
     resume: bool = field(default=False, metadata={"help": "go on from the last checkpoint in the output folder"})
+    check_first_loss: bool = field(
+        default=True,
+        metadata={"help": "stop if the first loss is not what the same tokens give outside of the trainer"},
+    )
     logging_steps: int = field(
         default=1, metadata={"help": "steps between losses shown on the console; train_log.jsonl has every step"}
     )

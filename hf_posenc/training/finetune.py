@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from hf_posenc.checkpoint import save_extended
+from hf_posenc.checkpoint import partial_of, save_extended
 from hf_posenc.evaluation import Record
 from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.losses import evaluation_mode
@@ -28,6 +28,7 @@ from hf_posenc.training.run_folder import check_not_the_models_own, open_run
 from hf_posenc.training.texts import Documents, Texts, prepare_texts
 from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
+from hf_posenc.training.writing import saved_bytes, says_how_to_go_on, writing
 from hf_posenc.windows import KEEP
 
 RESULTS = "results.jsonl"
@@ -56,6 +57,7 @@ class FinetuneResult:
     seconds: float
 
 
+@says_how_to_go_on
 def finetune(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -107,7 +109,8 @@ def finetune(
     trained = add_lora(model, config.lora_rank, config.lora_alpha) if config.lora else model
     vocab_size = unwrap(model).config.get_text_config().vocab_size
     loss_log = LossLog(folder / LOSS_LOG, tokens_per_step(args, texts.packed), vocab_size, tokens_trained)
-    train(trained, args, texts.packed, config, loss_log, checkpoint, base_model)
+    known = min((math.log(record.perplexity) for record in before), default=None)
+    train(trained, args, texts.packed, config, loss_log, checkpoint, base_model, known)
     total = tokens_trained + args.max_steps * loss_log.tokens_per_step
     after = _measure(trained, tokenizer, texts, config, args, total)
 
@@ -129,7 +132,8 @@ def finetune(
             save_extended(trained, folder, tokenizer, tokens_trained=total, base_model=base_model, card=card)
         return read_log(loss_log.path)
 
-    lines = from_main(save)
+    with writing("the trained model", folder, saved_bytes(trained), leftovers=partial_of(folder)):
+        lines = from_main(save)
     return FinetuneResult(
         output_dir=folder,
         model=trained,

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.training.checkpoints import by_step, clear_partial, problem_of
 from hf_posenc.training.train_log import LOSS_LOG, read_log
 
 logger = logging.getLogger(__name__)
@@ -47,24 +48,39 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | 
         The last whole checkpoint to resume from; None to start at the beginning.
 
     Raises:
-        ValueError: There is a run in the folder and ``resume`` is off, or it was started with other settings.
+        ValueError: There is a run in the folder and ``resume`` is off, it was started with other settings, or none of
+            its checkpoints is whole.
     """
-    file, checkpoint = folder / _SETTINGS, last_checkpoint(folder)
-    if not file.is_file() and checkpoint is not None:
+    file, found = folder / _SETTINGS, by_step(folder)
+    if not file.is_file() and found:
         raise ValueError(f"{folder} holds checkpoints of another program. Choose an empty output_dir.")
-    if not file.is_file() or (checkpoint is None and not read_log(folder / LOSS_LOG)):
+    if not file.is_file() or (not found and not read_log(folder / LOSS_LOG)):
         folder.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(file.name + ".partial")
         partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
         os.replace(partial, file)
+        clear_partial(folder)
         return None
     if not resume:
         raise ValueError(
             f"{folder} holds a run already. Pass resume=True (--resume) to go on with it, or another output_dir."
         )
-    _check_same(json.loads(file.read_text(encoding="utf-8")), settings, folder)
+    _check_same(_read_settings(file), settings, folder)
+    checkpoint = last_checkpoint(folder)
+    clear_partial(folder)
     logger.info("resuming from %s", checkpoint if checkpoint is not None else "the beginning: no checkpoint yet")
     return checkpoint
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{file}, the settings the run was started with, is damaged ({error}): whether this is the same run cannot "
+            "be told. Choose another output_dir."
+        ) from error
+    return settings
 
 
 def _check_same(there: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
@@ -78,7 +94,22 @@ def _check_same(there: dict[str, Any], settings: dict[str, Any], folder: Path) -
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint that was written to its end; Trainer writes its state last."""
-    found = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    numbered = {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdigit()}
-    return numbered[max(numbered)] if numbered else None
+    """Return the newest whole checkpoint; None if there is no checkpoint at all. Damaged ones are named in a warning.
+
+    Raises:
+        ValueError: There are checkpoints, and none is whole.
+    """
+    damaged: list[str] = []
+    for path in reversed(by_step(folder).values()):
+        problem = problem_of(path)
+        if problem is None:
+            for one in damaged:
+                logger.warning("damaged and not used: %s. Going on from %s instead", one, path)
+            return path
+        damaged.append(f"{path} ({problem})")
+    if damaged:
+        raise ValueError(
+            f"no checkpoint in {folder} is whole: {'; '.join(damaged)}. Delete them to train from the beginning with "
+            "--resume (resume=True), or choose another output_dir."
+        )
+    return None

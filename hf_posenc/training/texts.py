@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.data import tokenize_documents
 from hf_posenc.families import unwrap
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.enough_text import check_enough_text
 from hf_posenc.training.measure import default_lengths, hold_out, num_held_out
 from hf_posenc.training.packing import PackedDataset, check_ids
 from hf_posenc.training.positions import block_length, make_position_schedule
@@ -66,9 +67,11 @@ def prepare_texts(
     train_ids, held_out = _split(tokenizer, documents, eval_documents, max(lengths), original, config)
     check_ids(train_ids, vocab_size)
     check_ids(held_out, vocab_size, "held-out document")
+    seq_len = block_length(config, positions)
+    check_enough_text(train_ids, held_out, lengths, seq_len, config)
     packed = PackedDataset(
         upsample(train_ids, original, config.length_upsampling, config.seed),
-        block_length(config, positions),
+        seq_len,
         eos_token_id=eos,
         seed=config.seed,
         positions=positions,

@@ -12,9 +12,12 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_posenc.training.writing import how_to_go_on
+
 logger = logging.getLogger(__name__)
 
 LOSS_LOG = "train_log.jsonl"
+ADVICE_NOT_FINITE = "Start again in another output_dir with a lower learning_rate, a longer warm-up, or bf16=False. {}"
 
 
 class LossLog(TrainerCallback):
@@ -42,6 +45,7 @@ class LossLog(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self.began = time.perf_counter()
+        state.save_steps = int(args.save_steps)  # on resume Trainer would keep the interval the run was started with
         if state.is_world_process_zero:
             kept = [line for line in read_log(self.path) if line["step"] <= state.global_step]
             self.seconds_before = kept[-1]["seconds"] if kept else 0.0
@@ -59,12 +63,13 @@ class LossLog(TrainerCallback):
     ) -> None:
         if logs is None or "loss" not in logs:
             return
-        loss = float(logs["loss"])
-        if not math.isfinite(loss):  # in every process: the loss is that of all, and one alone would leave them waiting
-            raise RuntimeError(
-                f"the loss of step {state.global_step} is {loss}. Lower learning_rate, or train with bf16=False; "
-                "resume=True goes on from the last checkpoint, if that one is still sound."
-            )
+        loss, norm = float(logs["loss"]), float(logs.get("grad_norm", 0.0))
+        for what, value in (("loss", loss), ("gradient's norm", norm)):
+            if not math.isfinite(value):  # in every process: it is that of all, and one alone would leave them waiting
+                raise RuntimeError(
+                    f"the {what} of step {state.global_step} is {value}, so no checkpoint of it is written. "
+                    + ADVICE_NOT_FINITE.format(how_to_go_on(self.path.parent, "If the cause is mended otherwise, run"))
+                )
         if state.is_world_process_zero:
             self._write(loss, logs, state.global_step)
 
@@ -106,6 +111,11 @@ class Console(ProgressCallback):
     ) -> None:
         if logs is not None and "loss" in logs and (state.global_step == 1 or state.global_step % self.every == 0):
             super().on_log(args, state, control, logs=logs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """End the line of a bar that an error or Ctrl-C left open, so that the message stands on its own."""
+        if self.training_bar is not None:
+            self.training_bar.close()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -13,19 +13,24 @@ from typing import Any
 
 import torch
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainingArguments
+from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 
 from hf_posenc.checkpoint import MANIFEST, is_on_attention_door, make_manifest
+from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import unwrap
 from hf_posenc.patching import unextended_config
+from hf_posenc.training.careful_trainer import CarefulTrainer
+from hf_posenc.training.checkpoints import KEPT
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.first_loss import FirstLossCheck, expected_first_loss, tolerance_of
 from hf_posenc.training.lora import base_not_looked_up
 from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
 from hf_posenc.training.precision import float32_weights, is_half
 from hf_posenc.training.probe import probe_isolation
 from hf_posenc.training.train_log import Console, LossLog
+from hf_posenc.training.writing import warn_if_too_small
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +55,7 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
         seed=config.seed,
         save_strategy="steps",
         save_steps=config.save_steps,
-        save_total_limit=2,
+        save_total_limit=KEPT,
         logging_strategy="steps",
         logging_steps=1,  # LossLog needs every step
         logging_first_step=True,
@@ -97,7 +102,7 @@ def tokens_per_step(args: TrainingArguments, packed: PackedDataset) -> int:
     return _blocks_per_step(args) * packed.seq_len
 
 
-class _InOrderTrainer(Trainer):
+class _InOrderTrainer(CarefulTrainer):
     """Trainer over a dataset that is already in the order of training; ``mark`` completes its checkpoints."""
 
     def __init__(self, *args: Any, mark: Callable[[Path, int], None], **kwargs: Any) -> None:
@@ -122,6 +127,7 @@ def train(
     loss_log: LossLog,
     checkpoint: Path | None,
     base_model: str,
+    known_loss: float | None = None,
 ) -> None:
     """Train a model in place, and leave nothing else changed in it.
 
@@ -133,6 +139,7 @@ def train(
         loss_log: Gets the loss of every step.
         checkpoint: Trainer's folder to go on from; None begins.
         base_model: For the manifests of the checkpoints.
+        known_loss: Of the model on other texts, nats per token; for ``FirstLossCheck``.
     """
 
     def mark(folder: Path, step: int) -> None:
@@ -140,24 +147,48 @@ def train(
         _mark_checkpoint(folder, model, tokens_trained=trained, base_model=base_model)
 
     schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
+    if args.should_save:
+        warn_if_too_small(Path(config.output_dir), model, KEPT)
     base = unwrap(model)
     use_cache = base.config.use_cache
     autocast = torch.autocast(base.device.type, torch.bfloat16) if args.bf16 else nullcontext()
+    console = Console(config.logging_steps)
     began = time.perf_counter()
     try:
         with float32_weights(model, frozen=not args.bf16), chunked_lm_loss(model, config.logits_chunk):
             with autocast:
                 probe_isolation(model, args.train_batch_size, packed.positions)
-            trainer = _InOrderTrainer(model=model, args=args, train_dataset=schedule, callbacks=[loss_log], mark=mark)
+                check = _first_loss_check(model, args, schedule, config, checkpoint, known_loss)
+            callbacks = [loss_log, check]
+            trainer = _InOrderTrainer(model=model, args=args, train_dataset=schedule, callbacks=callbacks, mark=mark)
             if not args.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)
-                trainer.add_callback(Console(config.logging_steps))
+                trainer.add_callback(console)
             with base_not_looked_up():
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
     finally:
+        console.close()
         base.config.use_cache = use_cache  # Trainer may switch it off for checkpointing
     model.eval()
     logger.info("trained in %.0f s", time.perf_counter() - began)
+
+
+def _first_loss_check(
+    model: Any,
+    args: TrainingArguments,
+    schedule: BlockSchedule,
+    config: FinetuneConfig,
+    checkpoint: Path | None,
+    known_loss: float | None,
+) -> FirstLossCheck:
+    """Return the check, with the loss of the first step's blocks where it can be known before training."""
+    expected = None
+    another_attention = config.shifted_sparse_attention or length_dependent_rope_types(unwrap(model))
+    if config.check_first_loss and checkpoint is None and not another_attention:
+        own = range(args.process_index, _blocks_per_step(args), args.world_size)
+        expected = expected_first_loss(model, (schedule[index] for index in own), config.logits_chunk)
+    known = known_loss if config.check_first_loss else None
+    return FirstLossCheck(model, expected, known, tolerance_of(model, autocast=args.bf16))
 
 
 def _mark_checkpoint(folder: Path, model: Any, *, tokens_trained: int, base_model: str) -> None:

@@ -1,0 +1,93 @@
+"""Checkpoints that are whole or not there: written aside, sealed by the size of every file, then moved into place."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from pathlib import Path
+
+SEAL = "checkpoint.json"  # written last; without it a folder is no checkpoint
+PARTIAL = "checkpoints.partial"  # where one is being written
+KEPT = 2
+_ENDS = 2**20  # bytes of a file's beginning, and of its end, that its checksum covers
+
+
+def by_step(folder: Path) -> dict[int, Path]:
+    """Return what looks like a checkpoint of Trainer, whole or not, by its step, rising."""
+    found = {path.name.rpartition("-")[2]: path for path in folder.glob("checkpoint-*") if path.is_dir()}
+    return {int(step): found[step] for step in sorted((step for step in found if step.isdecimal()), key=int)}
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """Return the last checkpoint that can be gone on from, None if there is none."""
+    return next((path for path in reversed(by_step(folder).values()) if problem_of(path) is None), None)
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Say what keeps a checkpoint from being whole, None if nothing does.
+
+    A file that was cut off, lost or swapped is found by its size and by the checksum of its ends, without reading
+    gigabytes: there are the header of safetensors and the index of what ``torch.save`` wrote.
+    """
+    try:
+        sealed = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))["files"]
+    except FileNotFoundError:
+        return f"it was not written to its end: it has no {SEAL}"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{SEAL} cannot be read ({error})"
+    for name, (size, checksum) in sealed.items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (there := file.stat().st_size) != size:
+            return f"{name} has {there:,} of {size:,} bytes"
+        if _checksum(file) != checksum:
+            return f"{name} is not what was written"
+    return None
+
+
+def seal(checkpoint: Path) -> None:
+    """Write down what a finished checkpoint holds, once all of it is on the disk, not only in memory."""
+    files = [path for path in sorted(checkpoint.rglob("*")) if path.is_file()]
+    for file in files:
+        _to_disk(file)
+    held = {file.relative_to(checkpoint).as_posix(): (file.stat().st_size, _checksum(file)) for file in files}
+    (checkpoint / SEAL).write_text(json.dumps({"files": held}, indent=2) + "\n", encoding="utf-8")
+    _to_disk(checkpoint / SEAL)
+
+
+def move_into_place(folder: Path, step: int) -> Path:
+    """Seal the checkpoint in ``folder/checkpoints.partial``, move it into ``folder``, and drop what it makes needless.
+
+    The last whole ones up to this step are kept. What is newer is of a future that is now another one.
+    """
+    written = folder / PARTIAL / f"checkpoint-{step}"
+    seal(written)
+    place = folder / written.name
+    shutil.rmtree(place, ignore_errors=True)  # a damaged one
+    os.replace(written, place)
+    clear_partial(folder)
+    whole = [path for at, path in by_step(folder).items() if at <= step and problem_of(path) is None]
+    for path in by_step(folder).values():
+        if path not in whole[-KEPT:]:
+            shutil.rmtree(path, ignore_errors=True)
+    return place
+
+
+def clear_partial(folder: Path) -> None:
+    """Remove what a writer that was killed, or that found the disk full, left behind."""
+    shutil.rmtree(folder / PARTIAL, ignore_errors=True)
+
+
+def _checksum(file: Path) -> int:
+    with file.open("rb") as opened:
+        first = opened.read(_ENDS)
+        opened.seek(max(len(first), file.stat().st_size - _ENDS))
+        return zlib.crc32(opened.read(), zlib.crc32(first))
+
+
+def _to_disk(file: Path) -> None:
+    with file.open("rb+") as opened:
+        os.fsync(opened.fileno())
