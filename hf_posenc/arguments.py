@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -26,6 +26,29 @@ class ModelArguments:
         default=None, metadata={"help": "cpu, cuda, auto (all GPUs); default: a GPU if there is one"}
     )
     attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, eager, flash_attention_2, ..."})
+
+
+@dataclass
+class FinetuneModelArguments(ModelArguments):
+    """How the model is loaded to be trained."""
+
+    load_in_4bit: bool = field(
+        default=False,
+        metadata={"help": "hold the weights in 4 bits (NF4, nested; bitsandbytes) and train --lora adapters on them"},
+    )
+
+
+@dataclass
+class RunArguments:
+    """Where settings come from besides the flags."""
+
+    config: str | None = field(
+        default=None,
+        metadata={
+            "help": "TOML file of flags, as run.toml of an earlier run: their names are its keys, the method's options "
+            "stand under [options]; flags win over it, and it wins over --recipe"
+        },
+    )
 
 
 @dataclass
@@ -173,6 +196,7 @@ def parse(
     known: Sequence[Any],
     places: dict[str, str],
     several: bool = False,
+    defaults: Callable[[argparse.Namespace], dict[str, Any]] | None = None,
 ) -> Any:
     """Parse the words that follow a command.
 
@@ -183,6 +207,8 @@ def parse(
         known: The dataclasses to fill.
         places: Positional arguments with their help.
         several: Whether a positional argument takes one or more words.
+        defaults: Given what the flags say, returns values for flags that were not given; a flag that has one is not
+            required.
 
     Returns:
         The positional arguments (a namespace), then one instance of each dataclass.
@@ -203,8 +229,29 @@ def parse(
     for name, help_text in places.items():
         parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
     parser.set_defaults(command=command)  # so that there is a namespace even where nothing is positional
+    if defaults is not None:
+        _put_defaults(parser, argv, defaults)
     *filled, given = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     return given, *filled
+
+
+def _put_defaults(
+    parser: argparse.ArgumentParser, argv: Sequence[str], defaults: Callable[[argparse.Namespace], dict[str, Any]]
+) -> None:
+    """Read the words once for what decides the defaults, and put these in."""
+    required = [action for action in parser._actions if action.required and action.option_strings]
+    usual = [(action, action.default) for action in parser._actions]
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS  # only what the words say: a value like the default is told too
+    for action in required:
+        action.required = False
+    told = parser.parse_args(list(argv))
+    for action, default in usual:
+        action.default = default
+    values = defaults(told)
+    parser.set_defaults(**values)
+    for action in required:
+        action.required = action.dest not in values
 
 
 class _Help(argparse.HelpFormatter):

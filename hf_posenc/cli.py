@@ -106,20 +106,33 @@ def compare(argv: Sequence[str]) -> None:
 def finetune(argv: Sequence[str]) -> None:
     """Fine-tune an extended model on a budget of tokens, measure it before and after, and save it."""
     from hf_posenc.training import FinetuneConfig
+    from hf_posenc.training.settings import settings_besides_flags
 
-    known = (FinetuneConfig, args_.OptionArguments, args_.TrainingDocumentArguments, args_.ModelArguments)
+    settable = (FinetuneConfig, args_.TrainingDocumentArguments, args_.FinetuneModelArguments)
+    known = (*settable, args_.OptionArguments, args_.RunArguments)
     places = {"model": "name on the Hub, folder or .gguf file"}
-    given, config, options, source, loading = args_.parse("finetune", _first_line(finetune), argv, known, places)
+    given, config, source, loading, options, _ = args_.parse(
+        "finetune",
+        _first_line(finetune),
+        argv,
+        known,
+        places,
+        defaults=lambda told: settings_besides_flags(told, settable),
+    )
     if options.option:
         config = dataclasses.replace(config, options={**config.options, **args_.parse_options(options.option)})
     check_folder(given.model, config.output_dir)
-    from hf_posenc.loading import load_model
+    from hf_posenc.loading import check_4bit, load_model
     from hf_posenc.report import text_table
     from hf_posenc.training import finetune as run
 
+    if loading.load_in_4bit:
+        check_4bit(given.model, config.lora)
     documents = _stream(source) if source.streaming and source.documents != "-" else _read(source)
     model, tokenizer = load_model(given.model, **vars(loading))
-    result = run(model, tokenizer, documents, config, tokens_trained=_tokens_trained(given.model))
+    told = {**vars(source), **vars(loading)}
+    trained = _tokens_trained(given.model)
+    result = run(model, tokenizer, documents, config, tokens_trained=trained, source=told)
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
         return
     print(text_table(result.records))
@@ -169,6 +182,14 @@ def presets(argv: Sequence[str]) -> None:
     print((checkpoints_text if chosen.checkpoints else presets_text)(min(shutil.get_terminal_size().columns, 120)))
 
 
+def recipes(argv: Sequence[str]) -> None:
+    """List the published ways to fine-tune: what each sets, and what of the paper is left to you."""
+    args_.parse("recipes", _first_line(recipes), argv, (), {})
+    from hf_posenc.listings import recipes_text
+
+    print(recipes_text(min(shutil.get_terminal_size().columns, 120)))
+
+
 def demo(argv: Sequence[str]) -> None:
     """Show the whole line on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores."""
     _, chosen = args_.parse("demo", _first_line(demo), argv, (args_.DemoArguments,), {})
@@ -216,6 +237,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "export": export,
     "methods": methods,
     "presets": presets,
+    "recipes": recipes,
     "doctor": doctor,
     "demo": demo,
 }

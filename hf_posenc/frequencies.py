@@ -15,6 +15,8 @@ import torch
 from hf_posenc.config import RopeScaling, RopeSpec
 
 Frequencies = tuple[torch.Tensor, float]
+# The divisor of a pair that a rule stops: float32 makes it infinite, and so the frequency exactly 0.
+STOPPED = 1e200
 
 
 def _geometric(spec: RopeSpec, rope_theta: float) -> torch.Tensor:
@@ -203,4 +205,18 @@ def longrope_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | No
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(scaling.factor) / math.log(original))
     divisors = torch.tensor((*factors, *(1.0,) * spec.still_pairs), dtype=torch.float64)
-    return plain_frequencies(spec)[0] / divisors, attention_factor
+    return torch.where(divisors < STOPPED, plain_frequencies(spec)[0] / divisors, 0.0), attention_factor
+
+
+def nope_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | None = None) -> Frequencies:
+    """Stop every pair: no position is told, and only the causal mask says what came before.
+
+    Args:
+        spec: The model's rotary embedding.
+        scaling: ``attention_factor`` sharpens attention; None for 1, no temperature.
+        seq_len: Ignored.
+
+    Reference: Gelberg et al. 2025 (DroPE), arXiv:2512.12167: after a recalibration on short texts.
+    """
+    factor = 1.0 if scaling.attention_factor is None else scaling.attention_factor
+    return torch.zeros(spec.num_pairs, dtype=torch.float64), factor

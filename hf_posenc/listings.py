@@ -1,4 +1,4 @@
-"""What ``hf-posenc methods`` and ``hf-posenc presets`` print."""
+"""What ``hf-posenc methods``, ``hf-posenc presets`` and ``hf-posenc recipes`` print."""
 
 from __future__ import annotations
 
@@ -53,6 +53,22 @@ def methods_text(width: int) -> str:
         options = (f"options: {', '.join(row['options']) or 'none'}", *_NOTES.get(row["name"], ()))
         facts = (row["summary"], *options, f"on disk: {row['on_disk']}", row["paper"])
         lines += [f"{row['name']}{also}", *(_filled(fact, width) for fact in facts)]
+    return "\n".join(lines)
+
+
+def recipes_text(width: int) -> str:
+    """Return every recipe with its settings, what it chooses by the model, and what it leaves to the user."""
+    from hf_posenc.training.recipes import RECIPES  # brings PyTorch
+
+    lines = []
+    for recipe in RECIPES.values():
+        values = {**recipe.values, **recipe.loading}
+        told = [f"{name} {value}" for name, value in values.items() if name != "options"]
+        told += [f"option {name}={value}" for name, value in recipe.values.get("options", {}).items()]
+        facts = [recipe.summary, f"sets: {', '.join(told)}"]
+        facts += [f"chooses {recipe.by_model}"] if recipe.by_model else []
+        facts += [f"left: {recipe.left}", recipe.paper]
+        lines += [recipe.name, *(_filled(fact, width) for fact in facts)]
     return "\n".join(lines)
 
 

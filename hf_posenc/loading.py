@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint import ADAPTER_CONFIG, MANIFEST, load_extended
-from hf_posenc.pretrained import load_tokenizer, load_weights
+from hf_posenc.pretrained import is_gguf, load_tokenizer, load_weights
 
 
 def load_model(
@@ -19,6 +21,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     attn_implementation: str | None = None,
+    load_in_4bit: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, in evaluation mode.
 
@@ -30,6 +33,7 @@ def load_model(
         dtype: ``"auto"`` for the checkpoint's own (float32 for ``.gguf``), or a name such as ``"bfloat16"``.
         device: Where to put the model; None for a GPU if there is one; ``"auto"`` spreads it over all.
         attn_implementation: ``"sdpa"``, ``"flash_attention_2"``, ``"eager"``; None lets Transformers choose.
+        load_in_4bit: Quantise linear layers to NF4, nested, by bitsandbytes; they compute in ``dtype``.
 
     Raises:
         FileNotFoundError: The path, or the ``config.json`` in it, does not exist.
@@ -44,10 +48,13 @@ def load_model(
     if device == "auto":
         kwargs["device_map"] = "auto"
     else:
-        device = to_device(device)
+        device = to_device(_own_gpu() if load_in_4bit and device in (None, "cuda") else device)
     check_path(path, str(name_or_path))
     try:
         source = str(path if path.exists() else name_or_path)
+        if load_in_4bit:
+            kwargs |= _in_4bit(path, source, kwargs["dtype"])
+            kwargs.setdefault("device_map", {"": device})
         model = load_extended(path, **kwargs) if (path / MANIFEST).is_file() else load_weights(source, **kwargs)
         tokenizer = load_tokenizer(tokenizer_source(path, source), model)
     except OSError as error:
@@ -57,10 +64,48 @@ def load_model(
         ) from error
     except ImportError as error:  # Transformers' own, for FlashAttention and quantised models, name what is missing
         raise ImportError(f"cannot load {str(name_or_path)!r}: {str(error).strip()}") from error
-    if device != "auto":
+    if device != "auto" and not load_in_4bit:  # which are where they were quantised
         model.to(device)  # type: ignore[arg-type]  # mypy takes it for an unbound method
     model.train(False)
     return model, tokenizer
+
+
+def check_4bit(name_or_path: str | Path, lora: bool) -> None:
+    """Refuse what 4-bit weights cannot be, before texts are read and weights are loaded.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+        ValueError: No adapters are to be trained, or the model is a ``.gguf`` file.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise ImportError("--load-in-4bit needs a package that is not installed: pip install bitsandbytes")
+    if not lora:
+        raise ValueError("--load-in-4bit: weights in 4 bits cannot be trained. Train adapters on them: add --lora.")
+    if is_gguf(name_or_path):
+        raise ValueError("--load-in-4bit: a .gguf file is dequantised when it is loaded. Give a checkpoint's folder.")
+
+
+def _in_4bit(path: Path, source: str, dtype: str | torch.dtype) -> dict[str, Any]:
+    """Return what ``from_pretrained`` is told to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
+    base = source
+    if (path / ADAPTER_CONFIG).is_file():
+        base = str(json.loads((path / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
+    config = AutoConfig.from_pretrained(base)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(f"{base!r} holds quantised weights already: leave --load-in-4bit out.")
+    compute = dtype if isinstance(dtype, torch.dtype) else config.get_text_config().dtype or torch.float32
+    settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=compute,
+    )
+    return {"quantization_config": settings}
+
+
+def _own_gpu() -> str | None:
+    """Return the GPU of this process of several, which quantised weights cannot be moved to later."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ and torch.cuda.is_available() else None
 
 
 def to_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hf_posenc import frequencies as rules
 from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.frequencies import Frequencies
 
-# The divisor, in a longrope list, of a pair that never turns: float32 makes it infinite, and its frequency exactly 0.
+# The divisor, in a longrope list, of a pair that never turned: larger than rules.STOPPED, so that a config tells which.
 NEVER_TURNS = 1e300
 
 Formula = Callable[[RopeSpec, RopeScaling, int | None], Frequencies]
@@ -51,10 +53,11 @@ def longrope_spelling(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
 
     Equal lists make the switch at the original length harmless, so the rule is exact with a KV cache.
     """
-    if scaling.factor == 1 and scaling.method != "longrope":
+    if scaling.factor == 1 and scaling.method not in ("longrope", "nope"):
         return _plain_rope(spec)
     scaled, attention_factor = METHODS[scaling.method].formula(spec, scaling, None)
-    short = long = (rules.plain_frequencies(spec)[0] / scaled)[: spec.turning_pairs].tolist()
+    divisors = torch.where(scaled > 0, rules.plain_frequencies(spec)[0] / scaled, rules.STOPPED)
+    short = long = divisors[: spec.turning_pairs].tolist()
     if scaling.method == "longrope":
         short, long = list(scaling.short_factor or short), list(scaling.long_factor or ())
     still = [NEVER_TURNS] * spec.still_pairs
@@ -268,6 +271,17 @@ _ALL = (
         summary="A larger base of your choice; wants fine-tuning.",
         on_disk=_abf_on_disk,
         rope_type="default",
+        zero_shot=False,
+    ),
+    Method(
+        name="nope",
+        formula=rules.nope_frequencies,
+        options=frozenset({"attention_factor"}),
+        paper="Gelberg et al. 2025, arXiv:2512.12167 (DroPE)",
+        summary="Drops the positions altogether; of no use before fine-tuning, which it wants on short texts only.",
+        on_disk=longrope_spelling,
+        rope_type="longrope",
+        aliases=("drope",),
         zero_shot=False,
     ),
 )

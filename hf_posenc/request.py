@@ -111,7 +111,7 @@ def resolve(
     if name == "yarn" and config.model_type in MLA and scaling.has_default_temperature():
         # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax scale.
         scaling = dataclasses.replace(scaling, mscale=1.0, mscale_all_dim=1.0)
-    if name in ("yarn", "longrope") and config.model_type in ROTATED_VALUES:
+    if name in ("yarn", "longrope", "nope") and config.model_type in ROTATED_VALUES:
         scaling = _without_temperature(config, scaling)
     if scaling.temperature == "logits":
         scaling = _temperature_on_logits(config, spec, scaling)

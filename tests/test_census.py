@@ -32,13 +32,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "llama3": {},
     "longrope": {},
     "abf": {"rope_theta": 1e9},
+    "nope": {},
 }
 FAST = ("linear", "yarn")
 # Transformers' own longrope code asks these configs for a number that differs by layer.
-CANNOT_BUILD = {("dots3_note_text", "longrope")} | {
+CANNOT_BUILD = {("dots3_note_text", "longrope"), ("dots3_note_text", "nope")} | {
     (model_type, method)
     for model_type in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-    for method in ("yarn", "ntk_by_parts", "llama3", "longrope")  # with pairs that never turn, written as longrope
+    for method in ("yarn", "ntk_by_parts", "llama3", "longrope", "nope")  # pairs that never turn: as longrope
 }
 
 

@@ -42,7 +42,7 @@ def test_every_method_is_tried_or_named_with_its_reason() -> None:
     found, left_out = names(make_tiny_llama())
     assert found[0] == "none"
     assert set(found) == {"none"} | ZERO_SHOT_STATIC | DOOR
-    assert set(left_out) == {"linear", "longrope", "abf"} == set(METHODS) - set(found)
+    assert set(left_out) == {"linear", "longrope", "abf", "nope"} == set(METHODS) - set(found)
     assert "wants fine-tuning" in left_out["linear"]
     assert "wants fine-tuning" in left_out["abf"]
     assert "needs long_factor" in left_out["longrope"]
@@ -67,14 +67,14 @@ def test_what_a_family_cannot_do_is_left_out_with_its_reason() -> None:
     assert reason is not None
     found, left_out = names(latent)
     assert set(found) == {"none"} | ZERO_SHOT_STATIC
-    assert set(left_out) - {"linear", "longrope", "abf"} == DOOR
+    assert set(left_out) - {"linear", "longrope", "abf", "nope"} == DOOR
     assert left_out["dynamic_yarn"] == reason
     lines = plan_of(60, 60, left_out=left_out).text().splitlines()
     (shared,) = (line for line in lines if "'deepseek_v3'" in line)
     assert shared.startswith(
         "  dynamic, dynamic_yarn, self_extend, dca, rerope, leaky_rerope: model_type 'deepseek_v3'"
     )
-    assert "  linear, abf: wants fine-tuning" in lines
+    assert "  linear, abf, nope: wants fine-tuning" in lines
 
 
 def test_a_model_that_nothing_suits_says_why_once() -> None:

@@ -35,9 +35,11 @@ REFUSED: dict[tuple[str, str], str] = {
     ("tgi", "linear"): "divides nothing by the factor",
     ("tgi", "yarn-paper"): "TGI cannot express attention_factor 1.13",
     ("tgi", "yarn-harmonic"): "TGI cannot express attention_factor 1.13",
+    ("tgi", "nope"): "TGI cannot express attention_factor 1.0",
     ("tgi", "yarn-options"): "TGI cannot express beta_fast 8.0, truncate False",
     ("llama.cpp", "yarn-paper"): "no flags for longrope",
     ("llama.cpp", "yarn-harmonic"): "no flags for longrope",
+    ("llama.cpp", "nope"): "no flags for longrope",
     ("llama.cpp", "yarn-options"): "cannot express truncate=False",
 }
 # Two lists, an unrounded ramp. Other longrope is metadata and tensors, but no flags.
@@ -282,7 +284,8 @@ def test_gguf_metadata_survive_a_file_and_say_what_the_manifest_says(
     if scaling_type == "longrope":
         assert fields.pop(f"{prefix}attn_factor") == pytest.approx(rope["attention_factor"], rel=1e-7)
         for length in ("short", "long"):
-            np.testing.assert_allclose(tensors.pop(f"rope_factors_{length}.weight"), rope[f"{length}_factor"], 1e-7)
+            divisors = [math.inf if key == "nope" else divisor for divisor in rope[f"{length}_factor"]]
+            np.testing.assert_allclose(tensors.pop(f"rope_factors_{length}.weight"), divisors, 1e-7)
     if rope["rope_type"] == "llama3":
         divisors = torch.tensor(tensors.pop("rope_freqs.weight")).double()
         plain = 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)

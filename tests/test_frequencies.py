@@ -200,3 +200,12 @@ def test_abf_and_longrope_say_what_they_need() -> None:
 def test_abf_uses_the_given_base() -> None:
     inv_freq, _ = ours("abf", LLAMA2, 4, rope_theta=5e5)
     assert inv_freq[32].item() == pytest.approx(5e5**-0.5)
+
+
+def test_nope_stops_every_pair_at_any_factor() -> None:
+    for factor in (1, 4):
+        assert_same(ours("nope", LLAMA2, factor), (torch.zeros(64, dtype=torch.float64), 1.0))
+    assert ours("nope", LLAMA2, 4, attention_factor=1.2)[1] == 1.2
+    # A longrope config without our mark says the same by its divisors.
+    stopped = [rules.STOPPED] * 64
+    assert_same(ours("longrope", LLAMA2, 4, 9000, long_factor=stopped, attention_factor=1.0), ours("nope", LLAMA2, 4))

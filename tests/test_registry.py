@@ -19,7 +19,13 @@ def test_rows_cover_the_table() -> None:
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [("pi", "linear"), ("dynamic_ntk", "dynamic"), ("YaRN", "yarn"), ("ntk-by-parts", "ntk_by_parts")],
+    [
+        ("pi", "linear"),
+        ("dynamic_ntk", "dynamic"),
+        ("YaRN", "yarn"),
+        ("ntk-by-parts", "ntk_by_parts"),
+        ("DroPE", "nope"),
+    ],
 )
 def test_aliases(given: str, name: str) -> None:
     assert get_method(given).name == name

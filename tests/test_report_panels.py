@@ -100,6 +100,17 @@ def test_stretch_is_what_transformers_makes_of_the_frequencies(method: str, opti
     assert rule.turns == pytest.approx([8192 * p / (2 * math.pi) for p in plain])
 
 
+def test_pairs_that_are_stopped_are_said_to_be_and_not_drawn(tmp_path: Path) -> None:
+    records = [extended("none", 1.0), extended("nope", 2.0), extended("linear", 2.0)]
+    page = read_page(report(records, tmp_path).html.read_text())
+    rows = page.tables["frequencies_pairs"][1:]
+    assert [row[-2:] for row in rows] == [["stopped", "2.000"]] * 32
+    (summary,) = (row for row in page.tables["frequencies_methods"] if row[0].startswith("nope"))
+    assert summary[2:6] == ["0", "0", "32", "0 pairs"]
+    assert "linear x2" in (drawn := (tmp_path / "frequencies.svg").read_text())
+    assert "nope" not in drawn
+
+
 def test_angles_never_trained_counted_by_hand() -> None:
     records = [extended("none", 1.0), extended("linear", 2.0), extended("ntk", 2.0), extended("yarn", 2.0)]
     records += [extended("dynamic_yarn", 2.0), extended("dca", 2.0)]

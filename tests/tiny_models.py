@@ -51,6 +51,7 @@ STATIC_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama3", {}),
     "longrope": ("longrope", {}),  # long_factor depends on the model: see method_options
     "abf": ("abf", {"rope_theta": 5e6}),
+    "nope": ("nope", {}),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from hf_posenc.checkpoint import CONFIG
 from hf_posenc.exports.folder import PLAIN, ExportFolder, check_one_list, check_rule, command, read_folder
 from hf_posenc.exports.nearest import refuse_attention_rule
-from hf_posenc.frequencies import llama3_frequencies, plain_frequencies
+from hf_posenc.frequencies import STOPPED, llama3_frequencies, plain_frequencies
 
 # What convert_hf_to_gguf.py calls the families whose conversion was read (conversion/llama.py, conversion/qwen.py).
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -49,7 +49,11 @@ def gguf_tensors(path: str | Path) -> dict[str, list[float]]:
         return {"rope_freqs.weight": divisors.tolist()}
     if folder.rope_type == "longrope":
         lists = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
-        return {tensor: list(folder.rope[name]) for tensor, name in lists.items()}
+        # A float32 tensor holds no divisor as large as that of a stopped pair: it is infinite there.
+        return {
+            tensor: [divisor if divisor < STOPPED else math.inf for divisor in folder.rope[name]]
+            for tensor, name in lists.items()
+        }
     return {}
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.frequencies import STOPPED
 from hf_posenc.report.frequencies import Rule, make_rules, model_name, wavelengths
 from hf_posenc.report.pieces import Cell, Panel, folded, inline, markdown_lines, quiet, table
 from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart, looks
@@ -93,8 +95,12 @@ def _pair_rows(rule: Rule, shown: Sequence[Rule]) -> list[list[Cell]]:
         cells = [Cell(str(pair), sort=pair), Cell(_digits(tokens), sort=tokens), Cell(_digits(turns), sort=turns)]
         cells.append(Cell("never", mark="never") if turns < 1 else Cell("yes"))
         stretches = (one.stretch[pair] for one in _extended(shown))
-        rows.append([*cells, *(Cell(f"{stretch:.3f}", sort=stretch) for stretch in stretches)])
+        rows.append([*cells, *map(_stretch_cell, stretches)])
     return rows
+
+
+def _stretch_cell(stretch: float) -> Cell:
+    return Cell("stopped", sort=STOPPED) if math.isinf(stretch) else Cell(f"{stretch:.3f}", sort=stretch)
 
 
 def _extended(rules: Sequence[Rule]) -> list[Rule]:
@@ -106,7 +112,8 @@ def _digits(value: float) -> str:
 
 
 def _draw(rules: Sequence[Rule]) -> Drawing | None:
-    shown = [rule for rule in rules if not rule.changes_distances]
+    # A pair that is stopped is stretched without end: no chart shows that.
+    shown = [rule for rule in rules if not rule.changes_distances and math.isfinite(max(rule.stretch))]
     if not _extended(shown):
         return None
     spec, styles = rules[0].spec, looks(rules)

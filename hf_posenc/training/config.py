@@ -6,13 +6,15 @@ import argparse
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from hf_posenc.config import check_number
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.presets import get_preset
 from hf_posenc.registry import get_method, make_scaling
 from hf_posenc.training.positions import check_rule
+from hf_posenc.training.recipes import get_recipe, recipe_values
+from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.training.trackers import check_tracker
 from hf_posenc.units import ContextLength, TokenCount
 from hf_posenc.windows import check_window
@@ -51,6 +53,10 @@ class FinetuneConfig:
     """
 
     output_dir: str = field(metadata={"help": "folder for checkpoints, logs, results and the trained model"})
+    # Only the name: the values are put in by ``from_recipe``, and by the command line.
+    recipe: str | None = field(
+        default=None, metadata={"help": "a name from `hf-posenc recipes`; all other flags win over its values"}
+    )
     method: str | None = field(
         default=None,
         metadata={"help": "extension method (see `methods`); default: yarn, unless the model is extended already"},
@@ -197,6 +203,17 @@ class FinetuneConfig:
         self._check_method()
         self._check_numbers()
         self._check_words()
+        self._check_recipe()
+        self._check_stages()
+
+    @classmethod
+    def from_recipe(cls, name: str, **overrides: Any) -> Self:
+        """Make a run with the values of a recipe (see ``hf_posenc.training.recipes``); ``overrides`` win over them.
+
+        Raises:
+            ValueError, TypeError: The recipe is unknown, or as for any run.
+        """
+        return cls(**recipe_values(name, overrides))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -249,6 +266,28 @@ class FinetuneConfig:
                 raise ValueError(f"unknown {name} {word!r}. Known: {', '.join(known)}.")
         check_rule(self.position_schedule, self.method)
         check_tracker(self.report_to)
+
+    def _check_recipe(self) -> None:
+        if self.recipe is None:
+            return
+        recipe = get_recipe(self.recipe)
+        self._set("recipe", recipe.name)
+        usual = {one.name: one.default for one in dataclasses.fields(self)} | {"options": {}}
+        rule = {"method", "options"} if self.preset is not None else set()  # which the preset decides
+        changed = [name for name, value in recipe.values.items() if value != usual[name] and name not in rule]
+        if changed and all(getattr(self, name) == usual[name] for name in changed):
+            raise ValueError(
+                f"recipe {recipe.name!r} is named, but none of its values is set. FinetuneConfig.from_recipe("
+                f"{recipe.name!r}, output_dir=...) sets them."
+            )
+
+    def _check_stages(self) -> None:
+        if self.stages is None:
+            return
+        parse_stages(self.stages, self.token_budget)
+        decided = ("factor", "context_length", "preset")
+        if given := [name for name in decided if getattr(self, name) is not None]:
+            raise ValueError(f"stages say the target lengths: leave out {' and '.join(given)}.")
 
     def fixed_settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the run it continues, JSON-able."""

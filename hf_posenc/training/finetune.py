@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +24,21 @@ from hf_posenc.quantised import keep_layout, refuse_laid_out
 from hf_posenc.training.card import model_card
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import extend
+from hf_posenc.training.fitting import fit_recipe
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
 from hf_posenc.training.measure import measure
 from hf_posenc.training.packing import PackedDataset
 from hf_posenc.training.run_folder import check_not_the_models_own, open_run
+from hf_posenc.training.stages import Place, StageResult, load_finished, refuse_staged_run, train_stages
 from hf_posenc.training.texts import Documents, Texts, prepare_texts
+from hf_posenc.training.toml_config import RUN_FILE, write_run
 from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
 from hf_posenc.training.writing import saved_bytes, says_how_to_go_on, writing
 from hf_posenc.windows import KEEP
 
 RESULTS = "results.jsonl"
+_LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets", "lora_embeddings")
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,7 @@ def finetune(
     *,
     eval_documents: Documents | None = None,
     tokens_trained: int = 0,
+    source: Mapping[str, Any] | None = None,
 ) -> FinetuneResult:
     """Extend a model, train it on packed documents, measure it before and after, and save it.
 
@@ -79,18 +87,44 @@ def finetune(
         config: The run.
         eval_documents: Held-out texts or ids; None holds out the last twentieth of ``documents``.
         tokens_trained: Tokens the model was fine-tuned on before, as its manifest says; counted on.
+        source: More keys for ``run.toml``: where the command line read model and documents from.
 
     Raises:
         ValueError: The request contradicts the model or its quantised weights, or the folder holds another run or the
             model itself.
         RuntimeError: Packed documents would see each other (see ``probe_isolation``).
     """
-    folder = Path(config.output_dir)
-    base_model = str(unwrap(model).config.name_or_path or "")
     if isinstance(tokens_trained, bool) or not isinstance(tokens_trained, int) or tokens_trained < 0:
         raise ValueError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
-    check_not_the_models_own(folder, base_model)
-    check_trainable(model, config.lora)
+    folder, told = Path(config.output_dir), {**vars(config), **(source or {})}
+    check_not_the_models_own(folder, _name(model))
+    config = fit_recipe(model, config)
+    train_one = partial(_train, tokenizer, documents, eval_documents)
+    if config.stages is not None:
+        done = train_stages(train_one, model, config, told, tokens_trained)
+    else:
+        refuse_staged_run(folder)
+        done = train_one(model, config, Place(folder, folder, told), tokens_trained)
+    found = {one.name: getattr(done, one.name) for one in dataclasses.fields(done)}
+    return FinetuneResult(output_dir=folder, records=found.pop("before") + found.pop("after"), **found)
+
+
+def _name(model: PreTrainedModel) -> str:
+    return str(unwrap(model).config.name_or_path or "")
+
+
+def _train(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Documents,
+    eval_documents: Documents | None,
+    model: PreTrainedModel,
+    config: FinetuneConfig,
+    place: Place,
+    tokens_trained: int,
+) -> StageResult:
+    """Do one run, or one stage of one: arguments as for ``finetune``; nothing is trained where it was already."""
+    folder, base_model = Path(config.output_dir), _name(model)
+    check_trainable(model, config.lora and not place.goes_on)
     refuse_laid_out(model, "the model cannot be fine-tuned")
     keep_layout(model)  # checkpoints are written between forwards
     set_seed(config.seed)
@@ -105,14 +139,23 @@ def finetune(
     facts = {"tokens_trained_before": tokens_trained, "base_weights": hash_weights(model)}
     settings = {**config.fixed_settings(), "data": texts.packed.fingerprint(), **facts}
     checkpoint = from_main(lambda: open_run(folder, settings, resume=config.resume))
-    before = _measure(model, tokenizer, texts, config, args, tokens_trained)
-    trained = add_lora(model, config.lora_rank, config.lora_alpha) if config.lora else model
+    from_main(lambda: write_run(place.root / RUN_FILE, place.told))
+    results = place.root / RESULTS
+    before = place.before
+    if before is None:
+        before = _measure(model, tokenizer, texts, config, args, tokens_trained, results)
+    trained = add_lora(model, config) if config.lora and not is_adapted(model) else model
     vocab_size = unwrap(model).config.get_text_config().vocab_size
     loss_log = LossLog(folder / LOSS_LOG, tokens_per_step(args, texts.packed), vocab_size, tokens_trained)
-    known = min((math.log(record.perplexity) for record in before), default=None)
-    train(trained, args, texts.packed, config, loss_log, checkpoint, base_model, known)
     total = tokens_trained + args.max_steps * loss_log.tokens_per_step
-    after = _measure(trained, tokenizer, texts, config, args, total)
+    staged = place.root != folder
+    finished = staged and config.resume and from_main(lambda: place.is_finished(folder, total))
+    if finished:
+        load_finished(trained, place.model)
+    else:
+        known = min((math.log(record.perplexity) for record in before), default=None)
+        train(trained, args, texts.packed, config, loss_log, checkpoint, base_model, known)
+    after = _measure(trained, tokenizer, texts, config, args, total, results)
 
     def save() -> list[dict[str, Any]]:
         shown = _card_settings(config, texts.packed, args)
@@ -129,18 +172,18 @@ def finetune(
             sliding_window=extension.sliding_window if extension is not None else KEEP,
         )
         with base_not_looked_up():
-            save_extended(trained, folder, tokenizer, tokens_trained=total, base_model=base_model, card=card)
+            save_extended(trained, place.model, tokenizer, tokens_trained=total, base_model=base_model, card=card)
         return read_log(loss_log.path)
 
-    with writing("the trained model", folder, saved_bytes(trained), leftovers=partial_of(folder)):
-        lines = from_main(save)
-    return FinetuneResult(
-        output_dir=folder,
+    with writing("the trained model", place.model, saved_bytes(trained), leftovers=partial_of(place.model)):
+        lines = from_main((lambda: read_log(loss_log.path)) if finished else save)
+    return StageResult(
         model=trained,
         tokens_trained=total,
         steps=args.max_steps,
         train_loss=math.fsum(line["loss"] for line in lines) / max(len(lines), 1),
-        records=before + after,
+        before=before,
+        after=after,
         seconds=lines[-1]["seconds"] if lines else 0.0,
     )
 
@@ -152,6 +195,7 @@ def _measure(
     config: FinetuneConfig,
     args: TrainingArguments,
     tokens_trained: int,
+    results: Path,
 ) -> list[Record]:
     """Measure in every process, so that none waits for another; the first writes the records and shows progress."""
     main = args.process_index == 0
@@ -162,7 +206,7 @@ def _measure(
         texts.lengths,
         config,
         tokens_trained=tokens_trained,
-        output=Path(config.output_dir) / RESULTS if main else None,
+        output=results if main else None,
         progress=main,
     )
 
@@ -170,12 +214,13 @@ def _measure(
 def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: TrainingArguments) -> dict[str, Any]:
     shown = ("lora", "learning_rate", "lr_schedule", "weight_decay", "seed")
     return {
+        **({"recipe": config.recipe} if config.recipe is not None else {}),
         "seq_len": packed.seq_len,
         "steps": args.max_steps,
         "tokens_per_step": tokens_per_step(args, packed),
         **_positions_settings(config),
         **{name: getattr(config, name) for name in shown},
-        **({"lora_rank": config.lora_rank, "lora_alpha": config.lora_alpha} if config.lora else {}),
+        **({name: getattr(config, name) for name in _LORA_SETTINGS} if config.lora else {}),
         "warmup_steps": args.warmup_steps,
         "computed in": "bfloat16, float32 weights" if args.bf16 else "float32",
         "data": packed.fingerprint(),

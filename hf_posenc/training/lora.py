@@ -1,4 +1,4 @@
-"""LoRA for longer contexts: adapters on the attention, with the embedding and the norms trained whole."""
+"""LoRA for longer contexts: adapters on linear layers, with the embedding and the norms trained whole or not."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint import peft_renamed_attribute
+from hf_posenc.training.config import FinetuneConfig
 
 
-def add_lora(model: PreTrainedModel, rank: int, alpha: int) -> Any:
-    """Wrap a model by PEFT so that its attention gets adapters and its embedding and norms are trained.
+def add_lora(model: PreTrainedModel, settings: FinetuneConfig) -> Any:
+    """Wrap a model by PEFT so that linear layers get adapters, and its embedding and norms are trained if asked for.
 
     A head that is tied to the embedding stays tied: it uses the trained embedding, and merging keeps it so.
 
     Args:
         model: The causal language model; it is changed in place.
-        rank: Of the adapters.
-        alpha: The adapters' output is scaled by ``alpha / rank``.
+        settings: ``lora_rank`` and ``lora_alpha`` (the adapters' output is scaled by ``alpha / rank``);
+            ``lora_targets``, ``"all-linear"`` as PEFT means it: all but the head; ``lora_embeddings``.
 
     Raises:
         ValueError: No linear layer inside an attention module, by name.
 
-    Reference: Chen et al. 2023, LongLoRA, arXiv:2309.12307, section 3.3.
+    Reference: Chen et al. 2023, LongLoRA, arXiv:2309.12307, section 3.3; for adapters on all linear layers of a
+    quantised model Dettmers et al. 2023, QLoRA, arXiv:2305.14314.
     """
     from peft import LoraConfig, get_peft_model
 
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     tied = head is not None and head.weight is embedding.weight
+    trained = [_leaf_name(model, embedding), *norm_names(model)] if settings.lora_embeddings else None
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=attention_linears(model),
-        modules_to_save=[_leaf_name(model, embedding), *norm_names(model)],
-        ensure_weight_tying=tied,
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        target_modules=attention_linears(model) if settings.lora_targets == "attention" else settings.lora_targets,
+        modules_to_save=trained,
+        ensure_weight_tying=tied and trained is not None,
     )
     with peft_renamed_attribute():
         return get_peft_model(model, config)

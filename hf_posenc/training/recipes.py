@@ -1,0 +1,216 @@
+"""Published ways to fine-tune for longer contexts, as one table: the settings each paper gives, and what it leaves.
+
+A value is here only if the paper, or its authors' code, says it. Where they say nothing, hf_posenc's default stands.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One published way to fine-tune.
+
+    Attributes:
+        name: What users type.
+        paper: Where it comes from, with the section.
+        summary: One plain sentence.
+        values: Fields of ``FinetuneConfig`` with the paper's values.
+        left: What of the paper is left to the user, or is not as published.
+        loading: How the command line loads the model for it: fields of ``FinetuneModelArguments``.
+        by_model: What is chosen when the model and the target are known (see ``fitting.fit_recipe``), in words.
+    """
+
+    name: str
+    paper: str
+    summary: str
+    values: Mapping[str, Any]
+    left: str
+    loading: Mapping[str, Any] = field(default_factory=dict)
+    by_model: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("values", "loading"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+
+_YARN = "Peng et al. 2023, arXiv:2309.00071, section 4.1"
+_PI = "Chen et al. 2023, arXiv:2306.15595, section 3.1"
+_POSE = "Zhu et al. 2023, arXiv:2309.10400, section 4.1; github.com/dwzhu-pku/PoSE, script/run_train_skipos.sh"
+_LONGLORA = "Chen et al. 2023, arXiv:2309.12307, section"
+# AdamW as YaRN, PI and LongLoRA have it.
+_ADAM = {"weight_decay": 0.0, "adam_beta1": 0.9, "adam_beta2": 0.95}
+_USUAL = {"learning_rate": 2e-5, "warmup_steps": 20, **_ADAM}
+_POSE_VALUES = {
+    "method": "yarn",
+    "options": {"ramp": "harmonic"},
+    "learning_rate": 2e-5,
+    "lr_schedule": "linear",
+    "warmup_steps": 10,
+}
+_LORA_PLUS = {
+    "method": "linear",
+    "lora": True,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+    "lora_targets": "attention",
+    "lora_embeddings": True,
+    "lr_schedule": "constant_with_warmup",
+    **_USUAL,
+}
+_64_BLOCKS = "Steps of 64 blocks: here --gradient-accumulation-steps 64, or fewer on several devices"
+
+_ALL = (
+    Recipe(
+        name="pi-1000",
+        paper=_PI,
+        summary="Position interpolation, all weights, blocks of the target length.",
+        values={"method": "linear", **_USUAL},
+        left=f"1000 steps, the whole window in use after 200. {_64_BLOCKS} (the paper: 64 or 128). 1e-5 from 33B on. "
+        "Its warm-up begins at a tenth of the rate, ours at 0; it names no decay of the rate after it.",
+    ),
+    Recipe(
+        name="yarn-400",
+        paper=_YARN,
+        summary="YaRN, all weights, 400 steps for a factor of 16.",
+        values={"method": "yarn", **_USUAL},
+        left=f"400 steps of blocks of 64k tokens (1.7 B tokens). {_64_BLOCKS}. The paper names no decay of the rate.",
+    ),
+    Recipe(
+        name="yarn-mistral-1000",
+        paper="Peng et al. 2023, arXiv:2309.00071, the Mistral 7B models",
+        summary="YaRN at a small constant rate, as for Mistral 7B.",
+        values={"method": "yarn", "learning_rate": 1e-6, "lr_schedule": "constant_with_warmup"},
+        left="1000 steps of blocks of 16k tokens (--seq-len 16k) for a factor of 8, 500 more for 16.",
+    ),
+    Recipe(
+        name="pose",
+        paper=_POSE,
+        summary="Blocks of the original length in two chunks, skipped apart at random up to the target.",
+        values={**_POSE_VALUES, "position_schedule": "pose", "pose_chunks": 2},
+        left=f"1000 steps. {_64_BLOCKS}. Of the three rules the paper trains with, this is its revised YaRN; --method "
+        "linear and ntk are the others. The betas of AdamW are not given.",
+    ),
+    Recipe(
+        name="randpos",
+        paper=f"Ruoss et al. 2023, arXiv:2305.16843, as the ablation of {_POSE.partition(';')[0]}, table 1",
+        summary="As pose, but every token at a random position: an ablation that PoSE finds far worse.",
+        values={**_POSE_VALUES, "position_schedule": "random"},
+        left=f"1000 steps. {_64_BLOCKS}. The same rule and rates as for pose, so that only the positions differ.",
+    ),
+    Recipe(
+        name="longlora",
+        paper=f"{_LONGLORA}s 3.2, 3.3 and 4.1",
+        summary="Adapters, embedding and norms, with attention in shifted groups while training.",
+        values={**_LORA_PLUS, "shifted_sparse_attention": True, "group_share": 0.25},
+        left=f"1000 steps. {_64_BLOCKS}. 1e-5 for 70B.",
+    ),
+    Recipe(
+        name="lora-plus",
+        paper=f"{_LONGLORA}s 3.3 and 4.1, table 2",
+        summary="Adapters on the attention, with embedding and norms trained too; full attention.",
+        values=_LORA_PLUS,
+        left=f"1000 steps. {_64_BLOCKS}. 1e-5 for 70B.",
+    ),
+    Recipe(
+        name="qlora",
+        paper="Dettmers et al. 2023, arXiv:2305.14314; github.com/artidoro/qlora, scripts/finetune_guanaco_7b.sh",
+        summary="Adapters on all linear layers of a model held in 4 bits (NF4, nested).",
+        values={
+            "lora": True,
+            "lora_rank": 64,
+            "lora_alpha": 16,
+            "lora_targets": "all-linear",
+            "lora_embeddings": False,
+            "learning_rate": 2e-4,
+            "weight_decay": 0.0,
+            "adam_beta2": 0.999,
+            "max_grad_norm": 0.3,
+            "gradient_checkpointing": True,
+        },
+        left="The rule of the positions is --method, or our default: QLoRA has none. Steps of 16 blocks. Here no "
+        "dropout and no paged optimizer. In Python, load the model in 4 bits yourself.",
+        loading={"load_in_4bit": True},
+    ),
+    Recipe(
+        name="abf",
+        paper="Xiong et al. 2023, arXiv:2309.16039, section 2.1 (the rule); Gao et al. 2024, arXiv:2410.02660, "
+        "ProLong, and github.com/princeton-nlp/ProLong, train_64K.sh (the rates)",
+        summary="A larger base, all weights, the base by the target length.",
+        values={
+            "method": "abf",
+            "learning_rate": 1e-5,
+            "lr_schedule": "cosine",
+            "max_grad_norm": 1.0,
+            **_ADAM,
+            "weight_decay": 0.1,
+        },
+        left="5000 steps of 4M tokens, warm-up over a tenth of the steps, decay to a tenth of the rate (here to 0). "
+        "--option rope_theta=... takes another base.",
+        by_model="rope_theta: that of the nearest published target length that is no shorter (`BASES`)",
+    ),
+    Recipe(
+        name="longrope2-mixed",
+        paper="Shang et al. 2025, arXiv:2502.20082, sections 3.3 and 4.1",
+        summary="A tenth of the tokens in windows of the original length, so that short texts are kept.",
+        values={"learning_rate": 2e-5, "lr_schedule": "cosine", "short_share": 0.1},
+        left=f"10 B tokens, 1 B of them short. {_64_BLOCKS}. Its divisors come from a search: give them by --method "
+        "longrope --option long_factor=[...]; here our default rule. Its short windows keep the original positions, "
+        "ours have the extended ones.",
+    ),
+    Recipe(
+        name="progressive",
+        paper=_YARN,
+        summary="YaRN in two stages, half the target first.",
+        values={"method": "yarn", **_USUAL},
+        left="400 and 200 steps, both on blocks of 64k tokens; here each stage has blocks of its own length. "
+        f"{_64_BLOCKS}. --stages takes others.",
+        by_model="stages: half the target on two thirds of --token-budget, then the target on the rest",
+    ),
+    Recipe(
+        name="drope",
+        paper="Gelberg et al. 2025, arXiv:2512.12167 (Llama-2-7B)",
+        summary="Drops the positions and trains on the original length until the model has got used to it.",
+        values={"method": "nope", "learning_rate": 3e-4, "warmup_steps": 100},
+        left="15k steps, 30 B tokens: far more than the other recipes. Schedule and weight decay are ours.",
+        by_model="seq_len: the original length",
+    ),
+)
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _ALL})
+
+
+def get_recipe(name: str) -> Recipe:
+    """Look a recipe up by name.
+
+    Raises:
+        ValueError: It is unknown; the nearest known name is suggested.
+    """
+    key = name.lower().replace("_", "-") if isinstance(name, str) else name
+    if key not in RECIPES:
+        near = difflib.get_close_matches(str(key), RECIPES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown recipe {name!r}.{hint} Known: {', '.join(RECIPES)}.")
+    return RECIPES[key]
+
+
+def recipe_values(name: str, told: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe that hold beside what was told.
+
+    Args:
+        name: The recipe.
+        told: What wins over it. Another method than the recipe's, or a preset, brings its own options.
+    """
+    recipe = get_recipe(name)
+    values = {"recipe": recipe.name, **recipe.values}
+    if told.get("preset") is not None:
+        values.pop("method", None)
+        values.pop("options", None)
+    elif told.get("method") not in (None, values.get("method")):
+        values.pop("options", None)
+    return {**values, **told, "recipe": recipe.name}

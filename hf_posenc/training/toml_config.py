@@ -1,0 +1,143 @@
+"""A run as a TOML file: every flag of the command line under its own name, the method's options under [options]."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hf_posenc.units import ContextLength, TokenCount
+
+RUN_FILE = "run.toml"
+_NOT_IN_FILES = frozenset({"options", "option", "config", "resume"})
+_TOKENS = 'a number of tokens, such as 32768 or "32k"'
+_HEADER = (
+    "# hf-posenc finetune MODEL --config run.toml --output-dir ANOTHER\n"
+    "# does again what was done here. Flags win over what stands below.\n"
+)
+
+
+def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
+    """Read a run's settings.
+
+    Args:
+        path: The file.
+        known: Dataclasses whose fields may be set; ``-`` and ``_`` in a key are the same.
+
+    Returns:
+        The fields that are set, with the types the dataclasses want; ``options`` where there are any.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError, TypeError: It is no TOML, or a key is unknown, given twice or of the wrong type.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"--config: there is no file {str(path)!r}.")
+    try:
+        given = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is no TOML file: {error}") from None
+    hints = {name: hint for one in known for name, hint in get_type_hints(one).items()}
+    fields = {field.name for one in known for field in dataclasses.fields(one)} - (_NOT_IN_FILES - {"resume"})
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name in found:
+            raise ValueError(f"{path}: {name} is there twice.")
+        if name == "options":
+            found[name] = _options(value, path)
+        elif name not in fields:
+            raise ValueError(f"{path}: unknown key {key!r}.{_hint(name, fields)}")
+        else:
+            found[name] = _value(value, hints[name], name, path)
+    return found
+
+
+def write_run(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write a run's settings, whole or not at all; None, which TOML cannot say, is left out."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(_HEADER + to_toml(settings), encoding="utf-8")
+    os.replace(partial, path)
+
+
+def to_toml(settings: Mapping[str, Any]) -> str:
+    """Return settings as TOML, ``options`` as a table; ``resume`` would not do it again and is left out."""
+    lines = [
+        f"{name} = {_toml(value)}"
+        for name, value in settings.items()
+        if value is not None and name not in _NOT_IN_FILES
+    ]
+    options = settings.get("options") or {}
+    table = ["", "[options]", *(f"{_toml_key(name)} = {_toml(value)}" for name, value in options.items())]
+    return "\n".join([*lines, *(table if options else [])]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON's escapes are TOML's; it alone leaves the delete character as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int):
+        return str(int(value))
+    if isinstance(value, float):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    raise TypeError(f"TOML file: no way to write {value!r} ({type(value).__name__}).")
+
+
+def _toml_key(name: str) -> str:
+    return name if name.isidentifier() and name.isascii() else _toml(name)
+
+
+def _hint(name: str, fields: set[str]) -> str:
+    near = difflib.get_close_matches(name, fields, n=2)
+    also = " Options of the method stand under [options]." if not near else ""
+    return f" Did you mean {' or '.join(map(repr, near))}?" if near else f"{also} Known: {', '.join(sorted(fields))}."
+
+
+def _options(value: Any, path: str | Path) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{path}: options must be a table, [options], of the method's options, got {value!r}.")
+    return {name.replace("-", "_"): one for name, one in value.items()}
+
+
+def _value(value: Any, hint: Any, name: str, path: str | Path) -> Any:
+    if name == "sliding_window" and isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    try:
+        return _as(hint, value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{path}: {name} {error}") from None
+
+
+def _as(hint: Any, value: Any) -> Any:
+    """Return a value as a field's type, or say what it must be."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _as(next(one for one in arguments if one is not types.NoneType), value)
+    if origin is Literal:
+        if value not in arguments:
+            raise ValueError(f"must be one of {', '.join(map(str, arguments))}, got {value!r}.")
+        return value
+    if origin is list:
+        if not isinstance(value, list):
+            raise TypeError(f"must be a list, got {value!r}.")
+        return [_as(arguments[0], one) for one in value]
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if hint in (ContextLength, TokenCount) and (is_whole or isinstance(value, str)):
+        return int(hint(value))
+    if hint is float and (is_whole or isinstance(value, float)):
+        return float(value)
+    if hint in (str, bool, int) and type(value) is hint:
+        return value
+    words = {float: "a number", str: "a word in quotes", bool: "true or false", int: "a whole number"}
+    raise TypeError(f"must be {words.get(hint, _TOKENS)}, got {value!r}.")

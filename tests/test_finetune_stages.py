@@ -1,0 +1,179 @@
+"""Progressive training: every stage extends the model anew, counts on, and is trained once, killed or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Build, Killed, config, logits_of
+from transformers import AutoModelForCausalLM
+
+from hf_posenc import extend_config, load_extended, patch_model
+from hf_posenc.checkpoint import read_manifest
+from hf_posenc.evaluation import read_records
+from hf_posenc.training import finetune
+from hf_posenc.training.stage_list import parse_stages
+from hf_posenc.training.train_log import LossLog, read_log
+
+STAGES = {"stages": ["96:1152", "160:1920"], "factor": None, "save_steps": 3, "eval_documents": 2}
+FOLDERS = ("stage-1-96", "stage-2-160")
+
+
+def base(folder: Path, tiny_llama: Build) -> Any:
+    if not folder.is_dir():
+        tiny_llama(tie_word_embeddings=True).save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_stages_are_runs_of_their_own_that_count_on(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
+):
+    run = tmp_path / "run"
+    result = finetune(
+        base(tmp_path / "base", tiny_llama), tokenizer, documents, config(run, **STAGES), tokens_trained=50
+    )
+    logs = [read_log(run / name / "train_log.jsonl") for name in FOLDERS]
+    assert [line["tokens_trained"] for line in logs[0]] == [50 + 192 * step for step in range(1, 7)]
+    assert [line["tokens_trained"] for line in logs[1]] == [1202 + 320 * step for step in range(1, 7)]
+    assert (result.steps, result.tokens_trained) == (12, 3122)
+    assert result.train_loss == pytest.approx(sum(line["loss"] for log in logs for line in log) / 12)
+    assert logs[1][-1]["loss"] < logs[0][0]["loss"] - 0.3
+
+    # Factors count from the original length: each model is what Transformers builds from the config so extended.
+    for folder, length in ((run / FOLDERS[0], 96), (run, 160)):
+        manifest = read_manifest(folder) or {}
+        assert (manifest["original_max_position_embeddings"], manifest["context_length"]) == (64, length)
+        assert manifest["factor"] == length / 64
+        native = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").config
+        built = type(result.model)(extend_config(plain, "yarn", context_length=length)).model.rotary_emb.inv_freq
+        assert torch.equal(native, built)
+    torch.testing.assert_close(logits_of(load_extended(run)), logits_of(result.model), rtol=0, atol=0)
+    assert not (run / FOLDERS[1] / "model.safetensors").exists()  # the last stage's model is the run's
+
+    records = read_records(run / "results.jsonl")
+    assert [(r.context_length, r.tokens_trained) for r in records] == [
+        (length, trained) for trained in (50, 1202, 3122) for length in (32, 64, 96, 160)
+    ]
+    assert [r.perplexity for r in records] == [r.perplexity for r in result.records]
+    assert records[-1].perplexity < records[3].perplexity
+    card = (run / "README.md").read_text()
+    assert f"{records[3].perplexity:.2f}" in card
+    assert "fine-tuned on 3,122 tokens (1,202 of them in earlier runs) in blocks of 160" in card
+    seeds = [json.loads((run / name / "finetune.json").read_text())["seed"] for name in FOLDERS]
+    assert seeds == [0, 1]  # the documents of the second come in another order
+
+
+def kill_in(monkeypatch: pytest.MonkeyPatch, stage: str, step: int) -> None:
+    """Let the process die in one stage, just after the loss of ``step`` is written down."""
+    write = LossLog.on_log
+
+    def dying(self: LossLog, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        write(self, args, state, control, logs, **kwargs)
+        if self.path.parent.name == stage and state.global_step == step:
+            raise Killed
+
+    monkeypatch.setattr(LossLog, "on_log", dying)
+
+
+@pytest.mark.parametrize(
+    ("killed_in", "step", "lora"),
+    [
+        pytest.param(0, 5, False, marks=pytest.mark.slow),
+        (1, 2, False),  # there is no checkpoint of the second stage yet
+        pytest.param(1, 4, False, marks=pytest.mark.slow),
+        pytest.param(1, 4, True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_goes_on_in_its_stage_and_ends_the_same(
+    killed_in: int,
+    step: int,
+    lora: bool,
+    tmp_path: Path,
+    tiny_llama: Build,
+    tokenizer: Any,
+    documents: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    told = {**STAGES, "lora": lora}
+
+    def run(name: str, **changes: Any) -> Any:
+        return finetune(
+            base(tmp_path / "base", tiny_llama), tokenizer, documents, config(tmp_path / name, **told, **changes)
+        )
+
+    straight = run("straight")
+    with monkeypatch.context() as patch:
+        kill_in(patch, FOLDERS[killed_in], step)
+        with pytest.raises(Killed):
+            run("killed")
+    first = (tmp_path / "killed" / FOLDERS[0] / "train_log.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"holds a run already. Pass resume=True"):
+        run("killed")
+    resumed = run("killed", resume=True)
+    again = (tmp_path / "killed" / FOLDERS[0] / "train_log.jsonl").read_bytes()
+    assert (again == first) == (killed_in == 1)  # a finished stage is not trained again
+    for one, other in zip(straight.records, resumed.records, strict=True):
+        assert one.perplexity == other.perplexity
+    assert len(read_records(tmp_path / "killed/results.jsonl")) == 12
+    for name, value in straight.model.state_dict().items():
+        assert torch.equal(value, resumed.model.state_dict()[name]), name
+    done = run("killed", resume=True)  # all of it is finished
+    assert (done.steps, done.tokens_trained) == (12, straight.tokens_trained)
+    assert torch.equal(logits_of(done.model), logits_of(straight.model))
+    with pytest.raises(ValueError, match=r"learning_rate was 0\.003, is now 0\.001"):
+        run("killed", resume=True, learning_rate=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "message"),
+    [
+        ([], TypeError, "must be a list of LENGTH:BUDGET"),
+        ("16k:1M", TypeError, "must be a list of LENGTH:BUDGET"),
+        (["16k", "8k"], ValueError, "the lengths must rise, got 16384, 8192 tokens"),
+        (["16k", "16k"], ValueError, "the lengths must rise"),
+        (["16k:1M", "32k"], ValueError, "give every stage a budget or none"),
+        (["16k:lots"], ValueError, r"'16k:lots' is not LENGTH:BUDGET, such as 16k:500k \(expected a number of tokens"),
+        (["sixteen"], ValueError, "'sixteen' is not LENGTH:BUDGET"),
+        (["16k:"], ValueError, "'16k:' is not LENGTH:BUDGET"),
+    ],
+)
+def test_stages_that_cannot_be_read(stages: Any, error: type[Exception], message: str, tmp_path: Path):
+    with pytest.raises(error, match=message):
+        config(tmp_path, factor=None, stages=stages)
+
+
+def test_stages_as_they_are_written(tmp_path: Path):
+    read = parse_stages(["16k:500k", "32000:1M"], 7)
+    assert [(stage.name, stage.length, stage.token_budget) for stage in read] == [
+        ("stage-1-16k", 16384, 500_000),
+        ("stage-2-32000", 32000, 1_000_000),
+    ]
+    assert [stage.token_budget for stage in parse_stages(["16k", "32k", "64k"], 3000)] == [1000] * 3
+    with pytest.raises(ValueError, match="stages say the target lengths: leave out factor"):
+        config(tmp_path, stages=["16k"])
+
+
+def test_stages_that_do_not_suit_the_model(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
+):
+    def refused(message: str, model: Any = None, **changes: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            finetune(model or tiny_llama(), tokenizer, documents, config(tmp_path / "run", **{**STAGES, **changes}))
+
+    refused("was trained on 64 tokens, and 64 are not beyond them", stages=["64", "128"])
+    refused("255 tokens for the stage of 128 are less than one step, 256 tokens", stages=["96:500", "128:255"])
+    refused("extended already .yarn, factor 2.*on_scaled='replace'", patch_model(tiny_llama(), "yarn", 2))
+    assert not (tmp_path / "run").exists()
+    small = {**STAGES, "token_budget": 400, "micro_batch_size": 1, "eval_documents": 0}
+    replaced = config(tmp_path / "run", **{**small, "stages": ["96", "160"], "on_scaled": "replace"})
+    result = finetune(patch_model(tiny_llama(), "linear", 2), tokenizer, documents, replaced)
+    assert (result.steps, (read_manifest(tmp_path / "run") or {})["method"]) == (2 + 1, "yarn")
+    with pytest.raises(ValueError, match=r"holds a run in stages \(stage-1-96, ...\)"):
+        finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "run", eval_documents=0))
+    finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "single", eval_documents=0, token_budget=128))
+    with pytest.raises(ValueError, match="holds a run without stages"):
+        finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "single", **small))

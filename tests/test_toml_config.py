@@ -1,0 +1,179 @@
+"""A run as a file: every setting survives it, flags win over it, and mistakes are named with file and key."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cli_mistakes import refused
+from transformers import LlamaForCausalLM
+
+from hf_posenc import arguments as args_
+from hf_posenc import cli
+from hf_posenc.arguments import DocumentArguments, FinetuneModelArguments
+from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.toml_config import RUN_FILE, read_run, write_run
+
+KNOWN = (FinetuneConfig, DocumentArguments, FinetuneModelArguments)
+# None of them the default; for fields that others exclude, the second config.
+OTHER: dict[str, Any] = {
+    "output_dir": 'a "folder"\\of\nmine, ö \x7f',
+    "recipe": "pose",
+    "method": "yarn",
+    "factor": 2.5,
+    "original_max_position_embeddings": 4096,
+    "sliding_window": "8192",
+    "on_scaled": "replace",
+    "options": {"beta_fast": 16, "ramp": "paper", "truncate": False, "attention_factor": 1.25e-5},
+    "token_budget": 123_456,
+    "seq_len": 2048,
+    "position_schedule": "pose",
+    "pose_chunks": 3,
+    "short_share": 0.25,
+    "length_upsampling": 5.0,
+    "shifted_sparse_attention": True,
+    "group_share": 0.5,
+    "micro_batch_size": 3,
+    "gradient_accumulation_steps": 7,
+    "learning_rate": 3.1e-07,
+    "lr_schedule": "cosine",
+    "warmup_steps": 5,
+    "weight_decay": 0.1,
+    "adam_beta1": 0.8,
+    "adam_beta2": 0.99,
+    "max_grad_norm": 0.3,
+    "lora": True,
+    "lora_rank": 64,
+    "lora_alpha": 32,
+    "lora_targets": "all-linear",
+    "lora_embeddings": False,
+    "gradient_checkpointing": True,
+    "bf16": False,
+    "seed": 3,
+    "save_steps": 17,
+    "logging_steps": 2,
+    "report_to": "all",
+    "run_name": "one = two # three",
+    "eval_lengths": [512, 4096],
+    "eval_documents": 3,
+    "logits_chunk": 100,
+}
+EXCLUDED: dict[str, Any] = {"context_length": 32768, "preset": "qwen3-yarn-4x", "stages": ["16k:500k", "32k:1M"]}
+
+
+def test_every_field_survives(tmp_path: Path) -> None:
+    names = {field.name for field in dataclasses.fields(FinetuneConfig)}
+    assert names == {*OTHER, *EXCLUDED, "resume"}  # a new field is to be added above
+    first = FinetuneConfig(**OTHER)
+    assert all(getattr(first, name) != getattr(FinetuneConfig("x"), name) for name in OTHER)
+    sets = [first, *(FinetuneConfig("x", **{name: value}) for name, value in EXCLUDED.items()), FinetuneConfig("x")]
+    for made in sets:
+        write_run(tmp_path / RUN_FILE, vars(made))
+        assert FinetuneConfig(**read_run(tmp_path / RUN_FILE, KNOWN)) == made
+    write_run(tmp_path / RUN_FILE, vars(FinetuneConfig("x", resume=True)))
+    assert "resume" not in read_run(tmp_path / RUN_FILE, KNOWN)  # a repeated run begins
+    assert [path.name for path in tmp_path.iterdir()] == [RUN_FILE]
+
+
+def parsed(*argv: Any) -> tuple[FinetuneConfig, DocumentArguments, FinetuneModelArguments]:
+    """What the command makes of its words, up to where it would read texts."""
+    seen: list[Any] = []
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        _, *filled = parse(*args, **kwargs)
+        seen.extend(filled[:3])
+        raise KeyboardInterrupt
+
+    parse = args_.parse
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli.args_, "parse", stop)
+        with pytest.raises(KeyboardInterrupt):
+            cli.finetune(["model", *map(str, argv)])
+    return seen[0], seen[1], seen[2]
+
+
+def test_flags_win_over_the_file_the_file_over_the_recipe_and_it_over_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'output-dir = "out"\nlearning_rate = 1e-4\ntoken-budget = "300k"\ncontext_length = "32k"\n'
+        "lora_embeddings = true\n"
+        'documents = "books"\ndtype = "bfloat16"\n[options]\nrope-theta = 9e5\n'
+    )
+    run, source, loading = parsed("--config", file, "--recipe", "qlora", "--token-budget", "1M", "--method", "abf")
+    assert (run.output_dir, run.learning_rate, run.token_budget) == ("out", 1e-4, 1_000_000)
+    assert (run.recipe, run.lora, run.lora_rank, run.context_length) == ("qlora", True, 64, 32768)
+    assert (run.lora_embeddings, run.seq_len, run.warmup_steps) == (True, None, 20)
+    assert (run.method, run.options) == ("abf", {"rope_theta": 9e5})
+    assert (source.documents, loading.dtype, loading.load_in_4bit) == ("books", "bfloat16", True)
+    file.write_text('recipe = "pose"\noutput_dir = "out"\n')
+    assert parsed("--config", file)[0] == FinetuneConfig.from_recipe("pose", output_dir="out")
+    # A flag that says what is the default anyway wins too.
+    run, _, loading = parsed("--config", file, "--learning-rate", "2e-5", "--recipe", "qlora", "--load-in-4bit", "no")
+    assert (run.recipe, run.learning_rate, run.lora_rank, loading.load_in_4bit) == ("qlora", 2e-5, 64, False)
+    run, _, _ = parsed("--recipe", "longlora", "--output-dir", "x", "--lora", "false", "--no-lora-embeddings")
+    assert (run.lora, run.lora_embeddings, run.shifted_sparse_attention) == (False, False, True)
+    run, _, _ = parsed("--recipe", "pose", "--output-dir", "x", "--method", "ntk")
+    assert (run.method, run.options) == ("ntk", {})
+    assert parsed("--output-dir", "x")[0] == FinetuneConfig("x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rat = 1", "unknown key 'learning_rat'. Did you mean 'learning_rate'"),
+        ("beta_fast = 1", r"unknown key 'beta_fast'. Options of the method stand under \[options\]. Known: adam_beta1"),
+        ('learning_rate = "2e-5"', "learning_rate must be a number, got '2e-5'"),
+        ("lora = 1", "lora must be true or false, got 1"),
+        ("lora_rank = true", "lora_rank must be a whole number, got True"),
+        ("lora_rank = 2.0", "lora_rank must be a whole number, got 2.0"),
+        ("method = 3", "method must be a word in quotes, got 3"),
+        ('on_scaled = "merge"', "on_scaled must be one of refuse, replace, got 'merge'"),
+        ('token_budget = "lots"', "token_budget expected a number of tokens"),
+        ("token_budget = 1.5", 'token_budget must be a number of tokens, such as 32768 or "32k", got 1.5'),
+        ('eval_lengths = "2k"', "eval_lengths must be a list, got '2k'"),
+        ("eval_lengths = [1979-05-27]", "eval_lengths must be a number of tokens"),
+        ("options = 3", "options must be a table"),
+        ("seq-len = 4\nseq_len = 4", "seq_len is there twice"),
+        ("seq_len = ", "is no TOML file: Invalid value"),
+        ("config = 'x'", "unknown key 'config'"),
+        ("[lora]\nrank = 8", "lora must be true or false, got {'rank': 8}"),
+        ('recipe = "yarn-40"', "unknown recipe 'yarn-40'. Did you mean 'yarn-400'"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_loaded(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    assert cli.main(["finetune", "nowhere", "--config", str(file), "--output-dir", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert re.search(message, error), error
+    if "recipe" not in text:
+        assert f"{file}" in error
+
+
+def test_a_run_leaves_a_file_that_repeats_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("It is a truth universally acknowledged. " * 60)
+    flags = ["--documents", str(text), "--method", "yarn", "--factor", "2", "--option", "beta_fast=8"]
+    flags += ["--token-budget", "512", "--eval-documents", "0", "--learning-rate", "1e-3", "--warmup-steps", "0"]
+    assert cli.main(["finetune", str(tiny_checkpoint), *flags, "--output-dir", str(tmp_path / "one")]) == 0
+    again = ["--config", str(tmp_path / "one/run.toml"), "--output-dir", str(tmp_path / "two")]
+    assert cli.main(["finetune", str(tiny_checkpoint), *again]) == 0
+    one, two = (read_run(tmp_path / name / RUN_FILE, KNOWN) for name in ("one", "two"))
+    assert {**one, "output_dir": ""} == {**two, "output_dir": ""}
+    assert (one["documents"], one["options"], one["dtype"]) == (str(text), {"beta_fast": 8}, "auto")
+    weights = [LlamaForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two")]
+    assert all(value.equal(weights[1][name]) for name, value in weights[0].items())
+    kept = (tmp_path / "one/run.toml").read_bytes()
+    assert (
+        cli.main(["finetune", str(tiny_checkpoint), *flags, "--output-dir", str(tmp_path / "one"), "--seed", "4"]) == 2
+    )
+    assert (tmp_path / "one/run.toml").read_bytes() == kept  # a run that is refused leaves it alone
+
+
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    refused(capsys, "finetune", "m", "--config", tmp_path / "none.toml", "--output-dir", "o")
