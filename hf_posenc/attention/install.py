@@ -79,7 +79,7 @@ def _reason_of_family(model: PreTrainedModel, config: PreTrainedConfig) -> str |
         return "an indexer, which turns keys of its own, picks what its attention reads"
     if len(found) != 1:
         return f"its layers have rotary modules of their own ({len(found)})"
-    if any("ALL_ATTENTION_FUNCTIONS" not in _code(layer) for layer in _layers(model)[:1]):
+    if not all(goes_through_interface(layer) for layer in attention_layers(model)[:1]):
         return "its attention does not go through Transformers' AttentionInterface"
     return None
 
@@ -96,9 +96,21 @@ def _reason_of_settings(model: PreTrainedModel, config: PreTrainedConfig) -> str
     return None
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that know which layer they are: those of attention, and some of the decoder's own."""
     return [module for module in model.modules() if isinstance(vars(module).get("layer_idx"), int)]
+
+
+def goes_through_interface(layer: nn.Module) -> bool:
+    """Return whether the file that a layer's class is defined in knows Transformers' AttentionInterface."""
+    return "ALL_ATTENTION_FUNCTIONS" in _code(layer)
+
+
+def reads_whole_context(layer: nn.Module, config: PreTrainedConfig) -> bool:
+    """Return whether an attention layer has no window and no chunks."""
+    types = getattr(config, "layer_types", None)
+    index: Any = layer.layer_idx
+    return types is None or index >= len(types) or types[index] in FULL_ATTENTION
 
 
 def _code(module: nn.Module) -> dict[str, Any]:
@@ -204,7 +216,7 @@ def open_door(model: PreTrainedModel, extension: Extension, plain: torch.Tensor,
     config = model.config.get_text_config(decoder=True)
     inner = config._attn_implementation
     door = Door(Stages(extension.spec, extension.scaling), inner, plain, rotation)
-    for module in _layers(model):
+    for module in attention_layers(model):
         put_door(module, door, _kind(module, config))
     for each in text_configs(model):
         each._attn_implementation = PREFIX + inner
@@ -233,7 +245,7 @@ def door_problem(model: PreTrainedModel, opened: OpenDoor) -> str | None:
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != PREFIX + opened.implementation:
         return f"the attention implementation is {config._attn_implementation!r}"
-    if any(door_of(module) is not opened.door for module in _layers(model)):
+    if any(door_of(module) is not opened.door for module in attention_layers(model)):
         return "an attention layer has lost its door"
     if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in opened.hooks):
         return "a hook of the decoder is gone"
@@ -249,11 +261,8 @@ def door_problem(model: PreTrainedModel, opened: OpenDoor) -> str | None:
 
 
 def _kind(module: nn.Module, config: PreTrainedConfig) -> str:
-    types = getattr(config, "layer_types", None)
-    index: Any = module.layer_idx
-    full = types is None or index >= len(types) or types[index] in FULL_ATTENTION
     turns = getattr(module, "use_rope", True) and getattr(module, "force_rope", True)  # SmolLM3's name, Cohere 2 MoE's
-    return FULL if full and turns else PASS
+    return FULL if reads_whole_context(module, config) and turns else PASS
 
 
 def _plain_until(extension: Extension) -> int:

@@ -10,11 +10,12 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 # States of a key slot.
 REAL, PADDING, UNWRITTEN = 1, 0, -1
 PREFIX = "hf_posenc_"
+SHIFTED = PREFIX + "shifted_"
 
 
 def inner_name(implementation: str) -> str:
-    """Return the attention implementation behind the door."""
-    return implementation.removeprefix(PREFIX)
+    """Return the attention implementation that is called in the end."""
+    return implementation.removeprefix(SHIFTED).removeprefix(PREFIX)
 
 
 def slot_states(

@@ -205,6 +205,8 @@ class FinetuneConfig:
         self._check_words()
         self._check_recipe()
         self._check_stages()
+        if self.seq_len is not None:
+            self.group(self.seq_len)
 
     @classmethod
     def from_recipe(cls, name: str, **overrides: Any) -> Self:
@@ -234,7 +236,12 @@ class FinetuneConfig:
             get_preset(self.preset).refuse_besides(**{name: getattr(self, name) for name in decided})
         self._set("sliding_window", str(check_window(self.sliding_window)))
         # The options of a method that the model brings are checked against that model.
-        make_scaling(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
+        scaling = make_scaling(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
+        if self.shifted_sparse_attention and scaling.on_attention_door:
+            raise ValueError(
+                f"shifted_sparse_attention is for static methods, such as 'yarn' and 'linear': {self.method!r} has an "
+                "attention of its own."
+            )
 
     def _check_numbers(self) -> None:
         for name, least in _WHOLE.items():
@@ -288,6 +295,22 @@ class FinetuneConfig:
         decided = ("factor", "context_length", "preset")
         if given := [name for name in decided if getattr(self, name) is not None]:
             raise ValueError(f"stages say the target lengths: leave out {' and '.join(given)}.")
+
+    def group(self, seq_len: int) -> int | None:
+        """Return the tokens of a group of shifted sparse attention, for blocks of ``seq_len``; None for no groups.
+
+        Raises:
+            ValueError: A group would have fewer than 2 tokens.
+        """
+        if not self.shifted_sparse_attention:
+            return None
+        group = round(seq_len * self.group_share)
+        if group < 2:
+            raise ValueError(
+                f"group_share {self.group_share} of a block of {seq_len} tokens gives groups of {group}, and they need "
+                "2 at least. LongLoRA takes a quarter of the block."
+            )
+        return group
 
     def fixed_settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the run it continues, JSON-able."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
+from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.checkpoint import partial_of, save_extended
 from hf_posenc.evaluation import Record
 from hf_posenc.evaluation.facts import hash_weights
@@ -129,6 +130,8 @@ def _train(
     keep_layout(model)  # checkpoints are written between forwards
     set_seed(config.seed)
     description = extend(model, config)
+    if (group := config.group(config.seq_len or description["context_length"])) is not None:
+        check_shiftable(model, group)
     with evaluation_mode(model):
         check_head(model)
     texts = prepare_texts(model, tokenizer, documents, eval_documents, config, description)
@@ -213,6 +216,7 @@ def _measure(
 
 def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: TrainingArguments) -> dict[str, Any]:
     shown = ("lora", "learning_rate", "lr_schedule", "weight_decay", "seed")
+    group = config.group(packed.seq_len)
     return {
         **({"recipe": config.recipe} if config.recipe is not None else {}),
         "seq_len": packed.seq_len,
@@ -221,6 +225,7 @@ def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: Training
         **_positions_settings(config),
         **{name: getattr(config, name) for name in shown},
         **({name: getattr(config, name) for name in _LORA_SETTINGS} if config.lora else {}),
+        **({"shifted sparse attention while training, tokens of a group": group} if group is not None else {}),
         "warmup_steps": args.warmup_steps,
         "computed in": "bfloat16, float32 weights" if args.bf16 else "float32",
         "data": packed.fingerprint(),

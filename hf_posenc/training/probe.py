@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from hf_posenc.attention.masks import inner_name
+from hf_posenc.attention.shifted import shift_of
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import decoder_body, head_logits
 from hf_posenc.patching import extension_of
@@ -18,6 +20,9 @@ from hf_posenc.training.positions import FULL, PositionSchedule
 logger = logging.getLogger(__name__)
 
 _DOCUMENT = 24  # tokens of a document of the probe
+# Tokens of a group of shifted sparse attention meanwhile, so that a block has several: the border between the documents
+# (24) lies inside a group of either half of the heads (20 to 40, 10 to 30).
+_GROUP = 20
 _LEAK = 0.01  # of what is seen when the two are one document: rounding stays far below
 _UNSEEN = 1e-4  # the same, where something must be seen, from however far
 
@@ -26,9 +31,10 @@ _UNSEEN = 1e-4  # the same, where something must be seen, from however far
 def probe_isolation(model: Any, batch_size: int = 1, positions: PositionSchedule | None = None) -> float:
     """Change document 1 of a packed block and see whether the logits of document 2 move.
 
-    The probe goes the way training goes (the training forward, wrappers and hooks included) and is measured
-    against what the same change does when both documents are numbered as one. Where positions skip, it also
-    changes what stands before a skip in one document and sees whether what stands behind it moves, as it must.
+    The probe goes the way training goes (the training forward, wrappers and hooks included, and shifted sparse
+    attention where that is on, in groups as short as the probe) and is measured against what the same change does when
+    both documents are numbered as one. Where positions skip, it also changes what stands before a skip in one document
+    and sees whether what stands behind it moves, as it must.
 
     Args:
         model: Causal language model, PEFT-wrapped or not.
@@ -46,12 +52,14 @@ def probe_isolation(model: Any, batch_size: int = 1, positions: PositionSchedule
     attention = inner_name(str(base.config._attn_implementation))
     lengths = [_DOCUMENT, _second_length(base)]
     was_training = base.training
+    shift = shift_of(base)
     model.eval()
     try:
-        joined = _movement(model, torch.arange(sum(lengths)).repeat(batch_size, 1), _DOCUMENT)
-        apart = _movement(model, _drawn(positions, lengths, batch_size), _DOCUMENT)
-        if positions is not None and positions.kind != FULL:
-            _check_skip(model, attention, _drawn(positions, [sum(lengths)], 1).repeat(batch_size, 1), joined)
+        with nullcontext() if shift is None else shift.rehearsed(_GROUP):
+            joined = _movement(model, torch.arange(sum(lengths)).repeat(batch_size, 1), _DOCUMENT)
+            apart = _movement(model, _drawn(positions, lengths, batch_size), _DOCUMENT)
+            if positions is not None and positions.kind != FULL:
+                _check_skip(model, attention, _drawn(positions, [sum(lengths)], 1).repeat(batch_size, 1), joined)
     finally:
         model.train(was_training)
     if joined == 0:

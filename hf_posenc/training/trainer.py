@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 
+from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint import MANIFEST, is_on_attention_door, make_manifest
 from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.extension import MARK, Extension
@@ -146,6 +147,7 @@ def train(
         trained = loss_log.tokens_before + step * loss_log.tokens_per_step
         _mark_checkpoint(folder, model, tokens_trained=trained, base_model=base_model)
 
+    group = config.group(packed.seq_len)
     schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
     if args.should_save:
         warn_if_too_small(Path(config.output_dir), model, KEPT)
@@ -154,8 +156,9 @@ def train(
     autocast = torch.autocast(base.device.type, torch.bfloat16) if args.bf16 else nullcontext()
     console = Console(config.logging_steps)
     began = time.perf_counter()
+    sparse = nullcontext() if group is None else shifted_sparse_attention(model, group)
     try:
-        with float32_weights(model, frozen=not args.bf16), chunked_lm_loss(model, config.logits_chunk):
+        with sparse, float32_weights(model, frozen=not args.bf16), chunked_lm_loss(model, config.logits_chunk):
             with autocast:
                 probe_isolation(model, args.train_batch_size, packed.positions)
                 check = _first_loss_check(model, args, schedule, config, checkpoint, known_loss)

@@ -1,0 +1,251 @@
+"""LongLoRA's shifted sparse attention (Chen et al. 2023, section 3.2), for training: half of the heads attend within
+groups of tokens, the other half within groups shifted by half a group.
+
+Where its authors' code rolls the last half-group round to the first, so that the first tokens of a text see the last
+ones, here the first half-group and the last are groups of their own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.install import attention_layers, goes_through_interface, probe, reads_whole_context
+from hf_posenc.attention.lazy_mask import LazyMask, lazy_mask
+from hf_posenc.attention.masks import PREFIX, SHIFTED, piece_mask
+from hf_posenc.families import text_configs, unwrap
+from hf_posenc.windows import window_of_all_layers
+
+logger = logging.getLogger(__name__)
+
+INNER = ("sdpa", "eager")
+_SHIFT = "_hf_posenc_shift"
+_TOKENS = 8  # of the text that is read to see that a model can
+_UNSUPPORTED = "shifted sparse attention is not supported for model_type {!r}: {}."
+
+
+class Shift:
+    """The state of a model whose attention is shifted and sparse.
+
+    Attributes:
+        group: Tokens of a group.
+        inner: The attention implementation in use.
+        in_evaluation: Whether layers in evaluation mode attend in groups too, and not to everything.
+        grouped: Layers that attended in groups so far.
+    """
+
+    def __init__(self, group: int, inner: str) -> None:
+        self.group = group
+        self.inner = inner
+        self.in_evaluation = False
+        self.grouped: set[int] = set()
+
+    @contextmanager
+    def rehearsed(self, group: int) -> Iterator[None]:
+        """While open, groups have this many tokens, and those of a model in evaluation mode are the same."""
+        before = self.group, self.in_evaluation
+        self.group, self.in_evaluation = group, True
+        try:
+            yield
+        finally:
+            self.group, self.in_evaluation = before
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        in_groups: bool,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend in groups, or as ever; arguments and result are those of Transformers' attention functions."""
+        if not in_groups or not (module.training or self.in_evaluation):
+            whole = mask.whole(self.inner) if isinstance(mask, LazyMask) else mask
+            return inner_attention(self.inner, module)(module, query, key, value, whole, **kwargs)
+        if not isinstance(mask, LazyMask):
+            raise ValueError(
+                "shifted sparse attention was given a mask of the caller's or of the model's own, whose pattern it "
+                "does not know. Pass a mask (batch, length) of padding, position_ids of packed documents, or nothing."
+            )
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"shifted sparse attention is for training on whole blocks, and {query.shape[2]} queries came with "
+                f"{key.shape[2]} keys. Pass use_cache=False."
+            )
+        if any(kwargs.get(name) is not None for name in ("position_bias", "s_aux")):
+            raise ValueError("the model adds to its logits, which shifted sparse attention would put at other tokens.")
+        self.grouped.add(module.layer_idx)  # type: ignore[arg-type]
+        length = query.shape[2]
+        # Half a group further on, but not where one group is all there is: then nothing is to be linked.
+        firsts = (self.group, self.group // 2 if length > self.group else self.group)
+        # Positions of all queries say nothing of rows of some.
+        kwargs = {**kwargs, "position_ids": None}
+        outputs = [
+            self._half(layer, states, mask.groups(self.group, first, query.device), kwargs)
+            for (layer, *states), first in zip(_halves(module, query, key, value), firsts, strict=True)
+        ]
+        return torch.cat(outputs, dim=2), None
+
+    def _half(self, module: nn.Module, states: list[torch.Tensor], groups: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Return the output of half of the heads, ``(batch, length, heads, head_dim)``."""
+        attend = inner_attention(self.inner, module)
+        done = []
+        for query, key, value in zip(*(groups.rows(each) for each in states), strict=True):
+            mask = piece_mask(self.inner, query.shape[2], query.shape[2], None, query)
+            done.append(attend(module, query, key, value, mask, **kwargs)[0])
+        return groups.slots(done, len(states[0]))  # type: ignore[no-any-return]
+
+
+def _halves(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[list[Any]]:
+    """Yield the layer, queries, keys and values of each half of the heads.
+
+    Where query heads of both halves share a key head, each query head gets keys of its own.
+    """
+    heads, shared = query.shape[1], query.shape[1] // key.shape[1]
+    half = heads // 2
+    if not half:
+        raise ValueError("it has one attention head, which cannot be halved")
+    if half % shared:
+        key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+        module, shared = copy.copy(module), 1
+        module.__dict__["num_key_value_groups"] = 1  # of the copy: what attention functions repeat keys by
+    for begin, end in ((0, half), (half, heads)):
+        few = slice(begin // shared, end // shared)
+        yield [module, query[:, begin:end], key[:, few], value[:, few]]
+
+
+def shifted_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The function that Transformers calls; each attention layer knows whether it is one for groups."""
+    if _SHIFT not in module.__dict__:
+        raise ValueError(f"{type(module).__name__} was added to the model after its attention was made sparse.")
+    shift, in_groups = module.__dict__[_SHIFT]
+    return shift.attend(module, query, key, value, attention_mask, in_groups, kwargs)  # type: ignore[no-any-return]
+
+
+def check_shiftable(model: Any, group: int) -> None:
+    """Refuse what cannot be trained with shifted sparse attention.
+
+    Args:
+        model: The model, wrapped or not.
+        group: Tokens of a group.
+
+    Raises:
+        TypeError, ValueError: The group, or the model; with the reason.
+    """
+    if isinstance(group, bool) or not isinstance(group, int):
+        raise TypeError(f"group must be a whole number of tokens, got {group!r}.")
+    if group < 2:
+        raise ValueError(f"a group of shifted sparse attention needs at least 2 tokens, got {group}.")
+    base = unwrap(model)
+    config = base.config.get_text_config(decoder=True)
+    if reason := _reason_of_implementation(str(config._attn_implementation)) or _reason_of_model(base, config):
+        raise ValueError(_UNSUPPORTED.format(config.model_type, reason))
+
+
+def _reason_of_implementation(implementation: str) -> str | None:
+    if implementation.startswith(SHIFTED):
+        return "it is on already"
+    if implementation.startswith(PREFIX):
+        return (
+            "its attention turns by rules of its own (dynamic, self_extend, dca, rerope, ...), which count on all keys "
+            "before a query; extend it by a static rule such as 'yarn' or 'linear'"
+        )
+    if implementation not in INNER:
+        known = " or ".join(map(repr, INNER))
+        return f"its attention implementation is {implementation!r}; load it with attn_implementation={known}"
+    return None
+
+
+def _reason_of_model(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+    layers = attention_layers(model)
+    if not layers or not goes_through_interface(layers[0]):
+        return "its attention does not go through Transformers' AttentionInterface"
+    if window_of_all_layers(config):
+        return "every layer has a sliding window (pass sliding_window='off' when extending it)"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return "its attention looks ahead"
+    if any("sinks" in name for layer in layers for name, _ in layer.named_parameters(recurse=False)):
+        return "its attention has sinks, learned logits beside those of the keys"
+    return None
+
+
+@contextmanager
+def shifted_sparse_attention(model: Any, group: int) -> Iterator[Shift]:
+    """While open, a model in training mode attends in groups of tokens, as LongLoRA's shifted sparse attention does.
+
+    Half of the heads attend within groups of ``group`` tokens, the other half within groups shifted by half of it,
+    always causally; documents that are packed stay apart. Layers with a sliding window are left alone, and so is a
+    model in evaluation mode. A text of one group is attended to as a whole. Attention weights are not given out.
+
+    Args:
+        model: The model, wrapped or not, extended by a static rule or not at all; with sdpa or eager attention.
+        group: Tokens of a group, 2 at least. LongLoRA takes a quarter of the training length.
+
+    Raises:
+        TypeError, ValueError: As ``check_shiftable``'s; or the model's layers do something of their own with masks.
+    """
+    check_shiftable(model, group)
+    base = unwrap(model)
+    config = base.config.get_text_config(decoder=True)
+    inner = str(config._attn_implementation)
+    AttentionInterface.register(SHIFTED + inner, shifted_attention)
+    AttentionMaskInterface.register(SHIFTED + inner, lazy_mask)
+    shift, layers = Shift(group, inner), attention_layers(base)
+    before = [(each, each._attn_implementation) for each in text_configs(base)]
+    try:
+        for layer in layers:
+            layer.__dict__[_SHIFT] = (shift, reads_whole_context(layer, config))
+        for each, _ in before:
+            each._attn_implementation = {"": SHIFTED + inner}  # and not of configs inside it
+        _try_out(base, shift)
+        logger.info(
+            "shifted sparse attention: half of the heads in groups of %d tokens, the others %d further on, in %d of %d "
+            "layers",
+            group,
+            group // 2,
+            len(shift.grouped) or config.num_hidden_layers,
+            config.num_hidden_layers,
+        )
+        yield shift
+    finally:
+        for each, implementation in before:
+            each._attn_implementation = {"": implementation}
+        for layer in layers:
+            layer.__dict__.pop(_SHIFT, None)
+
+
+def shift_of(model: Any) -> Shift | None:
+    """Return the state of a model whose attention is shifted and sparse; None if it is not."""
+    found = (module.__dict__.get(_SHIFT) for module in unwrap(model).modules())
+    return next((each[0] for each in found if each), None)
+
+
+def _try_out(model: PreTrainedModel, shift: Shift) -> None:
+    """Read a few tokens, to see that layers attend in groups; where weights are elsewhere that has to wait."""
+    if any(parameter.is_meta or not parameter.numel() for parameter in model.parameters()):
+        return
+    reason, cause = "no layer asked for it", None
+    try:
+        with shift.rehearsed(2):
+            probe(model, _TOKENS)
+    except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
+        reason, cause = f"its layers do something of their own ({error})", error
+    if cause is not None or not shift.grouped:
+        raise ValueError(_UNSUPPORTED.format(model.config.get_text_config(decoder=True).model_type, reason)) from cause
