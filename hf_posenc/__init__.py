@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.perplexity import perplexity
     from hf_posenc.evaluation.records import Record
     from hf_posenc.patching import describe, patch_model, patched, unpatch_model, verify_model
+    from hf_posenc.planning.planner import Plan, plan
     from hf_posenc.registry import available_methods
     from hf_posenc.request import extend_config
     from hf_posenc.training.config import FinetuneConfig
@@ -25,6 +26,7 @@ _MODULES = {
     "FinetuneConfig": "training",
     "FinetuneResult": "training",
     "PerplexityCallback": "training",
+    "Plan": "planning",
     "Record": "evaluation",
     "RotaryMismatchError": "verification",
     "Verification": "verification",
@@ -37,6 +39,7 @@ _MODULES = {
     "patch_model": "patching",
     "patched": "patching",
     "perplexity": "evaluation",
+    "plan": "planning",
     "save_extended": "checkpoint",
     "unpatch_model": "patching",
     "verify_model": "patching",
@@ -46,6 +49,7 @@ __all__ = [
     "FinetuneConfig",
     "FinetuneResult",
     "PerplexityCallback",
+    "Plan",
     "Record",
     "RotaryMismatchError",
     "Verification",
@@ -59,6 +63,7 @@ __all__ = [
     "patch_model",
     "patched",
     "perplexity",
+    "plan",
     "save_extended",
     "unpatch_model",
     "verify_model",

@@ -33,6 +33,7 @@ examples:
   hf-posenc patch MODEL longer-model --method yarn --factor 4
   hf-posenc eval MODEL --documents book.txt --context-lengths 512 2k 8k --method none yarn --factor 4 --output r.jsonl
   hf-posenc compare MODEL --documents book.txt --context-length 32k --dry-run
+  hf-posenc plan MODEL --context-length 128k --gpu-memory 24GB
   hf-posenc finetune MODEL --documents books/ --method yarn --factor 4 --token-budget 1M --output-dir trained
   hf-posenc report r.jsonl --output-dir report
   hf-posenc export longer-model --to vllm
@@ -101,6 +102,17 @@ def compare(argv: Sequence[str]) -> None:
     from hf_posenc.comparing.command import compare as run
 
     run(given.model, documents, what, loading)
+
+
+def plan(argv: Sequence[str]) -> None:
+    """Say what a context length costs in memory and time, and which method, recipe and lever to take; config only."""
+    from hf_posenc.planning.arguments import PlanArguments
+
+    places = {"model": "name on the Hub, folder or .gguf file; its weights are not read"}
+    given, what = args_.parse("plan", _first_line(plan), argv, (PlanArguments,), places)
+    from hf_posenc.planning.command import run_plan
+
+    print(run_plan(given.model, what))
 
 
 def finetune(argv: Sequence[str]) -> None:
@@ -232,6 +244,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "eval": evaluate,
     "lm-eval": lm_eval,
     "compare": compare,
+    "plan": plan,
     "finetune": finetune,
     "report": report,
     "export": export,

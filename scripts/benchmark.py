@@ -4,6 +4,7 @@
     python scripts/benchmark.py patched   # a patched model against one built natively from the same config
     python scripts/benchmark.py staged    # dynamic_yarn against the unpatched model and static yarn
     python scripts/benchmark.py evaluation  # the YaRN authors' procedure, lm-eval and evaluate against perplexity
+    python scripts/benchmark.py training --tokens 8192  # a training step against plain Trainer's: memory and speed
     python scripts/benchmark.py all
 
 Prints one JSON line for each ratio, then a table.
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from benchmark_evaluation import benchmark_evaluation, print_comparison
 from benchmark_staged import benchmark_staged
+from benchmark_training import benchmark_training
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import extend_config, patch_model
@@ -35,6 +37,7 @@ from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.data import tokenize_documents
 from hf_posenc.evaluation import perplexity
 from hf_posenc.loading import load_model
+from hf_posenc.planning.arguments import MemorySize
 
 Result = dict[str, Any]
 CURVES = ("one_pass", "pass_per_length")
@@ -55,6 +58,8 @@ def main() -> None:
         results += benchmark_staged(getattr(torch, args.dtype), args.rounds // 2, alternate, facts)
     if args.what in ("evaluation", "all"):
         results += benchmark_evaluation(args.model, args.dtype, rounds=3)
+    if args.what in ("training", "all"):
+        results += benchmark_training(args.model, args.dtype, args.tokens, max(2, args.rounds // 10), args.longest_in)
     for result in results:
         print(json.dumps(result))
     print_table(results)
@@ -64,13 +69,14 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curve", "patched", "staged", "evaluation", "all"))
+    parser.add_argument("what", choices=("curve", "patched", "staged", "evaluation", "training", "all"))
     parser.add_argument("--model", default=str(tiny_model_path()), help="name, folder or .gguf; the tiny model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--points", type=int, default=64, help="lengths of the curve")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest length")
     parser.add_argument("--rounds", type=int, default=40, help="rounds of the patched against the native model")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of one forward or training step")
+    parser.add_argument("--longest-in", type=MemorySize, help="training: the longest block in this memory (20GB)")
     parser.add_argument("--memory-of", choices=CURVES, help=argparse.SUPPRESS)  # how the script calls itself
     return parser.parse_args()
 

@@ -26,6 +26,7 @@ from hf_posenc.training.checkpoints import KEPT
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.first_loss import FirstLossCheck, expected_first_loss, tolerance_of
+from hf_posenc.training.kernels import liger_arguments, training_kernels
 from hf_posenc.training.lora import base_not_looked_up
 from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
 from hf_posenc.training.precision import float32_weights, is_half
@@ -68,6 +69,7 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
         dataloader_pin_memory=not on_cpu,
     )
     values[checkpointing] = config.gradient_checkpointing
+    values |= liger_arguments(model)
     args = TrainingArguments(**values)
     if args.n_gpu > 1:
         logger.warning(
@@ -158,7 +160,12 @@ def train(
     began = time.perf_counter()
     sparse = nullcontext() if group is None else shifted_sparse_attention(model, group)
     try:
-        with sparse, float32_weights(model, frozen=not args.bf16), chunked_lm_loss(model, config.logits_chunk):
+        with (
+            sparse,
+            float32_weights(model, frozen=not args.bf16),
+            training_kernels(model, config, bf16=args.bf16),
+            chunked_lm_loss(model, config.logits_chunk),
+        ):
             with autocast:
                 probe_isolation(model, args.train_batch_size, packed.positions)
                 check = _first_loss_check(model, args, schedule, config, checkpoint, known_loss)

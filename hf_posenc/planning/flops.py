@@ -1,0 +1,50 @@
+"""Floating-point operations of training, those of the weights and those of the attention apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_posenc.planning.facts import ModelFacts
+from hf_posenc.training.config import FinetuneConfig
+
+_BACKWARD_ATTENTION = 2.5  # five products of block x block for the two forward (Dao 2023, arXiv:2307.08691, 4.1)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Operations, a multiplication and an addition counted as two."""
+
+    parameters: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.attention
+
+
+def training_flops(facts: ModelFacts, run: FinetuneConfig, seq_len: int, num_tokens: int) -> Flops:
+    """Count the operations of training on ``num_tokens`` tokens in blocks of ``seq_len``.
+
+    A weight costs two operations for a token in the forward pass, two for the gradient of its input, and two for its
+    own if it is trained (Kaplan et al. 2020, section 2.1). The loss in chunks makes its logits twice, and
+    gradient checkpointing makes the layers twice. Attention is counted as causal kernels do it, half of the square.
+    Adapters are left out: they are a few percent.
+    """
+    layers = facts.matrix_parameters - facts.head_parameters
+    trained = facts.head_parameters if run.lora else facts.matrix_parameters
+    again = facts.head_parameters + (layers if run.gradient_checkpointing else 0)
+    parameters = 2.0 * (2 * facts.matrix_parameters + trained + again)
+    passes = 1 + _BACKWARD_ATTENTION + run.gradient_checkpointing
+    attention = passes * sum(_attention_forward(facts, window, run, seq_len) for window in facts.windows)
+    return Flops(parameters * num_tokens, attention * num_tokens)
+
+
+def _attention_forward(facts: ModelFacts, window: int | None, run: FinetuneConfig, seq_len: int) -> float:
+    """Return a token's operations in one layer: two products with each key it sees, of every head."""
+    reach = seq_len if window is None else min(window, seq_len)
+    if run.shifted_sparse_attention:
+        reach = min(reach, max(1, round(run.group_share * seq_len)))
+    keys = reach - reach * (reach - 1) / (2 * seq_len)  # the mean: the first tokens of a block see fewer
+    if run.shifted_sparse_attention:
+        keys = (reach + 1) / 2  # every group begins anew
+    return 4.0 * facts.num_heads * facts.head_dim * keys

@@ -1,0 +1,170 @@
+"""A few steps of the real thing on this machine, with random weights of the model's shape: speed and memory."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import gc
+import io
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    IntervalStrategy,
+    PreTrainedConfig,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
+from hf_posenc.planning.training_memory import checkpoint_dtype, layer_repeat, meta_model, with_layers
+from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.lora import add_lora
+from hf_posenc.training.packing import PackedDataset
+from hf_posenc.training.train_log import LossLog
+from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
+
+_DOCUMENTS_A_BLOCK = 3
+
+
+@dataclass(frozen=True)
+class MeasuredTraining:
+    """What some optimizer steps took, the first one left out: it makes AdamW's states.
+
+    Attributes:
+        seq_len: Tokens of a block.
+        tokens_per_step: Over all blocks of a step.
+        seconds_per_step: The median.
+        peak: Bytes at the peak, on Linux or a GPU, beyond what was in use before the model was made.
+    """
+
+    seq_len: int
+    tokens_per_step: int
+    seconds_per_step: float
+    peak: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens_per_step / self.seconds_per_step
+
+
+class _Clock(LossLog):
+    """Takes the time of each step and lets the peak start again after the first one; writes no log."""
+
+    def __init__(self, model: Any, tokens_per_step: int) -> None:
+        super().__init__(Path(), tokens_per_step, vocab_size=2)
+        self.model = model
+        self.seconds: list[float] = []
+        self.peak = 0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        pass
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        pass  # random weights guess: there is nothing to learn from their losses
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if state.global_step == 1:
+            reset_peak_memory(self.model)
+        self.began = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+        self.peak = peak_memory(self.model)
+
+
+class Trains(Protocol):
+    """A way to train: the model, Trainer's settings, the blocks, the run, and a callback that has to see it."""
+
+    def __call__(
+        self, model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: LossLog, /
+    ) -> None: ...
+
+
+def train_as_finetune(
+    model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: LossLog
+) -> None:
+    """Train as ``finetune`` does."""
+    train(model, args, data, run, clock, None, "")
+
+
+def measure_training(
+    config: PreTrainedConfig,
+    run: FinetuneConfig,
+    seq_len: int,
+    *,
+    steps: int = 3,
+    packed: bool = False,
+    how: Trains = train_as_finetune,
+) -> MeasuredTraining:
+    """Train a model of random weights for some steps as ``finetune`` does, on a GPU if there is one.
+
+    Args:
+        config: The model's.
+        run: The settings; budget, folder and saving are not used.
+        seq_len: Tokens of a block.
+        steps: Optimizer steps, at least 2.
+        packed: Put three documents into each block, not one.
+        how: What trains; for comparisons.
+    """
+    first = with_layers(config, layer_repeat(config))
+    _train(first, run, min(seq_len, 64), 2, packed, how)  # imports what training needs, and warms it up
+    _tidy()
+    on_gpu = torch.cuda.is_available()
+    before = torch.cuda.memory_allocated() if on_gpu else memory_in_use(meta_model(first))
+    clock = _train(config, run, seq_len, steps, packed, how)
+    seconds = statistics.median(clock.seconds[1:])
+    return MeasuredTraining(seq_len, clock.tokens_per_step, seconds, clock.peak - before)
+
+
+def _train(
+    config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, steps: int, packed: bool, how: Trains
+) -> _Clock:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=checkpoint_dtype(config)).to(device)
+    hash_weights(model)  # so that all of it is in memory
+    with tempfile.TemporaryDirectory() as folder:
+        blocks = steps * run.micro_batch_size * run.gradient_accumulation_steps
+        run = dataclasses.replace(run, output_dir=folder, token_budget=blocks * seq_len, report_to="none")
+        data = random_blocks(int(config.get_text_config().vocab_size), seq_len, blocks, packed)
+        args = training_arguments(model, run, data)
+        args.save_strategy, args.disable_tqdm = IntervalStrategy.NO, True
+        trained = add_lora(model, run.lora_rank, run.lora_alpha) if run.lora else model
+        clock = _Clock(trained, tokens_per_step(args, data))
+        with redirect_stdout(io.StringIO()):  # Trainer prints the losses, of random weights
+            how(trained, args, data, run, clock)
+    return clock
+
+
+def random_blocks(vocab_size: int, seq_len: int, blocks: int, packed: bool) -> PackedDataset:
+    """Return blocks of random tokens: each one document, or more where ``packed``."""
+    ids = torch.randint(vocab_size, (blocks * seq_len,), generator=torch.Generator().manual_seed(0))
+    documents = torch.split(ids, seq_len // _DOCUMENTS_A_BLOCK + 1) if packed else [ids]
+    return PackedDataset(documents, seq_len, eos_token_id=None)
+
+
+def _tidy() -> None:
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # what importing has freed would serve the model without being counted

@@ -1,0 +1,238 @@
+"""What a target length costs, and which method and recipe to take: from the config alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_posenc.config import check_length, check_number
+from hf_posenc.planning.arguments import MemorySize
+from hf_posenc.planning.facts import ModelFacts, kv_cache_bytes, model_facts, read_config
+from hf_posenc.planning.flops import Flops, training_flops
+from hf_posenc.planning.levers import Lever, Sharding, levers, shard
+from hf_posenc.planning.measuring import MeasuredTraining, measure_training
+from hf_posenc.planning.rules import Advice, Situation, advise
+from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.units import TokenCount, length_name
+
+DEFAULT_BUDGET = TokenCount("1M")  # finetune's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a longer context costs.
+
+    Attributes:
+        model: What it is.
+        target: Tokens it is to read.
+        factor: Target / original length.
+        advice: Method and recipe, with reasons.
+        kv_cache: Bytes of one sequence's keys and values at the target, in the checkpoint's dtype.
+        levers: Ways to train, up to the first that fits; all of them where none does or no memory was given.
+        chosen: Which of them: the first that fits, else the last but for the memory as asked.
+        gpu_memory: Bytes of one device; None: not given.
+        sharding: Devices for training at the full length, where one is not enough; None: not needed, or 64 are too few.
+        token_budget: Tokens counted with.
+        flops: Of training on them, the chosen way.
+        tokens_per_second: Speed of training the chosen way; None: not known.
+        rate: Where the speed is from.
+        measured: What ``measure`` gave.
+    """
+
+    model: ModelFacts
+    target: int
+    factor: float
+    advice: Advice
+    kv_cache: int
+    levers: tuple[Lever, ...]
+    chosen: int
+    gpu_memory: int | None
+    sharding: Sharding | None
+    token_budget: int
+    flops: Flops
+    tokens_per_second: float | None = None
+    rate: str = "not known: give --tokens-per-second, --tflops or --measure"
+    measured: MeasuredTraining | None = field(default=None)
+
+    @property
+    def lever(self) -> Lever:
+        """The way to train that the plan counts with."""
+        return self.levers[self.chosen]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits one device; None where its memory is not known."""
+        return None if self.gpu_memory is None else self.lever.fits(self.gpu_memory)
+
+    @property
+    def inference(self) -> int:
+        """Bytes of the weights and one sequence's cache."""
+        return self.model.weight_bytes + self.kv_cache
+
+    @property
+    def hours(self) -> float | None:
+        """Of training; None where the speed is not known."""
+        return None if self.tokens_per_second is None else self.token_budget / self.tokens_per_second / 3600
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, JSON-able."""
+        rows = [{**_lever_dict(lever), "fits": self._fits(lever)} for lever in self.levers]
+        plain = {name: getattr(self, name) for name in ("target", "factor", "kv_cache", "gpu_memory", "token_budget")}
+        told = {name: getattr(self, name) for name in ("inference", "tokens_per_second", "rate", "hours", "chosen")}
+        nested = {name: getattr(self, name) for name in ("model", "advice", "flops", "sharding", "measured")}
+        nested = {name: None if value is None else dataclasses.asdict(value) for name, value in nested.items()}
+        return {**nested, **plain, **told, "levers": rows}
+
+    def _fits(self, lever: Lever) -> bool | None:
+        return None if self.gpu_memory is None else lever.fits(self.gpu_memory)
+
+
+def _lever_dict(lever: Lever) -> dict[str, Any]:
+    shown = ("lora", "bf16", "gradient_checkpointing", "position_schedule")
+    settings = {name: getattr(lever.run, name) for name in shown}
+    memory = {**dataclasses.asdict(lever.memory), "peak": lever.memory.peak}
+    return {"name": lever.name, "seq_len": lever.seq_len, "packed": lever.packed, **settings, "memory": memory}
+
+
+def plan(
+    model: str | Path | PreTrainedConfig,
+    context_length: int,
+    *,
+    gpu_memory: int | str | None = None,
+    token_budget: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    server: bool = False,
+    run: FinetuneConfig | None = None,
+    whole_documents: bool = False,
+    tokens_per_second: float | None = None,
+    tflops: float | None = None,
+    measure_length: int | None = None,
+) -> Plan:
+    """Say what reading ``context_length`` tokens costs; only the config is read.
+
+    Args:
+        model: Folder, name on the Hub, ``.gguf`` file, or a config.
+        context_length: Tokens the model is to read.
+        gpu_memory: Bytes of one device, or such as ``"24GB"``.
+        token_budget: Tokens to train on; None: whether to train is part of the answer, and costs are for 1M.
+        original_max_position_embeddings: Tokens it was trained on, where the config does not say it, or wrongly.
+        server: Only rules that servers run.
+        run: Settings of the training that is counted; None: ``finetune``'s.
+        whole_documents: Every block is of one document, so that attention needs no mask.
+        tokens_per_second: Measured speed of training at the target.
+        tflops: Sustained speed of the device, in 10^12 operations a second.
+        measure_length: Train a few steps of random weights on this machine, in blocks of so many tokens.
+
+    Raises:
+        ValueError, TypeError: A value is out of range, the config cannot be read, its original length is not known, or
+            the family cannot be run without data.
+    """
+    _check(context_length, token_budget, original_max_position_embeddings, tokens_per_second, tflops, measure_length)
+    memory = None if gpu_memory is None else MemorySize(gpu_memory)
+    run = run or FinetuneConfig("plan")
+    config = model if isinstance(model, PreTrainedConfig) else read_config(model)
+    name = str(config.name_or_path or config.model_type) if isinstance(model, PreTrainedConfig) else str(model)
+    facts = model_facts(config, name, original_max_position_embeddings)
+    original = _known_original(facts)
+    ways = levers(config, run, context_length, original, packed=not whole_documents)
+    rows, chosen = _choose(ways, memory)
+    fits = None if memory is None else rows[chosen].fits(memory)
+    full = [row for row in rows if row.seq_len == context_length and not row.run.lora] or rows
+    situation = Situation(
+        facts.model_type,
+        original,
+        facts.reads,
+        facts.method,
+        context_length,
+        token_budget,
+        server,
+        None if fits is None else rows[chosen].name,
+        fits,
+    )
+    unfit = memory is not None and not full[-1].fits(memory)
+    made = Plan(
+        model=facts,
+        target=context_length,
+        factor=context_length / original,
+        advice=advise(situation),
+        kv_cache=kv_cache_bytes(config, context_length),
+        levers=tuple(rows),
+        chosen=chosen,
+        gpu_memory=memory,
+        sharding=shard(full[-1], memory, facts.num_layers) if unfit and memory is not None else None,
+        token_budget=token_budget or DEFAULT_BUDGET,
+        flops=_flops(facts, rows[chosen], token_budget),
+    )
+    return _with_speed(made, config, tokens_per_second, tflops, measure_length)
+
+
+def _flops(facts: ModelFacts, lever: Lever, token_budget: int | None) -> Flops:
+    return training_flops(facts, lever.run, lever.seq_len, token_budget or DEFAULT_BUDGET)
+
+
+def _check(
+    context_length: int,
+    token_budget: int | None,
+    original: int | None,
+    tokens_per_second: float | None,
+    tflops: float | None,
+    measure_length: int | None,
+) -> None:
+    check_length("context_length", context_length)
+    for name, length in (("token_budget", token_budget), ("original_max_position_embeddings", original)):
+        if length is not None:
+            check_length(name, length)
+    if measure_length is not None and check_length("measure_length", measure_length) < 2:
+        raise ValueError(f"measure_length must be at least 2 tokens, got {measure_length}.")
+    for name, number in (("tokens_per_second", tokens_per_second), ("tflops", tflops)):
+        if number is not None:
+            check_number(name, number, above=0)
+    if sum(one is not None for one in (tokens_per_second, tflops, measure_length)) > 1:
+        raise ValueError("give one of tokens_per_second, tflops and measure: each is the speed of training.")
+
+
+def _known_original(facts: ModelFacts) -> int:
+    if facts.original is None:
+        raise ValueError(
+            f"{facts.name} does not say how many tokens it was trained on. Give original_max_position_embeddings "
+            "(--original-max-position-embeddings)."
+        )
+    return facts.original
+
+
+def _choose(ways: Iterable[Lever], memory: int | None) -> tuple[list[Lever], int]:
+    """Return the ways up to the first that fits, and its index; without a memory all, and what was asked for."""
+    rows: list[Lever] = []
+    for lever in ways:
+        rows.append(lever)
+        if memory is not None and lever.fits(memory):
+            break
+    return rows, 0 if memory is None else len(rows) - 1
+
+
+def _with_speed(
+    made: Plan,
+    config: PreTrainedConfig,
+    tokens_per_second: float | None,
+    tflops: float | None,
+    measure_length: int | None,
+) -> Plan:
+    if tokens_per_second is not None:
+        return dataclasses.replace(made, tokens_per_second=tokens_per_second, rate="as given")
+    measured = None
+    if tflops is not None:
+        speed, rate = tflops * 1e12, f"{tflops:g} TFLOP/s, as given"
+    elif measure_length is not None:
+        length = min(measure_length, made.lever.seq_len)
+        measured = measure_training(config, made.lever.run, length)
+        speed = training_flops(made.model, made.lever.run, length, 1).total * measured.tokens_per_second
+        rate = f"{speed / 1e12:.3g} TFLOP/s, measured here in blocks of {length_name(length)}"
+    else:
+        return made
+    per_token = made.flops.total / made.token_budget
+    return dataclasses.replace(made, tokens_per_second=speed / per_token, rate=rate, measured=measured)

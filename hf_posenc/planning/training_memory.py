@@ -1,0 +1,313 @@
+"""How much memory a training step will take, part by part, before any weights are loaded.
+
+The step itself is run, by the code that trains, on tensors that have a shape and no data: what is kept for the
+backward pass, what is recomputed, and when it is freed, is then what really happens, for any family.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+
+from hf_posenc.families import unwrap
+from hf_posenc.lm_head import decoder_body
+from hf_posenc.planning.tracking import MemoryTracker, Peak
+from hf_posenc.training.chunked_loss import chunked_lm_loss
+from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.lora import add_lora
+from hf_posenc.training.precision import HALF, float32_weights
+
+_STATES = 2  # of AdamW, in the weights' own dtype
+FORWARD, LOSS, LOSS_BACKWARD, LAYERS_BACKWARD, EMBEDDING_BACKWARD = (
+    "forward",
+    "loss",
+    "loss backward",
+    "layers backward",
+    "embedding backward",
+)
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes on one device at the peak of an optimizer step, from the second one on, when the states are there.
+
+    The parts are those of one moment, so they add up to ``peak``.
+
+    Attributes:
+        weights: Parameters and buffers, as they are held while trained.
+        optimizer: AdamW's two states of each trained weight.
+        gradients: Those that exist at the peak.
+        half_weights: Copies of weights in bfloat16 that autocast makes.
+        activations: What the layers keep for the backward pass or are working on.
+        attention_matrices: Masks or scores of block x block; packed documents need a mask, FlashAttention none.
+        logits: One chunk of them.
+        phase: What was going on: ``"forward"``, ``"loss"``, ..., or ``"optimizer"``.
+        trained_parameters: How many are trained.
+        all_gradients: Bytes of all gradients.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    half_weights: int
+    activations: int
+    attention_matrices: int
+    logits: int
+    phase: str
+    trained_parameters: int
+    all_gradients: int
+
+    PARTS = ("weights", "optimizer", "gradients", "half_weights", "activations", "attention_matrices", "logits")
+
+    @property
+    def peak(self) -> int:
+        """Bytes in all."""
+        return int(sum(getattr(self, part) for part in self.PARTS))
+
+
+def predict_training_memory(
+    config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, *, packed: bool = True, chunked_loss: bool = True
+) -> TrainingMemory:
+    """Predict the peak of ``finetune``'s optimizer steps on one device, of CPU kernels.
+
+    Of deep models two and three repeats of the layers are run; as each adds the same, the rest is a straight line.
+
+    Args:
+        config: The model's.
+        run: Its settings: ``lora``, ``bf16``, ``gradient_checkpointing``, ``micro_batch_size`` and so on.
+        seq_len: Tokens of a block.
+        packed: Blocks hold more than one document (or a piece of one), so attention needs a mask.
+        chunked_loss: As ``finetune`` has it; False for the loss of a plain Trainer, with all logits.
+
+    Raises:
+        ValueError: The family cannot be run without data.
+    """
+    layers, repeat = int(_text(config).num_hidden_layers), layer_repeat(config)
+    if layers <= 3 * repeat:
+        return _at_peak(*_run(config, run, seq_len, packed, chunked_loss))
+    (few, base), (more, other) = (
+        _run(with_layers(config, times * repeat), run, seq_len, packed, chunked_loss) for times in (2, 3)
+    )
+    times = (layers - 2 * repeat) / repeat
+    sizes = {name: round(few[name] + times * (more[name] - few[name])) for name in few}
+    return _at_peak(sizes, {phase: _further(base[phase], other[phase], times) for phase in base})
+
+
+def _further(few: Peak, more: Peak, times: float) -> Peak:
+    parts = {kind: few.parts[kind] + times * (more.parts[kind] - few.parts[kind]) for kind in {*few.parts, *more.parts}}
+    return Peak(
+        round(few.total + times * (more.total - few.total)),
+        Counter({kind: round(max(size, 0)) for kind, size in parts.items()}),
+    )
+
+
+def _at_peak(sizes: dict[str, int], peaks: dict[str, Peak]) -> TrainingMemory:
+    stepping = Peak(sizes["all_gradients"], Counter({"gradients": sizes["all_gradients"]}))
+    phase, peak = max({**peaks, "optimizer": stepping}.items(), key=lambda pair: pair[1].total)
+    kinds = ("gradients", "half_weights", "attention_matrices", "logits")
+    parts = {kind: min(peak.parts[kind], peak.total) for kind in kinds}
+    return TrainingMemory(
+        weights=sizes["weights"],
+        optimizer=_STATES * sizes["all_gradients"],
+        activations=max(peak.total - sum(parts.values()), 0),
+        phase=phase,
+        trained_parameters=sizes["trained_parameters"],
+        all_gradients=sizes["all_gradients"],
+        **parts,
+    )
+
+
+def _run(
+    config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, packed: bool, chunked_loss: bool
+) -> tuple[dict[str, int], dict[str, Peak]]:
+    """Return the bytes that stay, and the peak of each phase of a forward and backward pass."""
+    model, bf16 = _model_to_train(meta_model(config), run), computes_in_half(config, run)
+    with without_data(config), whole_blocks(not packed):
+        fill_with_fake(model)
+        with float32_weights(model, frozen=not bf16):
+            return _sizes(model), _peaks(model, run, seq_len, bf16, chunked_loss)
+
+
+@contextlib.contextmanager
+def without_data(config: PreTrainedConfig) -> Iterator[None]:
+    """While open, tensors have a shape and no data, and a family that needs its data is told by name.
+
+    Raises:
+        ValueError: An operator has to see the data, or cannot do without a GPU or half precision, as some experts do.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode():
+            yield
+    except (RuntimeError, NotImplementedError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"model_type {config.model_type!r} cannot be run without data, so its memory is not predicted: {reason} "
+            "(experts want bf16=True, --bf16.)"
+        ) from error
+    finally:
+        log.setLevel(level)
+
+
+def _model_to_train(model: PreTrainedModel, run: FinetuneConfig) -> Any:
+    with torch.device("meta"):
+        trained = add_lora(model, run.lora_rank, run.lora_alpha) if run.lora else model
+    trained.train()
+    unwrap(trained).config.use_cache = False
+    if run.gradient_checkpointing:
+        enable = getattr(unwrap(trained), "activation_checkpointing_enable", None)
+        (enable or unwrap(trained).gradient_checkpointing_enable)()
+        if run.lora:
+            unwrap(trained).enable_input_require_grads()
+    return trained
+
+
+def computes_in_half(config: PreTrainedConfig, run: FinetuneConfig) -> bool:
+    return checkpoint_dtype(config) in HALF if run.bf16 is None else run.bf16
+
+
+def _sizes(model: Any) -> dict[str, int]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return {
+        "weights": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        "all_gradients": sum(parameter.nbytes for parameter in trained),
+        "trained_parameters": sum(parameter.numel() for parameter in trained),
+    }
+
+
+def _peaks(model: Any, run: FinetuneConfig, seq_len: int, bf16: bool, chunked_loss: bool) -> dict[str, Peak]:
+    base = unwrap(model)
+    vocab_size = int(base.config.get_text_config().vocab_size)
+    input_ids = torch.zeros(run.micro_batch_size, seq_len, dtype=torch.int64)
+    position_ids = torch.arange(seq_len).expand(run.micro_batch_size, -1)
+    with MemoryTracker(model.parameters(), vocab_size, seq_len) as tracker, _phases(base, tracker):
+        for _ in range(min(run.gradient_accumulation_steps, 2)):  # from the second on, gradients are there before
+            in_chunks = chunked_lm_loss(model, run.logits_chunk) if chunked_loss else contextlib.nullcontext()
+            with in_chunks, _autocast(bf16):
+                loss = model(input_ids=input_ids, position_ids=position_ids, labels=input_ids).loss
+            tracker.phase = LOSS_BACKWARD
+            loss.backward()
+            del loss
+            tracker.phase = FORWARD
+    return tracker.peaks
+
+
+def _autocast(bf16: bool) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16) if bf16 else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _phases(base: PreTrainedModel, tracker: MemoryTracker) -> Iterator[None]:
+    """Tell the tracker where the pass is, by hooks on the hidden states before and after the layers."""
+
+    def begins(phase: str) -> Any:
+        return lambda gradient: setattr(tracker, "phase", phase)
+
+    def after_body(module: Any, args: Any, output: Any) -> None:
+        tracker.phase = LOSS
+        output.last_hidden_state.register_hook(begins(LAYERS_BACKWARD))
+
+    def after_embedding(module: Any, args: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(begins(EMBEDDING_BACKWARD))
+
+    embedding: Any = base.get_input_embeddings()
+    hooks = [
+        decoder_body(base).register_forward_hook(after_body),
+        embedding.register_forward_hook(after_embedding),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def whole_blocks(whole: bool) -> Iterator[None]:
+    """While open and ``whole``, Transformers takes blocks for one document each, as it does for real ones.
+
+    It decides by the positions' values, and where there are none, as here, takes any block for packed.
+    """
+    found = masking_utils.find_packed_sequence_indices
+    if whole:
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = found
+
+
+def meta_model(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """Return a model on the meta device, whose tensors have a shape and no data; ``dtype`` is the checkpoint's."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            copy.deepcopy(config), dtype=dtype or checkpoint_dtype(config)
+        )
+    return model
+
+
+def fill_with_fake(model: nn.Module) -> None:
+    """Put fake tensors of the CPU, of the mode that is open, in place of those on the meta device; ties stay ties."""
+    made: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor) -> Any:
+        if id(tensor) not in made:
+            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            held.update({name: fake(tensor) for name, tensor in held.items() if tensor is not None})
+
+
+def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Return the dtype of a checkpoint by its config; float32 where it does not say."""
+    dtype = getattr(config, "dtype", None) or getattr(_text(config), "dtype", None)
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype or "float32"))  # type: ignore[no-any-return]
+
+
+def _text(config: PreTrainedConfig) -> PreTrainedConfig:
+    return config.get_text_config(decoder=True)
+
+
+def layer_repeat(config: PreTrainedConfig) -> int:
+    """Return after how many layers their types repeat, by every per-layer list of the config."""
+    text = _text(config)
+    layers = int(text.num_hidden_layers)
+    if getattr(text, "is_heterogeneous", False):
+        return layers
+    lists = [value for _, value in _per_layer(text)]
+    for repeat in range(1, layers):
+        if all(row[i] == row[i % repeat] for row in lists for i in range(layers)):
+            return repeat
+    return layers
+
+
+def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """Return a copy of a config with its first ``layers`` layers."""
+    cut = copy.deepcopy(config)
+    text = _text(cut)
+    for name, row in _per_layer(text):
+        setattr(text, name, row[:layers])
+    text.num_hidden_layers = layers
+    return cut
+
+
+def _per_layer(text: PreTrainedConfig) -> list[tuple[str, list[Any]]]:
+    layers = int(text.num_hidden_layers)
+    return [(name, row) for name, row in vars(text).items() if isinstance(row, list) and len(row) == layers]

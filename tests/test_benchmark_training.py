@@ -1,0 +1,72 @@
+"""The training benchmark compares two ways to do the same: equal weights after equal steps, and what it reports."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import IntervalStrategy, LlamaForCausalLM
+
+from hf_posenc.planning.measuring import _Clock, random_blocks, train_as_finetune
+from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.trainer import training_arguments
+
+SCRIPTS = str(Path(__file__).parents[1] / "scripts")
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    import benchmark_training
+
+    yield benchmark_training
+    del sys.modules["benchmark_training"]
+
+
+@pytest.fixture
+def small(tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM]) -> str:
+    tiny_llama(vocab_size=2048, max_position_embeddings=4096).save_pretrained(tmp_path / "small")
+    return str(tmp_path / "small")
+
+
+def test_both_train_the_same(
+    benchmark: ModuleType, tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
+) -> None:
+    weights = []
+    for way in (train_as_finetune, benchmark.train_plainly):
+        model: Any = tiny_llama()
+        before = model.model.embed_tokens.weight.detach().clone()
+        run = FinetuneConfig(str(tmp_path), gradient_checkpointing=True, token_budget=3 * 64, learning_rate=1e-3)
+        data = random_blocks(128, 64, 3, packed=False)
+        args = training_arguments(model, run, data)
+        args.save_strategy, args.disable_tqdm = IntervalStrategy.NO, True
+        clock = _Clock(model, 64)
+        way(model, args, data, run, clock)
+        assert len(clock.seconds) == 3
+        assert not torch.equal(before, model.model.embed_tokens.weight)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    for ours, plain in zip(*weights, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_the_longest_block_is_the_last_that_fits(benchmark: ModuleType, small: str) -> None:
+    memory = benchmark.predicted("plain", small, False, 4 * 512)
+    assert benchmark.longest("plain", small, False, memory) == 4 * 512
+    assert benchmark.longest("plain", small, False, memory - 1) == 3 * 512
+    assert benchmark.longest("ours", small, False, memory) > 4 * 512  # no logits of all rows
+    with pytest.raises(SystemExit, match="not enough for a block of 512"):
+        benchmark.longest("plain", small, False, 1000)
+
+
+def test_the_ratios(benchmark: ModuleType, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = {"ours": 40, "plain": 100}
+    monkeypatch.setattr(benchmark, "in_a_fresh_process", lambda way, *rest: {"peak": peaks[way]})
+    assert benchmark.memory_ratio(small, False, 512)["ratio"] == 0.4
+    result = benchmark.speed_ratio(small, False, 64, rounds=2)
+    assert result["ratio_range"][0] <= result["ratio"] <= result["ratio_range"][1]
+    assert result["tokens_per_second_ours"] > 0

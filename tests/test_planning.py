@@ -1,0 +1,254 @@
+"""The plan: what a model is, its cache and operations against real ones, the rules, the levers, and the command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3MoeConfig,
+)
+
+import hf_posenc
+from hf_posenc.assets import tiny_model_path
+from hf_posenc.cli import main
+from hf_posenc.planning import plan, plan_text
+from hf_posenc.planning.arguments import MemorySize
+from hf_posenc.planning.facts import kv_cache_bytes, model_facts
+from hf_posenc.planning.flops import training_flops
+from hf_posenc.planning.levers import RESERVE, levers, shard
+from hf_posenc.planning.rules import Situation, advise
+from hf_posenc.training.chunked_loss import chunked_lm_loss
+from hf_posenc.training.config import FinetuneConfig
+
+RUN = FinetuneConfig("unused")
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(("window", "kept"), [(None, 50), (20, 19)])
+def test_the_kv_cache_is_transformers_own(window: int | None, kept: int) -> None:
+    config = MistralConfig(**SIZES, sliding_window=window)
+    model = MistralForCausalLM(config).eval()
+    cache = DynamicCache(config=config)
+    with torch.no_grad():
+        model(input_ids=torch.arange(50)[None], past_key_values=cache)
+    real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert kv_cache_bytes(config, 50) == real == 2 * 2 * 2 * 16 * kept * 4  # layers, keys and values, heads, dim
+    deep = MistralConfig(**{**SIZES, "num_hidden_layers": 9}, sliding_window=window, dtype="bfloat16")
+    assert kv_cache_bytes(deep, 50) == 9 * real // 2 // 2
+
+
+def test_what_a_model_is() -> None:
+    facts = model_facts(LlamaConfig(**SIZES, tie_word_embeddings=True, dtype="bfloat16"), "tiny")
+    assert (facts.model_type, facts.num_layers, facts.num_kv_heads, facts.head_dim) == ("llama", 2, 2, 16)
+    assert (facts.original, facts.reads, facts.method, facts.dtype) == (64, 64, "none", "bfloat16")
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
+    assert facts.matrix_parameters == 2 * layer + 128 * 64
+    assert facts.parameters == facts.matrix_parameters + 5 * 64  # the norms
+    assert facts.weight_bytes == 2 * facts.parameters
+    scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    yarn = model_facts(LlamaConfig(**{**SIZES, "max_position_embeddings": 256}, rope_parameters=scaled), "x")
+    assert (yarn.original, yarn.reads, yarn.method, yarn.factor) == (64, 256, "yarn", 4)
+    known = model_facts(LlamaConfig(**{**SIZES, "max_position_embeddings": 32768}), "mistralai/Mistral-7B-v0.1")
+    assert known.original == 8192  # what patches/mistral.toml knows, whatever the config declares
+    experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
+    moe = model_facts(Qwen3MoeConfig(**SIZES, **experts), "moe")
+    assert moe.parameters - moe.matrix_parameters > 2 * 3 * 3 * 64 * 32  # three of four experts a layer, and more
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_operations_are_those_that_pytorch_counts(checkpointing: bool) -> None:
+    config = LlamaConfig(**SIZES, attn_implementation="eager", tie_word_embeddings=True)
+    model = LlamaForCausalLM(config).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.arange(100)[None]
+    with chunked_lm_loss(model), FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, position_ids=ids, labels=ids).loss.backward()
+    counted = counter.get_flop_counts()["Global"]
+    matrices = sum(flops for op, flops in counted.items() if "bmm" not in str(op))
+    batched = sum(flops for op, flops in counted.items() if "bmm" in str(op))
+    run = FinetuneConfig("unused", gradient_checkpointing=checkpointing)
+    ours = training_flops(model_facts(config, "x"), run, 100, 100)
+    assert ours.parameters == pytest.approx(matrices, rel=0.01)  # the last row has no loss
+    # Eager attention makes the whole square, and goes back in four products, not in flash's five.
+    passes = 1 + checkpointing
+    assert ours.attention == pytest.approx(batched * (passes + 2.5) / (passes + 2) / 2, rel=0.03)
+
+
+def test_windows_and_groups_see_fewer_keys() -> None:
+    full = model_facts(MistralConfig(**SIZES, sliding_window=None), "x")
+    windowed = model_facts(MistralConfig(**SIZES, sliding_window=10), "x")
+    keys = sum(min(i + 1, 10) for i in range(100)) / 100
+    assert training_flops(windowed, RUN, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * keys)
+    assert training_flops(full, RUN, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * 50.5)
+    groups = FinetuneConfig("unused", shifted_sparse_attention=True)
+    assert training_flops(full, groups, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * 13)
+
+
+@pytest.mark.parametrize(
+    ("told", "method", "recipe"),
+    [
+        ({"target": 8192}, "none", None),
+        ({"target": 131072, "method": "llama3", "reads": 131072}, "none", None),
+        ({"target": 32768}, "dynamic_yarn", None),
+        ({"target": 32768, "server": True}, "yarn", None),
+        ({"target": 65536}, "yarn", "yarn-400"),
+        ({"target": 65536, "model_type": "mistral"}, "yarn", "yarn-mistral-1000"),
+        ({"target": 262144}, "yarn", "progressive"),
+        ({"target": 32768, "token_budget": 10**9}, "yarn", "yarn-400"),
+        ({"target": 32768, "token_budget": 10**6}, "yarn", "pose"),
+        ({"target": 65536, "lever": "gradient checkpointing", "fits": True}, "yarn", "yarn-400"),
+        ({"target": 65536, "lever": "LoRA+", "fits": True}, "yarn", "lora-plus"),
+        ({"target": 65536, "lever": "PoSE window", "fits": True}, "yarn", "pose"),
+        ({"target": 65536, "lever": "PoSE window, LoRA+", "fits": True}, "yarn", "pose"),
+        ({"target": 65536, "lever": "PoSE window, LoRA+", "fits": False}, "yarn", "qlora"),
+    ],
+)
+def test_the_rules(told: dict[str, Any], method: str, recipe: str | None) -> None:
+    situation = Situation(**{"model_type": "llama", "original": 8192, "reads": 8192, "method": "none", **told})
+    advice = advise(situation)
+    assert (advice.method, advice.recipe) == (method, recipe)
+    assert advice == advise(situation)
+    assert advice.reasons
+    assert not any("{" in reason for reason in advice.reasons)
+    if recipe == "yarn-400":  # that it fits is said only where that is known
+        assert advice.reasons[0].endswith("it fits") == bool(situation.fits)
+
+
+def test_a_scaled_checkpoint_is_told_so() -> None:
+    advice = advise(Situation("llama", 8192, 131072, "llama3", 262144))
+    assert any("on_scaled='replace'" in reason for reason in advice.reasons)
+
+
+def test_the_first_lever_that_fits_is_taken() -> None:
+    config = LlamaConfig(**SIZES)
+    ways = list(levers(config, RUN, 1024, 64, packed=True))
+    names = ["as asked", "bf16", "gradient checkpointing", "no mask", "LoRA+", "PoSE window", "PoSE window, LoRA+"]
+    assert [way.name for way in ways] == names
+    peaks = [way.memory.peak for way in ways]
+    assert [way.seq_len for way in ways] == [1024] * 5 + [64] * 2
+    assert peaks[:5] == sorted(peaks[:5], reverse=True)
+    for index in (0, 2, 3):
+        made = plan(config, 1024, gpu_memory=RESERVE + peaks[index], token_budget=10**9, run=RUN)
+        assert (made.lever.name, made.fits, len(made.levers)) == (names[index], True, index + 1)
+        assert made.sharding is None
+    small = plan(config, 1024, gpu_memory=RESERVE + 1000, run=RUN)
+    assert (small.fits, small.advice.recipe, len(small.levers)) == (False, "qlora", 7)
+    short = list(levers(config, FinetuneConfig("unused", lora=True, bf16=True), 64, 64, packed=False))
+    assert [way.name for way in short] == ["as asked", "gradient checkpointing"]
+
+
+def test_devices_are_counted_from_the_parts() -> None:
+    (way,) = [way for way in levers(LlamaConfig(**SIZES), RUN, 1024, 64, packed=True) if way.name == "no mask"]
+    memory = way.memory
+    states = memory.weights + memory.optimizer + memory.all_gradients
+    rest = memory.peak - memory.weights - memory.optimizer - memory.gradients
+    two = shard(way, RESERVE + states // 2 + memory.weights + rest + 2, 2)
+    assert two is not None
+    assert (two.num_devices, two.context_parallel) == (2, False)
+    spread = shard(way, RESERVE + states // 4 + memory.weights + rest // 4 + 2, 2)
+    assert spread is not None
+    assert (spread.num_devices, spread.context_parallel) == (4, True)
+    assert shard(way, RESERVE + 1000, 2) is None
+
+
+def test_hours_are_tokens_over_the_speed() -> None:
+    config = LlamaConfig(**SIZES)
+    told: dict[str, Any] = {"gpu_memory": "24GB", "token_budget": 3_600_000, "run": RUN}
+    assert plan(config, 256, **told).hours is None
+    assert plan(config, 256, tokens_per_second=500, **told).hours == 2
+    made = plan(config, 256, tflops=0.001, **told)
+    assert made.hours == pytest.approx(made.flops.total / 1e9 / 3600)
+    with pytest.raises(ValueError, match="give one of tokens_per_second, tflops and measure"):
+        plan(config, 256, tokens_per_second=500, tflops=1)
+    with pytest.raises(ValueError, match="context_length"):
+        plan(config, 0)
+
+
+def test_measured_here() -> None:
+    made = plan(LlamaConfig(**SIZES), 256, gpu_memory="24GB", run=RUN, measure_length=64)
+    assert made.measured is not None
+    assert made.measured.seq_len == made.measured.tokens_per_step == 64
+    speed = training_flops(made.model, made.lever.run, 64, 64).total / made.measured.seconds_per_step
+    assert made.hours == pytest.approx(made.flops.total / speed / 3600)
+    assert "measured here in blocks of 64" in plan_text(made)
+
+
+def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(tiny_model_path()), "--context-length", "1k", "--gpu-memory", "24GB"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "llama, 5.28M parameters (bfloat16), 6 layers of 256, 4 heads of 64" in text
+    assert "trained on 256 tokens, reads 256; asked for: 1k, factor 4" in text
+    assert "method dynamic_yarn, no training" in text
+    assert "the first lever that makes it fit: as asked" in text
+    assert main([*words, "--json", "--tokens-per-second", "1000"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["kv_cache"] == 6 * 2 * 4 * 64 * 1024 * 2
+    assert found["hours"] == pytest.approx(1000 / 3600)
+    assert found["levers"][0]["fits"] is True
+    assert found["levers"][0]["memory"]["optimizer"] == 8 * found["model"]["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nowhere/at/all", "--context-length", "1k"], "there is no"),
+        ([str(tiny_model_path())], "--context-length"),
+        ([str(tiny_model_path()), "--context-length", "1k", "--gpu-memory", "24 apples"], "gpu-memory"),
+        ([str(tiny_model_path()), "--context-length", "1k", "--tokens-per-second", "0"], "tokens_per_second"),
+    ],
+)
+def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_adapter_is_no_model_to_plan_for(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="is an adapter"):
+        plan(tmp_path, 1024)
+
+
+def test_a_gguf_file_is_planned_for(tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    pytest.importorskip("gguf")
+    from test_loading import write_gguf
+
+    model = tiny_llama(num_hidden_layers=2)
+    made = plan(write_gguf(tmp_path / "tiny.gguf", model), 128, gpu_memory="24GB", run=RUN)
+    assert (made.model.parameters, made.model.original) == (model.num_parameters(), 64)
+    with pytest.raises(ValueError, match="scaled rotary positions"):
+        plan(write_gguf(tmp_path / "scaled.gguf", model, type="linear", factor=4.0), 128)
+
+
+def test_amounts_of_memory() -> None:
+    assert [MemorySize(text) for text in ("24GB", "80 GiB", "512mb", "7")] == [24 * 10**9, 80 * 2**30, 512 * 10**6, 7]
+    assert MemorySize(5) == 5
+    for wrong in ("24 apples", "GB", "-1GB", "0GB"):
+        with pytest.raises(ValueError, match="expected an amount of memory"):
+            MemorySize(wrong)
+
+
+def test_it_is_public() -> None:
+    assert hf_posenc.plan is plan
+    assert hf_posenc.Plan is type(plan(LlamaConfig(**SIZES), 128, gpu_memory="24GB"))
