@@ -256,7 +256,9 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
 
     Args:
         path: The folder.
-        base: The base model of an adapter, loaded already, extended or not; None loads the one the adapter names.
+        base: The base model of an adapter, loaded already, extended or not; None loads the one the adapter names, in
+            its own precision even if the adapter was trained on 4-bit weights (QLoRA): ``quantization_config``
+            quantises it again.
         **kwargs: Passed on to ``from_pretrained``, such as ``dtype`` or ``device_map``.
 
     Raises:

@@ -27,6 +27,7 @@ from hf_posenc.checks import (
     rows_to_measure,
 )
 from hf_posenc.eval_arguments import EvalArguments, RetrievalArguments
+from hf_posenc.launching import LaunchArguments, launch_words, own_device, relaunch
 
 _EXAMPLES = """\
 examples:
@@ -121,9 +122,9 @@ def finetune(argv: Sequence[str]) -> None:
     from hf_posenc.training.settings import settings_besides_flags
 
     settable = (FinetuneConfig, args_.TrainingDocumentArguments, args_.FinetuneModelArguments)
-    known = (*settable, args_.OptionArguments, args_.RunArguments)
+    known = (*settable, args_.OptionArguments, args_.RunArguments, LaunchArguments)
     places = {"model": "name on the Hub, folder or .gguf file"}
-    given, config, source, loading, options, _ = args_.parse(
+    given, config, source, loading, options, _, launch = args_.parse(
         "finetune",
         _first_line(finetune),
         argv,
@@ -134,6 +135,12 @@ def finetune(argv: Sequence[str]) -> None:
     if options.option:
         config = dataclasses.replace(config, options={**config.options, **args_.parse_options(options.option)})
     check_folder(given.model, config.output_dir)
+    if words := launch_words(launch, "finetune", argv):
+        relaunch(words)
+    from hf_posenc.training.levers import check_levers
+
+    check_levers(config, attention=loading.attn_implementation)
+    loading.device = own_device(loading.device)
     from hf_posenc.loading import check_4bit, load_model
     from hf_posenc.report import text_table
     from hf_posenc.training import finetune as run

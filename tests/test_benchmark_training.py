@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import IntervalStrategy, LlamaForCausalLM
 
-from hf_posenc.planning.measuring import _Clock, random_blocks, train_as_finetune
+from hf_posenc.planning.measuring import MeasuredTraining, _Clock, random_blocks, train_as_finetune
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.trainer import training_arguments
 
@@ -42,7 +42,7 @@ def test_both_train_the_same(
         model: Any = tiny_llama()
         before = model.model.embed_tokens.weight.detach().clone()
         run = FinetuneConfig(str(tmp_path), gradient_checkpointing=True, token_budget=3 * 64, learning_rate=1e-3)
-        data = random_blocks(128, 64, 3, packed=False)
+        data = random_blocks(128, 64, 1, packed=False)  # one, as plain Trainer shuffles
         args = training_arguments(model, run, data)
         args.save_strategy, args.disable_tqdm = IntervalStrategy.NO, True
         clock = _Clock(model, 64)
@@ -54,19 +54,35 @@ def test_both_train_the_same(
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_the_longest_block_is_the_last_that_fits(benchmark: ModuleType, small: str) -> None:
-    memory = benchmark.predicted("plain", small, False, 4 * 512)
-    assert benchmark.longest("plain", small, False, memory) == 4 * 512
-    assert benchmark.longest("plain", small, False, memory - 1) == 3 * 512
-    assert benchmark.longest("ours", small, False, memory) > 4 * 512  # no logits of all rows
+def test_plain_trainer_is_predicted_with_all_logits(benchmark: ModuleType, small: str) -> None:
+    ours, plain = (benchmark.predicted(way, small, False, 4096) for way in ("ours", "plain"))
+    assert plain - ours > 2 * 3000 * 2048 * 4  # the rows of logits, and of their gradients, beyond a chunk's
+
+
+def test_the_longest_block_is_the_last_that_fits(benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        benchmark, "predicted", lambda way, model, bf16, tokens: tokens * (1 if way == "ours" else 3) + 7
+    )
+    assert benchmark.longest("plain", "x", False, 3 * 5 * 512 + 7) == 5 * 512
+    assert benchmark.longest("plain", "x", False, 3 * 5 * 512 + 6) == 4 * 512
+    monkeypatch.setattr(benchmark, "in_a_fresh_process", lambda way, *rest: {"peak": 2**20})
+    result = benchmark.longest_ratio("x", False, 6 * 512 + 7)
+    assert (result["longest_ours"], result["longest_plain"], result["ratio"]) == ("3k", "1k", 3)
     with pytest.raises(SystemExit, match="not enough for a block of 512"):
-        benchmark.longest("plain", small, False, 1000)
+        benchmark.longest("plain", "x", False, 1000)
 
 
 def test_the_ratios(benchmark: ModuleType, small: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = {"ours": 40, "plain": 100}
-    monkeypatch.setattr(benchmark, "in_a_fresh_process", lambda way, *rest: {"peak": peaks[way]})
+    monkeypatch.setattr(benchmark, "in_a_fresh_process", lambda way, *rest: {"peak": 40 if way == "ours" else 100})
+    monkeypatch.setattr(benchmark, "predicted", lambda *rest: 2**20)
     assert benchmark.memory_ratio(small, False, 512)["ratio"] == 0.4
+    turns: list[str] = []
+
+    def measure(way: str, *rest: Any) -> MeasuredTraining:
+        turns.append(way)
+        return MeasuredTraining(64, 64, len(turns), 0)
+
+    monkeypatch.setattr(benchmark, "measure", measure)
     result = benchmark.speed_ratio(small, False, 64, rounds=2)
-    assert result["ratio_range"][0] <= result["ratio"] <= result["ratio_range"][1]
-    assert result["tokens_per_second_ours"] > 0
+    assert turns == ["ours", "plain", "plain", "ours"]
+    assert result["ratio_range"] == [3 / 4, 2]

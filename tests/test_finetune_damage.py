@@ -89,8 +89,7 @@ def test_no_room_for_a_checkpoint(
     with largest_file(size // 2 + size // 4):
         said = refused(capsys, run_base, run, "--resume")
     assert f"error: the checkpoint of step 12 could not be written to {run}: " in said
-    if too_big == "model.safetensors":  # torch says "unexpected pos"
-        assert "File too large" in said
+    assert ("File too large" if too_big == "model.safetensors" else "torch could not write all of a file") in said
     weights = sum(value.numel() for value in load_file(run / "checkpoint-8/model.safetensors").values())
     assert f"It takes about {weights * 12 / 1e6:.1f} MB, " in said  # float32 weights and AdamW's two moments
     assert f"The last good checkpoint, {run}/checkpoint-8, is kept. Make room, then run the same command with" in said
@@ -155,7 +154,7 @@ from hf_posenc.cli import main
 from hf_posenc.training.checkpoints import newest_whole
 torch.set_num_threads(2)
 run = disk / "run"
-(disk / "ballast").write_bytes(bytes(600_000))
+(disk / "ballast").write_bytes(bytes(1_000_000))
 assert main(command(base, run)) == 2
 assert newest_whole(run) == run / "checkpoint-4", sorted(disk.rglob("*"))
 (disk / "ballast").unlink()
@@ -179,7 +178,7 @@ def test_a_disk_that_is_full(run_base: Path, whole_run: Path, tmp_path: Path) ->
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "hf-posenc: error: the checkpoint of step 8 could not be written" in done.stderr
-    assert "No space left on device" in done.stderr
+    assert "No space left on device" in done.stderr or "as on a full disk" in done.stderr  # by the file that fails
     assert "only 2." in done.stderr.replace("\n", " ")  # said before the training began
     assert "Traceback" not in done.stderr
 
@@ -207,7 +206,7 @@ def zero_the_header(file: Path) -> None:
         (zero_the_header, "model.safetensors", r"model\.safetensors is not what was written"),
         (break_json, "trainer_state.json", r"trainer_state\.json is not what was written"),
         (Path.unlink, "rng_state.pth", r"rng_state\.pth is missing"),
-        (Path.unlink, SEAL, "it was not written to its end"),
+        (Path.unlink, SEAL, rf"it was not written to its end, .*it has no {SEAL}"),
         (cut, SEAL, rf"{SEAL} cannot be read"),
     ],
 )

@@ -135,8 +135,17 @@ def mean_of_processes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Trainer, "compute_loss", sabotaged)
 
 
-@pytest.mark.parametrize("sabotage", [labels_shifted_twice, weights_lost, mean_of_processes])
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("sabotage", "dtype"),
+    [
+        (labels_shifted_twice, torch.float32),
+        pytest.param(labels_shifted_twice, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(weights_lost, torch.float32, marks=pytest.mark.slow),
+        pytest.param(weights_lost, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(mean_of_processes, torch.float32, marks=pytest.mark.slow),
+        pytest.param(mean_of_processes, torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_first_loss_stops_the_run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import make_model
 from tiny_runs import Build, Killed, config, kill_at
 from torch.nn.functional import cross_entropy
 
@@ -126,6 +127,17 @@ def test_what_does_not_suit_is_refused_and_leaves_no_folder(
     with pytest.raises(ValueError, match=message):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "run", **{**POSE, **changes}))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_window_on_every_layer_is_refused_where_a_skip_passes_it(
+    tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]
+):
+    settings = config(tmp_path / "run", **POSE)
+    with (
+        pytest.warns(UserWarning, match="each layer looks back 128 tokens"),
+        pytest.raises(ValueError, match="every layer has a sliding window of 128 tokens: what stands before a longer"),
+    ):
+        finetune(make_model("Mistral", sliding_window=128), tokenizer, documents, settings)
 
 
 class Stream:

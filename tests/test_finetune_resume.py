@@ -111,7 +111,7 @@ def test_a_start_that_failed_can_be_corrected(
     assert (tmp_path / "finetune.json").is_file()
     small = {"token_budget": SEQ, "micro_batch_size": 1, "eval_documents": 0}
     assert finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **small)).steps == 1
-    assert json.loads((tmp_path / "finetune.json").read_text())["micro_batch_size"] == 1
+    assert json.loads((tmp_path / "finetune.json").read_text())["tokens_per_step"] == SEQ
 
 
 def test_a_continued_run_counts_on(tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]):

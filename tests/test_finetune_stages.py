@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from hf_posenc.training import finetune
 from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.training.train_log import LossLog, read_log
 
+ROOT = Path(__file__).parents[1]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 STAGES = {"stages": ["96:1152", "160:1920"], "factor": None, "save_steps": 3, "eval_documents": 2}
 FOLDERS = ("stage-1-96", "stage-2-160")
 
@@ -177,3 +182,29 @@ def test_stages_that_do_not_suit_the_model(
     finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "single", eval_documents=0, token_budget=128))
     with pytest.raises(ValueError, match="holds a run without stages"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "single", **small))
+
+
+@pytest.mark.slow
+def test_two_processes_go_through_the_stages_as_one_does(tmp_path: Path, tiny_checkpoint: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"The {n}th letter came to her sister in May. " for n in range(300)))
+
+    def run(launcher: list[str], name: str, *flags: str) -> list[list[dict[str, Any]]]:
+        command = [sys.executable, *launcher, ROOT / "scripts/finetune.py", tiny_checkpoint, "--documents", text]
+        command += ["--output-dir", tmp_path / name, "--device", "cpu", "--stages", "96:768", "128:1024"]
+        command += ["--learning-rate", "1e-3", "--eval-lengths", "64", "--eval-documents", "2", *flags]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [str(word) for word in command], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        return [read_log(tmp_path / name / stage / "train_log.jsonl") for stage in ("stage-1-96", "stage-2-128")]
+
+    two = [*TORCHRUN, "--nproc_per_node", "2"]
+    alone, both = run([], "one", "--gradient-accumulation-steps", "2"), run(two, "two")
+    for expected, actual in zip(alone, both, strict=True):
+        assert len(actual) == 4
+        assert [line["loss"] for line in actual] == pytest.approx([line["loss"] for line in expected], rel=1e-3)
+        assert [line["tokens_trained"] for line in actual] == [line["tokens_trained"] for line in expected]
+    assert run(two, "two", "--resume") == both  # nothing is trained again
+    assert len(read_records(tmp_path / "two/results.jsonl")) == 3

@@ -22,6 +22,7 @@ import hf_posenc
 from hf_posenc import load_extended, patch_model, perplexity, save_extended
 from hf_posenc.checkpoint import read_manifest
 from hf_posenc.cli import main
+from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 
 pytestmark = [
@@ -226,7 +227,7 @@ def test_adapters(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
     from hf_posenc.loading import load_model
 
     base, _ = load_model(checkpoint, device="cpu")
-    adapted = add_lora(patch_model(base, "dynamic_yarn", FACTOR), 4, 8)
+    adapted = add_lora(patch_model(base, "dynamic_yarn", FACTOR), FinetuneConfig("x", lora_rank=4, lora_alpha=8))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

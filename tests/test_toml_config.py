@@ -13,15 +13,16 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc import arguments as args_
 from hf_posenc import cli
-from hf_posenc.arguments import DocumentArguments, FinetuneModelArguments
+from hf_posenc.arguments import FinetuneModelArguments, TrainingDocumentArguments
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.toml_config import RUN_FILE, read_run, write_run
 
-KNOWN = (FinetuneConfig, DocumentArguments, FinetuneModelArguments)
+KNOWN = (FinetuneConfig, TrainingDocumentArguments, FinetuneModelArguments)
 # None of them the default; for fields that others exclude, the second config.
 OTHER: dict[str, Any] = {
     "output_dir": 'a "folder"\\of\nmine, ö \x7f',
     "recipe": "pose",
+    "check_first_loss": False,
     "method": "yarn",
     "factor": 2.5,
     "original_max_position_embeddings": 4096,
@@ -78,7 +79,7 @@ def test_every_field_survives(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [RUN_FILE]
 
 
-def parsed(*argv: Any) -> tuple[FinetuneConfig, DocumentArguments, FinetuneModelArguments]:
+def parsed(*argv: Any) -> tuple[FinetuneConfig, TrainingDocumentArguments, FinetuneModelArguments]:
     """What the command makes of its words, up to where it would read texts."""
     seen: list[Any] = []
 

@@ -57,9 +57,18 @@ def measured_and_predicted(model: Path, cases: list[tuple[dict[str, Any], int, b
 
 @LINUX
 def test_the_prediction_is_within_15_percent_of_the_measured_peak() -> None:
+    # In bfloat16 autocast, as the checkpoint is in half precision, and with the mask of packed documents.
+    ((measured, predicted),) = measured_and_predicted(tiny_model_path(), [({}, 768, True)])
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@LINUX
+@pytest.mark.slow
+def test_the_prediction_holds_for_other_settings() -> None:
     cases: list[tuple[dict[str, Any], int, bool]] = [
-        ({}, 768, True),  # bfloat16 autocast, as the checkpoint is in half precision; packed: with a mask
-        ({"bf16": False, "gradient_checkpointing": True}, 512, False),
+        ({"bf16": False, "gradient_checkpointing": True}, 1024, False),
+        ({"bf16": False, "gradient_accumulation_steps": 2}, 1024, True),
+        ({"lora": True}, 2048, True),
     ]
     results = measured_and_predicted(tiny_model_path(), cases)
     assert len(results) == len(cases)
@@ -114,12 +123,10 @@ def test_the_tracker_counts_what_autograd_keeps() -> None:
     "told", [{}, {"gradient_checkpointing": True, "bf16": True}, {"lora": True}], ids=["full", "checkpointing", "LoRA+"]
 )
 def test_a_deep_model_is_predicted_from_a_shallow_one(told: dict[str, Any]) -> None:
-    config = llama(num_hidden_layers=6)
+    config = llama(num_hidden_layers=4)
     whole = _at_peak(*_run(config, settings(**told), 300, True, True))
     predicted = predict_training_memory(config, settings(**told), 300)
     assert predicted == whole  # every part, to the byte
-    less = predict_training_memory(with_layers(config, 5), settings(**told), 300)
-    assert less.peak < predicted.peak
 
 
 def test_what_stays_by_hand() -> None:
@@ -139,13 +146,13 @@ def test_what_stays_by_hand() -> None:
 def test_lora_trains_what_peft_says(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     model = tiny_llama(tie_word_embeddings=True)
     memory = predict_training_memory(model.config, settings(lora=True), 64)
-    trained, _ = add_lora(model, 8, 16).get_nb_trainable_parameters()
+    trained, _ = add_lora(model, FinetuneConfig("x", lora_rank=8, lora_alpha=16)).get_nb_trainable_parameters()
     assert memory.trained_parameters == trained
     assert memory.optimizer == 8 * trained
 
 
 def test_each_lever_saves_its_own_part() -> None:
-    config = llama(num_hidden_layers=3, vocab_size=4096)
+    config = llama(num_hidden_layers=1, vocab_size=4096)
 
     def peak(seq_len: int = 512, packed: bool = False, **told: Any) -> Any:
         return predict_training_memory(config, settings(**told), seq_len, packed=packed)
@@ -154,7 +161,7 @@ def test_each_lever_saves_its_own_part() -> None:
     assert peak(gradient_checkpointing=True).activations < 0.6 * plain.activations
     assert peak(bf16=True).activations < plain.activations
     assert peak(lora=True).optimizer < plain.optimizer
-    assert peak(packed=True).attention_matrices >= 3 * 512 * 512 * 4  # each layer keeps the mask as numbers
+    assert peak(packed=True).attention_matrices >= 512 * 512 * 4  # each layer keeps it as numbers
     assert plain.attention_matrices == 0
     assert peak(micro_batch_size=2).activations > 1.7 * plain.activations
     in_one = predict_training_memory(config, settings(), 512, packed=False, chunked_loss=False)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.attention.groups import Groups
 from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.install import attention_layers, goes_through_interface, probe, reads_whole_context
 from hf_posenc.attention.lazy_mask import LazyMask, lazy_mask
@@ -72,18 +73,7 @@ class Shift:
         if not in_groups or not (module.training or self.in_evaluation):
             whole = mask.whole(self.inner) if isinstance(mask, LazyMask) else mask
             return inner_attention(self.inner, module)(module, query, key, value, whole, **kwargs)
-        if not isinstance(mask, LazyMask):
-            raise ValueError(
-                "shifted sparse attention was given a mask of the caller's or of the model's own, whose pattern it "
-                "does not know. Pass a mask (batch, length) of padding, position_ids of packed documents, or nothing."
-            )
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(
-                f"shifted sparse attention is for training on whole blocks, and {query.shape[2]} queries came with "
-                f"{key.shape[2]} keys. Pass use_cache=False."
-            )
-        if any(kwargs.get(name) is not None for name in ("position_bias", "s_aux")):
-            raise ValueError("the model adds to its logits, which shifted sparse attention would put at other tokens.")
+        masks = _groupable(mask, query, key, kwargs)
         self.grouped.add(module.layer_idx)  # type: ignore[arg-type]
         length = query.shape[2]
         # Half a group further on, but not where one group is all there is: then nothing is to be linked.
@@ -91,19 +81,38 @@ class Shift:
         # Positions of all queries say nothing of rows of some.
         kwargs = {**kwargs, "position_ids": None}
         outputs = [
-            self._half(layer, states, mask.groups(self.group, first, query.device), kwargs)
+            self._half(layer, states, masks.groups(self.group, first, query.device), kwargs)
             for (layer, *states), first in zip(_halves(module, query, key, value), firsts, strict=True)
         ]
         return torch.cat(outputs, dim=2), None
 
-    def _half(self, module: nn.Module, states: list[torch.Tensor], groups: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    def _half(
+        self, module: nn.Module, states: list[torch.Tensor], groups: Groups, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
         """Return the output of half of the heads, ``(batch, length, heads, head_dim)``."""
         attend = inner_attention(self.inner, module)
         done = []
         for query, key, value in zip(*(groups.rows(each) for each in states), strict=True):
             mask = piece_mask(self.inner, query.shape[2], query.shape[2], None, query)
             done.append(attend(module, query, key, value, mask, **kwargs)[0])
-        return groups.slots(done, len(states[0]))  # type: ignore[no-any-return]
+        return groups.slots(done, len(states[0]))
+
+
+def _groupable(mask: Any, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> LazyMask:
+    """Return the mask, from which groups can be read; refuse a call whose queries and keys cannot be put in groups."""
+    if not isinstance(mask, LazyMask):
+        raise ValueError(
+            "shifted sparse attention was given a mask of the caller's or of the model's own, whose pattern it "
+            "does not know. Pass a mask (batch, length) of padding, position_ids of packed documents, or nothing."
+        )
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"shifted sparse attention is for training on whole blocks, and {query.shape[2]} queries came with "
+            f"{key.shape[2]} keys. Pass use_cache=False."
+        )
+    if any(kwargs.get(name) is not None for name in ("position_bias", "s_aux")):
+        raise ValueError("the model adds to its logits, which shifted sparse attention would put at other tokens.")
+    return mask
 
 
 def _halves(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Iterator[list[Any]]:

@@ -82,13 +82,15 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     try:
         if is_gguf(path):
             refuse_gguf_scaling(path)
-            return AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        return AutoConfig.from_pretrained(path if path.exists() else str(source))
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        else:
+            config = AutoConfig.from_pretrained(path if path.exists() else str(source))
     except OSError as error:
         raise ValueError(
             f"cannot read the config of {str(source)!r}: {str(error).strip().splitlines()[0]} "
             "Give a name on the Hugging Face Hub, a folder with config.json, or a .gguf file."
         ) from error
+    return config
 
 
 def model_facts(config: PreTrainedConfig, name: str, original: int | None = None) -> ModelFacts:

@@ -33,6 +33,7 @@ from hf_posenc.training.lora import add_lora
 from hf_posenc.training.packing import PackedDataset
 from hf_posenc.training.train_log import LossLog
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
+from hf_posenc.units import TokenCount
 
 _DOCUMENTS_A_BLOCK = 3
 
@@ -142,15 +143,17 @@ def _train(
     config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, steps: int, packed: bool, how: Trains
 ) -> _Clock:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=checkpoint_dtype(config)).to(device)
+    dtype = checkpoint_dtype(config)
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
+    model.to(device)
     hash_weights(model)  # so that all of it is in memory
     with tempfile.TemporaryDirectory() as folder:
         blocks = steps * run.micro_batch_size * run.gradient_accumulation_steps
-        run = dataclasses.replace(run, output_dir=folder, token_budget=blocks * seq_len, report_to="none")
+        run = dataclasses.replace(run, output_dir=folder, token_budget=TokenCount(blocks * seq_len), report_to="none")
         data = random_blocks(int(config.get_text_config().vocab_size), seq_len, blocks, packed)
         args = training_arguments(model, run, data)
         args.save_strategy, args.disable_tqdm = IntervalStrategy.NO, True
-        trained = add_lora(model, run.lora_rank, run.lora_alpha) if run.lora else model
+        trained = add_lora(model, run) if run.lora else model
         clock = _Clock(trained, tokens_per_step(args, data))
         with redirect_stdout(io.StringIO()):  # Trainer prints the losses, of random weights
             how(trained, args, data, run, clock)

@@ -31,7 +31,7 @@ class Peak:
     parts: Counter[str] = field(default_factory=Counter)
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
     """While open, count the bytes of every storage that PyTorch's operators make, until it is freed.
 
     Under PyTorch's ``FakeTensorMode`` this is a run without data: shapes, dtypes, what autograd keeps and what
@@ -49,7 +49,7 @@ class MemoryTracker(TorchDispatchMode):
     """
 
     def __init__(self, weights: Iterable[torch.nn.Parameter], vocab_size: int, seq_len: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         parameters = list(weights)
         self.weights = {parameter.untyped_storage()._cdata for parameter in parameters}
         self.trained_sizes = {parameter.numel() for parameter in parameters if parameter.requires_grad}

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import decoder_body
 from hf_posenc.planning.tracking import MemoryTracker, Peak
+from hf_posenc.training import positions
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
@@ -163,14 +164,14 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
 
 def _model_to_train(model: PreTrainedModel, run: FinetuneConfig) -> Any:
     with torch.device("meta"):
-        trained = add_lora(model, run.lora_rank, run.lora_alpha) if run.lora else model
+        trained = add_lora(model, run) if run.lora else model
     trained.train()
     unwrap(trained).config.use_cache = False
     if run.gradient_checkpointing:
         enable = getattr(unwrap(trained), "activation_checkpointing_enable", None)
         (enable or unwrap(trained).gradient_checkpointing_enable)()
         if run.lora:
-            unwrap(trained).enable_input_require_grads()
+            unwrap(trained).enable_input_require_grads()  # type: ignore[no-untyped-call]
     return trained
 
 
@@ -201,7 +202,8 @@ def _peaks(model: Any, run: FinetuneConfig, seq_len: int, bf16: bool, chunked_lo
             loss.backward()
             del loss
             tracker.phase = FORWARD
-    return tracker.peaks
+    peaks: dict[str, Peak] = tracker.peaks
+    return peaks
 
 
 def _autocast(bf16: bool) -> contextlib.AbstractContextManager[Any]:
@@ -221,7 +223,7 @@ def _phases(base: PreTrainedModel, tracker: MemoryTracker) -> Iterator[None]:
 
     def after_embedding(module: Any, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(begins(EMBEDDING_BACKWARD))
+            output.register_hook(begins(EMBEDDING_BACKWARD))  # type: ignore[no-untyped-call]
 
     embedding: Any = base.get_input_embeddings()
     hooks = [
@@ -237,26 +239,29 @@ def _phases(base: PreTrainedModel, tracker: MemoryTracker) -> Iterator[None]:
 
 @contextlib.contextmanager
 def whole_blocks(whole: bool) -> Iterator[None]:
-    """While open and ``whole``, Transformers takes blocks for one document each, as it does for real ones.
+    """While open and ``whole``, the training forward takes blocks for one document each, as it does for real ones.
 
     It decides by the positions' values, and where there are none, as here, takes any block for packed.
     """
-    found = masking_utils.find_packed_sequence_indices
+
+    def one_document(position_ids: torch.Tensor, *, skips_matter: bool) -> None:
+        return None
+
+    found = positions.find_documents
     if whole:
-        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        positions.find_documents = one_document
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = found
+        positions.find_documents = found
 
 
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a model on the meta device, whose tensors have a shape and no data; ``dtype`` is the checkpoint's."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call,no-any-return]
             copy.deepcopy(config), dtype=dtype or checkpoint_dtype(config)
         )
-    return model
 
 
 def fill_with_fake(model: nn.Module) -> None:
@@ -278,7 +283,7 @@ def fill_with_fake(model: nn.Module) -> None:
 def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
     """Return the dtype of a checkpoint by its config; float32 where it does not say."""
     dtype = getattr(config, "dtype", None) or getattr(_text(config), "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype or "float32"))  # type: ignore[no-any-return]
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype or "float32"))
 
 
 def _text(config: PreTrainedConfig) -> PreTrainedConfig:

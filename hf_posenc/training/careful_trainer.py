@@ -11,6 +11,7 @@ from accelerate.utils import gather_object  # type: ignore[import-untyped]
 from torch import nn
 from transformers import Trainer
 
+from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.processes import from_main
 from hf_posenc.training.checkpoints import PARTIAL, clear_partial, move_into_place
 from hf_posenc.training.packing import IGNORED
@@ -23,15 +24,18 @@ class CarefulTrainer(Trainer):
 
     Trainer itself writes in place, its state last, and finds a checkpoint by its name: one that is being written when
     the process is killed, or the disk is full, is taken for whole by ``resume_from_checkpoint=True``.
+
+    Attributes:
+        checks_positions: Before the first step, see that positions reach the model.
     """
 
+    checks_positions = True
     _aside = False
-    _checked = False
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self._checked:
+        if self.checks_positions:
             check_positions_arrive(self, model, inputs)
-            self._checked = True
+            self.checks_positions = False
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
@@ -77,14 +81,10 @@ def check_positions_arrive(trainer: Trainer, model: nn.Module, inputs: dict[str,
         return
     running_on = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
     other = running_on % max(positions.shape[1] // 2, 1) if positions.equal(running_on) else running_on
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):  # type: ignore[arg-type]  # what it unwraps is one
         losses: list[Any] = [
             trainer.compute_loss(model, {**block, "position_ids": p.contiguous()}) for p in (positions, other)
         ]
-    finally:
-        model.train(was_training)
     if losses[0].equal(losses[1]):
         raise RuntimeError(
             f"position_ids do not reach the model: with others the loss is {losses[0].item():.6f} just the same. "

@@ -34,7 +34,7 @@ def problem_of(checkpoint: Path) -> str | None:
     try:
         sealed = json.loads((checkpoint / SEAL).read_text(encoding="utf-8"))["files"]
     except FileNotFoundError:
-        return f"it was not written to its end: it has no {SEAL}"
+        return f"it was not written to its end, or by an older hf_posenc: it has no {SEAL}"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{SEAL} cannot be read ({error})"
     for name, (size, checksum) in sealed.items():

@@ -24,6 +24,7 @@ def chunked_causal_lm_loss(
     labels: torch.Tensor,
     num_items: torch.Tensor | int | None = None,
     rows_per_chunk: int = DEFAULT_ROWS_PER_CHUNK,
+    shift_labels: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the mean loss in nats, with gradients, holding the logits of one chunk of rows at a time.
 
@@ -36,9 +37,13 @@ def chunked_causal_lm_loss(
         labels: ``(batch, seq_len)``, not shifted; ``-100`` is left out.
         num_items: Divide the sum by this many (the labels of the global batch); None: by those given here.
         rows_per_chunk: Rows whose logits exist at one time; memory is this x vocabulary x about 8 bytes.
+        shift_labels: ``(batch, seq_len)``, what each row predicts, instead of ``labels``: where processes share a
+            sequence, the label of a shard's last row is in another shard.
     """
-    rows = hidden_states[:, :-1].reshape(-1, hidden_states.shape[-1])
-    targets = labels[:, 1:].reshape(-1)
+    if shift_labels is None:
+        hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
+    rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+    targets = shift_labels.reshape(-1)
 
     def chunk_loss(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = head_logits(model, rows)
@@ -99,6 +104,7 @@ def _loss_forward(base: PreTrainedModel, body: nn.Module, rows_per_chunk: int) -
         labels: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
+        shift_labels: torch.Tensor | None = None,
         **unused: Any,
     ) -> CausalLMOutputWithPast:
         if labels is None:
@@ -110,7 +116,7 @@ def _loss_forward(base: PreTrainedModel, body: nn.Module, rows_per_chunk: int) -
             )
         with documents_start_at_zero(config):
             hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
-        loss = chunked_causal_lm_loss(base, hidden, labels, num_items_in_batch, rows_per_chunk)
+        loss = chunked_causal_lm_loss(base, hidden, labels, num_items_in_batch, rows_per_chunk, shift_labels)
         return CausalLMOutputWithPast(loss=loss)
 
     return forward

@@ -22,8 +22,9 @@ from hf_posenc.windows import check_window
 DEFAULT_METHOD = "yarn"
 _LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
 # What may differ between a run and its continuation: none of it changes what is trained or held out.
+# A step's blocks may be shared out otherwise, among other numbers of processes: their number is held fixed instead.
 _FREE_ON_RESUME = frozenset({"output_dir", "resume", "save_steps", "report_to", "run_name", "logging_steps"})
-_FREE_ON_RESUME |= {"check_first_loss"}
+_FREE_ON_RESUME |= {"check_first_loss", "micro_batch_size", "gradient_accumulation_steps"}
 # The least that whole numbers and numbers may be; of the latter, the learning rate must be above it.
 _WHOLE = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1, "save_steps": 1}
 _WHOLE |= {"logging_steps": 1, "logits_chunk": 1, "pose_chunks": 2, "warmup_steps": 0, "eval_documents": 0, "seed": 0}

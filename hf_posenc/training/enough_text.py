@@ -38,7 +38,7 @@ def check_enough_text(
             "(--eval-documents 0)."
         )
     tokens = sum(document.numel() for document in train_ids)
-    if tokens < seq_len:
+    if tokens + len(train_ids) < seq_len:  # each may get an end-of-sequence token
         raise ValueError(
             f"the {_count(train_ids)} to train on hold {tokens:,} tokens in all, {100 * tokens / seq_len:.1f} % of one "
             f"block of {seq_len:,}: the model would read the same words over and over within a block. Give more text, "

@@ -26,6 +26,7 @@ from hf_posenc.training.card import model_card
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import extend
 from hf_posenc.training.fitting import fit_recipe
+from hf_posenc.training.levers import check_levers
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
 from hf_posenc.training.measure import measure
 from hf_posenc.training.packing import PackedDataset
@@ -100,6 +101,7 @@ def finetune(
     folder, told = Path(config.output_dir), {**vars(config), **(source or {})}
     check_not_the_models_own(folder, _name(model))
     config = fit_recipe(model, config)
+    _check_levers(model, config)
     train_one = partial(_train, tokenizer, documents, eval_documents)
     if config.stages is not None:
         done = train_stages(train_one, model, config, told, tokens_trained)
@@ -135,11 +137,13 @@ def _train(
     with evaluation_mode(model):
         check_head(model)
     texts = prepare_texts(model, tokenizer, documents, eval_documents, config, description)
+    _check_levers(model, config, texts.packed.seq_len)
     args = training_arguments(model, config, texts.packed)
     if args.world_size > 1 and getattr(unwrap(model), "hf_device_map", None) is None:
         model.to(args.device)  # type: ignore[arg-type]  # every process to its own GPU, before the first forward
 
     facts = {"tokens_trained_before": tokens_trained, "base_weights": hash_weights(model)}
+    facts["tokens_per_step"] = tokens_per_step(args, texts.packed)
     settings = {**config.fixed_settings(), "data": texts.packed.fingerprint(), **facts}
     checkpoint = from_main(lambda: open_run(folder, settings, resume=config.resume))
     from_main(lambda: write_run(place.root / RUN_FILE, place.told))
@@ -189,6 +193,12 @@ def _train(
         after=after,
         seconds=lines[-1]["seconds"] if lines else 0.0,
     )
+
+
+def _check_levers(model: Any, config: FinetuneConfig, seq_len: int | None = None) -> None:
+    base: Any = unwrap(model)
+    attention = base.config._attn_implementation
+    check_levers(config, attention=attention, quantised=getattr(base, "is_quantized", False), seq_len=seq_len)
 
 
 def _measure(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers.utils import is_flash_attn_2_available, is_liger_kernel_available
+from transformers.utils.import_utils import is_flash_attn_2_available, is_liger_kernel_available
 
 from hf_posenc.families import unwrap
 from hf_posenc.patching import extension_of

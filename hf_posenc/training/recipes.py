@@ -5,6 +5,7 @@ A value is here only if the paper, or its authors' code, says it. Where they say
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -207,7 +208,7 @@ def recipe_values(name: str, told: Mapping[str, Any]) -> dict[str, Any]:
         told: What wins over it. Another method than the recipe's, or a preset, brings its own options.
     """
     recipe = get_recipe(name)
-    values = {"recipe": recipe.name, **recipe.values}
+    values: dict[str, Any] = {"recipe": recipe.name, **copy.deepcopy(dict(recipe.values))}
     if told.get("preset") is not None:
         values.pop("method", None)
         values.pop("options", None)

@@ -14,9 +14,12 @@ from hf_posenc.data import tokenize_documents
 from hf_posenc.families import unwrap
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.enough_text import check_enough_text
+from hf_posenc.training.launch import Launch
 from hf_posenc.training.measure import default_lengths, hold_out, num_held_out
 from hf_posenc.training.packing import PackedDataset, check_ids
 from hf_posenc.training.positions import block_length, make_position_schedule
+from hf_posenc.training.shared_sequences import WholeBlocks
+from hf_posenc.windows import window_of_all_layers
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +63,8 @@ def prepare_texts(
         ValueError: No documents, token ids the model has no embedding for, or blocks longer than the target.
     """
     original, target = description["original_max_position_embeddings"], description["context_length"]
-    positions = make_position_schedule(config, description)
+    text_config = unwrap(model).config.get_text_config(decoder=True)
+    positions = make_position_schedule(config, description, window_of_all_layers(text_config))
     lengths = sorted(set(config.eval_lengths or default_lengths(original, target)))
     vocab_size = unwrap(model).config.get_text_config().vocab_size
     eos = _eos(tokenizer, vocab_size)
@@ -76,6 +80,8 @@ def prepare_texts(
         seed=config.seed,
         positions=positions,
     )
+    if Launch.from_environment().cp_size > 1:
+        packed = WholeBlocks(packed)
     return Texts(packed, held_out, lengths)
 
 

@@ -6,13 +6,11 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
@@ -21,16 +19,18 @@ from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import unwrap
 from hf_posenc.patching import unextended_config
-from hf_posenc.training.careful_trainer import CarefulTrainer
 from hf_posenc.training.checkpoints import KEPT
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.first_loss import FirstLossCheck, expected_first_loss, tolerance_of
+from hf_posenc.training.in_order import InOrderTrainer
 from hf_posenc.training.kernels import liger_arguments, training_kernels
+from hf_posenc.training.launch import Launch
 from hf_posenc.training.lora import base_not_looked_up
 from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
 from hf_posenc.training.precision import float32_weights, is_half
 from hf_posenc.training.probe import probe_isolation
+from hf_posenc.training.sharding import make_whole, remember_modules
 from hf_posenc.training.train_log import Console, LossLog
 from hf_posenc.training.writing import warn_if_too_small
 
@@ -97,29 +97,13 @@ def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDa
 
 
 def _blocks_per_step(args: TrainingArguments) -> int:
-    return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+    replicas = Launch.from_environment().replicas  # processes that share a sequence read the same blocks
+    return int(args.train_batch_size * args.gradient_accumulation_steps * replicas)
 
 
 def tokens_per_step(args: TrainingArguments, packed: PackedDataset) -> int:
     """Return the tokens one optimizer step is trained on, over all processes."""
     return _blocks_per_step(args) * packed.seq_len
-
-
-class _InOrderTrainer(CarefulTrainer):
-    """Trainer over a dataset that is already in the order of training; ``mark`` completes its checkpoints."""
-
-    def __init__(self, *args: Any, mark: Callable[[Path, int], None], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.mark = mark
-
-    def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> SequentialSampler:
-        dataset: Any = train_dataset if train_dataset is not None else self.train_dataset
-        return SequentialSampler(dataset)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        super().save_model(output_dir, _internal_call)
-        if self.args.should_save:
-            self.mark(Path(output_dir or str(self.args.output_dir)), self.state.global_step)
 
 
 def train(
@@ -162,20 +146,23 @@ def train(
     try:
         with (
             sparse,
-            float32_weights(model, frozen=not args.bf16),
+            float32_weights(model, frozen=not args.bf16) as dtypes,
             training_kernels(model, config, bf16=args.bf16),
             chunked_lm_loss(model, config.logits_chunk),
         ):
             with autocast:
                 probe_isolation(model, args.train_batch_size, packed.positions)
                 check = _first_loss_check(model, args, schedule, config, checkpoint, known_loss)
+            modules = remember_modules(model)
             callbacks = [loss_log, check]
-            trainer = _InOrderTrainer(model=model, args=args, train_dataset=schedule, callbacks=callbacks, mark=mark)
+            trainer = InOrderTrainer(model=model, args=args, train_dataset=schedule, callbacks=callbacks, mark=mark)
+            trainer.checks_positions = config.check_first_loss
             if not args.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)
                 trainer.add_callback(console)
             with base_not_looked_up():
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
+            make_whole(model, modules, dtypes)
     finally:
         console.close()
         base.config.use_cache = use_cache  # Trainer may switch it off for checkpointing

@@ -15,7 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.training.checkpoints import newest_whole
+from hf_posenc.training.checkpoints import by_step, newest_whole
+from hf_posenc.verification import RotaryMismatchError
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +44,11 @@ def writing(what: str, folder: Path, needed: int, leftovers: Path) -> Iterator[N
         leftovers: Folder with what was written of it, removed to make room.
 
     Raises:
-        NotWrittenError: Anything was raised inside.
+        NotWrittenError: Anything was raised inside but what says itself that this cannot be saved.
     """
     try:
         yield
-    except NotWrittenError:
+    except (NotWrittenError, ValueError, TypeError, RotaryMismatchError):
         raise
     except Exception as error:
         shutil.rmtree(leftovers, ignore_errors=True)
@@ -106,7 +107,7 @@ def saved_bytes(model: nn.Module) -> int:
 def warn_if_too_small(folder: Path, model: nn.Module, kept: int) -> None:
     """Warn before hours of training if the disk cannot take the checkpoints: those kept and the one being written."""
     each, free = checkpoint_bytes(model), shutil.disk_usage(folder).free
-    if free < (kept + 1) * each:
+    if free < max(kept + 1 - len(by_step(folder)), 1) * each:
         logger.warning(
             "a checkpoint takes about %s, and there are %d while one is being written; only %s are free in %s",
             in_words(each),
@@ -126,4 +127,6 @@ def in_words(size: int) -> str:
 
 def _first_line(error: BaseException) -> str:
     text = (error.strerror if isinstance(error, OSError) and error.strerror else str(error)).strip()
+    if "inline_container" in text:  # "unexpected pos 640 vs 598"
+        return "torch could not write all of a file, as on a full disk"
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -1,0 +1,108 @@
+"""Each rule of levers: refused with its message, and the nearest settings that do go are let through."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_posenc.cli import main
+from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.checkpoints import seal
+from hf_posenc.training.launch import Launch
+from hf_posenc.training.levers import RULES, check_levers
+
+CP = {"processes": 4, "fsdp": 2, "cp_size": 2}
+SP = {"processes": 4, "zero": 3, "sp_size": 2, "sp_attention": "flash_attention_2"}
+SHIFTED = {"config": {"shifted_sparse_attention": True}}
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+# Of each rule: what breaks it, what is changed to mend it, and what the message names.
+TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "fsdp1": ({"fsdp": 1}, {"fsdp": 2}, "rounds the rotary frequencies.*fsdp2"),
+    "fsdp and its own activation checkpointing": (
+        {"fsdp": 2, "wraps_layers": True},
+        {"wraps_layers": False},
+        "gradient_checkpointing=True",
+    ),
+    "tensor parallelism": ({"processes": 2, "fsdp": 2, "tp_size": 2}, {"tp_size": 1}, "tp_size 2"),
+    "groups and processes": ({**CP, "processes": 3}, {"processes": 2}, "3 processes.*2 x 1"),
+    "cp and sp": ({**CP, "sp_size": 2}, {"sp_size": 1}, "cp_size 2.*sp_size 2"),
+    "cp without fsdp2": ({**CP, "fsdp": 0}, {"fsdp": 2}, "needs FSDP2"),
+    "cp and attention": ({**CP, "attention": "flash_attention_2"}, {"attention": "sdpa"}, "'flash_attention_2'"),
+    "cp and seq_len": ({**CP, "seq_len": 102}, {"seq_len": 104}, "2 x 2 chunks, and seq_len 102"),
+    "sp without deepspeed": ({**SP, "zero": None}, {"zero": 3}, "needs DeepSpeed"),
+    "sp and attention": ({**SP, "sp_attention": "sdpa"}, {"sp_attention": "flash_attention_3"}, "FlashAttention only"),
+    "sp and seq_len": ({**SP, "seq_len": 101}, {"seq_len": 102}, "seq_len 101"),
+    "cp and short windows": (
+        {**CP, "config": {"short_share": 0.25}},
+        {"config": {"short_share": 0.0}},
+        "short_share 0.25 reads blocks as several windows",
+    ),
+    "shared sequences and the attention door": (
+        {**CP, "config": {"method": "self_extend"}},
+        {"config": {"method": "yarn"}},
+        "self_extend changes the attention",
+    ),
+    "shifted attention and shared sequences": ({**CP, **SHIFTED}, {"cp_size": 1}, "Use one of the two"),
+    "shifted attention and flash": (
+        {**SHIFTED, "attention": "flash_attention_2"},
+        {"attention": "sdpa"},
+        "'flash_attention_2'",
+    ),
+    "quantised and shared out": ({"fsdp": 2, "quantised": True}, {"fsdp": 0}, "multi_gpu"),
+    "a sharded checkpoint elsewhere": (
+        {"fsdp": 2, "checkpoint": "pytorch_model_fsdp_0", "config": {"resume": True}},
+        {"state_dict": SHARDED},
+        "fsdp_state_dict_type: SHARDED_STATE_DICT",
+    ),
+    "a deepspeed checkpoint elsewhere": (
+        {"checkpoint": "global_step5", "config": {"resume": True}},
+        {"zero": 3},
+        "DeepSpeed's, which no other launch reads",
+    ),
+    "another checkpoint under deepspeed": (
+        {"zero": 3, "checkpoint": "model.safetensors", "config": {"resume": True}},
+        {"zero": None},
+        "not written by DeepSpeed",
+    ),
+}
+
+
+def check(folder: Path, settings: dict[str, Any]) -> None:
+    settings = dict(settings)
+    config = {"output_dir": str(folder), "factor": 4.0, **settings.pop("config", {})}
+    if name := settings.pop("checkpoint", ""):
+        (folder / "checkpoint-5" / name).mkdir(parents=True, exist_ok=True)
+        seal(folder / "checkpoint-5")
+    known = {name: settings.pop(name, None) for name in ("attention", "quantised", "seq_len")}
+    check_levers(FinetuneConfig(**config), Launch(**settings), **known)
+
+
+@pytest.mark.parametrize("name", [rule.name for rule in RULES])
+def test_each_rule(tmp_path: Path, name: str):
+    broken, mend, message = TABLE[name]
+    with pytest.raises(ValueError, match=message):
+        check(tmp_path, broken)
+    check(tmp_path, {**broken, **mend})
+
+
+def test_the_launch_is_read_as_accelerate_writes_it():
+    told = {"WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": SHARDED}
+    assert Launch.from_environment(told) == Launch(8, fsdp=2, state_dict=SHARDED)
+    told |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "4"}
+    launch = Launch.from_environment(told)
+    assert (launch.cp_size, launch.replicas, launch.shares_sequences) == (4, 2, True)
+    assert Launch.from_environment({"ACCELERATE_USE_DEEPSPEED": "true"}) == Launch(zero=2)
+    assert Launch.from_environment({"PARALLELISM_CONFIG_CP_SIZE": "4"}) == Launch()  # left over, not in use
+
+
+def test_refused_before_a_model_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")  # version 1, as accelerate takes it without a word
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")  # loading this would fail in another way
+    assert main(["finetune", str(model), "--documents", "x.txt", "--output-dir", str(tmp_path / "out")]) == 2
+    assert "FSDP version 1" in capsys.readouterr().err
