@@ -1,4 +1,4 @@
-"""Train the tiny Llama of ``hf_posenc/assets/tiny`` from nothing, on five Austen novels at context 256.
+"""Train the tiny Llama of ``hf_posenc/assets/tiny`` from nothing, on five Austen novels at context 256 (or longer).
 
 The sixth novel is held out. The model and the gradients are bf16, which two CPU cores do about twice as
 fast as float32; AdamW steps on a float32 copy, so that small updates are not rounded away. The same seed,
@@ -23,13 +23,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 
-CONTEXT = 256
+CONTEXT = 256  # of the model in the package
 VOCAB_SIZE = 2048
 EOS = "<|endoftext|>"
 FACTS = "training.json"  # written last; a folder that has it is an earlier output
 
 
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: list[str], context_length: int = CONTEXT) -> PreTrainedTokenizerFast:
     """Byte-level BPE, so that any text can be read back exactly."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,10 +39,12 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         vocab_size=VOCAB_SIZE, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, model_max_length=CONTEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, model_max_length=context_length
+    )
 
 
-def build_model() -> LlamaForCausalLM:
+def build_model(context_length: int = CONTEXT) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -51,7 +53,7 @@ def build_model() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=64,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context_length,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         bos_token_id=0,
@@ -84,13 +86,14 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespac
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], betas=(0.9, 0.95)
     )
-    num_steps = args.tokens // (args.batch_size * CONTEXT)
+    context, batch_size = args.context_length, max(1, args.step_tokens // args.context_length)
+    num_steps = args.tokens // (batch_size * context)
     began = time.perf_counter()
     for step in range(num_steps):
         warmup = min(1.0, (step + 1) / 100)
         lr = args.learning_rate * warmup * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
-        starts = torch.randint(0, len(stream) - CONTEXT, (args.batch_size,))
-        batch = torch.stack([stream[s : s + CONTEXT] for s in starts.tolist()]).to(args.device)
+        starts = torch.randint(0, len(stream) - context, (batch_size,))
+        batch = torch.stack([stream[s : s + context] for s in starts.tolist()]).to(args.device)
         loss = model(batch, labels=batch, use_cache=False).loss
         loss.backward()
         for param, master in zip(model.parameters(), masters, strict=True):
@@ -104,7 +107,7 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespac
             for param, master in zip(model.parameters(), masters, strict=True):
                 param.copy_(master)
         if step % 50 == 0 or step == num_steps - 1:
-            rate = (step + 1) * args.batch_size * CONTEXT / (time.perf_counter() - began)
+            rate = (step + 1) * batch_size * context / (time.perf_counter() - began)
             print(f"step {step + 1}/{num_steps} loss {loss.item():.3f} lr {lr:.2e} {rate:,.0f} tokens/s", flush=True)
 
 
@@ -135,7 +138,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--tokens", type=int, default=8_000_000, help="tokens trained on (default: %(default)s)")
-    parser.add_argument("--batch-size", type=int, default=16, help="blocks of 256 tokens per step")
+    parser.add_argument("--context-length", type=int, default=CONTEXT, help="tokens of a block (default: %(default)s)")
+    parser.add_argument("--step-tokens", type=int, default=4096, help="tokens of a step (default: %(default)s)")
     parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
@@ -144,10 +148,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     texts = [load_novel(name) for name in TRAIN_NOVELS]
-    tokenizer = train_tokenizer(texts)
+    tokenizer = train_tokenizer(texts, args.context_length)
     stream = torch.tensor([token for text in texts for token in encode(tokenizer, text)])
     held_out = torch.tensor(encode(tokenizer, load_novel(HELD_OUT_NOVEL)))
-    model = build_model().to(args.device)
+    model = build_model(args.context_length).to(args.device)
     num_params = sum(p.numel() for p in model.parameters())
     print(f"{num_params:,} parameters, {len(stream):,} training tokens, {len(held_out):,} held out", flush=True)
 
@@ -157,7 +161,13 @@ def main() -> None:
     perplexities = {n: round(held_out_perplexity(model, held_out, n), 2) for n in (256, 512, 1024, 2048)}
     print(f"{minutes:.1f} minutes; held-out perplexity by length: {perplexities}")
 
-    facts = {"tokens": args.tokens, "seed": args.seed, "minutes": round(minutes, 1), "perplexity": perplexities}
+    facts = {
+        "context_length": args.context_length,
+        "tokens": args.tokens,
+        "seed": args.seed,
+        "minutes": round(minutes, 1),
+        "perplexity": perplexities,
+    }
     save(args.output_dir, model, tokenizer, facts)
 
 

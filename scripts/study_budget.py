@@ -1,0 +1,258 @@
+"""What a small token budget buys: the tiny model taken from 256 to 1024 and 2048 tokens by every method.
+
+    python scripts/study_budget.py --output-dir outputs/study
+
+Each method zero-shot and after 50k, 200k and 800k tokens (at most 0.6 %, 2.5 % and 10 % of the 8 M it was made with),
+PoSE's short windows and LoRA beside training at full length, and the upper bound: the same model trained at the long
+length from the start on all 8 M tokens. Perplexity is that of the held-out novel. What is in ``results.jsonl`` is not
+measured again, so an interrupted study goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from pretrain_tiny import CONTEXT
+
+from hf_posenc import patched
+from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
+from hf_posenc.evaluation import Record, perplexity, read_records
+from hf_posenc.loading import load_model
+from hf_posenc.training import FinetuneConfig, finetune
+
+LENGTHS = (256, 512, 1024, 2048)
+BUDGETS = (50_000, 200_000, 800_000)
+PRETRAINED_ON = 8_000_000
+STEP_TOKENS = 4096  # as in pretraining
+UPPER_BOUND = "trained at"
+# A model of 5 M parameters takes larger steps than the papers' 7 B; found on yarn x4 with 200k tokens.
+SHARED: dict[str, Any] = {"learning_rate": 5e-4, "lr_schedule": "linear", "eval_documents": 0, "save_steps": 1000}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to extend: a line of the table.
+
+    Attributes:
+        name: What the table calls it.
+        target: Tokens it is extended to.
+        settings: Of FinetuneConfig, besides ``SHARED``.
+        budgets: Tokens of each run.
+    """
+
+    name: str
+    target: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    budgets: tuple[int, ...] = BUDGETS
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} to {self.target}"
+
+
+def rows() -> list[Row]:
+    """Return what is compared, the most telling first."""
+    plain = {"method": "abf", "options": {"rope_theta": 10000.0}}  # the base it has: no scaling at all
+    methods: dict[str, dict[str, Any]] = {
+        "yarn": {"method": "yarn"},
+        "ntk": {"method": "ntk"},
+        "dynamic_yarn": {"method": "dynamic_yarn"},
+        "linear": {"method": "linear"},
+        "no scaling": plain,
+        "yarn, PoSE": {"method": "yarn", "position_schedule": "pose"},
+        "yarn, LoRA": {"method": "yarn", "lora": True, "learning_rate": 2e-3},
+        "ntk_by_parts": {"method": "ntk_by_parts"},
+        "dynamic": {"method": "dynamic"},
+        "abf (base x50)": {"method": "abf", "options": {"rope_theta": 500000.0}},  # as Llama-2-Long raised it
+        "nope (DroPE)": {"method": "nope"},
+    }
+    four = [Row(name, 4 * CONTEXT, settings) for name, settings in methods.items()]
+    one_percent = Row("yarn, 1 %", 4 * CONTEXT, methods["yarn"], (PRETRAINED_ON // 100,))
+    eight = [Row(name, 8 * CONTEXT, methods[name]) for name in ("yarn", "ntk", "dynamic_yarn", "yarn, PoSE")]
+    return [*four, one_percent, *eight]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/study"))
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these rows, such as yarn ntk")
+    parser.add_argument("--budgets", type=int, nargs="+", metavar="TOKENS", help="only these budgets")
+    parser.add_argument("--without-upper-bound", action="store_true", help="do not train at the long lengths")
+    args = parser.parse_args()
+    asked = [row for row in rows() if not args.rows or row.name in args.rows]
+    if not asked:
+        raise SystemExit(f"no such row: {args.rows}. Known: {', '.join(sorted({row.name for row in rows()}))}.")
+    study = Study(args.output_dir)
+    began = time.perf_counter()
+    study.measure_base()
+    for row in asked:
+        study.run(row, [budget for budget in row.budgets if not args.budgets or budget in args.budgets])
+        study.show()
+    if not args.without_upper_bound:
+        for target in sorted({row.target for row in asked}):
+            study.upper_bound(target)
+    study.show()
+    print(f"{(time.perf_counter() - began) / 60:.0f} minutes. See {study.folder / 'study.md'} and study.png beside it.")
+
+
+class Study:
+    """The runs of a study, and the file their numbers are in."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.results = folder, folder / "results.jsonl"
+        self.train_texts = [load_novel(name) for name in TRAIN_NOVELS]
+
+    def records(self) -> list[Record]:
+        return read_records(self.results) if self.results.is_file() else []
+
+    def has(self, label: str, tokens_trained: int) -> bool:
+        """Say whether a run is measured; trained tokens come in whole steps."""
+        found = [one for one in self.records() if one.label == label]
+        return any(abs(one.tokens_trained - tokens_trained) < 2 * STEP_TOKENS for one in found)
+
+    def measure(self, model: Any, tokenizer: Any, label: str, tokens_trained: int = 0) -> None:
+        perplexity(
+            model,
+            [load_novel(HELD_OUT_NOVEL)],
+            LENGTHS,
+            tokenizer=tokenizer,
+            cut=True,
+            max_documents=16,
+            output=self.results,
+            model_name="tiny",
+            label=label,
+            tokens_trained=tokens_trained,
+            progress=False,
+        )
+
+    def measure_base(self) -> None:
+        if not self.has("as it is", 0):
+            self.measure(*load_model(tiny_model_path()), "as it is")
+
+    def run(self, row: Row, budgets: list[int]) -> None:
+        """Measure a row zero-shot, then after each budget; every run starts from the model as it was made."""
+        if not self.has(row.label, 0):
+            model, tokenizer = load_model(tiny_model_path())
+            told = {"context_length": row.target, **row.settings.get("options", {})}
+            with patched(model, row.settings["method"], **told):
+                self.measure(model, tokenizer, row.label)
+        for budget in budgets:
+            if not self.has(row.label, budget):
+                self._train(row, budget)
+
+    def _train(self, row: Row, budget: int) -> None:
+        model, tokenizer = load_model(tiny_model_path())
+        window = CONTEXT if row.settings.get("position_schedule", "full") != "full" else row.target
+        folder = self.folder / "runs" / f"{row.label}, {budget}".replace(" ", "-").replace("%", "percent")
+        config = FinetuneConfig(
+            **{**SHARED, **row.settings},
+            output_dir=str(folder),
+            context_length=row.target,  # type: ignore[arg-type]  # an int becomes a ContextLength
+            seq_len=window,  # type: ignore[arg-type]
+            micro_batch_size=STEP_TOKENS // window,
+            token_budget=budget,  # type: ignore[arg-type]
+            resume=True,
+        )
+        result = finetune(model, tokenizer, self.train_texts, config)
+        self.measure(result.model, tokenizer, row.label, result.tokens_trained)
+        shutil.rmtree(folder)  # the numbers are what is kept
+
+    def upper_bound(self, target: int) -> None:
+        label = f"{UPPER_BOUND} {target}"
+        if self.has(label, 0):
+            return
+        folder = self.folder / f"from-the-start-{target}"
+        if not (folder / "training.json").is_file():
+            script = Path(__file__).with_name("pretrain_tiny.py")
+            words = ["--output-dir", str(folder), "--context-length", str(target)]
+            subprocess.run([sys.executable, str(script), *words], check=True)
+        self.measure(*load_model(folder), label)
+
+    def show(self) -> None:
+        records = self.records()
+        text = "\n\n".join(table(records, target) for target in sorted({row.target for row in rows()}))
+        partial = self.folder / "study.md.partial"
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(self.folder / "study.md")
+        print(f"\n{text}\n", flush=True)
+        plot(records, self.folder / "study.png")
+
+
+def by_tokens(records: list[Record], label: str) -> dict[int, dict[int, float]]:
+    """Return perplexities by tokens trained, then by length."""
+    found: dict[int, dict[int, float]] = {}
+    for one in records:
+        if one.label == label:
+            found.setdefault(one.tokens_trained, {})[one.context_length] = one.perplexity
+    return dict(sorted(found.items()))
+
+
+def table(records: list[Record], target: int) -> str:
+    """Return the Markdown table of one target: perplexity at 256 / at the target, by tokens trained."""
+    lines = [
+        f"| to {target}: perplexity at {CONTEXT} / {target} | zero-shot | 50k | 200k | 800k |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for label, shown in (
+        ("as it is", "as it is"),
+        (f"{UPPER_BOUND} {target}", f"{UPPER_BOUND} {target} from the start"),
+    ):
+        for curve in by_tokens(records, label).values():
+            lines.append(f"| {shown} | {curve[CONTEXT]:.2f} / {curve[target]:.2f} | | | |")
+    for row in rows():
+        curves = by_tokens(records, row.label)
+        if row.target == target and curves:
+            cells = {nearest(tokens): f"{curve[CONTEXT]:.2f} / {curve[target]:.2f}" for tokens, curve in curves.items()}
+            lines.append(f"| {row.name} | " + " | ".join(cells.get(at, "") for at in (0, *BUDGETS)) + " |")
+    return "\n".join(lines)
+
+
+def nearest(tokens: int) -> int:
+    """Return the budget that a run of whole steps was given."""
+    return min((0, *BUDGETS), key=lambda budget: abs(budget - tokens))
+
+
+def curves(records: list[Record], target: int) -> Iterator[tuple[str, list[int], list[float]]]:
+    for row in rows():
+        found = by_tokens(records, row.label)
+        if row.target == target and len(found) > 1:
+            yield row.name, list(found), [curve[target] for curve in found.values()]
+
+
+def plot(records: list[Record], path: Path) -> None:
+    """Draw perplexity at the target by tokens trained, with the upper bound as a line."""
+    targets = [target for target in sorted({row.target for row in rows()}) if any(curves(records, target))]
+    if not targets:
+        return
+    figure, panels = plt.subplots(1, len(targets), figsize=(6 * len(targets), 4.5), squeeze=False)
+    for panel, target in zip(panels[0], targets, strict=True):
+        for number, (name, tokens, values) in enumerate(curves(records, target)):
+            panel.plot([t / 1000 for t in tokens], values, marker="os^Dv"[number % 5], markersize=4, label=name)
+        for curve in by_tokens(records, f"{UPPER_BOUND} {target}").values():
+            panel.axhline(curve[target], color="black", linestyle="--", label=f"{UPPER_BOUND} {target} from the start")
+        panel.set(xscale="symlog", yscale="log", xlabel="thousand tokens trained", title=f"256 to {target} tokens")
+        panel.set_xlim(left=0)
+        panel.set_ylabel(f"perplexity at {target}, held-out novel")
+        panel.legend(fontsize=7)
+    figure.tight_layout()
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, dpi=150, format="png")
+    plt.close(figure)
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    main()
