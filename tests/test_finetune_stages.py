@@ -72,6 +72,20 @@ def test_stages_are_runs_of_their_own_that_count_on(
     assert seeds == [0, 1]  # the documents of the second come in another order
 
 
+def test_a_stream_is_read_once_and_the_same_is_held_out_in_every_stage(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
+):
+    stages = {**STAGES, "stages": ["96:1152", "160:640"]}  # the second alone would read fewer documents
+    run = config(tmp_path / "run", **stages)
+    read = iter(documents)
+    result = finetune(base(tmp_path / "base", tiny_llama), tokenizer, read, run)
+    assert len({record.text_hash for record in result.records if record.context_length == 160}) == 1
+    taken = documents[: len(documents) - len(list(read))]
+    listed = finetune(base(tmp_path / "base", tiny_llama), tokenizer, taken, config(tmp_path / "listed", **stages))
+    assert len(taken) < len(documents)
+    assert [record.nll_sum for record in result.records] == [record.nll_sum for record in listed.records]
+
+
 def kill_in(monkeypatch: pytest.MonkeyPatch, stage: str, step: int) -> None:
     """Let the process die in one stage, just after the loss of ``step`` is written down."""
     write = LossLog.on_log

@@ -104,6 +104,8 @@ def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogC
     assert (two.stages, two.context_length) == (["128:2000", "256:1000"], None)
     assert fitted("progressive", factor=2.0).stages is None  # half of it is the original length
     assert fitted("progressive", stages=["192", "256"]).stages == ["192", "256"]
+    assert fitted("abf", stages=["96", "128"]).options == {"rope_theta": 5e5}  # the base of the last stage's length
+    assert fitted("drope", stages=["96", "128"]).seq_len == 64
     plain = config(Path("out"))
     assert fit_recipe(model, plain) is plain
 

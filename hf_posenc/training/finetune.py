@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,21 @@ from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainabl
 from hf_posenc.training.measure import measure
 from hf_posenc.training.packing import PackedDataset
 from hf_posenc.training.run_folder import check_not_the_models_own, open_run
-from hf_posenc.training.stages import Place, StageResult, load_finished, refuse_staged_run, train_stages
-from hf_posenc.training.texts import Documents, Texts, prepare_texts
+from hf_posenc.training.stage_list import parse_stages
+from hf_posenc.training.stages import (
+    Place,
+    StageResult,
+    load_finished,
+    original_length,
+    refuse_staged_run,
+    train_stages,
+)
+from hf_posenc.training.texts import Documents, Texts, prepare_texts, read_stream
 from hf_posenc.training.toml_config import RUN_FILE, write_run
 from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
 from hf_posenc.training.writing import saved_bytes, says_how_to_go_on, writing
+from hf_posenc.units import TokenCount
 from hf_posenc.windows import KEEP
 
 RESULTS = "results.jsonl"
@@ -102,6 +111,12 @@ def finetune(
     check_not_the_models_own(folder, _name(model))
     config = fit_recipe(model, config)
     _check_levers(model, config)
+    if config.stages is not None and not isinstance(documents, Sequence):
+        # Once, for all stages: each then trains on, and holds out, the same documents.
+        longest = max(stage.token_budget for stage in parse_stages(config.stages, config.token_budget))
+        whole = dataclasses.replace(config, stages=None, token_budget=TokenCount(longest))
+        holds_out = config.eval_documents > 0 and eval_documents is None
+        documents = read_stream(tokenizer, documents, original_length(model, config), whole, holds_out)
     train_one = partial(_train, tokenizer, documents, eval_documents)
     if config.stages is not None:
         done = train_stages(train_one, model, config, told, tokens_trained)
@@ -132,12 +147,12 @@ def _train(
     keep_layout(model)  # checkpoints are written between forwards
     set_seed(config.seed)
     description = extend(model, config)
-    if (group := config.group(config.seq_len or description["context_length"])) is not None:
-        check_shiftable(model, group)
     with evaluation_mode(model):
         check_head(model)
     texts = prepare_texts(model, tokenizer, documents, eval_documents, config, description)
     _check_levers(model, config, texts.packed.seq_len)
+    if (group := config.group(texts.packed.seq_len)) is not None:
+        check_shiftable(model, group)
     args = training_arguments(model, config, texts.packed)
     if args.world_size > 1 and getattr(unwrap(model), "hf_device_map", None) is None:
         model.to(args.device)  # type: ignore[arg-type]  # every process to its own GPU, before the first forward

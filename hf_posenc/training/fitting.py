@@ -13,6 +13,7 @@ from hf_posenc.extension import plain_spec
 from hf_posenc.families import unwrap
 from hf_posenc.patching import describe, extension_of
 from hf_posenc.request import DEFAULT_FACTOR
+from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.units import ContextLength, length_name
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ def lengths_of(model: PreTrainedModel, config: FinetuneConfig) -> tuple[int, int
         return None
     if there["method"] != "none" and config.on_scaled == "refuse":
         return int(original), int(there["context_length"])
+    if config.stages:
+        return int(original), parse_stages(config.stages, config.token_budget)[-1].length
     factor = DEFAULT_FACTOR if config.factor is None else config.factor
     return int(original), config.context_length or round(factor * original)
 
@@ -86,13 +89,13 @@ def fit_recipe(model: PreTrainedModel, config: FinetuneConfig) -> FinetuneConfig
     Raises:
         ValueError: No published base suits (``abf``).
     """
-    lengths = lengths_of(model, config) if config.recipe is not None and not config.stages else None
+    lengths = lengths_of(model, config) if config.recipe is not None else None
     if lengths is None:
         return config
     original, target = lengths
     if config.recipe == "abf":
         return _with_base(model, config, target)
-    if config.recipe == "progressive":
+    if config.recipe == "progressive" and not config.stages:
         return _in_two_stages(config, original, target)
     if config.recipe == "drope" and config.seq_len is None:
         return dataclasses.replace(config, seq_len=ContextLength(original))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from hf_posenc.evaluation import Record
 from hf_posenc.patching import describe, is_patched, unpatch_model
 from hf_posenc.pretrained import load_weights
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.launch import Launch
 from hf_posenc.training.lora import is_adapted
 from hf_posenc.training.measure import default_lengths
 from hf_posenc.training.stage_list import Stage, check_stages, parse_stages
@@ -88,7 +88,7 @@ def train_stages(
         ValueError: The model is extended already, stages that cannot be, or the folder holds another run.
     """
     stages, folder = parse_stages(config.stages or (), config.token_budget), Path(config.output_dir)
-    original = _original(model, config)
+    original = original_length(model, config)
     check_stages(stages, original, [_tokens_per_step(stage, config, original) for stage in stages])
     _refuse_single_run(folder)
     settings = [_settings(stage, config, original, [one.length for one in stages]) for stage in stages]
@@ -116,7 +116,12 @@ def train_stages(
     )
 
 
-def _original(model: PreTrainedModel, config: FinetuneConfig) -> int:
+def original_length(model: PreTrainedModel, config: FinetuneConfig) -> int:
+    """Return the tokens a model was trained on before any stage.
+
+    Raises:
+        ValueError: It is extended already, or does not say.
+    """
     there = describe(model)
     if there["method"] != "none" and config.on_scaled != "replace":
         raise ValueError(
@@ -133,7 +138,7 @@ def _original(model: PreTrainedModel, config: FinetuneConfig) -> int:
 
 def _tokens_per_step(stage: Stage, config: FinetuneConfig, original: int) -> int:
     usual = stage.length if config.position_schedule == "full" else original
-    blocks = config.micro_batch_size * config.gradient_accumulation_steps * int(os.environ.get("WORLD_SIZE", "1"))
+    blocks = config.micro_batch_size * config.gradient_accumulation_steps * Launch.from_environment().replicas
     return (config.seq_len or usual) * blocks
 
 

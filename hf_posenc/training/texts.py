@@ -129,7 +129,7 @@ def _split(
     if isinstance(documents, (Sequence, torch.Tensor)):
         ids = _token_ids(tokenizer, documents)
     else:
-        ids = _take(tokenizer, documents, original, config, holds_out)
+        ids = read_stream(tokenizer, documents, original, config, holds_out)
     if not ids:
         raise ValueError("there are no documents to train on.")
     if holds_out:
@@ -137,14 +137,25 @@ def _split(
     return ids, _token_ids(tokenizer, eval_documents) if eval_documents is not None and config.eval_documents else []
 
 
-def _take(
+def read_stream(
     tokenizer: PreTrainedTokenizerBase,
     documents: Documents,
     original: int,
     config: FinetuneConfig,
     holds_out: bool,
 ) -> list[torch.Tensor]:
-    """Read a stream until what is left of it to train on, in one pass, fills the token budget."""
+    """Read a stream until what is left of it to train on, in one pass, fills the token budget.
+
+    Args:
+        tokenizer: For texts.
+        documents: As for ``finetune``.
+        original: Tokens the model was trained on; longer documents may be upsampled.
+        config: The run.
+        holds_out: Some of the documents are to be measured on.
+
+    Returns:
+        Token ids, each 1-D.
+    """
     taken: list[torch.Tensor] = []
     filled = [0.0]  # by so many documents
     for document in documents:
