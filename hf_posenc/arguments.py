@@ -229,7 +229,7 @@ def parse(
     for name, help_text in places.items():
         parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
     parser.set_defaults(command=command)  # so that there is a namespace even where nothing is positional
-    if defaults is not None:
+    if defaults is not None and not {"-h", "--help"} & set(argv):
         _put_defaults(parser, argv, defaults)
     *filled, given = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     return given, *filled

@@ -139,7 +139,8 @@ def finetune(argv: Sequence[str]) -> None:
         relaunch(words)
     from hf_posenc.training.levers import check_levers
 
-    check_levers(config, attention=loading.attn_implementation)
+    check_levers(config, attention=loading.attn_implementation, quantised=loading.load_in_4bit or None)
+    told = {**vars(source), **vars(loading)}
     loading.device = own_device(loading.device)
     from hf_posenc.loading import check_4bit, load_model
     from hf_posenc.report import text_table
@@ -149,7 +150,6 @@ def finetune(argv: Sequence[str]) -> None:
         check_4bit(given.model, config.lora)
     documents = _stream(source) if source.streaming and source.documents != "-" else _read(source)
     model, tokenizer = load_model(given.model, **vars(loading))
-    told = {**vars(source), **vars(loading)}
     trained = _tokens_trained(given.model)
     result = run(model, tokenizer, documents, config, tokens_trained=trained, source=told)
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint import ADAPTER_CONFIG, MANIFEST, load_extended
+from hf_posenc.launching import own_device
 from hf_posenc.pretrained import is_gguf, load_tokenizer, load_weights
 
 
@@ -48,7 +48,9 @@ def load_model(
     if device == "auto":
         kwargs["device_map"] = "auto"
     else:
-        device = to_device(_own_gpu() if load_in_4bit and device in (None, "cuda") else device)
+        if load_in_4bit and not isinstance(device, torch.device):
+            device = own_device(device)  # it cannot be moved later
+        device = to_device(device)
     check_path(path, str(name_or_path))
     try:
         source = str(path if path.exists() else name_or_path)
@@ -101,11 +103,6 @@ def _in_4bit(path: Path, source: str, dtype: str | torch.dtype) -> dict[str, Any
         bnb_4bit_compute_dtype=compute,
     )
     return {"quantization_config": settings}
-
-
-def _own_gpu() -> str | None:
-    """Return the GPU of this process of several, which quantised weights cannot be moved to later."""
-    return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ and torch.cuda.is_available() else None
 
 
 def to_dtype(dtype: str | torch.dtype) -> str | torch.dtype:

@@ -121,6 +121,27 @@ def test_flags_win_over_the_file_the_file_over_the_recipe_and_it_over_the_defaul
     assert parsed("--output-dir", "x")[0] == FinetuneConfig("x")
 
 
+def test_a_flag_wins_over_what_the_file_says_in_another_way(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('output_dir = "out"\nmethod = "yarn"\nfactor = 4.0\n[options]\nramp = "harmonic"\n')
+    run, _, _ = parsed("--config", file, "--context-length", "2k")
+    assert (run.factor, run.context_length, run.options) == (None, 2048, {"ramp": "harmonic"})
+    run, _, _ = parsed("--config", file, "--stages", "2k", "4k")
+    assert (run.factor, run.stages) == (None, ["2k", "4k"])
+    run, _, _ = parsed("--config", file, "--method", "linear")
+    assert (run.method, run.factor, run.options) == ("linear", 4.0, {})
+    write_run(tmp_path / RUN_FILE, {"output_dir": "x", "options": {"attention_factor": None, "ramp": "paper"}})
+    assert read_run(tmp_path / RUN_FILE, KNOWN)["options"] == {"ramp": "paper"}
+
+
+def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.finetune(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "trained model (required)" in shown
+    assert "--learning-rate LEARNING_RATE peak rate; 2e-5 is YaRN's and PI's for 7B models (default: 2e-05)" in shown
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

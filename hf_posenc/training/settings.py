@@ -9,6 +9,8 @@ from typing import Any
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.training.toml_config import read_run
 
+_TARGET = ("factor", "context_length", "stages", "preset")
+
 
 def settings_besides_flags(told: argparse.Namespace, known: Sequence[type]) -> dict[str, Any]:
     """Return values for flags that were not given: those of ``--config``, which win over those of ``--recipe``.
@@ -22,6 +24,10 @@ def settings_besides_flags(told: argparse.Namespace, known: Sequence[type]) -> d
     """
     flags = vars(told)
     values = read_run(flags["config"], known) if flags.get("config") else {}
+    if any(name in flags for name in _TARGET):  # each says how far, so that another one must not say it too
+        values = {name: value for name, value in values.items() if name not in _TARGET}
+    if any(flags.get(name, values[name]) != values[name] for name in ("method", "preset") if name in values):
+        values.pop("options", None)  # of the file's method
     recipe = flags.get("recipe") or values.get("recipe")
     if recipe is None:
         return values

@@ -74,7 +74,7 @@ def to_toml(settings: Mapping[str, Any]) -> str:
         for name, value in settings.items()
         if value is not None and name not in _NOT_IN_FILES
     ]
-    options = settings.get("options") or {}
+    options = {name: value for name, value in (settings.get("options") or {}).items() if value is not None}
     table = ["", "[options]", *(f"{_toml_key(name)} = {_toml(value)}" for name, value in options.items())]
     return "\n".join([*lines, *(table if options else [])]) + "\n"
 
