@@ -60,6 +60,9 @@ def test_only_blocks_of_one_document_are_kept(caplog: pytest.LogCaptureFixture):
     assert len(whole) < len(packed)
     assert [block["input_ids"].tolist() for block in kept] == [packed[i]["input_ids"].tolist() for i in whole]
     assert f"{len(packed) - len(whole)} of {len(packed)} blocks" in caplog.text
+    assert kept.fingerprint() != packed.fingerprint()  # another order of training
+    alike = PackedDataset([ids], 8, eos_token_id=None, seed=0)
+    assert WholeBlocks(alike).fingerprint() == alike.fingerprint()
     with pytest.raises(ValueError, match="none of the 4 blocks of 8 tokens"):
         WholeBlocks(PackedDataset([ids[i : i + 4] for i in range(0, 32, 4)], 8, eos_token_id=None))
 

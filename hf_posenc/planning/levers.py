@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.planning.training_memory import TrainingMemory, computes_in_half, predict_training_memory
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.positions import has_windows
 
 # Names of levers; the order is that of TRL's guide to long contexts: logits, precision, activations, weights, devices.
 AS_ASKED, BF16, CHECKPOINTING, NO_MASK, LORA, POSE, POSE_LORA = (
@@ -94,10 +95,11 @@ def levers(
     adapters = dataclasses.replace(run, lora=True)
     if not run.lora:
         yield lever(LORA, adapters, packed=False)
-    if original < seq_len:  # with a mask: to Transformers' sdpa, a skip is where another document begins
+    if original < seq_len:
+        windows = has_windows(config)  # in which a skip has to be masked
         if not run.lora:
-            yield lever(POSE, dataclasses.replace(run, position_schedule="pose"), original, True)
-        yield lever(POSE_LORA, dataclasses.replace(adapters, position_schedule="pose"), original, True)
+            yield lever(POSE, dataclasses.replace(run, position_schedule="pose"), original, windows)
+        yield lever(POSE_LORA, dataclasses.replace(adapters, position_schedule="pose"), original, windows)
 
 
 def shard(lever: Lever, gpu_memory: int, num_layers: int) -> Sharding | None:

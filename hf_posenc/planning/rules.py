@@ -93,7 +93,8 @@ _RULES: tuple[Rule, ...] = (
         lambda s: s.lever == LORA,
         "yarn",
         "lora-plus",
-        "full weights do not fit at the full length; adapters with embedding and norms come close to them (LongLoRA)",
+        "full weights do not fit at the full length; adapters with embedding and norms come close to them "
+        "(LongLoRA; its own rule is linear: give --method yarn too)",
     ),
     (
         lambda s: s.lever == POSE,

@@ -13,6 +13,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_liger_
 from hf_posenc.families import unwrap
 from hf_posenc.patching import extension_of
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.launch import Launch
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ def flash_reason(model: Any, config: FinetuneConfig, *, bf16: bool) -> str | Non
         "positions are not one after the other": config.position_schedule != "full",
         "the attention was chosen by the caller": base.config._attn_implementation != "sdpa",
         "the rule changes the attention itself": on_door or config.shifted_sparse_attention,
+        "context parallelism needs sdpa": Launch.from_environment().cp_size > 1,
         "the family does not support it": not getattr(base, "_supports_flash_attn", False),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)

@@ -201,8 +201,8 @@ def _with_eos(document: torch.Tensor, index: int, eos_token_id: int | None) -> t
     return torch.cat([document, document.new_tensor([eos_token_id])])
 
 
-def log_summary(summary: PackingSummary, original_length: int) -> None:
-    """Say what is trained on, and warn when it holds hardly any long distance to learn from."""
+def log_summary(summary: PackingSummary, original_length: int, *, wants_distances: bool = True) -> None:
+    """Say what is trained on, and warn when it holds hardly any long distance to learn from, where that is wanted."""
     short = f", {summary.num_short} of them as windows of {original_length} tokens" if summary.num_short else ""
     logger.info(
         "%d documents, %d tokens; trained on: %d tokens in %d blocks%s, %d pieces; %.1f %% of these tokens see "
@@ -224,7 +224,7 @@ def log_summary(summary: PackingSummary, original_length: int) -> None:
         )
     elif summary.num_repeated:
         logger.info("every token is trained on; %d of a pass come twice, to fill its last block", summary.num_repeated)
-    if summary.share_beyond_original < 0.01:
+    if wants_distances and summary.share_beyond_original < 0.01:
         logger.warning(
             "only %.2f %% of the training tokens see distances beyond the original %d tokens, so the model hardly sees "
             "what it is to learn. Train on longer documents (or upsample them: length_upsampling), raise seq_len, or "

@@ -210,7 +210,7 @@ def documents_start_at_zero(config: PreTrainedConfig) -> Iterator[None]:
         config: The model's text config.
     """
     theirs = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = partial(find_documents, skips_matter=_has_windows(config))
+    masking_utils.find_packed_sequence_indices = partial(find_documents, skips_matter=has_windows(config))
     try:
         yield
     finally:
@@ -229,7 +229,7 @@ def find_documents(position_ids: torch.Tensor, *, skips_matter: bool) -> torch.T
     return (steps <= 0).cumsum(-1)
 
 
-def _has_windows(config: PreTrainedConfig) -> bool:
+def has_windows(config: PreTrainedConfig) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ())
     sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return any(sizes) or not kinds <= FULL_ATTENTION

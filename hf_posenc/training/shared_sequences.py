@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 
 import torch
@@ -43,6 +44,12 @@ class WholeBlocks(PackedDataset):
 
     def __len__(self) -> int:
         return len(self.kept)
+
+    def fingerprint(self) -> str:
+        """Return a short hash as of all blocks, and of which of them are kept: it is another order of training."""
+        if len(self.kept) == super().__len__():
+            return super().fingerprint()
+        return hashlib.sha256(f"{super().fingerprint()} {self.kept}".encode()).hexdigest()[:16]
 
     def where(self, index: int) -> torch.Tensor:
         """Return the places of a block's tokens in the stream, int64 ``(seq_len,)``."""

@@ -93,7 +93,8 @@ def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDa
         args.warmup_steps,
     )
     schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
-    log_summary(schedule.summary(), packed.positions.original_length)
+    wants_distances = config.method != "nope"  # which has no positions, and is trained on short texts first
+    log_summary(schedule.summary(), packed.positions.original_length, wants_distances=wants_distances)
 
 
 def _blocks_per_step(args: TrainingArguments) -> int:
