@@ -150,5 +150,5 @@ def test_one_document_needs_no_mask_and_gets_the_same_logits(monkeypatch: pytest
     model = patch_model(sharp_model("Llama"), "yarn", FACTOR)
     row = PositionSchedule("pose", ORIGINAL, FACTOR * ORIGINAL, seed=4).of(3, [64])[None]
     plainly_causal = packed_logits(model, row)
-    monkeypatch.setattr(module, "_has_windows", lambda config: True)
+    monkeypatch.setattr(module, "has_windows", lambda config: True)
     torch.testing.assert_close(plainly_causal, packed_logits(model, row), rtol=1e-4, atol=2e-5)
