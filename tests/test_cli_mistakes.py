@@ -25,7 +25,9 @@ def text_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make loading a model fail the test."""
-    monkeypatch.setattr("hf_posenc.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    # Where it is imported as a module begins, first: imported while it is replaced, it would stay so for other tests.
+    for module in ("evaluating", "loading"):
+        monkeypatch.setattr(f"hf_posenc.{module}.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.fixture
