@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -203,3 +204,18 @@ def _check_factor_list(name: str, values: Any) -> tuple[float, ...] | None:
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise TypeError(f"{name} must be a list of numbers, one per pair of features, got {values!r}.")
     return tuple(check_number(f"{name}[{i}]", value, above=0) for i, value in enumerate(values))
+
+
+def unknown_name(kind: str, name: Any, known: Iterable[str], spelled: Any = None) -> ValueError:
+    """Return the error for a name that a table does not hold, with the nearest one that it does.
+
+    Args:
+        kind: What the table holds: "method", "preset", "recipe".
+        name: As it was given.
+        known: All names, in the order to show them in.
+        spelled: How the table would write ``name``; None if it writes names as they are given.
+    """
+    known = list(known)
+    near = difflib.get_close_matches(str(name if spelled is None else spelled), known, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")

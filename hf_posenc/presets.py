@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # only named here: `hf-posenc presets` answers without PyTorch
     from transformers import PreTrainedConfig
 
+from hf_posenc.config import unknown_name
 from hf_posenc.windows import KEEP, window_of_all_layers
 
 
@@ -148,9 +148,7 @@ def get_preset(name: str) -> Preset:
         ValueError: It is unknown; the nearest known name is suggested.
     """
     if name not in presets():
-        near = difflib.get_close_matches(str(name), presets(), n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown preset {name!r}.{hint} Known: {', '.join(presets())}.")
+        raise unknown_name("preset", name, presets())
     return presets()[name]
 
 

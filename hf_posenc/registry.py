@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_posenc import frequencies as rules
-from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.config import RopeScaling, RopeSpec, unknown_name
 from hf_posenc.frequencies import Frequencies
 
 # The divisor, in a longrope list, of a pair that never turned: larger than rules.STOPPED, so that a config tells which.
@@ -298,9 +297,7 @@ def get_method(name: str) -> Method:
     """
     key = name.lower().replace("-", "_") if isinstance(name, str) else name
     if key not in _BY_NAME:
-        near = difflib.get_close_matches(str(key), _BY_NAME, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown method {name!r}.{hint} Known: {', '.join(sorted(_BY_NAME))}.")
+        raise unknown_name("method", name, sorted(_BY_NAME), key)
     return _BY_NAME[key]
 
 

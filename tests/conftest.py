@@ -89,6 +89,17 @@ def tiny_checkpoint(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def base_folder(tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Path) -> Path:
+    """The tiny Llama with an attention that is not nearly uniform, as it is at random's own size."""
+    model = tiny_llama(tie_word_embeddings=True)
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
 @pytest.fixture(scope="session")
 def run_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the tiny Llama, its tokenizer and texts to fine-tune it on."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from groups_by_hand import seen_by_hand
-from tiny_runs import SEQ, Build, Killed, config, kill_at, logits_of
+from tiny_runs import SEQ, Killed, config, kill_at, load, logits_of
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -29,20 +29,6 @@ GROUP = SEQ // 4
 def sparse(folder: Path, **changes: Any) -> FinetuneConfig:
     settings = {"shifted_sparse_attention": True, "token_budget": 4 * 2 * SEQ, "save_steps": 2, "eval_documents": 0}
     return config(folder, **{**settings, **changes})
-
-
-@pytest.fixture
-def base_folder(tiny_llama: Build, tmp_path: Path) -> Path:
-    model = tiny_llama(tie_word_embeddings=True)
-    for name, parameter in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:  # at random's own size attention is nearly uniform
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
-
-
-def load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def lengths_of(positions: torch.Tensor) -> list[int]:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Build, Killed, config, kill_at, logits_of
+from tiny_runs import Killed, config, kill_at, load, logits_of
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM
 
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.checkpoint import load_extended, read_manifest
@@ -40,20 +39,6 @@ def staged(folder: Path, **changes: Any) -> Any:
 
 def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in read_log(folder / "train_log.jsonl")]
-
-
-@pytest.fixture
-def base_folder(tiny_llama: Build, tmp_path: Path) -> Path:
-    model = tiny_llama(tie_word_embeddings=True)
-    for name, parameter in model.named_parameters():
-        if "q_proj" in name or "k_proj" in name:  # at random's own size attention is nearly uniform
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
-
-
-def load(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc.evaluation import read_records
 from hf_posenc.training import FinetuneConfig
@@ -46,6 +46,10 @@ def config(folder: Path, **changes: Any) -> FinetuneConfig:
         "save_steps": 6,
     }
     return FinetuneConfig(**{**settings, **changes})
+
+
+def load(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def logits_of(model: nn.Module, length: int = SEQ) -> torch.Tensor:

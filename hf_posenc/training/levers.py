@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hf_posenc.attention.masks import inner_name
@@ -43,7 +44,7 @@ class Levers:
         method = self.config.method
         return method is not None and make_scaling(method, 2.0, {}).on_attention_door
 
-    @property
+    @cached_property  # several rules ask, and every file of a checkpoint is looked at
     def checkpoint(self) -> Path | None:
         """Where the run goes on; None if it begins."""
         return newest_whole(Path(self.config.output_dir)) if self.config.resume else None

@@ -6,11 +6,12 @@ A value is here only if the paper, or its authors' code, says it. Where they say
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
+
+from hf_posenc.config import unknown_name
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,7 @@ def get_recipe(name: str) -> Recipe:
     """
     key = name.lower().replace("_", "-") if isinstance(name, str) else name
     if key not in RECIPES:
-        near = difflib.get_close_matches(str(key), RECIPES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown recipe {name!r}.{hint} Known: {', '.join(RECIPES)}.")
+        raise unknown_name("recipe", name, RECIPES, key)
     return RECIPES[key]
 
 
