@@ -23,8 +23,8 @@ from transformers import Trainer
 
 from hf_posenc.cli import main
 from hf_posenc.training import finetune as finetune_function
-from hf_posenc.training.checkpoints import PARTIAL, SEAL, newest_whole, problem_of
-from hf_posenc.training.run_folder import last_checkpoint
+from hf_posenc.training.checkpoints import PARTIAL, SEAL, last_checkpoint, problem_of
+from hf_posenc.training.run_folder import open_run
 from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 
 FINETUNE = sys.modules[finetune_function.__module__]
@@ -94,7 +94,7 @@ def test_no_room_for_a_checkpoint(
     assert f"It takes about {weights * 12 / 1e6:.1f} MB, " in said  # float32 weights and AdamW's two moments
     assert f"The last good checkpoint, {run}/checkpoint-8, is kept. Make room, then run the same command with" in said
     assert not (run / PARTIAL).exists()  # it takes no room
-    assert newest_whole(run) == run / "checkpoint-8"
+    assert last_checkpoint(run) == (run / "checkpoint-8", [])
     if too_big == "optimizer.pt":
         assert main(command(run_base, run, "--resume")) == 0
         assert_same_run(run, whole_run, STEPS)
@@ -151,12 +151,12 @@ sys.path.insert(0, str(tests))
 from killed_runs import command
 from tiny_runs import assert_same_run
 from hf_posenc.cli import main
-from hf_posenc.training.checkpoints import newest_whole
+from hf_posenc.training.checkpoints import last_checkpoint
 torch.set_num_threads(2)
 run = disk / "run"
 (disk / "ballast").write_bytes(bytes(1_000_000))
 assert main(command(base, run)) == 2
-assert newest_whole(run) == run / "checkpoint-4", sorted(disk.rglob("*"))
+assert last_checkpoint(run) == (run / "checkpoint-4", []), sorted(disk.rglob("*"))
 (disk / "ballast").unlink()
 subprocess.run(["mount", "-o", "remount,size=30m", disk], check=True)
 assert main(command(base, run, "--resume")) == 0
@@ -213,20 +213,21 @@ def zero_the_header(file: Path) -> None:
 def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     run: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str, problem: str
 ) -> None:
-    assert last_checkpoint(run) == run / "checkpoint-8"
-    assert not caplog.records
+    settings = json.loads((run / "finetune.json").read_text())
+    assert open_run(run, settings, resume=True) == run / "checkpoint-8"
+    assert "not used" not in caplog.text
     if (run / "checkpoint-8" / name).suffix == ".json" and damage is cut:
         os.truncate(run / "checkpoint-8" / name, 50)
     else:
         damage(run / "checkpoint-8" / name)
-    assert last_checkpoint(run) == run / "checkpoint-4"
+    assert open_run(run, settings, resume=True) == run / "checkpoint-4"
     assert f"damaged and not used: {run}/checkpoint-8 (" in caplog.text
     assert f"Going on from {run}/checkpoint-4 instead" in caplog.text
     damage(run / "checkpoint-4" / name) if damage is not cut else os.truncate(run / "checkpoint-4" / name, 50)
     with pytest.raises(
         ValueError, match=rf"no checkpoint in .* is whole: .*checkpoint-8 \({problem}.*; .*checkpoint-4 \("
     ):
-        last_checkpoint(run)
+        open_run(run, settings, resume=True)
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(
@@ -303,7 +304,7 @@ def test_numbers_that_are_not_finite_are_not_saved(
     assert message in said
     assert "lower learning_rate" in said
     assert f"The last good checkpoint, {run}/checkpoint-8, is kept" in said
-    assert newest_whole(run) == run / "checkpoint-8"
+    assert last_checkpoint(run) == (run / "checkpoint-8", [])
     assert not (run / "checkpoint-12").exists()
     assert all(value.isfinite().all() for value in load_file(run / "checkpoint-8/model.safetensors").values())
     assert [line["step"] for line in read_log(run / LOSS_LOG)] == list(range(1, 13 if spoil is spoil_weights else 12))

@@ -15,7 +15,7 @@ from hf_posenc.checkpoint import load_extended, read_manifest
 from hf_posenc.evaluation import read_records
 from hf_posenc.patching import describe, patch_model
 from hf_posenc.training import finetune, trainer
-from hf_posenc.training.run_folder import last_checkpoint
+from hf_posenc.training.checkpoints import last_checkpoint
 from hf_posenc.training.train_log import read_log
 
 
@@ -92,7 +92,9 @@ def test_what_may_not_differ_on_resume_is_named(
     with pytest.raises(ValueError, match="base_weights was '"):
         finetune(tiny_llama(rms_norm_eps=1e-3, vocab_size=129), tokenizer, documents, config(tmp_path, **again))
     (tmp_path / "checkpoint-9").mkdir()  # one that was being written when the process died
-    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
+    whole, (damaged,) = last_checkpoint(tmp_path)
+    assert whole == tmp_path / "checkpoint-1"
+    assert damaged.startswith(f"{tmp_path / 'checkpoint-9'} (it was not written to its end")
     shown = {"save_steps": 3, "logging_steps": 7, "run_name": "other"}
     done = finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **again, **shown))
     assert done.steps == len(read_log(tmp_path / "train_log.jsonl")) == 1

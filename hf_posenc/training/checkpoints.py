@@ -20,9 +20,18 @@ def by_step(folder: Path) -> dict[int, Path]:
     return {int(step): found[step] for step in sorted((step for step in found if step.isdecimal()), key=int)}
 
 
-def newest_whole(folder: Path) -> Path | None:
-    """Return the last checkpoint that can be gone on from, None if there is none."""
-    return next((path for path in reversed(by_step(folder).values()) if problem_of(path) is None), None)
+def last_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
+    """Return the newest checkpoint that can be gone on from, None if there is none, and what is wrong with newer ones.
+
+    Of those newer, each is named with its problem, newest first.
+    """
+    damaged: list[str] = []
+    for path in reversed(by_step(folder).values()):
+        problem = problem_of(path)
+        if problem is None:
+            return path, damaged
+        damaged.append(f"{path} ({problem})")
+    return None, damaged
 
 
 def problem_of(checkpoint: Path) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.registry import make_scaling
-from hf_posenc.training.checkpoints import newest_whole
+from hf_posenc.training.checkpoints import last_checkpoint
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
 
@@ -47,7 +47,7 @@ class Levers:
     @cached_property  # several rules ask, and every file of a checkpoint is looked at
     def checkpoint(self) -> Path | None:
         """Where the run goes on; None if it begins."""
-        return newest_whole(Path(self.config.output_dir)) if self.config.resume else None
+        return last_checkpoint(Path(self.config.output_dir))[0] if self.config.resume else None
 
 
 @dataclass(frozen=True)

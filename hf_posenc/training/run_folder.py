@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.training.checkpoints import by_step, clear_partial, problem_of
+from hf_posenc.training.checkpoints import by_step, clear_partial, last_checkpoint
 from hf_posenc.training.train_log import LOSS_LOG, read_log
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,8 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | 
         resume: Go on where the run in the folder stopped.
 
     Returns:
-        The last whole checkpoint to resume from; None to start at the beginning.
+        The last whole checkpoint to resume from, damaged ones after it named in a warning; None to start at the
+        beginning.
 
     Raises:
         ValueError: There is a run in the folder and ``resume`` is off, it was started with other settings, or none of
@@ -66,7 +67,8 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | 
             f"{folder} holds a run already. Pass resume=True (--resume) to go on with it, or another output_dir."
         )
     _check_same(_read_settings(file), settings, folder)
-    checkpoint = last_checkpoint(folder)
+    checkpoint, damaged = last_checkpoint(folder)
+    _tell_damaged(folder, checkpoint, damaged)
     clear_partial(folder)
     logger.info("resuming from %s", checkpoint if checkpoint is not None else "the beginning: no checkpoint yet")
     return checkpoint
@@ -93,23 +95,11 @@ def _check_same(there: dict[str, Any], settings: dict[str, Any], folder: Path) -
         )
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """Return the newest whole checkpoint; None if there is no checkpoint at all. Damaged ones are named in a warning.
-
-    Raises:
-        ValueError: There are checkpoints, and none is whole.
-    """
-    damaged: list[str] = []
-    for path in reversed(by_step(folder).values()):
-        problem = problem_of(path)
-        if problem is None:
-            for one in damaged:
-                logger.warning("damaged and not used: %s. Going on from %s instead", one, path)
-            return path
-        damaged.append(f"{path} ({problem})")
-    if damaged:
+def _tell_damaged(folder: Path, checkpoint: Path | None, damaged: list[str]) -> None:
+    if damaged and checkpoint is None:
         raise ValueError(
             f"no checkpoint in {folder} is whole: {'; '.join(damaged)}. Delete them to train from the beginning with "
             "--resume (resume=True), or choose another output_dir."
         )
-    return None
+    for one in damaged:
+        logger.warning("damaged and not used: %s. Going on from %s instead", one, checkpoint)

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.training.checkpoints import by_step, newest_whole
+from hf_posenc.training.checkpoints import by_step, last_checkpoint
 from hf_posenc.verification import RotaryMismatchError
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def says_how_to_go_on(run: Callable[P, R]) -> Callable[P, R]:
 def how_to_go_on(folder: Path, lead: str) -> str:
     """Name the last good checkpoint, and what to type; ``lead`` is what to do first."""
     stages = sorted(folder.glob("stage-*/"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
-    whole = next(filter(None, map(newest_whole, (folder, *stages))), None)
+    whole = next(filter(None, (last_checkpoint(place)[0] for place in (folder, *stages))), None)
     kept = f"The last good checkpoint, {whole}, is kept" if whole is not None else "There is no checkpoint yet"
     return f"{kept}. {lead} the same command with --resume (resume=True)."
 
