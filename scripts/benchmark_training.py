@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainingArguments
+from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
 from hf_posenc.planning.measuring import MeasuredTraining, measure_training, train_as_finetune
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
-from hf_posenc.training.train_log import LossLog
 from hf_posenc.units import length_name
 
 Result = dict[str, Any]
@@ -30,7 +29,7 @@ GRAIN = 512  # tokens; the longest block is a multiple
 
 
 def train_plainly(
-    model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: LossLog
+    model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: TrainerCallback
 ) -> None:
     """Train as Transformers' Trainer does by itself, on ids and labels."""
 

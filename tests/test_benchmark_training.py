@@ -45,7 +45,7 @@ def test_both_train_the_same(
         data = random_blocks(128, 64, 1, packed=False)  # one, as plain Trainer shuffles
         args = training_arguments(model, run, data)
         args.save_strategy, args.disable_tqdm = IntervalStrategy.NO, True
-        clock = _Clock(model, 64)
+        clock = _Clock(model)
         way(model, args, data, run, clock)
         assert len(clock.seconds) == 3
         assert not torch.equal(before, model.model.embed_tokens.weight)

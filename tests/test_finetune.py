@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from hf_posenc.training.lora import attention_linears, norm_names
 from hf_posenc.training.measure import hold_out
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.precision import float32_weights
-from hf_posenc.training.train_log import hint_first_loss, read_log
+from hf_posenc.training.train_log import read_log
 
 
 def test_thirty_steps_lower_the_loss_and_everything_is_written(
@@ -250,15 +249,6 @@ def test_names_of_what_lora_trains(tiny_llama: Build):
     assert norm_names(model) == ["input_layernorm", "norm", "post_attention_layernorm"]
     with pytest.raises(ValueError, match=r"no nn\.Linear inside a module named"):
         attention_linears(nn.Sequential(nn.Linear(2, 2)))
-
-
-def test_first_loss_hint(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.WARNING)
-    hint_first_loss(4.0, 32000)
-    assert not caplog.records
-    hint_first_loss(10.1, 32000)
-    assert "positions were applied" in caplog.text
-    assert f"{math.log(32000):.2f}" in caplog.text
 
 
 def test_the_probe_and_the_packing_are_logged(

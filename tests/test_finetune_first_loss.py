@@ -18,7 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 from hf_posenc.assets import TRAIN_NOVELS, load_novel, tiny_model_path
 from hf_posenc.patching import patch_model
 from hf_posenc.training import chunked_loss, finetune
-from hf_posenc.training.first_loss import check_first_loss, documents_of, expected_first_loss, tolerance_of
+from hf_posenc.training.first_loss import (
+    check_first_loss,
+    documents_of,
+    expected_first_loss,
+    tell_first_loss,
+    tolerance_of,
+)
 from hf_posenc.training.train_log import read_log
 from hf_posenc.verification import RotaryMismatchError
 
@@ -220,6 +226,18 @@ def test_what_stops_and_what_does_not() -> None:
         check_first_loss(guessing, None, 3.0, 2e-3, 1000)
 
 
+def test_what_is_said_of_a_first_loss_that_was_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="hf_posenc")
+    tell_first_loss(4.0, 4.001, 32000)
+    tell_first_loss(4.0, None, 32000)
+    tell_first_loss(10.1, 10.1, 32000)
+    outside, alone, _, guessing = caplog.records
+    assert "outside of the trainer the same tokens give 4.0010" in outside.getMessage()
+    assert f"guessing would give {math.log(32000):.4f}" in alone.getMessage()
+    assert f"about that of guessing ({math.log(32000):.2f})" in guessing.getMessage()
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO", "INFO", "WARNING"]
+
+
 def test_dropout_widens_the_tolerance(tiny_llama: Build) -> None:
     exact, half = tolerance_of(tiny_llama(), autocast=False), tolerance_of(tiny_llama(), autocast=True)
     assert exact < half < tolerance_of(tiny_llama(attention_dropout=0.1), autocast=False)
@@ -232,6 +250,7 @@ def test_a_run_with_dropout_is_not_stopped(
     settings = config(tmp_path, token_budget=2 * SEQ, eval_documents=0)
     with caplog.at_level(logging.INFO, logger="hf_posenc"):
         finetune(tiny_llama(attention_dropout=0.3), tokenizer, documents, settings)
-    (said,) = [record for record in caplog.records if record.name.endswith("first_loss")]
+    said, guesses = [record for record in caplog.records if record.name.endswith("first_loss")]
+    assert guesses.levelname == "WARNING"  # as random weights do
     loss, expected = said.args  # type: ignore[misc]
     assert loss != pytest.approx(expected, rel=1e-6)  # the training forward drops, the other does not

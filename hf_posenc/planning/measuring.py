@@ -13,7 +13,6 @@ import tempfile
 import time
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     IntervalStrategy,
     PreTrainedConfig,
+    TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
@@ -31,8 +31,7 @@ from hf_posenc.planning.training_memory import checkpoint_dtype, layer_repeat, m
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.packing import PackedDataset
-from hf_posenc.training.train_log import LossLog
-from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
+from hf_posenc.training.trainer import train, training_arguments
 from hf_posenc.units import TokenCount
 
 _DOCUMENTS_A_BLOCK = 3
@@ -59,29 +58,14 @@ class MeasuredTraining:
         return self.tokens_per_step / self.seconds_per_step
 
 
-class _Clock(LossLog):
-    """Takes the time of each step and lets the peak start again after the first one; writes no log."""
+class _Clock(TrainerCallback):
+    """Takes the time of each step and lets the peak start again after the first one."""
 
-    def __init__(self, model: Any, tokens_per_step: int) -> None:
-        super().__init__(Path(), tokens_per_step, vocab_size=2)
+    def __init__(self, model: Any) -> None:
         self.model = model
+        self.began = 0.0
         self.seconds: list[float] = []
         self.peak = 0
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        pass
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        pass  # random weights guess: there is nothing to learn from their losses
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -99,12 +83,12 @@ class Trains(Protocol):
     """A way to train: the model, Trainer's settings, the blocks, the run, and a callback that has to see it."""
 
     def __call__(
-        self, model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: LossLog, /
+        self, model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: TrainerCallback, /
     ) -> None: ...
 
 
 def train_as_finetune(
-    model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: LossLog
+    model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: TrainerCallback
 ) -> None:
     """Train as ``finetune`` does."""
     train(model, args, data, run, clock, None, "")
@@ -135,8 +119,8 @@ def measure_training(
     on_gpu = torch.cuda.is_available()
     before = torch.cuda.memory_allocated() if on_gpu else memory_in_use(meta_model(first))
     clock = _train(config, run, seq_len, steps, packed, how)
-    seconds = statistics.median(clock.seconds[1:])
-    return MeasuredTraining(seq_len, clock.tokens_per_step, seconds, clock.peak - before)
+    seconds, blocks = statistics.median(clock.seconds[1:]), run.micro_batch_size * run.gradient_accumulation_steps
+    return MeasuredTraining(seq_len, blocks * seq_len, seconds, clock.peak - before)
 
 
 def _train(
@@ -149,12 +133,18 @@ def _train(
     hash_weights(model)  # so that all of it is in memory
     with tempfile.TemporaryDirectory() as folder:
         blocks = steps * run.micro_batch_size * run.gradient_accumulation_steps
-        run = dataclasses.replace(run, output_dir=folder, token_budget=TokenCount(blocks * seq_len), report_to="none")
+        run = dataclasses.replace(
+            run,
+            output_dir=folder,
+            token_budget=TokenCount(blocks * seq_len),
+            report_to="none",
+            check_first_loss=False,  # random weights guess: there is nothing to learn from their losses
+        )
         data = random_blocks(int(config.get_text_config().vocab_size), seq_len, blocks, packed)
         args = training_arguments(model, run, data)
         args.save_strategy, args.disable_tqdm = IntervalStrategy.NO, True
         trained = add_lora(model, run) if run.lora else model
-        clock = _Clock(trained, tokens_per_step(args, data))
+        clock = _Clock(trained)
         with redirect_stdout(io.StringIO()):  # Trainer prints the losses, of random weights
             how(trained, args, data, run, clock)
     return clock

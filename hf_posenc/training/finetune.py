@@ -167,8 +167,7 @@ def _train(
     if before is None:
         before = _measure(model, tokenizer, texts, config, args, tokens_trained, results)
     trained = add_lora(model, config) if config.lora and not is_adapted(model) else model
-    vocab_size = unwrap(model).config.get_text_config().vocab_size
-    loss_log = LossLog(folder / LOSS_LOG, tokens_per_step(args, texts.packed), vocab_size, tokens_trained)
+    loss_log = LossLog(folder / LOSS_LOG, tokens_per_step(args, texts.packed), tokens_trained)
     total = tokens_trained + args.max_steps * loss_log.tokens_per_step
     staged = place.root != folder
     finished = staged and config.resume and from_main(lambda: place.is_finished(folder, total))
@@ -176,7 +175,7 @@ def _train(
         load_finished(trained, place.model)
     else:
         known = min((math.log(record.perplexity) for record in before), default=None)
-        train(trained, args, texts.packed, config, loss_log, checkpoint, base_model, known)
+        train(trained, args, texts.packed, config, loss_log, checkpoint, base_model, tokens_trained, known)
     after = _measure(trained, tokenizer, texts, config, args, total, results)
 
     def save() -> list[dict[str, Any]]:

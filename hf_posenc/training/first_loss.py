@@ -40,13 +40,17 @@ class FirstLossCheck(TrainerCallback):
             attention that is another one while training.
         known: Loss of the same model on other texts, measured before; None if it was not.
         tolerance: By which share the first loss may differ from ``expected``.
+        judges: Whether the first loss is looked at; the rotary modules always are.
     """
 
-    def __init__(self, model: nn.Module, expected: float | None, known: float | None, tolerance: float) -> None:
+    def __init__(
+        self, model: nn.Module, expected: float | None, known: float | None, tolerance: float, *, judges: bool = True
+    ) -> None:
         self.model = model
         self.expected = expected
         self.known = known
         self.tolerance = tolerance
+        self.judges = judges
         self.fresh = True
 
     def on_train_begin(
@@ -67,9 +71,11 @@ class FirstLossCheck(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if state.global_step == 1 and logs is not None and "loss" in logs:
-            vocab_size = unwrap(self.model).config.get_text_config().vocab_size
-            check_first_loss(float(logs["loss"]), self.expected, self.known, self.tolerance, vocab_size)
+        if self.judges and state.global_step == 1 and logs is not None and "loss" in logs:
+            loss, vocab_size = float(logs["loss"]), unwrap(self.model).config.get_text_config().vocab_size
+            check_first_loss(loss, self.expected, self.known, self.tolerance, vocab_size)
+            if state.is_world_process_zero:
+                tell_first_loss(loss, self.expected, vocab_size)
 
 
 def check_first_loss(
@@ -83,21 +89,36 @@ def check_first_loss(
     """
     guessing = math.log(vocab_size)
     near_guessing = f", about that of guessing ({guessing:.2f})" if loss >= _GUESSING * guessing else ""
-    if expected is not None:
-        if abs(loss - expected) > tolerance * expected:
-            raise RuntimeError(
-                f"the first training loss is {loss:.4f} nats per token{near_guessing}, but outside of the trainer the "
-                f"same tokens give {expected:.4f}: positions were not applied, or labels or weights are not what they "
-                "should be. Something between the data and the model drops or changes position_ids or labels, or "
-                f"weights were lost when the model was wrapped. {_ADVICE}"
-            )
-        logger.info("first loss %.4f nats per token; outside of the trainer the same tokens give %.4f", loss, expected)
-    elif near_guessing and known is not None and known < 0.5 * loss:
+    if expected is not None and abs(loss - expected) > tolerance * expected:
+        raise RuntimeError(
+            f"the first training loss is {loss:.4f} nats per token{near_guessing}, but outside of the trainer the "
+            f"same tokens give {expected:.4f}: positions were not applied, or labels or weights are not what they "
+            "should be. Something between the data and the model drops or changes position_ids or labels, or "
+            f"weights were lost when the model was wrapped. {_ADVICE}"
+        )
+    if expected is None and near_guessing and known is not None and known < 0.5 * loss:
         raise RuntimeError(
             f"the first training loss is {loss:.2f} nats per token{near_guessing}, but before training the same model "
             f"read held-out text at {known:.2f}: positions were not applied, weights were lost when the model was "
             f"wrapped, or the training texts are none. {_ADVICE}"
         )
+
+
+def tell_first_loss(loss: float, expected: float | None, vocab_size: int) -> None:
+    """Log a first loss that was not refused; one of guessing can be right, by what the model was given."""
+    guessing = math.log(vocab_size)
+    if expected is not None:
+        logger.info("first loss %.4f nats per token; outside of the trainer the same tokens give %.4f", loss, expected)
+    if loss >= _GUESSING * guessing:
+        logger.warning(
+            "the first loss is %.2f nats per token, about that of guessing (%.2f). A pretrained model starts far "
+            "lower: check that the checkpoint and the tokenizer belong together, and that the positions were applied "
+            "(verify_model(model) raises if not).",
+            loss,
+            guessing,
+        )
+    elif expected is None:
+        logger.info("first loss %.4f nats per token; guessing would give %.4f", loss, guessing)
 
 
 _ADVICE = (

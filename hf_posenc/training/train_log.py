@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import time
@@ -13,8 +12,6 @@ from typing import Any
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posenc.training.writing import how_to_go_on
-
-logger = logging.getLogger(__name__)
 
 LOSS_LOG = "train_log.jsonl"
 ADVICE_NOT_FINITE = "Start again in another output_dir with a lower learning_rate, a longer warm-up, or bf16=False. {}"
@@ -29,15 +26,13 @@ class LossLog(TrainerCallback):
     Args:
         path: The file.
         tokens_per_step: Tokens one optimizer step is trained on, over all devices.
-        vocab_size: To tell a first loss that is no better than guessing.
         tokens_before: Tokens of earlier runs, counted on from.
     """
 
-    def __init__(self, path: Path, tokens_per_step: int, vocab_size: int, tokens_before: int = 0) -> None:
+    def __init__(self, path: Path, tokens_per_step: int, tokens_before: int = 0) -> None:
         self.path = path
         self.tokens_before = tokens_before
         self.tokens_per_step = tokens_per_step
-        self.vocab_size = vocab_size
         self.seconds_before = 0.0
         self.began = time.perf_counter()
 
@@ -84,8 +79,6 @@ class LossLog(TrainerCallback):
         }
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-        if step == 1:
-            hint_first_loss(loss, self.vocab_size)
 
 
 class Console(ProgressCallback):
@@ -127,18 +120,3 @@ def read_log(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return lines
-
-
-def hint_first_loss(loss: float, vocab_size: int) -> None:
-    """Log what the first loss says; near that of guessing, the positions are probably not what they should be."""
-    guessing = math.log(vocab_size)
-    if loss < 0.8 * guessing:
-        logger.info("first loss %.2f nats per token; guessing would give %.2f", loss, guessing)
-        return
-    logger.warning(
-        "the first loss is %.2f nats per token, about that of guessing (%.2f). A pretrained model starts far lower: "
-        "check that the checkpoint and the tokenizer belong together, and that the positions were applied "
-        "(verify_model(model) raises if not).",
-        loss,
-        guessing,
-    )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, ProgressCallback, TrainingArguments
+from transformers import PreTrainedModel, ProgressCallback, TrainerCallback, TrainingArguments
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint import MANIFEST, is_on_attention_door, make_manifest
@@ -31,7 +31,7 @@ from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
 from hf_posenc.training.precision import float32_weights, is_half
 from hf_posenc.training.probe import probe_isolation
 from hf_posenc.training.sharding import make_whole, remember_modules
-from hf_posenc.training.train_log import Console, LossLog
+from hf_posenc.training.train_log import Console
 from hf_posenc.training.writing import warn_if_too_small
 
 logger = logging.getLogger(__name__)
@@ -112,9 +112,10 @@ def train(
     args: TrainingArguments,
     packed: PackedDataset,
     config: FinetuneConfig,
-    loss_log: LossLog,
+    watch: TrainerCallback,
     checkpoint: Path | None,
     base_model: str,
+    tokens_before: int = 0,
     known_loss: float | None = None,
 ) -> None:
     """Train a model in place, and leave nothing else changed in it.
@@ -124,14 +125,14 @@ def train(
         args: From ``training_arguments``.
         packed: The blocks.
         config: The run.
-        loss_log: Gets the loss of every step.
+        watch: Sees every step first: the loss log.
         checkpoint: Trainer's folder to go on from; None begins.
-        base_model: For the manifests of the checkpoints.
+        base_model, tokens_before: For the manifests of the checkpoints: the latter counts the tokens of earlier runs.
         known_loss: Of the model on other texts, nats per token; for ``FirstLossCheck``.
     """
 
     def mark(folder: Path, step: int) -> None:
-        trained = loss_log.tokens_before + step * loss_log.tokens_per_step
+        trained = tokens_before + step * tokens_per_step(args, packed)
         _mark_checkpoint(folder, model, tokens_trained=trained, base_model=base_model)
 
     group = config.group(packed.seq_len)
@@ -155,7 +156,7 @@ def train(
                 probe_isolation(model, args.train_batch_size, packed.positions)
                 check = _first_loss_check(model, args, schedule, config, checkpoint, known_loss)
             modules = remember_modules(model)
-            callbacks = [loss_log, check]
+            callbacks = [watch, check]
             trainer = InOrderTrainer(model=model, args=args, train_dataset=schedule, callbacks=callbacks, mark=mark)
             trainer.checks_positions = config.check_first_loss
             if not args.disable_tqdm:
@@ -185,8 +186,8 @@ def _first_loss_check(
     if config.check_first_loss and checkpoint is None and not another_attention:
         own = range(args.process_index, _blocks_per_step(args), args.world_size)
         expected = expected_first_loss(model, (schedule[index] for index in own), config.logits_chunk)
-    known = known_loss if config.check_first_loss else None
-    return FirstLossCheck(model, expected, known, tolerance_of(model, autocast=args.bf16))
+    tolerance = tolerance_of(model, autocast=args.bf16)
+    return FirstLossCheck(model, expected, known_loss, tolerance, judges=config.check_first_loss)
 
 
 def _mark_checkpoint(folder: Path, model: Any, *, tokens_trained: int, base_model: str) -> None:
