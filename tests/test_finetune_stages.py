@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import Build, Killed, config, logits_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_posenc import extend_config, load_extended, patch_model
 from hf_posenc.checkpoint import read_manifest
 from hf_posenc.evaluation import read_records
+from hf_posenc.patching import describe
 from hf_posenc.training import finetune
 from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.training.train_log import LossLog, read_log
@@ -67,7 +68,11 @@ def test_stages_are_runs_of_their_own_that_count_on(
     assert records[-1].perplexity < records[3].perplexity
     card = (run / "README.md").read_text()
     assert f"{records[3].perplexity:.2f}" in card
-    assert "fine-tuned on 3,122 tokens (1,202 of them in earlier runs) in blocks of 160" in card
+    assert "fine-tuned on 3,122 tokens (50 of them in earlier runs) in 2 stages, the last in blocks of 160" in card
+    assert "| 1 | 96 | 6 | 1,152 |\n| 2 | 160 | 6 | 1,920 |" in card
+    first = (run / FOLDERS[0] / "README.md").read_text()
+    assert "fine-tuned on 1,202 tokens (50 of them in earlier runs) in blocks of 96" in first
+    assert "stages" not in first
     seeds = [json.loads((run / name / "finetune.json").read_text())["seed"] for name in FOLDERS]
     assert seeds == [0, 1]  # the documents of the second come in another order
 
@@ -174,6 +179,51 @@ def test_stages_as_they_are_written(tmp_path: Path):
     assert [stage.token_budget for stage in parse_stages(["16k", "32k", "64k"], 3000)] == [1000] * 3
     with pytest.raises(ValueError, match="stages say the target lengths: leave out factor"):
         config(tmp_path, stages=["16k"])
+
+
+CONTEXT_PARALLEL = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2", "WORLD_SIZE": "2"}
+CONTEXT_PARALLEL |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "environment", "window", "message"),
+    [
+        (
+            {"stages": ["96:1152", "8192:16384"]},
+            {},
+            None,
+            r"8192 tokens cannot be trained: .* hold 4,600 tokens in all",
+        ),
+        pytest.param(
+            {"position_schedule": "pose"},
+            {},
+            128,
+            "160 tokens cannot be trained: .*a sliding window of 128 tokens",
+            marks=pytest.mark.filterwarnings("ignore:config.sliding_window is 128"),
+        ),
+        ({"stages": ["96", "162"]}, CONTEXT_PARALLEL, None, "162 tokens cannot be trained: .*seq_len 162 is not divis"),
+    ],
+)
+def test_a_mistake_in_a_later_stage_is_told_before_the_first_is_trained(
+    changes: dict[str, Any],
+    environment: dict[str, str],
+    window: int | None,
+    message: str,
+    tmp_path: Path,
+    tiny_llama: Build,
+    tokenizer: Any,
+    documents: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    model: Any = tiny_llama()
+    if window is not None:
+        model = MistralForCausalLM(MistralConfig(**{**model.config.to_dict(), "sliding_window": window}))
+    with pytest.raises(ValueError, match=message):
+        finetune(model, tokenizer, documents, config(tmp_path / "run", **{**STAGES, **changes}))
+    assert not (tmp_path / "run").exists()
+    assert describe(model)["method"] == "none"
 
 
 def test_stages_that_do_not_suit_the_model(

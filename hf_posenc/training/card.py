@@ -5,11 +5,25 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_posenc.checkpoint import is_on_attention_door
 from hf_posenc.evaluation.records import Record
 from hf_posenc.windows import KEEP
+
+
+class TrainedStage(NamedTuple):
+    """What a model was trained on to one target length.
+
+    Attributes:
+        context_length: The target, in tokens.
+        steps: Optimizer steps.
+        tokens: Trained on.
+    """
+
+    context_length: int
+    steps: int
+    tokens: int
 
 
 def model_card(
@@ -20,7 +34,7 @@ def model_card(
     before: Sequence[Record],
     after: Sequence[Record],
     *,
-    tokens_before: int = 0,
+    stages: Sequence[TrainedStage],
     adapter: bool = False,
     sliding_window: str | int = KEEP,
 ) -> str:
@@ -32,13 +46,16 @@ def model_card(
         tokens_trained: Tokens it was fine-tuned on, over all runs.
         settings: Of the run: learning_rate, seq_len, lora and so on, shown as they are.
         before, after: Perplexities of the extended model before and after training, at the same lengths.
-        tokens_before: Of these tokens, those of earlier runs.
+        stages: Of this run, in order; one that trains to one length only is one stage. Tokens of ``tokens_trained``
+            that are of none are those of earlier runs.
         adapter: The folder holds an adapter, not a whole model.
         sliding_window: What became of a window that every layer had.
     """
     original, target = description["original_max_position_embeddings"], description["context_length"]
     options = "".join(f", {name} {value}" for name, value in description["options"].items())
-    earlier = f" ({tokens_before:,} of them in earlier runs)" if tokens_before else ""
+    before_run = tokens_trained - sum(stage.tokens for stage in stages)
+    earlier = f" ({before_run:,} of them in earlier runs)" if before_run else ""
+    staged = f" in {len(stages)} stages, the last" if len(stages) > 1 else ""
     return "\n".join(
         [
             "---",
@@ -50,8 +67,8 @@ def model_card(
             f"# {base_model.rstrip('/').rpartition('/')[2] or 'Model'}, extended to {target} tokens",
             "",
             f"Context length {original} tokens as trained, extended {description['factor']:g} times with "
-            f"`{description['method']}`{options}, then fine-tuned on {tokens_trained:,} tokens{earlier} in blocks of "
-            f"{settings['seq_len']}.",
+            f"`{description['method']}`{options}, then fine-tuned on {tokens_trained:,} tokens{earlier}{staged} in "
+            f"blocks of {settings['seq_len']}.",
             "",
             "## Perplexity by length",
             "",
@@ -63,10 +80,27 @@ def model_card(
             "",
             "## Training",
             "",
+            *(_stages(stages) if staged else ()),
             *(f"- {name}: {value}" for name, value in settings.items()),
             "",
         ]
     )
+
+
+def _stages(stages: Sequence[TrainedStage]) -> list[str]:
+    rows = [
+        f"| {number} | {one.context_length} | {one.steps} | {one.tokens:,} |" for number, one in enumerate(stages, 1)
+    ]
+    return [
+        "Each stage extended the original model anew, and went on with the weights of the one before.",
+        "",
+        "| stage | extended to | steps | tokens trained on |",
+        "|---:|---:|---:|---:|",
+        *rows,
+        "",
+        "The last one:",
+        "",
+    ]
 
 
 def _is_hub_name(base_model: str) -> bool:

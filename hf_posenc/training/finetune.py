@@ -19,10 +19,10 @@ from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import check_head
-from hf_posenc.patching import extension_of
+from hf_posenc.patching import extension_of, is_patched, unpatch_model
 from hf_posenc.processes import from_main
 from hf_posenc.quantised import keep_layout, refuse_laid_out
-from hf_posenc.training.card import model_card
+from hf_posenc.training.card import TrainedStage, model_card
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import extend
 from hf_posenc.training.fitting import fit_recipe
@@ -40,7 +40,7 @@ from hf_posenc.training.stages import (
     refuse_staged_run,
     train_stages,
 )
-from hf_posenc.training.texts import Documents, Texts, prepare_texts, read_stream
+from hf_posenc.training.texts import Documents, Texts, prepare_texts, read_stream, to_token_ids
 from hf_posenc.training.toml_config import RUN_FILE, write_run
 from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
@@ -117,18 +117,57 @@ def finetune(
         whole = dataclasses.replace(config, stages=None, token_budget=TokenCount(longest))
         holds_out = config.eval_documents > 0 and eval_documents is None
         documents = read_stream(tokenizer, documents, original_length(model, config), whole, holds_out)
-    train_one = partial(_train, tokenizer, documents, eval_documents)
     if config.stages is not None:
-        done = train_stages(train_one, model, config, told, tokens_trained)
+        # Once too: each stage is checked and trained on the same tokens.
+        documents = to_token_ids(tokenizer, documents)
+        eval_documents = None if eval_documents is None else to_token_ids(tokenizer, eval_documents)
+        texts = (tokenizer, documents, eval_documents)
+        done = train_stages(
+            partial(_train, *texts), partial(_check, *texts), model, config, told=told, tokens_trained=tokens_trained
+        )
     else:
         refuse_staged_run(folder)
-        done = train_one(model, config, Place(folder, folder, told), tokens_trained)
+        place = Place(folder, folder, told)
+        done = _train(tokenizer, documents, eval_documents, model, config, place, tokens_trained)
     found = {one.name: getattr(done, one.name) for one in dataclasses.fields(done)}
     return FinetuneResult(output_dir=folder, records=found.pop("before") + found.pop("after"), **found)
 
 
 def _name(model: PreTrainedModel) -> str:
     return str(unwrap(model).config.name_or_path or "")
+
+
+def _prepare(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Documents,
+    eval_documents: Documents | None,
+    model: PreTrainedModel,
+    config: FinetuneConfig,
+) -> tuple[dict[str, Any], Texts]:
+    """Extend the model and make blocks of the texts; whatever does not go together is refused here."""
+    description = extend(model, config)
+    with evaluation_mode(model):
+        check_head(model)
+    texts = prepare_texts(model, tokenizer, documents, eval_documents, config, description)
+    _check_levers(model, config, texts.packed.seq_len)
+    if (group := config.group(texts.packed.seq_len)) is not None:
+        check_shiftable(model, group)
+    return description, texts
+
+
+def _check(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Documents,
+    eval_documents: Documents | None,
+    model: PreTrainedModel,
+    config: FinetuneConfig,
+) -> None:
+    """Raise what a stage would raise when it begins; the model is left as it came, or without an extension of ours."""
+    try:
+        _prepare(tokenizer, documents, eval_documents, model, config)
+    finally:
+        if is_patched(model):
+            unpatch_model(model)
 
 
 def _train(
@@ -146,13 +185,7 @@ def _train(
     refuse_laid_out(model, "the model cannot be fine-tuned")
     keep_layout(model)  # checkpoints are written between forwards
     set_seed(config.seed)
-    description = extend(model, config)
-    with evaluation_mode(model):
-        check_head(model)
-    texts = prepare_texts(model, tokenizer, documents, eval_documents, config, description)
-    _check_levers(model, config, texts.packed.seq_len)
-    if (group := config.group(texts.packed.seq_len)) is not None:
-        check_shiftable(model, group)
+    description, texts = _prepare(tokenizer, documents, eval_documents, model, config)
     args = training_arguments(model, config, texts.packed)
     if args.world_size > 1 and getattr(unwrap(model), "hf_device_map", None) is None:
         model.to(args.device)  # type: ignore[arg-type]  # every process to its own GPU, before the first forward
@@ -188,7 +221,10 @@ def _train(
             shown,
             before,
             after,
-            tokens_before=tokens_trained,
+            stages=[
+                *place.earlier,
+                TrainedStage(description["context_length"], args.max_steps, total - tokens_trained),
+            ],
             adapter=is_adapted(trained),
             sliding_window=extension.sliding_window if extension is not None else KEEP,
         )

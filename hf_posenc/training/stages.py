@@ -16,6 +16,7 @@ from hf_posenc.checkpoint import read_manifest
 from hf_posenc.evaluation import Record
 from hf_posenc.patching import describe, is_patched, unpatch_model
 from hf_posenc.pretrained import load_weights
+from hf_posenc.training.card import TrainedStage
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.lora import is_adapted
@@ -36,12 +37,14 @@ class Place:
         model: Gets the trained model and its card.
         told: What ``run.toml`` says.
         before: The measurements before the first stage; None to measure now.
+        earlier: The stages that trained the model before.
     """
 
     root: Path
     model: Path
     told: dict[str, Any] = field(default_factory=dict)
     before: list[Record] | None = None
+    earlier: tuple[TrainedStage, ...] = ()
 
     @property
     def goes_on(self) -> bool:
@@ -68,10 +71,17 @@ class StageResult:
 
 
 Train = Callable[[Any, FinetuneConfig, Place, int], StageResult]
+Check = Callable[[PreTrainedModel, FinetuneConfig], None]
 
 
 def train_stages(
-    train: Train, model: PreTrainedModel, config: FinetuneConfig, told: dict[str, Any], tokens_trained: int
+    train: Train,
+    check: Check,
+    model: PreTrainedModel,
+    config: FinetuneConfig,
+    *,
+    told: dict[str, Any],
+    tokens_trained: int,
 ) -> StageResult:
     """Take a model through the stages of a run; a stage that is finished already is not trained again.
 
@@ -79,6 +89,7 @@ def train_stages(
 
     Args:
         train: Trains one stage: model, its settings, its place, tokens trained before.
+        check: Raises what would keep a stage from beginning. Later stages are checked before the first one trains.
         model: Not extended, or ``config.on_scaled`` is ``"replace"``.
         config: The run.
         told: For ``run.toml``.
@@ -92,7 +103,14 @@ def train_stages(
     check_stages(stages, original, [_tokens_per_step(stage, config, original) for stage in stages])
     _refuse_single_run(folder)
     settings = [_settings(stage, config, original, [one.length for one in stages]) for stage in stages]
+    for stage, one in zip(stages[1:], settings[1:], strict=True):
+        logger.info("checking stage %d of %d: %d tokens", stage.number, len(stages), stage.length)
+        try:
+            check(model, one)
+        except ValueError as error:
+            raise ValueError(f"stages: the stage of {stage.length} tokens cannot be trained: {error}") from error
     results: list[StageResult] = []
+    done: list[TrainedStage] = []
     trained: Any = model
     for stage, one in zip(stages, settings, strict=True):
         last = stage is stages[-1]
@@ -102,8 +120,10 @@ def train_stages(
         if results and is_patched(trained):
             unpatch_model(trained)
         before = results[0].before if results else None
-        place = Place(folder, folder if last else Path(one.output_dir), told, before)
-        results.append(train(trained, one, place, results[-1].tokens_trained if results else tokens_trained))
+        place = Place(folder, folder if last else Path(one.output_dir), told, before, tuple(done))
+        so_far = results[-1].tokens_trained if results else tokens_trained
+        results.append(train(trained, one, place, so_far))
+        done.append(TrainedStage(stage.length, results[-1].steps, results[-1].tokens_trained - so_far))
         trained = results[-1].model
     steps = sum(result.steps for result in results)
     return dataclasses.replace(

@@ -127,14 +127,14 @@ def _split(
     """Return token ids to train on and to measure on."""
     holds_out = config.eval_documents > 0 and eval_documents is None
     if isinstance(documents, (Sequence, torch.Tensor)):
-        ids = _token_ids(tokenizer, documents)
+        ids = to_token_ids(tokenizer, documents)
     else:
         ids = read_stream(tokenizer, documents, original, config, holds_out)
     if not ids:
         raise ValueError("there are no documents to train on.")
     if holds_out:
         return hold_out(ids, longest)
-    return ids, _token_ids(tokenizer, eval_documents) if eval_documents is not None and config.eval_documents else []
+    return ids, to_token_ids(tokenizer, eval_documents) if eval_documents is not None and config.eval_documents else []
 
 
 def read_stream(
@@ -171,7 +171,12 @@ def read_stream(
     return taken
 
 
-def _token_ids(tokenizer: PreTrainedTokenizerBase, documents: Documents) -> list[torch.Tensor]:
+def to_token_ids(tokenizer: PreTrainedTokenizerBase, documents: Documents) -> list[torch.Tensor]:
+    """Return the token ids of documents, given as texts or as ids.
+
+    Raises:
+        TypeError: It is one document, or holds what is neither.
+    """
     if isinstance(documents, (str, torch.Tensor)):
         raise TypeError("documents must be a list of texts or of token id tensors; put a single one in a list.")
     return [_ids(tokenizer, document) for document in documents]
