@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 from hf_posenc.units import ContextLength, TokenCount
 
+TRACEBACK, TRACEBACK_HELP = "--traceback", "show where an error came from"
 # The same as in exports.stacks, which imports PyTorch too.
 STACKS = ("vllm", "sglang", "llama.cpp", "tgi")
 
@@ -228,6 +229,7 @@ def parse(
     parser = Parser(known, usage=usage, description=summary, formatter_class=_Help)
     for name, help_text in places.items():
         parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)  # for main, which looks for the word
     parser.set_defaults(command=command)  # so that there is a namespace even where nothing is positional
     if defaults is not None and not {"-h", "--help"} & set(argv):
         _put_defaults(parser, argv, defaults)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc import arguments as args_
+from hf_posenc.arguments import TRACEBACK
 from hf_posenc.checks import (
     check_folder,
     check_request,
@@ -266,8 +267,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake gives one line on stderr and exit code 2, what doctor finds wrong exit code 1."""
     words = list(sys.argv[1:] if argv is None else argv)
-    show_traceback = "--traceback" in words
-    words = [word for word in words if word != "--traceback"]
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_posenc").setLevel(logging.INFO)
     try:
@@ -275,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # a reader such as `head` has had enough
         sys.stderr.close()
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        if show_traceback or not _is_for_the_user(error):
+        if TRACEBACK in words or not _is_for_the_user(error):
             raise
         print(f"hf-posenc: error: {error}", file=sys.stderr)
         return 2
@@ -295,9 +294,11 @@ def _command(words: list[str]) -> int | None:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
     parser.add_argument("--version", action="version", version=f"hf-posenc {_version()}")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.add_argument(TRACEBACK, action="store_true", help=args_.TRACEBACK_HELP)
     own = next((index + 1 for index, word in enumerate(words) if not word.startswith("-")), len(words))
-    return COMMANDS[parser.parse_args(words[:own]).command](words[own:])
+    # After the command, so that a launcher's processes get it too; once.
+    after = [word for word in words[own:] if word != TRACEBACK] + [TRACEBACK] * (TRACEBACK in words)
+    return COMMANDS[parser.parse_args(words[:own]).command](after)
 
 
 def _tokens_trained(model: str) -> int:

@@ -50,7 +50,7 @@ def run_harness(summary: str, argv: Sequence[str]) -> None:
 
 def split_flags(argv: Sequence[str], known: Sequence[Any]) -> tuple[list[str], list[str]]:
     """Return the words of our flags, with what comes before any flag, and those of all others."""
-    names = {one.name for kind in known for one in fields(kind)} | {"h", "help"}
+    names = {one.name for kind in known for one in fields(kind)} | {"h", "help", "traceback"}
     ours: list[str] = []
     theirs: list[str] = []
     here = ours

@@ -104,6 +104,28 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: lis
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_the_processes_are_told_to_show_tracebacks(before: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    class Launched(Exception):  # no mistake of the user's, so main lets it through
+        pass
+
+    def launched(words: list[str]) -> None:
+        raise Launched(*words)
+
+    monkeypatch.setattr("hf_posenc.cli.relaunch", launched)
+    words = ["finetune", str(tiny_model_path()), "--output-dir", str(tmp_path / "out"), "--accelerate-config", "fsdp2"]
+    with pytest.raises(Launched) as plain:
+        main(words)
+    assert "--traceback" not in plain.value.args
+    with pytest.raises(Launched) as raised:
+        main(["--traceback", *words] if before else [*words[:2], "--traceback", *words[2:]])
+    told = raised.value.args[raised.value.args.index("hf_posenc.cli") + 1 :]
+    assert told == (*words, "--traceback")
+    monkeypatch.setenv("HF_POSENC_LAUNCHED", "1")
+    with pytest.raises(ValueError, match="--documents"):  # what a process does with these words
+        main(told)
+
+
 @pytest.mark.slow
 def test_the_flag_trains_in_several_processes(tmp_path: Path):
     text = tmp_path / "text.txt"
