@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from hf_posenc.registry import available_methods
     from hf_posenc.request import extend_config
     from hf_posenc.training.config import FinetuneConfig
-    from hf_posenc.training.finetune import FinetuneResult, finetune
+    from hf_posenc.training.fine_tuning import FinetuneResult, finetune
     from hf_posenc.training.perplexity_callback import PerplexityCallback
     from hf_posenc.verification import RotaryMismatchError, Verification
 

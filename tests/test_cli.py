@@ -240,3 +240,20 @@ def test_options_are_json_or_words() -> None:
 
 def test_protocols_are_those_of_the_library() -> None:
     assert PROTOCOLS == KNOWN_PROTOCOLS
+
+
+HELP = """
+import contextlib, io, sys
+from hf_posenc.cli import COMMANDS, main
+for command in COMMANDS:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
+        main([command, "--help"])
+    assert said.getvalue().startswith("usage: hf-posenc " + command), command
+    assert not {"peft", "bitsandbytes", "transformers.trainer"} & sys.modules.keys(), command
+"""
+
+
+def test_help_does_not_wait_for_what_only_training_needs() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "bitsandbytes" not in done.stderr

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from hf_posenc.planning.planner import Plan, plan
-from hf_posenc.planning.text import plan_text
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_posenc.planning.planner import Plan, plan
+    from hf_posenc.planning.text import plan_text
+
+# Imported when first asked for: what trains takes seconds, which `hf-posenc plan --help` need not cost.
+_MODULES = {"Plan": "planner", "plan": "planner", "plan_text": "text"}
 
 __all__ = ["Plan", "plan", "plan_text"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.finetune import FinetuneResult, finetune
-from hf_posenc.training.perplexity_callback import PerplexityCallback
-from hf_posenc.training.recipes import RECIPES, Recipe
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_posenc.training.config import FinetuneConfig
+    from hf_posenc.training.fine_tuning import FinetuneResult, finetune
+    from hf_posenc.training.perplexity_callback import PerplexityCallback
+    from hf_posenc.training.recipes import RECIPES, Recipe
+
+# Imported when first asked for: Trainer and PEFT take seconds, which `hf-posenc finetune --help` need not cost.
+_MODULES = {
+    "RECIPES": "recipes",
+    "FinetuneConfig": "config",
+    "FinetuneResult": "fine_tuning",
+    "PerplexityCallback": "perplexity_callback",
+    "Recipe": "recipes",
+    "finetune": "fine_tuning",
+}
 
 __all__ = ["RECIPES", "FinetuneConfig", "FinetuneResult", "PerplexityCallback", "Recipe", "finetune"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
