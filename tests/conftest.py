@@ -28,17 +28,22 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+TINY_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+
+
 def make_tiny_llama(**overrides: Any) -> LlamaForCausalLM:
-    """A random float32 Llama: 2 layers, vocabulary 128, hidden 64, head_dim 16, context 64; made in a moment."""
+    """A random float32 Llama of ``TINY_SIZES``; made in a moment."""
     settings: dict[str, Any] = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 64,
+        **TINY_SIZES,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "bos_token_id": 0,
         "eos_token_id": 0,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import TINY_SIZES
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DynamicCache,
@@ -49,33 +50,21 @@ def _predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_posenc.planning.levers.predict_training_memory", predict)
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
-
-
 @pytest.mark.parametrize(("window", "kept"), [(None, 50), (20, 19)])
 def test_the_kv_cache_is_transformers_own(window: int | None, kept: int) -> None:
-    config = MistralConfig(**SIZES, sliding_window=window)
+    config = MistralConfig(**TINY_SIZES, sliding_window=window)
     model = MistralForCausalLM(config).eval()
     cache = DynamicCache(config=config)
     with torch.no_grad():
         model(input_ids=torch.arange(50)[None], past_key_values=cache)
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert kv_cache_bytes(config, 50) == real == 2 * 2 * 2 * 16 * kept * 4  # layers, keys and values, heads, dim
-    deep = MistralConfig(**{**SIZES, "num_hidden_layers": 9}, sliding_window=window, dtype="bfloat16")
+    deep = MistralConfig(**{**TINY_SIZES, "num_hidden_layers": 9}, sliding_window=window, dtype="bfloat16")
     assert kv_cache_bytes(deep, 50) == 9 * real // 2 // 2
 
 
 def test_what_a_model_is() -> None:
-    facts = model_facts(LlamaConfig(**SIZES, tie_word_embeddings=True, dtype="bfloat16"), "tiny")
+    facts = model_facts(LlamaConfig(**TINY_SIZES, tie_word_embeddings=True, dtype="bfloat16"), "tiny")
     assert (facts.model_type, facts.num_layers, facts.num_kv_heads, facts.head_dim) == ("llama", 2, 2, 16)
     assert (facts.original, facts.reads, facts.method, facts.dtype) == (64, 64, "none", "bfloat16")
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128
@@ -83,18 +72,18 @@ def test_what_a_model_is() -> None:
     assert facts.parameters == facts.matrix_parameters + 5 * 64  # the norms
     assert facts.weight_bytes == 2 * facts.parameters
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
-    yarn = model_facts(LlamaConfig(**{**SIZES, "max_position_embeddings": 256}, rope_parameters=scaled), "x")
+    yarn = model_facts(LlamaConfig(**{**TINY_SIZES, "max_position_embeddings": 256}, rope_parameters=scaled), "x")
     assert (yarn.original, yarn.reads, yarn.method, yarn.factor) == (64, 256, "yarn", 4)
-    known = model_facts(LlamaConfig(**{**SIZES, "max_position_embeddings": 32768}), "mistralai/Mistral-7B-v0.1")
+    known = model_facts(LlamaConfig(**{**TINY_SIZES, "max_position_embeddings": 32768}), "mistralai/Mistral-7B-v0.1")
     assert known.original == 8192  # what patches/mistral.toml knows, whatever the config declares
     experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
-    moe = model_facts(Qwen3MoeConfig(**SIZES, **experts), "moe")
+    moe = model_facts(Qwen3MoeConfig(**TINY_SIZES, **experts), "moe")
     assert moe.parameters - moe.matrix_parameters > 2 * 3 * 3 * 64 * 32  # three of four experts a layer, and more
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_operations_are_those_that_pytorch_counts(checkpointing: bool) -> None:
-    config = LlamaConfig(**SIZES, attn_implementation="eager", tie_word_embeddings=True)
+    config = LlamaConfig(**TINY_SIZES, attn_implementation="eager", tie_word_embeddings=True)
     model = LlamaForCausalLM(config).train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -114,8 +103,8 @@ def test_operations_are_those_that_pytorch_counts(checkpointing: bool) -> None:
 
 
 def test_windows_and_groups_see_fewer_keys() -> None:
-    full = model_facts(MistralConfig(**SIZES, sliding_window=None), "x")
-    windowed = model_facts(MistralConfig(**SIZES, sliding_window=10), "x")
+    full = model_facts(MistralConfig(**TINY_SIZES, sliding_window=None), "x")
+    windowed = model_facts(MistralConfig(**TINY_SIZES, sliding_window=10), "x")
     keys = sum(min(i + 1, 10) for i in range(100)) / 100
     assert training_flops(windowed, RUN, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * keys)
     assert training_flops(full, RUN, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * 50.5)
@@ -159,7 +148,7 @@ def test_a_scaled_checkpoint_is_told_so() -> None:
 
 
 def test_the_first_lever_that_fits_is_taken() -> None:
-    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 1})
+    config = LlamaConfig(**{**TINY_SIZES, "num_hidden_layers": 1})
     ways = list(levers(config, RUN, 1024, 64, packed=True))
     names = ["as asked", "bf16", "gradient checkpointing", "no mask", "LoRA+", "PoSE window", "PoSE window, LoRA+"]
     assert [way.name for way in ways] == names
@@ -188,7 +177,7 @@ def test_devices_are_counted_from_the_parts() -> None:
 
 
 def test_hours_are_tokens_over_the_speed() -> None:
-    config = LlamaConfig(**SIZES)
+    config = LlamaConfig(**TINY_SIZES)
     told: dict[str, Any] = {"gpu_memory": "24GB", "token_budget": 3_600_000, "run": RUN}
     assert plan(config, 256, **told).hours is None
     assert plan(config, 256, tokens_per_second=500, **told).hours == 2
@@ -201,7 +190,7 @@ def test_hours_are_tokens_over_the_speed() -> None:
 
 
 def test_measured_here() -> None:
-    made = plan(LlamaConfig(**SIZES), 256, gpu_memory="24GB", run=RUN, measure_length=64)
+    made = plan(LlamaConfig(**TINY_SIZES), 256, gpu_memory="24GB", run=RUN, measure_length=64)
     assert made.measured is not None
     assert made.measured.seq_len == made.measured.tokens_per_step == 64
     speed = training_flops(made.model, made.lever.run, 64, 64).total / made.measured.seconds_per_step
@@ -266,4 +255,4 @@ def test_amounts_of_memory() -> None:
 
 def test_it_is_public() -> None:
     assert hf_posenc.plan is plan
-    assert hf_posenc.Plan is type(plan(LlamaConfig(**SIZES), 128, gpu_memory="24GB"))
+    assert hf_posenc.Plan is type(plan(LlamaConfig(**TINY_SIZES), 128, gpu_memory="24GB"))
