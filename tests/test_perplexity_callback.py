@@ -6,20 +6,18 @@ import json
 import math
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import make_tiny_llama
+from distributed_runs import FSDP2, LAUNCHER, ROOT
 from tiny_runs import make_documents
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from hf_posenc import PerplexityCallback, patch_model, perplexity
 
-ROOT = Path(__file__).parents[1]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 LENGTHS = [32, 128]
 HELD_OUT = make_documents()[20:]
 
@@ -229,38 +227,82 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch
 from transformers import EarlyStoppingCallback
-from hf_posenc import PerplexityCallback, patch_model
+from hf_posenc import PerplexityCallback, patch_model, perplexity
 from hf_posenc.training import perplexity_callback
 from test_perplexity_callback import HELD_OUT, LENGTHS, make_trainer
 from conftest import make_tiny_llama
 
-rank = os.environ["RANK"]
-measured = perplexity_callback.perplexity
+folder, rank, told = Path(sys.argv[1]), os.environ["RANK"], {}
+measuring = sys.modules[perplexity.__module__]
+losses, fed = measuring.window_losses, []
+def noted(model, ids, *args, **kwargs):
+    fed.append(next(n for n, row in enumerate(HELD_OUT) if row[:len(ids)].equal(ids)))
+    return losses(model, ids, *args, **kwargs)
 def uneven(*args, **kwargs):  # as if another GPU computed another last bit
-    records = measured(*args, **kwargs)
+    records = perplexity(*args, **kwargs)
     return [type(one)(**{**vars(one), "perplexity": one.perplexity * (1 + 1e-12 * int(rank))}) for one in records]
-perplexity_callback.perplexity = uneven
+measuring.window_losses = noted
 settings = {"metric_for_best_model": "perplexity_128", "greater_is_better": False, "load_best_model_at_end": True,
             "save_strategy": "steps", "save_steps": 2, "max_steps": 30, "learning_rate": 0.05}
-model = patch_model(make_tiny_llama(), "dynamic_yarn", 2)
-trainer = make_trainer(Path(sys.argv[1]) / "run", model, [EarlyStoppingCallback(1)], **settings)
-trainer.add_callback(PerplexityCallback(trainer, HELD_OUT, LENGTHS))
-trainer.train()
-seen = [entry["eval_perplexity_128"] for entry in trainer.state.log_history if "eval_perplexity_128" in entry]
-(Path(sys.argv[1]) / f"{rank}.json").write_text(json.dumps([trainer.args.world_size, trainer.state.global_step, seen]))
+for run in ("alike", "differing"):
+    if run == "differing":
+        perplexity_callback.hash_weights, perplexity_callback.perplexity = lambda model: rank, uneven
+    model = patch_model(make_tiny_llama(), "dynamic_yarn", 2)
+    trainer = make_trainer(folder / run, model, [EarlyStoppingCallback(1)], **settings)
+    trainer.add_callback(PerplexityCallback(trainer, HELD_OUT, LENGTHS))
+    fed.clear()
+    trainer.train()
+    documents = sorted(fed)
+    seen = [entry["eval_perplexity_128"] for entry in trainer.state.log_history if "eval_perplexity_128" in entry]
+    alone = perplexity(trainer.model, HELD_OUT, LENGTHS, progress=False)[1].perplexity
+    told[run] = [trainer.args.world_size, trainer.state.global_step, seen, alone, documents]
+(folder / f"{rank}.json").write_text(json.dumps(told))
 """
 
 
 @pytest.mark.slow
-def test_two_processes_agree_and_stop_together(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(TWO_PROCESSES)
-    command = [sys.executable, *TORCHRUN, str(script), str(tmp_path), str(ROOT / "tests")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    (world, step, seen), other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert [world, step, seen] == other  # to the bit, although they measured different last bits
-    assert world == 2
-    assert len(seen) == step // 2
-    assert step < 30
+def test_two_processes_share_the_documents_agree_and_stop_together(tmp_path: Path) -> None:
+    in_two_processes(tmp_path, TWO_PROCESSES)
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    for run in ("alike", "differing"):
+        (world, step, seen, alone, fed), (*other, other_fed) = (one[run] for one in told)
+        assert [world, step, seen, alone] == other  # to the bit, although they measured different last bits
+        assert world == 2
+        assert len(seen) == step // 2
+        assert step < 30
+        assert min(seen) == pytest.approx(alone, rel=1e-9)  # the best model is loaded, and measured by one process
+        shares = ([0, 2], [1, 3]) if run == "alike" else (range(4), range(4))
+        assert fed == sorted([*shares[0]] * len(seen))
+        assert other_fed == sorted([*shares[1]] * len(seen))
+
+
+SHARDED = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from one_of_several import shard_on_the_cpu
+shard_on_the_cpu()
+from hf_posenc import PerplexityCallback
+from test_perplexity_callback import HELD_OUT, LENGTHS, make_trainer
+
+trainer = make_trainer(Path(sys.argv[1]), use_cpu=False)
+try:
+    PerplexityCallback(trainer, HELD_OUT, LENGTHS)
+except ValueError as error:
+    Path(sys.argv[1], "refused").write_text(str(error))
+"""
+
+
+@pytest.mark.slow
+def test_fsdp2_is_refused(tmp_path: Path) -> None:
+    in_two_processes(tmp_path, SHARDED, FSDP2)
+    assert "needs the whole model in every process, which FSDP" in (tmp_path / "refused").read_text()
+
+
+def in_two_processes(folder: Path, text: str, environment: dict[str, str] | None = None) -> None:
+    script = folder / "script.py"
+    script.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})}
+    command = [*LAUNCHER, str(script), str(folder), str(ROOT / "tests")]
+    run = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stderr[-5000:]

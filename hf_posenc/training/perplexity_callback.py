@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list  # type: ignore[import-untyped]
+from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped]
 from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
@@ -20,6 +20,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.documents import Document, bos_token_id, select_documents, to_token_ids
+from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.plans import plan_runs
 from hf_posenc.families import unwrap
 
@@ -37,7 +38,7 @@ class PerplexityCallback(TrainerCallback):
     trackers, and for ``metric_for_best_model`` and early stopping (with ``greater_is_better=False``). The numbers are
     those of ``hf_posenc.perplexity``, which never holds a document's logits as ``compute_metrics`` would need them;
     under mixed precision the model runs in autocast, as in Trainer's own evaluation. Training goes on as if nothing had
-    been measured, to the bit. In a distributed run every process measures, and all take the first one's numbers.
+    been measured, to the bit. The processes of a distributed run (DDP) share the documents, and get the same numbers.
 
     Args:
         trainer: The trainer; the callback logs through it.
@@ -75,7 +76,7 @@ class PerplexityCallback(TrainerCallback):
         if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
             raise ValueError(
                 "PerplexityCallback needs the whole model in every process, which FSDP and ZeRO-3 do not leave there. "
-                "Measure the saved checkpoints: hf-posenc eval FOLDER."
+                "Train with DDP (--accelerate-config multi_gpu), or measure saved checkpoints: hf-posenc eval FOLDER."
             )
         self.trainer, self.settings = trainer, {"protocol": protocol, **settings}
         given = tokenizer if tokenizer is not None else trainer.processing_class
@@ -136,7 +137,7 @@ class PerplexityCallback(TrainerCallback):
 
     def _measure(self, state: TrainerState) -> list[Record]:
         model: Any = self.trainer.model
-        device = unwrap(model).device
+        device, sharded = unwrap(model).device, self._all_hold_the_same(model)
         random = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with random, self.trainer.accelerator.autocast():
             records = perplexity(
@@ -146,12 +147,23 @@ class PerplexityCallback(TrainerCallback):
                 tokenizer=self.tokenizer,
                 label=f"step {state.global_step}",
                 tokens_trained=int(state.num_input_tokens_seen),
+                sharded=sharded,
                 progress=state.is_world_process_zero and not self.trainer.args.disable_tqdm,
                 **self.settings,
             )
         answer = [records]
         broadcast_object_list(answer)  # a last bit that differs could stop one process early, and not the others
         return answer[0]
+
+    def _all_hold_the_same(self, model: Any) -> bool:
+        """Return whether there are several processes, and all of them hold the same model, as DDP has it."""
+        if self.trainer.args.world_size == 1:
+            return False
+        if len(set(gather_object([hash_weights(model)]))) == 1:
+            return True
+        # Frequencies that depend on what a process has read (Transformers' dynamic), or GPUs that round otherwise.
+        logger.warning("the processes' models differ, so each measures all documents; the first one's numbers count.")
+        return False
 
 
 def _name(context_length: int) -> str:
