@@ -17,14 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from hf_posenc.assets import tiny_model_path
+from hf_posenc.planning.shapes import layer_repeat, with_layers
 from hf_posenc.planning.tracking import LOGITS, MATRICES, MemoryTracker
-from hf_posenc.planning.training_memory import (
-    _at_peak,
-    _run,
-    layer_repeat,
-    predict_training_memory,
-    with_layers,
-)
+from hf_posenc.planning.training_memory import _at_peak, _run, predict_training_memory
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 

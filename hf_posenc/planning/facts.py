@@ -13,7 +13,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedM
 from hf_posenc.checkpoint import ADAPTER_CONFIG, read_manifest
 from hf_posenc.extension import describe_config, head_dim_of
 from hf_posenc.loading import check_path
-from hf_posenc.planning.training_memory import (
+from hf_posenc.planning.shapes import (
     checkpoint_dtype,
     fill_with_fake,
     layer_repeat,

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
-from hf_posenc.planning.training_memory import checkpoint_dtype, layer_repeat, meta_model, with_layers
+from hf_posenc.planning.shapes import checkpoint_dtype, layer_repeat, meta_model, with_layers
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.packing import PackedDataset

@@ -7,20 +7,25 @@ backward pass, what is recomputed, and when it is freed, is then what really hap
 from __future__ import annotations
 
 import contextlib
-import copy
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import decoder_body
+from hf_posenc.planning.shapes import (
+    checkpoint_dtype,
+    fill_with_fake,
+    layer_repeat,
+    meta_model,
+    text_config,
+    with_layers,
+    without_data,
+)
 from hf_posenc.planning.tracking import MemoryTracker, Peak
 from hf_posenc.training import positions
 from hf_posenc.training.chunked_loss import chunked_lm_loss
@@ -93,7 +98,7 @@ def predict_training_memory(
     Raises:
         ValueError: The family cannot be run without data.
     """
-    layers, repeat = int(_text(config).num_hidden_layers), layer_repeat(config)
+    layers, repeat = int(text_config(config).num_hidden_layers), layer_repeat(config)
     if layers <= 3 * repeat:
         return _at_peak(*_run(config, run, seq_len, packed, chunked_loss))
     (few, base), (more, other) = (
@@ -137,29 +142,6 @@ def _run(
         fill_with_fake(model)
         with float32_weights(model, frozen=not bf16):
             return _sizes(model), _peaks(model, run, seq_len, bf16, chunked_loss)
-
-
-@contextlib.contextmanager
-def without_data(config: PreTrainedConfig) -> Iterator[None]:
-    """While open, tensors have a shape and no data, and a family that needs its data is told by name.
-
-    Raises:
-        ValueError: An operator has to see the data, or cannot do without a GPU or half precision, as some experts do.
-    """
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        with FakeTensorMode():
-            yield
-    except (RuntimeError, NotImplementedError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"model_type {config.model_type!r} cannot be run without data, so its memory is not predicted: {reason} "
-            "(experts want bf16=True, --bf16.)"
-        ) from error
-    finally:
-        log.setLevel(level)
 
 
 def _model_to_train(model: PreTrainedModel, run: FinetuneConfig) -> Any:
@@ -254,65 +236,3 @@ def whole_blocks(whole: bool) -> Iterator[None]:
         yield
     finally:
         positions.find_documents = found
-
-
-def meta_model(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a model on the meta device, whose tensors have a shape and no data; ``dtype`` is the checkpoint's."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call,no-any-return]
-            copy.deepcopy(config), dtype=dtype or checkpoint_dtype(config)
-        )
-
-
-def fill_with_fake(model: nn.Module) -> None:
-    """Put fake tensors of the CPU, of the mode that is open, in place of those on the meta device; ties stay ties."""
-    made: dict[int, Any] = {}
-
-    def fake(tensor: torch.Tensor) -> Any:
-        if id(tensor) not in made:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        return made[id(tensor)]
-
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            held.update({name: fake(tensor) for name, tensor in held.items() if tensor is not None})
-
-
-def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Return the dtype of a checkpoint by its config; float32 where it does not say."""
-    dtype = getattr(config, "dtype", None) or getattr(_text(config), "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype or "float32"))
-
-
-def _text(config: PreTrainedConfig) -> PreTrainedConfig:
-    return config.get_text_config(decoder=True)
-
-
-def layer_repeat(config: PreTrainedConfig) -> int:
-    """Return after how many layers their types repeat, by every per-layer list of the config."""
-    text = _text(config)
-    layers = int(text.num_hidden_layers)
-    if getattr(text, "is_heterogeneous", False):
-        return layers
-    lists = [value for _, value in _per_layer(text)]
-    for repeat in range(1, layers):
-        if all(row[i] == row[i % repeat] for row in lists for i in range(layers)):
-            return repeat
-    return layers
-
-
-def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
-    """Return a copy of a config with its first ``layers`` layers."""
-    cut = copy.deepcopy(config)
-    text = _text(cut)
-    for name, row in _per_layer(text):
-        setattr(text, name, row[:layers])
-    text.num_hidden_layers = layers
-    return cut
-
-
-def _per_layer(text: PreTrainedConfig) -> list[tuple[str, list[Any]]]:
-    layers = int(text.num_hidden_layers)
-    return [(name, row) for name, row in vars(text).items() if isinstance(row, list) and len(row) == layers]
