@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import os
 import shlex
 import shutil
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,8 @@ from hf_posenc.checks import (
     rows_to_measure,
 )
 from hf_posenc.eval_arguments import EvalArguments, RetrievalArguments
-from hf_posenc.launching import LaunchArguments, launch_words, own_device, relaunch
+from hf_posenc.launching import LaunchArguments, launch_words, relaunch
+from hf_posenc.sources import read
 
 _EXAMPLES = """\
 examples:
@@ -52,28 +52,10 @@ def patch(argv: Sequence[str]) -> None:
     rules = args_.parse_options(options.option)
     check_request([which.method or "yarn"] if which.method or not extension.preset else [], extension, rules)
     check_folder(given.model, given.output, may_hold_files=False)
-    from hf_posenc.checkpoint import save_extended
-    from hf_posenc.loading import load_model
-    from hf_posenc.patching import is_patched, patch_model, unpatch_model, verify_model
-    from hf_posenc.rows import refuse_extended
+    from hf_posenc.patch_command import run_patch
 
-    model, tokenizer = load_model(given.model, **vars(loading))
-    refuse_extended(model, given.model, extension.on_scaled)
-    if is_patched(model):
-        unpatch_model(model)
-    patch_model(model, which.method or "yarn", **vars(extension), **rules)
-    verification = verify_model(model)
     trained = _tokens_trained(given.model)
-    save_extended(model, given.output, tokenizer, tokens_trained=trained, base_model=given.model)
-    done = verification.extension
-    verified = "every attention layer runs the rule; load_extended and hf-posenc eval apply it"
-    if verification.modules:
-        worst = max(check.inv_freq_error for check in verification.modules)
-        verified = f"frequencies differ from the closed form by at most {worst:.1e}"
-    print(
-        f"{done['method']} x{done['factor']:g}: {done['original_max_position_embeddings']} -> {done['context_length']} "
-        f"tokens\nverified: {verified}\nsaved: {given.output}"
-    )
+    run_patch(given.model, given.output, which.method or "yarn", extension, rules, loading, trained)
 
 
 def evaluate(argv: Sequence[str]) -> None:
@@ -86,7 +68,7 @@ def evaluate(argv: Sequence[str]) -> None:
     told = {"command": shlex.join(["hf-posenc", "eval", *argv]), "tokens_trained": _tokens_trained(given.model)}
     rows = rows_to_measure(what.method, extension, args_.parse_options(options.option))
     settings = retrieval_settings(what, asked) if asked.tasks else perplexity_settings(what, asked)
-    settings["documents"] = None if asked.tasks and not source.documents else _read(source)
+    settings["documents"] = None if asked.tasks and not source.documents else read(source)
     from hf_posenc.evaluating import evaluate as run
 
     run(given.model, rows, settings | told, what, asked, loading, on_scaled=extension.on_scaled)
@@ -100,7 +82,7 @@ def compare(argv: Sequence[str]) -> None:
     places = {"model": "name on the Hub, folder or .gguf file"}
     given, what, source, loading = args_.parse("compare", _first_line(compare), argv, known, places)
     check_comparison(what)
-    documents = _read(source)
+    documents = read(source)
     from hf_posenc.comparing.command import compare as run
 
     run(given.model, documents, what, loading)
@@ -138,25 +120,9 @@ def finetune(argv: Sequence[str]) -> None:
     check_folder(given.model, config.output_dir)
     if words := launch_words(launch, "finetune", argv):
         relaunch(words)
-    from hf_posenc.training.levers import check_levers
+    from hf_posenc.training.command import run_finetune
 
-    check_levers(config, attention=loading.attn_implementation, quantised=loading.load_in_4bit or None)
-    told = {**vars(source), **vars(loading)}
-    loading.device = own_device(loading.device)
-    from hf_posenc.loading import check_4bit, load_model
-    from hf_posenc.report import text_table
-    from hf_posenc.training import finetune as run
-
-    if loading.load_in_4bit:
-        check_4bit(given.model, config.lora)
-    documents = _stream(source) if source.streaming and source.documents != "-" else _read(source)
-    model, tokenizer = load_model(given.model, **vars(loading))
-    trained = _tokens_trained(given.model)
-    result = run(model, tokenizer, documents, config, tokens_trained=trained, source=told)
-    if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
-        return
-    print(text_table(result.records))
-    print(f"\ntrained on {result.tokens_trained:,} tokens in all; saved: {result.output_dir}")
+    run_finetune(given.model, config, source, loading, _tokens_trained(given.model))
 
 
 def report(argv: Sequence[str]) -> None:
@@ -306,31 +272,6 @@ def _tokens_trained(model: str) -> int:
     from hf_posenc.checkpoint import read_manifest
 
     return int((read_manifest(Path(model).expanduser()) or {}).get("tokens_trained", 0))
-
-
-def _read(source: args_.DocumentArguments) -> list[str]:
-    from hf_posenc.data import read_documents
-
-    return read_documents(_named(source), **_of_dataset(source))
-
-
-def _stream(source: args_.DocumentArguments) -> Iterable[str]:
-    from hf_posenc.data import DocumentStream
-
-    stream = DocumentStream(_named(source), **_of_dataset(source))
-    if next(iter(stream), None) is None:  # now, not when the model is there
-        raise ValueError(f"{source.documents!r} holds no text.")
-    return stream
-
-
-def _named(source: args_.DocumentArguments) -> str:
-    if not source.documents:
-        raise ValueError("the following arguments are required: --documents")
-    return source.documents
-
-
-def _of_dataset(source: args_.DocumentArguments) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in ("text_field", "split", "config_name")}
 
 
 def _is_for_the_user(error: BaseException) -> bool:

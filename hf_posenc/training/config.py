@@ -8,41 +8,22 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from hf_posenc.config import check_number
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.presets import get_preset
 from hf_posenc.registry import get_method, make_scaling
 from hf_posenc.training.positions import check_rule
 from hf_posenc.training.recipes import get_recipe, recipe_values
+from hf_posenc.training.setting_checks import LR_SCHEDULES, check_count, check_numbers, check_words
 from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.training.trackers import check_tracker
 from hf_posenc.units import ContextLength, TokenCount
 from hf_posenc.windows import check_window
 
 DEFAULT_METHOD = "yarn"
-_LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
 # What may differ between a run and its continuation: none of it changes what is trained or held out.
 # A step's blocks may be shared out otherwise, among other numbers of processes: their number is held fixed instead.
 _FREE_ON_RESUME = frozenset({"output_dir", "resume", "save_steps", "report_to", "run_name", "logging_steps"})
 _FREE_ON_RESUME |= {"check_first_loss", "micro_batch_size", "gradient_accumulation_steps"}
-# The least that whole numbers and numbers may be; of the latter, the learning rate must be above it.
-_WHOLE = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1, "save_steps": 1}
-_WHOLE |= {"logging_steps": 1, "logits_chunk": 1, "pose_chunks": 2, "warmup_steps": 0, "eval_documents": 0, "seed": 0}
-_NUMBERS = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2")
-_SWITCHES = (
-    "lora",
-    "lora_embeddings",
-    "shifted_sparse_attention",
-    "gradient_checkpointing",
-    "resume",
-    "check_first_loss",
-)
-_CHOICES = {
-    "on_scaled": ("refuse", "replace"),
-    "position_schedule": ("full", "pose", "random"),
-    "lora_targets": ("attention", "all-linear"),
-    "lr_schedule": _LR_SCHEDULES,
-}
 
 
 @dataclass(frozen=True)
@@ -133,7 +114,7 @@ class FinetuneConfig:
     # YaRN, section 4.1: rate 2e-5, no weight decay, linear warm-up over 20 steps, AdamW with 0.9 and 0.95.
     # PI, section 3.1: the same for 7B and 13B (1e-5 for larger ones), warming up from a tenth. Neither names a decay.
     learning_rate: float = field(default=2e-5, metadata={"help": "peak rate; 2e-5 is YaRN's and PI's for 7B models"})
-    lr_schedule: str = field(default="constant_with_warmup", metadata={"help": " | ".join(_LR_SCHEDULES)})
+    lr_schedule: str = field(default="constant_with_warmup", metadata={"help": " | ".join(LR_SCHEDULES)})
     warmup_steps: int = field(
         default=20, metadata={"help": "steps of linear warm-up (YaRN, PI: 20); at most a fifth of a short run"}
     )
@@ -194,16 +175,19 @@ class FinetuneConfig:
         lengths = ("context_length", "original_max_position_embeddings", "seq_len")
         for name, kind in (*((name, ContextLength) for name in lengths), ("token_budget", TokenCount)):
             if (value := getattr(self, name)) is not None:
-                self._set(name, _count(name, value, kind))
+                self._set(name, check_count(name, value, kind))
         if self.seq_len is not None and self.seq_len < 2:
             raise ValueError(f"seq_len must be at least 2 tokens, got {self.seq_len}.")
         if self.eval_lengths is not None:
             if not isinstance(self.eval_lengths, (list, tuple)):
                 raise TypeError(f"eval_lengths must be a list of lengths in tokens, got {self.eval_lengths!r}.")
-            self._set("eval_lengths", [_count("eval_lengths", n, ContextLength) for n in self.eval_lengths])
+            self._set("eval_lengths", [check_count("eval_lengths", n, ContextLength) for n in self.eval_lengths])
         self._check_method()
-        self._check_numbers()
-        self._check_words()
+        for name, value in check_numbers(vars(self)).items():
+            self._set(name, value)
+        check_words(vars(self))
+        check_rule(self.position_schedule, self.method)
+        check_tracker(self.report_to)
         self._check_recipe()
         self._check_stages()
         if self.seq_len is not None:
@@ -243,37 +227,6 @@ class FinetuneConfig:
                 f"shifted_sparse_attention is for static methods, such as 'yarn' and 'linear': {self.method!r} has an "
                 "attention of its own."
             )
-
-    def _check_numbers(self) -> None:
-        for name, least in _WHOLE.items():
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
-        for name in _NUMBERS:
-            self._set(name, check_number(name, getattr(self, name), at_least=0))
-        for name in ("short_share", "group_share"):
-            share = check_number(name, getattr(self, name), at_least=0)
-            if share > 1 or (name == "group_share" and share == 0):
-                raise ValueError(f"{name} must be a share between 0 and 1, got {share}.")
-            self._set(name, share)
-        self._set("length_upsampling", check_number("length_upsampling", self.length_upsampling, at_least=1))
-        for name in ("adam_beta1", "adam_beta2"):
-            if not getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}.")
-        try:
-            self._set("learning_rate", check_number("learning_rate", self.learning_rate, above=0))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{error} YaRN and PI use 2e-5.") from None
-
-    def _check_words(self) -> None:
-        for name in (*_SWITCHES, *(("bf16",) if self.bf16 is not None else ())):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        for name, known in _CHOICES.items():
-            if (word := getattr(self, name)) not in known:
-                raise ValueError(f"unknown {name} {word!r}. Known: {', '.join(known)}.")
-        check_rule(self.position_schedule, self.method)
-        check_tracker(self.report_to)
 
     def _check_recipe(self) -> None:
         if self.recipe is None:
@@ -318,15 +271,3 @@ class FinetuneConfig:
         settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _FREE_ON_RESUME}
         plain: dict[str, Any] = json.loads(json.dumps(settings))
         return plain
-
-
-def _count(name: str, value: Any, kind: type[int]) -> int:
-    try:
-        number = kind(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None
-    if number != value and not isinstance(value, str):
-        raise ValueError(f"{name} must be a whole number of tokens, got {value!r}.")
-    if number < 1:
-        raise ValueError(f"{name} must be at least 1 token, got {value!r}.")
-    return number

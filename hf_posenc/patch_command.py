@@ -1,0 +1,52 @@
+"""What ``hf-posenc patch`` does once its words are read: load, extend, verify, save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_posenc.arguments import ExtensionArguments, ModelArguments
+from hf_posenc.checkpoint import save_extended
+from hf_posenc.loading import load_model
+from hf_posenc.patching import is_patched, patch_model, unpatch_model, verify_model
+from hf_posenc.rows import refuse_extended
+
+
+def run_patch(
+    name: str,
+    output: str,
+    method: str,
+    extension: ExtensionArguments,
+    options: dict[str, Any],
+    loading: ModelArguments,
+    tokens_trained: int,
+) -> None:
+    """Save a model extended, and print how far and how well it agrees with the closed form.
+
+    Args:
+        name: Of the model on the Hub, its folder or .gguf file.
+        output: Folder to write.
+        method: The rule.
+        extension: How far.
+        options: Of the rule.
+        loading: How the model is loaded.
+        tokens_trained: Tokens it was fine-tuned on before.
+
+    Raises:
+        ValueError, TypeError: The model and the request do not go together.
+    """
+    model, tokenizer = load_model(name, **vars(loading))
+    refuse_extended(model, name, extension.on_scaled)
+    if is_patched(model):
+        unpatch_model(model)
+    patch_model(model, method, **vars(extension), **options)
+    verification = verify_model(model)
+    save_extended(model, output, tokenizer, tokens_trained=tokens_trained, base_model=name)
+    done = verification.extension
+    verified = "every attention layer runs the rule; load_extended and hf-posenc eval apply it"
+    if verification.modules:
+        worst = max(check.inv_freq_error for check in verification.modules)
+        verified = f"frequencies differ from the closed form by at most {worst:.1e}"
+    print(
+        f"{done['method']} x{done['factor']:g}: {done['original_max_position_embeddings']} -> {done['context_length']} "
+        f"tokens\nverified: {verified}\nsaved: {output}"
+    )
