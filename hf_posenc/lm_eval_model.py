@@ -82,7 +82,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
             context_length=None if context_length is None else ContextLength(context_length),
             original_max_position_embeddings=original_max_position_embeddings,
             sliding_window=sliding_window,  # type: ignore[arg-type]  # 16384 comes as a number here
-            on_scaled=on_scaled,  # type: ignore[arg-type]
+            on_scaled=on_scaled,  # type: ignore[arg-type]  # a word here, as lm-eval hands it on
         )
         (self._row,) = rows_to_measure([] if method is None else [method], extension, options or {})
         if self._row is not None and not isinstance(pretrained, str):

@@ -37,7 +37,7 @@ def decoder_body(model: PreTrainedModel) -> nn.Module:
     """Return the part of a causal language model that makes hidden states: everything but its head."""
     base = unwrap(model)
     body = base.base_model
-    if body is base or base.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
+    if body is base or base.get_output_embeddings() is None:  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         raise ValueError(
             f"{type(base).__name__} has no separate language-model head. Load the checkpoint with AutoModelForCausalLM."
         )

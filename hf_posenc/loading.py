@@ -96,7 +96,7 @@ def _in_4bit(path: Path, source: str, dtype: str | torch.dtype) -> dict[str, Any
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{base!r} holds quantised weights already: leave --load-in-4bit out.")
     compute = dtype if isinstance(dtype, torch.dtype) else config.get_text_config().dtype or torch.float32
-    settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]
+    settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

@@ -64,7 +64,7 @@ def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
             f"{str(source)!r} lacks {len(missing)} of the model's weights, such as {missing[0]}. "
             "The download or the conversion is incomplete: get it again."
         )
-    return model  # type: ignore[no-any-return]
+    return model  # type: ignore[no-any-return]  # from_pretrained is untyped
 
 
 def _auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
@@ -94,7 +94,7 @@ def _load_gguf(path: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.name_or_path = model.config._name_or_path = str(path)  # not the folder: adapters and results name their base
-    return model  # type: ignore[no-any-return]
+    return model  # type: ignore[no-any-return]  # from_pretrained is untyped
 
 
 def gguf_rope(path: Path) -> tuple[dict[str, Any], list[str]]:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from accelerate import PartialState  # type: ignore[import-untyped]
-from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped]
+from accelerate import PartialState  # type: ignore[import-untyped]  # accelerate ships no types
+from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped]  # accelerate ships no types
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,7 +39,7 @@ def from_main(decide: Callable[[], T]) -> T:
     value, message = answer
     if message is not None:
         raise RuntimeError(f"the main process stopped this run. {message}")
-    return value  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]  # what decide returned, as it was sent
 
 
 def join_processes(device: str | None) -> bool:

@@ -66,7 +66,7 @@ def expected_scale(module: nn.Module, scaling: RopeScaling | None) -> float:
 
     Reference: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4; the square because both queries and keys carry it.
     """
-    plain = 1.0 / math.sqrt(int(module.qk_head_dim))  # type: ignore[arg-type]
+    plain = 1.0 / math.sqrt(int(module.qk_head_dim))  # type: ignore[arg-type]  # nn.Module's attributes may be tensors, this one is an int
     if scaling is None or scaling.mscale_all_dim is None or scaling.factor <= 1:
         return plain
     return plain * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2

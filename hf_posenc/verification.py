@@ -66,13 +66,13 @@ def _expected(
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the closed form's original frequencies, those in force now, and the attention factor."""
     formula = METHODS[scaling.method].formula if scaling is not None else plain_frequencies
-    original, attention_factor = formula(spec, scaling, None)  # type: ignore[arg-type]
+    original, attention_factor = formula(spec, scaling, None)  # type: ignore[arg-type]  # the plain rule reads no scaling
     if scaling is not None and scaling.temperature == "logits":
         attention_factor = 1.0  # it is in the softmax scale
     # Transformers' dynamic rule and longrope change inv_freq with the length of a forward.
     if _live_rope_type(module, label) == "dynamic":
         cached: Any = getattr(module, f"{label_prefix(label)}max_seq_len_cached", module.max_seq_len_cached)
-        return original, formula(spec, scaling, int(cached))[0], attention_factor  # type: ignore[arg-type]
+        return original, formula(spec, scaling, int(cached))[0], attention_factor  # type: ignore[arg-type]  # the plain rule reads no scaling
     return original, original, attention_factor
 
 

@@ -64,7 +64,7 @@ def arm(point: str, where: str) -> None:
     from transformers import Trainer, TrainerState
 
     if point == "step":
-        Trainer.training_step = dying_at(Trainer.training_step, int(where) - 1)  # type: ignore[method-assign]
+        Trainer.training_step = dying_at(Trainer.training_step, int(where) - 1)  # type: ignore[method-assign]  # to die in it
     elif point == "saved":
         Trainer._maybe_log_save_evaluate = dying_at(Trainer._maybe_log_save_evaluate, int(where))
     elif point == "moving":
@@ -72,8 +72,8 @@ def arm(point: str, where: str) -> None:
     else:  # who writes what
         torch.save = dying(torch.save, where)
         transformers.modeling_utils.safe_save_file = dying(transformers.modeling_utils.safe_save_file, where)
-        TrainerState.save_to_json = dying(TrainerState.save_to_json, where)  # type: ignore[method-assign]
-        Path.write_text = dying(Path.write_text, where)  # type: ignore[method-assign]
+        TrainerState.save_to_json = dying(TrainerState.save_to_json, where)  # type: ignore[method-assign]  # to die in it
+        Path.write_text = dying(Path.write_text, where)  # type: ignore[method-assign]  # to die in it
 
 
 if __name__ == "__main__":

@@ -177,7 +177,7 @@ def test_a_bug_is_not_hidden_and_traceback_can_be_asked_for(tmp_path: Path, monk
 
     def broken(argv: Sequence[str]) -> None:
         """Call something wrongly."""
-        parse_options(wrong_name=1)  # type: ignore[call-arg]
+        parse_options(wrong_name=1)  # type: ignore[call-arg]  # the mistake
 
     def missing(argv: Sequence[str]) -> None:
         """Import what is not there."""

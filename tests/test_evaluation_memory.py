@@ -122,7 +122,7 @@ def test_documents_are_predicted_one_by_one_and_the_judge_counts(
     def predicted(documents: int, **settings: object) -> str:
         caplog.clear()
         with caplog.at_level(logging.INFO, "hf_posenc"):
-            perplexity(model, [ids] * documents, [100], progress=False, **settings)  # type: ignore[arg-type]
+            perplexity(model, [ids] * documents, [100], progress=False, **settings)  # type: ignore[arg-type]  # of several kinds
         return next(line for line in caplog.messages if "peak of all" in line).partition(";")[0]
 
     assert predicted(40, batch_size=40) == predicted(1)

@@ -50,7 +50,7 @@ def test_a_right_run_goes_on(tmp_path: Path, dtype: torch.dtype, caplog: pytest.
     with caplog.at_level(logging.INFO, logger="hf_posenc"):
         train_pretrained(tmp_path, dtype)
     (said,) = [record for record in caplog.records if record.name.endswith("first_loss")]
-    loss, expected = said.args  # type: ignore[misc]
+    loss, expected = said.args  # type: ignore[misc]  # a record's may be a mapping
     assert loss == first_loss(tmp_path)
     assert isinstance(expected, float)
     # Far inside the tolerance, so that a right run is never stopped.
@@ -252,5 +252,5 @@ def test_a_run_with_dropout_is_not_stopped(
         finetune(tiny_llama(attention_dropout=0.3), tokenizer, documents, settings)
     said, guesses = [record for record in caplog.records if record.name.endswith("first_loss")]
     assert guesses.levelname == "WARNING"  # as random weights do
-    loss, expected = said.args  # type: ignore[misc]
+    loss, expected = said.args  # type: ignore[misc]  # a record's may be a mapping
     assert loss != pytest.approx(expected, rel=1e-6)  # the training forward drops, the other does not

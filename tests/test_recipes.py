@@ -59,7 +59,7 @@ def test_what_is_told_wins_and_another_method_brings_its_own_options() -> None:
     with pytest.raises(ValueError, match=r"none of its values is set. FinetuneConfig.from_recipe\('pose'"):
         FinetuneConfig("out", recipe="pose")
     with pytest.raises(TypeError):
-        get_recipe("pose").values["lora"] = True  # type: ignore[index]
+        get_recipe("pose").values["lora"] = True  # type: ignore[index]  # the mistake
 
 
 @pytest.mark.parametrize(

@@ -117,4 +117,4 @@ def test_output_that_cannot_be_written_is_found_before_any_work(tmp_path: Path) 
     with pytest.raises(ValueError, match=r"is a folder\. Give a file, such as results\.jsonl"):
         perplexity(None, [[1, 2, 3]], [2], output=tmp_path)  # type: ignore[arg-type]  # not even looked at
     with pytest.raises(ValueError, match="file' is not a folder"):
-        perplexity(None, [[1, 2, 3]], [2], output=tmp_path / "file" / "new" / "r.jsonl")  # type: ignore[arg-type]
+        perplexity(None, [[1, 2, 3]], [2], output=tmp_path / "file" / "new" / "r.jsonl")  # type: ignore[arg-type]  # not even looked at

@@ -45,7 +45,7 @@ def test_liger_leaves_the_loss_and_the_positions_alone(
     gpu.setattr("transformers.trainer.apply_liger_kernel", lambda model, config: given.append((model, config)))
     args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=1, save_strategy="no", report_to="none", **told)
     dataset = [{"input_ids": [1, 2], "labels": [1, 2]}]
-    Trainer(model, args, train_dataset=dataset).train()  # type: ignore[arg-type]
+    Trainer(model, args, train_dataset=dataset).train()  # type: ignore[arg-type]  # a list serves as well
     assert given == [(model, told["liger_kernel_config"])]
     gpu.setattr(kernels, "is_liger_kernel_available", lambda: False)
     assert liger_arguments(model) == {}

@@ -42,7 +42,7 @@ def work_of(model: PreTrainedModel) -> Work:
     config: Any = base.config.get_text_config(decoder=True)
     weights = base.num_parameters(exclude_embeddings=True)
     head = config.vocab_size * config.hidden_size
-    output: Any = base.get_output_embeddings()  # type: ignore[no-untyped-call]
+    output: Any = base.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     tied = output is None or output.weight is base.get_input_embeddings().weight  # a head of its own is in `weights`
     width = config.num_attention_heads * (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
 from hf_posenc.evaluation.facts import hash_json
 from hf_posenc.evaluation.key_tokens import KeyTokenFinder, short_windows

@@ -135,7 +135,7 @@ def _matrix_parameters(model: PreTrainedModel) -> int:
     """Count what each token is multiplied by: matrices; of experts, the share that one token is sent to."""
     text = model.config.get_text_config(decoder=True)
     embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     counted = 0.0
     for name, parameter in model.named_parameters():
         tied = head is not None and parameter is head.weight

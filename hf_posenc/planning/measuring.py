@@ -128,7 +128,7 @@ def _train(
 ) -> _Clock:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = checkpoint_dtype(config)
-    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     model.to(device)
     hash_weights(model)  # so that all of it is in memory
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 def meta_model(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a model on the meta device, whose tensors have a shape and no data; ``dtype`` is the checkpoint's."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call,no-any-return]
+        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call,no-any-return]  # Transformers leaves it untyped
             copy.deepcopy(config), dtype=dtype or checkpoint_dtype(config)
         )
 

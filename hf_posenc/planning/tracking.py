@@ -49,7 +49,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTo
     """
 
     def __init__(self, weights: Iterable[torch.nn.Parameter], vocab_size: int, seq_len: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
         parameters = list(weights)
         self.weights = {parameter.untyped_storage()._cdata for parameter in parameters}
         self.trained_sizes = {parameter.numel() for parameter in parameters if parameter.requires_grad}

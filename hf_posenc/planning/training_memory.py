@@ -153,7 +153,7 @@ def _model_to_train(model: PreTrainedModel, run: FinetuneConfig) -> Any:
         enable = getattr(unwrap(trained), "activation_checkpointing_enable", None)
         (enable or unwrap(trained).gradient_checkpointing_enable)()
         if run.lora:
-            unwrap(trained).enable_input_require_grads()  # type: ignore[no-untyped-call]
+            unwrap(trained).enable_input_require_grads()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     return trained
 
 
@@ -205,7 +205,7 @@ def _phases(base: PreTrainedModel, tracker: MemoryTracker) -> Iterator[None]:
 
     def after_embedding(module: Any, args: Any, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(begins(EMBEDDING_BACKWARD))  # type: ignore[no-untyped-call]
+            output.register_hook(begins(EMBEDDING_BACKWARD))  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
 
     embedding: Any = base.get_input_embeddings()
     hooks = [

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object  # type: ignore[import-untyped]
+from accelerate.utils import gather_object  # type: ignore[import-untyped]  # accelerate ships no types
 from torch import nn
 from transformers import Trainer
 

@@ -33,7 +33,7 @@ def add_lora(model: PreTrainedModel, settings: FinetuneConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
     embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     tied = head is not None and head.weight is embedding.weight
     trained = [_leaf_name(model, embedding), *norm_names(model)] if settings.lora_embeddings else None
     config = LoraConfig(

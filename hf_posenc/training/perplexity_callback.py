@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped]
+from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped]  # accelerate ships no types
 from transformers import (
     PreTrainedTokenizerBase,
     Trainer,
@@ -73,7 +73,7 @@ class PerplexityCallback(TrainerCallback):
             raise TypeError(f"PerplexityCallback takes no {', '.join(unknown)}. Known: {', '.join(_SETTINGS)}.")
         if protocol not in _PROTOCOLS:
             raise ValueError(f"protocol must be one of {', '.join(_PROTOCOLS)}, got {protocol!r}.")
-        if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]
+        if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
             raise ValueError(
                 "PerplexityCallback needs the whole model in every process, which FSDP and ZeRO-3 do not leave there. "
                 "Train with DDP (--accelerate-config multi_gpu), or measure saved checkpoints: hf-posenc eval FOLDER."
@@ -81,7 +81,7 @@ class PerplexityCallback(TrainerCallback):
         self.trainer, self.settings = trainer, {"protocol": protocol, **settings}
         given = tokenizer if tokenizer is not None else trainer.processing_class
         self.tokenizer = given if isinstance(given, PreTrainedTokenizerBase) else None  # a processor cannot cut texts
-        self.documents = to_token_ids(trainer.model, documents, self.tokenizer)  # type: ignore[arg-type]
+        self.documents = to_token_ids(trainer.model, documents, self.tokenizer)  # type: ignore[arg-type]  # Trainer types it as any module or None
         self.context_lengths = self._check(context_lengths)
         self.records: list[Record] = []
         self._step: int | None = None
@@ -95,7 +95,7 @@ class PerplexityCallback(TrainerCallback):
             self.documents,
             max(lengths),
             max_tokens=told.get("max_tokens"),
-            bos_id=bos_token_id(self.trainer.model, self.tokenizer, told.get("bos")),  # type: ignore[arg-type]
+            bos_id=bos_token_id(self.trainer.model, self.tokenizer, told.get("bos")),  # type: ignore[arg-type]  # Trainer types it as any module or None
             cut=told.get("cut", False),
             max_documents=told.get("max_documents"),
         )

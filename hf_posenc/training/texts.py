@@ -113,7 +113,7 @@ def _eos(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
             f"the tokenizer's eos_token_id is {eos}, but the model's vocabulary has {vocab_size} ids: they do not "
             "belong together, or model.resize_token_embeddings(len(tokenizer)) is missing."
         )
-    return eos  # type: ignore[no-any-return]
+    return eos  # type: ignore[no-any-return]  # tokenizers leave it untyped
 
 
 def _split(

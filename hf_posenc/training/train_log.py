@@ -103,7 +103,7 @@ class Console(ProgressCallback):
         **kwargs: Any,
     ) -> None:
         if logs is not None and "loss" in logs and (state.global_step == 1 or state.global_step % self.every == 0):
-            super().on_log(args, state, control, logs=logs, **kwargs)  # type: ignore[no-untyped-call]
+            super().on_log(args, state, control, logs=logs, **kwargs)  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
 
     def close(self) -> None:
         """End the line of a bar that an error or Ctrl-C left open, so that the message stands on its own."""

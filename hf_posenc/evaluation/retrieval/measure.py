@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from tqdm.auto import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
