@@ -6,17 +6,20 @@ import itertools
 from contextlib import nullcontext
 from typing import Any
 
+import census
 import pytest
 import torch
 from doors import sharp_model
 from tiny_models import FAMILIES, native, token_ids
-from torch.nn.functional import silu
+from torch.nn.functional import cross_entropy, silu
 from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
 from hf_posenc.attention.staged import Stages
 from hf_posenc.patching import extension_of
+from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.positions import PositionSchedule, documents_start_at_zero
+from hf_posenc.training.probe import probe_isolation
 
 ORIGINAL, FACTOR = 64, 4
 LENGTHS = (30, 1, 33)
@@ -152,3 +155,25 @@ def test_one_document_needs_no_mask_and_gets_the_same_logits(monkeypatch: pytest
     plainly_causal = packed_logits(model, row)
     monkeypatch.setattr(module, "has_windows", lambda config: True)
     torch.testing.assert_close(plainly_causal, packed_logits(model, row), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(("model_type", "attention"), [("falcon", "sdpa"), ("falcon", "eager"), ("gpt_oss", "eager")])
+@torch.no_grad()
+def test_families_whose_masks_know_no_positions_train_each_document_alone(model_type: str, attention: str):
+    model: Any = census.sharp_model(model_type)
+    model.set_attn_implementation(attention)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    with chunked_lm_loss(model):
+        labels = IDS.masked_fill(positions[None] == 0, -100)
+        together = model(input_ids=IDS, position_ids=positions[None], labels=labels).loss
+    total = 0.0
+    for start, stop in SPANS:
+        seen = torch.ones(stop - start, stop - start).tril().bool()
+        near = seen & ~torch.ones_like(seen).tril(-(getattr(model.config, "sliding_window", None) or 64))
+        masks: Any = [torch.zeros(mask.shape).masked_fill(~mask, -1e9)[None, None] for mask in (seen, near)]
+        given = masks[0] if model_type == "falcon" else {"full_attention": masks[0], "sliding_attention": masks[1]}
+        ids = IDS[:, start:stop]
+        logits = model(ids, attention_mask=given, use_cache=False).logits[0]
+        total += float(cross_entropy(logits[:-1], ids[0, 1:], reduction="sum"))
+    assert float(together) == pytest.approx(total / (len(positions) - len(LENGTHS)), rel=1e-5)
+    assert probe_isolation(model) < 1e-4

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
 from hf_posenc.training.packing import IGNORED
-from hf_posenc.training.positions import documents_start_at_zero
+from hf_posenc.training.positions import documents_start_at_zero, finished_masks
 
 
 def chunked_causal_lm_loss(
@@ -115,7 +115,10 @@ def _loss_forward(base: PreTrainedModel, body: nn.Module, rows_per_chunk: int) -
                 "Pass position_ids only."
             )
         with documents_start_at_zero(config):
-            hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+            shape = torch.empty(*input_ids.shape, 0, dtype=base.dtype, device=input_ids.device)
+            masks = finished_masks(config, shape, position_ids)
+            given = {} if masks is None else {"attention_mask": masks}
+            hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **given).last_hidden_state
         loss = chunked_causal_lm_loss(base, hidden, labels, num_items_in_batch, rows_per_chunk, shift_labels)
         return CausalLMOutputWithPast(loss=loss)
 

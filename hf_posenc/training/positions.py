@@ -229,6 +229,35 @@ def find_documents(position_ids: torch.Tensor, *, skips_matter: bool) -> torch.T
     return (steps <= 0).cumsum(-1)
 
 
+# Their decoders (Transformers 5.23) leave position_ids out when they make masks, so that packed documents would see
+# each other. They take finished masks: one, or one for each kind of layer.
+_TAKES_ONE_MASK, _TAKES_A_MASK_PER_KIND = ("falcon",), ("gpt_oss",)
+
+
+def finished_masks(config: PreTrainedConfig, embedded: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
+    """Return what to pass as ``attention_mask``, with documents told apart; None where the decoder does that itself.
+
+    Transformers' own masks, for the attention implementation in use.
+
+    Args:
+        config: The model's text config.
+        embedded: Of a batch's shape ``(batch, length, any)``, its dtype that of the masks.
+        position_ids: ``(batch, length)``.
+    """
+    told: dict[str, Any] = {"config": config, "inputs_embeds": embedded, "position_ids": position_ids}
+    told |= {"attention_mask": None, "past_key_values": None}
+    if position_ids is None or getattr(config, "alibi", False):  # alibi makes its bias of the mask
+        return None
+    if config.model_type in _TAKES_ONE_MASK:
+        return masking_utils.create_causal_mask(**told)
+    if config.model_type in _TAKES_A_MASK_PER_KIND:
+        return {
+            "full_attention": masking_utils.create_causal_mask(**told),
+            "sliding_attention": masking_utils.create_sliding_window_causal_mask(**told),
+        }
+    return None
+
+
 def has_windows(config: PreTrainedConfig) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ())
     sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
