@@ -12,8 +12,12 @@ from typing import Any
 RAMPS = ("code", "paper", "harmonic")
 TEMPERATURES = ("rotary", "logits")
 SCOPES = ("query", "sequence")
-ATTENTION_METHODS = frozenset({"dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"})
+COMPUTATIONS = ("real", "complex")
+# Encodings of another kind than the model's RoPE, which they take the place of.
+ENCODINGS = frozenset({"sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "rope", "xpos"})
+ATTENTION_METHODS = ENCODINGS | {"dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"}
 GROWTHS = ("linear", "geometric")
+_WORDS = {"ramp": RAMPS, "temperature": TEMPERATURES, "scope": SCOPES, "growth": GROWTHS, "computation": COMPUTATIONS}
 
 
 def check_number(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> float:
@@ -98,7 +102,7 @@ class RopeScaling:
         mscale, mscale_all_dim: DeepSeek's pair; both given, they replace YaRN's temperature.
         low_freq_factor, high_freq_factor: Llama 3's turns, as ``beta_slow`` and ``beta_fast``.
         short_factor, long_factor: LongRoPE's divisors per pair, each one number per pair that turns.
-        rope_theta: The new base, for ``abf``.
+        rope_theta: The new base, for ``abf``; for ``rope`` and ``xpos`` None for the model's own.
         scope: For ``dynamic``: ``"query"``, a scale for each query by where it stands, or ``"sequence"``,
             Transformers' rule, one scale for the whole forward.
         stage: Tokens of the first stage past the original length; None for the default share of it.
@@ -108,6 +112,14 @@ class RopeScaling:
         leak: For ``leaky_rerope``: tokens beyond the window that count as one.
         chunk_size, local_window: For ``dca``, in tokens; None for 3/4 and 1/8 of the original length.
         sharpen: For ``dca``: its code's temperature.
+        embedding_scale: For ``sinusoidal``: what multiplies its table; None for the ``initializer_range`` of the model.
+        max_distance: For ``t5_bias`` and ``relative_bias``: tokens from which on all distances are one.
+        num_buckets: For ``t5_bias``: classes of distances.
+        bidirectional: For ``t5_bias``: half of the buckets are for keys after the query, as in T5's encoder.
+        interleaved: For ``rope`` and ``xpos``: pairs are neighbouring features, not halves apart.
+        computation: For ``rope`` and ``xpos``: ``"real"`` or ``"complex"`` numbers.
+        partial_rotary_factor: For ``rope`` and ``xpos``: the share of a head that turns; None for the model's own.
+        scale_base: For ``xpos``: tokens in which a pair's logits shrink by its decay.
         log_n: Multiply queries by ``max(1, ln(position + 1) / ln(original))``; only on the attention door.
     """
 
@@ -135,11 +147,26 @@ class RopeScaling:
     chunk_size: int | None = None
     local_window: int | None = None
     sharpen: bool = False
+    embedding_scale: float | None = None
+    max_distance: int = 128
+    num_buckets: int = 32
+    bidirectional: bool = False
+    interleaved: bool = False
+    computation: str = "real"
+    partial_rotary_factor: float | None = None
+    scale_base: float = 512.0
     log_n: bool = False
 
     def __post_init__(self) -> None:
         self._set("factor", _check_factor(self.factor))
-        for name in ("attention_factor", "mscale", "mscale_all_dim", "rope_theta"):
+        for name in (
+            "attention_factor",
+            "mscale",
+            "mscale_all_dim",
+            "rope_theta",
+            "embedding_scale",
+            "partial_rotary_factor",
+        ):
             if getattr(self, name) is not None:
                 self._set(name, check_number(name, getattr(self, name), above=0))
         for low, high in (("beta_slow", "beta_fast"), ("low_freq_factor", "high_freq_factor")):
@@ -149,30 +176,43 @@ class RopeScaling:
                 raise ValueError(
                     f"{high} must be greater than {low}, got {getattr(self, high):g} and {getattr(self, low):g}."
                 )
-        for name in ("truncate", "sharpen", "log_n"):
+        for name in ("truncate", "sharpen", "log_n", "bidirectional", "interleaved"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if self.ramp not in RAMPS:
-            raise ValueError(f"ramp must be one of {', '.join(RAMPS)}, got {self.ramp!r}.")
-        if self.temperature not in TEMPERATURES:
-            raise ValueError(f"temperature must be one of {', '.join(TEMPERATURES)}, got {self.temperature!r}.")
-        if self.scope not in SCOPES:
-            raise ValueError(f"scope must be one of {', '.join(SCOPES)}, got {self.scope!r}.")
-        if self.growth not in GROWTHS:
-            raise ValueError(f"growth must be one of {', '.join(GROWTHS)}, got {self.growth!r}.")
-        for name in ("stage", "group", "window", "chunk_size", "local_window"):
+        for name, allowed in _WORDS.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}.")
+        if self.partial_rotary_factor is not None and self.partial_rotary_factor > 1:
+            raise ValueError(f"partial_rotary_factor must be at most 1, got {self.partial_rotary_factor:g}.")
+        for name in ("stage", "group", "window", "chunk_size", "local_window", "max_distance", "num_buckets"):
             if getattr(self, name) is not None:
                 self._set(name, check_length(name, getattr(self, name)))
         self._set("leak", check_number("leak", self.leak, at_least=1))
+        self._set("scale_base", check_number("scale_base", self.scale_base, above=0))
+        if self.method == "t5_bias":
+            self._check_buckets()
         for name in ("short_factor", "long_factor"):
             self._set(name, _check_factor_list(name, getattr(self, name)))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
 
+    def _check_buckets(self) -> None:
+        exact = self.num_buckets // (4 if self.bidirectional else 2)
+        if exact < 1 or self.max_distance <= exact:
+            raise ValueError(
+                f"max_distance must be greater than the {exact} distances that have a bucket each (num_buckets is "
+                f"{self.num_buckets}, at least {4 if self.bidirectional else 2}), got {self.max_distance}."
+            )
+
     def has_default_temperature(self) -> bool:
         """Return whether neither ``attention_factor`` nor DeepSeek's pair was given."""
         return self.attention_factor is None and self.mscale is None and self.mscale_all_dim is None
+
+    @property
+    def is_encoding(self) -> bool:
+        """Whether it takes the place of the model's RoPE, rather than change it."""
+        return self.method in ENCODINGS
 
     @property
     def on_attention_door(self) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.install import OpenDoor, check_door, close_door, door_problem, put_behind_door
+from hf_posenc.encodings.install import PutIn, check_encoding, put_in
 from hf_posenc.extension import Extension, declared_scaling, describe_config, plain_spec
 from hf_posenc.families import label_prefix, rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.request import resolve, warn_about_limits, write_config
@@ -51,6 +52,7 @@ class _Record:
     scales: dict[str, float]
     config_values: list[dict[str, Any]]
     door: OpenDoor | None = None
+    encoding: PutIn | None = None
 
 
 def patch_model(
@@ -74,8 +76,8 @@ def patch_model(
     Args:
         model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.
         method: A name or alias of ``available_methods()``.
-        factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens. 4 if
-            neither it nor ``context_length`` is given.
+        factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens. If
+            neither it nor ``context_length`` is given, 4, and 1 for an encoding that takes the place of RoPE.
         context_length: The target in tokens, instead of ``factor``.
         original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
         preset: A name of ``hf-posenc presets``, instead of all the above: how a published checkpoint is extended.
@@ -113,7 +115,11 @@ def patch_model(
         on_scaled=on_scaled,
     )
     modules = rotary_modules(base)
-    rotation = check_door(model, extension) if extension.scaling.on_attention_door else None
+    rotation = None
+    if extension.scaling.is_encoding:
+        check_encoding(model, extension)
+    elif extension.scaling.on_attention_door:
+        rotation = check_door(model, extension)
     _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
     new_config = copy.deepcopy(text_config)
     write_config(new_config, extension)
@@ -136,7 +142,9 @@ def patch_model(
         module.__dict__["scaling"] = scales[name]
     base.__dict__[_RECORD] = record
     try:
-        if rotation is not None:
+        if extension.scaling.is_encoding:
+            record.encoding = put_in(base, extension)
+        elif rotation is not None:
             record.door = put_behind_door(base, extension, next(iter(values.values())), rotation)
         verify_model(base)
     except RotaryMismatchError:
@@ -163,6 +171,8 @@ def unpatch_model(model: ModelT) -> ModelT:
         raise ValueError("model is not patched: there is nothing to undo. A checkpoint saved extended stays extended.")
     if record.door is not None:
         close_door(base, record.door)
+    if record.encoding is not None:
+        record.encoding.take_out(base)
     for name, module in rotary_modules(base).items():
         restore_rotary(module, record.rotary[name])
     for name, scale in record.scales.items():
@@ -202,11 +212,12 @@ def verify_model(model: nn.Module) -> Verification:
 
 def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
     record = base.__dict__.get(_RECORD)
-    if record is not None and record.door is not None:
-        problem = door_problem(base, record.door)
+    if record is not None and (record.door is not None or record.encoding is not None):
+        problem = door_problem(base, record.door) if record.door is not None else record.encoding.problem(base)
         if problem is not None:
             raise RotaryMismatchError(f"{describe(base)['method']} is no longer in place: {problem}.")
-        return Verification(describe(base), ())
+        if record.door is not None:
+            return Verification(describe(base), ())
     extension = extension_of(base)
     spec = extension.spec if extension is not None else plain_spec(base.config.get_text_config(decoder=True))
     scaling = extension.scaling if extension is not None else None

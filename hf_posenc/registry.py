@@ -34,6 +34,7 @@ class Method:
         rope_type: The ``rope_type`` Transformers knows it by.
         aliases: Other names it answers to.
         zero_shot: Whether it is of use without fine-tuning.
+        default_factor: Where neither a factor nor a length is given.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Method:
     rope_type: str
     aliases: tuple[str, ...] = ()
     zero_shot: bool = True
+    default_factor: float = 4.0
 
 
 def longrope_spelling(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
@@ -52,9 +54,10 @@ def longrope_spelling(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
 
     Equal lists make the switch at the original length harmless, so the rule is exact with a KV cache.
     """
-    if scaling.factor == 1 and scaling.method not in ("longrope", "nope"):
+    formula = METHODS[scaling.method].formula
+    if scaling.factor == 1 and formula not in (rules.longrope_frequencies, rules.nope_frequencies):
         return _plain_rope(spec)
-    scaled, attention_factor = METHODS[scaling.method].formula(spec, scaling, None)
+    scaled, attention_factor = formula(spec, scaling, None)
     divisors = torch.where(scaled > 0, rules.plain_frequencies(spec)[0] / scaled, rules.STOPPED)
     short = long = divisors[: spec.turning_pairs].tolist()
     if scaling.method == "longrope":
@@ -285,8 +288,72 @@ _ALL = (
     ),
 )
 
-METHODS: dict[str, Method] = {method.name: method for method in _ALL}
-_BY_NAME = {name: method for method in _ALL for name in (method.name, *method.aliases)}
+
+def _encoding(name: str, options: set[str], paper: str, summary: str, aliases: tuple[str, ...] = ()) -> Method:
+    """Return an encoding that takes the place of the model's own, which is stilled; nothing can say it on disk."""
+    return Method(
+        name=name,
+        formula=rules.nope_frequencies,
+        options=frozenset(options),
+        paper=paper,
+        summary=summary,
+        on_disk=longrope_spelling,
+        rope_type="the manifest only (plain Transformers refuses it)",
+        aliases=aliases,
+        zero_shot=False,
+        default_factor=1.0,
+    )
+
+
+_ROPE_OPTIONS = {"rope_theta", "interleaved", "computation", "partial_rotary_factor"}
+_ENCODINGS = (
+    _encoding(
+        "sinusoidal",
+        {"embedding_scale"},
+        "Vaswani et al. 2017, arXiv:1706.03762, section 3.5",
+        "Adds sines and cosines of each position to the embeddings; for training from scratch.",
+    ),
+    _encoding(
+        "learned",
+        set(),
+        "Gehring et al. 2017, arXiv:1705.03122, section 3.1",
+        "Adds a trained vector for each position, and ends where the table does; for training from scratch.",
+    ),
+    _encoding(
+        "relative_bias",
+        {"max_distance"},
+        "Shaw et al. 2018, arXiv:1803.02155, section 3.2 (distances clipped); as a bias: Raffel et al. 2019",
+        "Adds a trained bias for each distance and head to the logits; for training from scratch.",
+    ),
+    _encoding(
+        "t5_bias",
+        {"num_buckets", "max_distance", "bidirectional"},
+        "Raffel et al. 2019, arXiv:1910.10683, section 2.1",
+        "Adds a trained bias for each bucket of distances and head to the logits; for training from scratch.",
+        aliases=("t5",),
+    ),
+    _encoding(
+        "alibi",
+        set(),
+        "Press et al. 2021, arXiv:2108.12409, section 3",
+        "Takes a constant times the distance off the logits; for training from scratch.",
+    ),
+    _encoding(
+        "rope",
+        _ROPE_OPTIONS,
+        "Su et al. 2021, arXiv:2104.09864, section 3",
+        "Turns pairs of features by position, in either layout, in real or complex numbers.",
+    ),
+    _encoding(
+        "xpos",
+        _ROPE_OPTIONS | {"scale_base"},
+        "Sun et al. 2022, arXiv:2212.10554, section 3.2",
+        "RoPE whose pairs shrink with distance, the fast ones most; for training from scratch.",
+    ),
+)
+
+METHODS: dict[str, Method] = {method.name: method for method in (*_ALL, *_ENCODINGS)}
+_BY_NAME = {name: method for method in METHODS.values() for name in (method.name, *method.aliases)}
 
 
 def get_method(name: str) -> Method:

@@ -25,9 +25,6 @@ from hf_posenc.presets import choose_preset
 from hf_posenc.registry import METHODS, OnDisk, get_method, longrope_spelling, make_scaling
 from hf_posenc.windows import KEEP, choose_window, warn_about_window
 
-# Where neither factor nor context_length is given.
-DEFAULT_FACTOR = 4.0
-
 
 def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
     """Return what the model was trained with, before any scaling it carries; refuse what cannot be known."""
@@ -58,7 +55,7 @@ def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int 
     return spec if original is None else dataclasses.replace(spec, original_max_position_embeddings=original)
 
 
-def _target(original: int, factor: float | None, context_length: int | None) -> int:
+def _target(original: int, factor: float | None, context_length: int | None, default: float) -> int:
     if factor is not None and context_length is not None:
         raise ValueError(
             f"give factor or context_length, not both (got {factor} and {context_length}): "
@@ -69,7 +66,7 @@ def _target(original: int, factor: float | None, context_length: int | None) -> 
         if target < original:
             raise ValueError(f"context_length must be at least the original length, {original} tokens, got {target}.")
         return target
-    asked = DEFAULT_FACTOR if factor is None else factor
+    asked = default if factor is None else factor
     RopeScaling("linear", asked)  # checks the factor with its full message
     return round(check_number("factor", asked) * original)
 
@@ -105,7 +102,7 @@ def resolve(
     there = declared_scaling(config)
     spec = _base_spec(config, there, original_max_position_embeddings, on_scaled)
     original = spec.original_max_position_embeddings
-    target = _target(original, factor, context_length)
+    target = _target(original, factor, context_length, METHODS[name].default_factor)
     # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
     scaling = make_scaling(name, target / original, options)
     if name == "yarn" and config.model_type in MLA and scaling.has_default_temperature():

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_posenc import RotaryMismatchError, patch_model, verify_model
 from hf_posenc.attention import door
-from hf_posenc.attention.door import door_of
+from hf_posenc.attention.doorway import door_of
 
 RULES: dict[str, dict[str, Any]] = {
     "dynamic_yarn": {"stage": 32},

@@ -27,7 +27,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
-from hf_posenc.attention.door import FULL, door_of
+from hf_posenc.attention.doorway import FULL, door_of
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.families import capabilities, door_capabilities
 from hf_posenc.windows import window_of_all_layers

@@ -11,7 +11,7 @@ from tiny_models import logits, make_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_posenc import patch_model
-from hf_posenc.attention.door import door_of
+from hf_posenc.attention.doorway import door_of
 
 
 class TestGeneration:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import patch_model
 from hf_posenc.attention import flash_parts, regional
-from hf_posenc.attention.door import door_of
+from hf_posenc.attention.doorway import door_of
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.tiles import query_blocks, region_tiles
 

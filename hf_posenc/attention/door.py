@@ -12,31 +12,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.distances import DISTANCE_RULES, DistanceRule, query_factors
+from hf_posenc.attention.doorway import PASS, Doorway
 from hf_posenc.attention.inner import inner_attention
-from hf_posenc.attention.layout import Forward, read_forward, text_positions, written_slots
-from hf_posenc.attention.masks import PREFIX, UNWRITTEN, piece_mask, slot_states
+from hf_posenc.attention.layout import Forward, read_forward, written_slots
+from hf_posenc.attention.masks import UNWRITTEN, piece_mask
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.regional import attend_by_distance
 from hf_posenc.attention.rotated_keys import RotatedKeys
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, Tables, angles_at
 from hf_posenc.attention.staged import Stages
 
-# What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
-# positions, or a rotary module of its own).
-FULL, PASS = "full", "pass"
-INNER = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 # Cosines that a forward keeps for its layers (with the sines, 256 MiB). One table a stage is quadratic in a text's
 # length: 8 GiB at 64 times an original length of 2048, so what goes beyond is made anew in each layer.
 _KEPT_COSINES = 2**25
-_DOOR = "_hf_posenc_door"
 
 
-class Door:
-    """The state of a model whose attention is behind the door: the rule, and what a forward's layers share."""
+class Door(Doorway):
+    """A rule by which queries and keys are turned on, and what a forward's layers share."""
 
     def __init__(self, stages: Stages, inner: str, plain: torch.Tensor, rotation: Rotation = ROTATIONS[0]) -> None:
         """Make one.
@@ -47,21 +42,19 @@ class Door:
             plain: The model's own float32 ``inv_freq``, by which queries and keys come turned.
             rotation: How the family turns.
         """
+        super().__init__(inner)
         self.stages = stages
         self.distances = _distances(stages)
-        self.inner = inner
         self.plain = plain.detach().clone()
         self.rotation = rotation
         self.rotated = RotatedKeys()
         self.warned = False
         # Each layer's kind, queries and keys as they come, while patch_model looks at them.
         self.seen: list[tuple[str, torch.Tensor, torch.Tensor]] | None = None
-        self.cache: Cache | None = None
         self.forwards: list[Forward] = []
-        self.positions: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "cache": None, "forwards": [], "positions": None, "distances": None}
+        return {**super().__getstate__(), "forwards": [], "distances": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -69,32 +62,11 @@ class Door:
 
     # ---- once per forward ----
 
-    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Take note of the cache; a forward pre-hook of the decoder."""
-        config: Any = module.config
-        implementation = config._attn_implementation
-        if implementation != PREFIX + self.inner:
-            raise ValueError(
-                f"the attention implementation was changed to {implementation!r} after patch_model, so positions would "
-                f"be lost. Call unpatch_model first, change it, and patch again."
-            )
-        if not torch.compiler.is_compiling():
-            self.forwards, self.cache = [], kwargs.get("past_key_values")
-            if self.cache is not None:
-                self.rotated.check(self.cache)
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Let go of the cache; a forward hook of the decoder."""
-        if not torch.compiler.is_compiling():
-            self.forwards, self.cache, self.positions = [], None, None
-
-    def note_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Take note of the positions, which some families do not hand on to their layers; of the rotary module."""
-        position_ids = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
-        if position_ids is not None and position_ids.dim() == 3:
-            position_ids = text_positions(position_ids)
-        if not torch.compiler.is_compiling():
-            self.positions = position_ids
+    def begin(self) -> None:
+        """Forget what the layers of a forward shared, and keys turned for another cache."""
+        self.forwards = []
+        if self.cache is not None:
+            self.rotated.check(self.cache)
 
     def read(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Forward:
         """Return what this forward's layers share, the same object for all that see the same slots."""
@@ -212,11 +184,6 @@ class Door:
             return attend_by_distance(pieces, self.distances)
         return pieces.by_stage() if forward.row_stages is None else pieces.whole(forward.row_stages)
 
-    def cache_layer(self, module: nn.Module) -> Any:
-        """Return the layer of the KV cache that an attention layer fills; None without one."""
-        index: Any = module.layer_idx
-        return self.cache.layers[index] if self.cache is not None and index < len(self.cache.layers) else None
-
     def _compiled_step(
         self,
         module: nn.Module,
@@ -257,46 +224,3 @@ class Door:
 def _distances(stages: Stages) -> DistanceRule | None:
     make_rule = DISTANCE_RULES.get(stages.scaling.method)
     return None if make_rule is None else make_rule(stages.spec, stages.scaling)
-
-
-def door_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The function that Transformers calls; each attention layer of a patched model knows its door."""
-    door, kind = module.__dict__[_DOOR]
-    if kwargs.get("position_ids") is None:
-        if door.positions is None:
-            raise ValueError(
-                f"{type(module).__name__} is not told where its queries stand (position_ids), so gradient "
-                "checkpointing and torch.compile cannot be used with this rule."
-            )
-        kwargs["position_ids"] = door.positions
-    return door.attend(module, query, key, value, attention_mask, kind, kwargs)  # type: ignore[no-any-return]
-
-
-def register() -> None:
-    """Make the door known to Transformers, once for each implementation behind it."""
-    for inner in INNER:
-        AttentionInterface.register(PREFIX + inner, door_attention)
-        AttentionMaskInterface.register(PREFIX + inner, slot_states)
-
-
-def put_door(module: nn.Module, door: Door, kind: str) -> None:
-    """Give an attention layer its door."""
-    module.__dict__[_DOOR] = (door, kind)
-
-
-def take_door(module: nn.Module) -> None:
-    """Take it away."""
-    module.__dict__.pop(_DOOR, None)
-
-
-def door_of(module: nn.Module) -> Door | None:
-    """Return the door of an attention layer, if it has one."""
-    found = module.__dict__.get(_DOOR)
-    return found[0] if found else None

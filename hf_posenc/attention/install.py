@@ -12,7 +12,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.distances import DISTANCE_RULES
-from hf_posenc.attention.door import FULL, INNER, PASS, Door, door_of, put_door, register, take_door
+from hf_posenc.attention.door import Door
+from hf_posenc.attention.doorway import FULL, INNER, PASS, door_of, put_door, register, take_door
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
@@ -54,7 +55,7 @@ def check_door(wrapped: nn.Module, extension: Extension) -> Rotation:
     model = unwrap(wrapped)
     config = model.config.get_text_config(decoder=True)
     method = extension.scaling.method
-    reason = _reason_of_family(model, config) or _reason_of_settings(model, config)
+    reason = reason_of_family(model, config) or reason_of_settings(model, config)
     if reason is None and window_of_all_layers(config) and extension.sliding_window != "off":
         reason = "every layer has a sliding window (pass sliding_window='off' to attend to all of a text)"
     elif reason is None and getattr(getattr(wrapped, "active_peft_config", None), "is_prompt_learning", False):
@@ -69,7 +70,8 @@ def check_door(wrapped: nn.Module, extension: Extension) -> Rotation:
     return rotation
 
 
-def _reason_of_family(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+def reason_of_family(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+    """Return why the attention of a model's family cannot be put behind a door; None if it can."""
     found = rotary_modules(model)
     if config.model_type in _REFUSED:
         return _REFUSED[config.model_type]
@@ -84,7 +86,8 @@ def _reason_of_family(model: PreTrainedModel, config: PreTrainedConfig) -> str |
     return None
 
 
-def _reason_of_settings(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+def reason_of_settings(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+    """Return why that of a model with these settings cannot; None if it can."""
     if declared_rope(config).get("rope_type") == "proportional":
         return "part of its pairs of features never turn"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
@@ -260,9 +263,13 @@ def door_problem(model: PreTrainedModel, opened: OpenDoor) -> str | None:
     return None
 
 
+def turns(layer: nn.Module) -> bool:
+    """Return whether a layer has positions: some of SmolLM3's and Cohere 2 MoE's have none."""
+    return bool(getattr(layer, "use_rope", True) and getattr(layer, "force_rope", True))
+
+
 def _kind(module: nn.Module, config: PreTrainedConfig) -> str:
-    turns = getattr(module, "use_rope", True) and getattr(module, "force_rope", True)  # SmolLM3's name, Cohere 2 MoE's
-    return FULL if reads_whole_context(module, config) and turns else PASS
+    return FULL if reads_whole_context(module, config) and turns(module) else PASS
 
 
 def _plain_until(extension: Extension) -> int:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from hf_posenc.extension import plain_spec
 from hf_posenc.families import unwrap
 from hf_posenc.patching import describe, extension_of
-from hf_posenc.request import DEFAULT_FACTOR
+from hf_posenc.registry import get_method
 from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.units import ContextLength, length_name
 
@@ -75,7 +75,7 @@ def lengths_of(model: PreTrainedModel, config: FinetuneConfig) -> tuple[int, int
         return int(original), int(there["context_length"])
     if config.stages:
         return int(original), parse_stages(config.stages, config.token_budget)[-1].length
-    factor = DEFAULT_FACTOR if config.factor is None else config.factor
+    factor = get_method(config.method or "yarn").default_factor if config.factor is None else config.factor
     return int(original), config.context_length or round(factor * original)
 
 

@@ -1,0 +1,128 @@
+"""What every door has: the attention function Transformers calls, and what is noted of a forward before it."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+
+from hf_posenc.attention.layout import text_positions
+from hf_posenc.attention.masks import PREFIX, slot_states
+
+# What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
+# positions, or a rotary module of its own).
+FULL, PASS = "full", "pass"
+INNER = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+_DOOR = "_hf_posenc_door"
+
+
+class Doorway(abc.ABC):
+    """The state of a model whose attention is behind a door, of one forward at a time."""
+
+    def __init__(self, inner: str) -> None:
+        """Make one.
+
+        Args:
+            inner: The attention implementation that was in use.
+        """
+        self.inner = inner
+        self.cache: Cache | None = None
+        self.positions: torch.Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "cache": None, "positions": None}
+
+    def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Take note of the cache; a forward pre-hook of the decoder."""
+        config: Any = module.config
+        implementation = config._attn_implementation
+        if implementation != PREFIX + self.inner:
+            raise ValueError(
+                f"the attention implementation was changed to {implementation!r} after patch_model, so positions would "
+                f"be lost. Call unpatch_model first, change it, and patch again."
+            )
+        if not torch.compiler.is_compiling():
+            self.cache = kwargs.get("past_key_values")
+            self.begin()
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Let go of the cache; a forward hook of the decoder."""
+        if not torch.compiler.is_compiling():
+            self.cache = self.positions = None
+            self.begin()
+
+    @abc.abstractmethod
+    def begin(self) -> None:
+        """Forget what the layers of a forward shared."""
+
+    def note_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Take note of the positions, which some families do not hand on to their layers; of the rotary module."""
+        position_ids = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+        if position_ids is not None and position_ids.dim() == 3:
+            position_ids = text_positions(position_ids)
+        if not torch.compiler.is_compiling():
+            self.positions = position_ids
+
+    def cache_layer(self, module: nn.Module) -> Any:
+        """Return the layer of the KV cache that an attention layer fills; None without one."""
+        index: Any = module.layer_idx
+        return self.cache.layers[index] if self.cache is not None and index < len(self.cache.layers) else None
+
+    @abc.abstractmethod
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
+
+
+def door_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The function that Transformers calls; each attention layer of a patched model knows its door."""
+    door, kind = module.__dict__[_DOOR]
+    if kwargs.get("position_ids") is None:
+        if door.positions is None:
+            raise ValueError(
+                f"{type(module).__name__} is not told where its queries stand (position_ids), so gradient "
+                "checkpointing and torch.compile cannot be used with this rule."
+            )
+        kwargs["position_ids"] = door.positions
+    return door.attend(module, query, key, value, attention_mask, kind, kwargs)  # type: ignore[no-any-return]
+
+
+def register() -> None:
+    """Make the door known to Transformers, once for each implementation behind it."""
+    for inner in INNER:
+        AttentionInterface.register(PREFIX + inner, door_attention)
+        AttentionMaskInterface.register(PREFIX + inner, slot_states)
+
+
+def put_door(module: nn.Module, door: Doorway, kind: str) -> None:
+    """Give an attention layer its door."""
+    module.__dict__[_DOOR] = (door, kind)
+
+
+def take_door(module: nn.Module) -> None:
+    """Take it away."""
+    module.__dict__.pop(_DOOR, None)
+
+
+def door_of(module: nn.Module) -> Doorway | None:
+    """Return the door of an attention layer, if it has one."""
+    found = module.__dict__.get(_DOOR)
+    return found[0] if found else None

@@ -1,0 +1,143 @@
+"""The door of an encoding: attention that turns pairs or adds a bias, where the model's own RoPE turns nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import StaticLayer
+
+from hf_posenc.attention.doorway import PASS, Doorway
+from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.layout import Layout, read_layout, written_slots
+from hf_posenc.attention.masks import piece_mask
+from hf_posenc.encodings.modules import AddedToLogits, TurnsPairs
+
+# Queries of one inner call with a bias, so that none is [length, length].
+QUERY_CHUNK = 512
+# Elements of the biases that the layers of one forward share; what goes beyond is made anew in each.
+_KEPT_BIASES = 2**25
+Output = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class EncodingDoor(Doorway):
+    """An encoding that every layer's attention asks, and where the tokens of a forward stand."""
+
+    def __init__(self, encoding: AddedToLogits | TurnsPairs, inner: str) -> None:
+        """Make one; ``inner`` is the attention implementation that was in use."""
+        super().__init__(inner)
+        self.encoding = encoding
+        self.calls = 0  # of layers that asked, by which patch_model sees that all do
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget where the tokens of a forward stood."""
+        self.layouts: list[tuple[torch.Tensor, torch.Tensor | None, int, Layout]] = []
+        self.biases: dict[Any, torch.Tensor] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "layouts": [], "biases": {}}
+
+    def read(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Layout:
+        """Return where queries and keys stand, read once for all layers that see the same slots."""
+        for positions, seen, slots, layout in self.layouts:
+            if positions is position_ids and seen is states and slots == num_slots:
+                return layout
+        layout = read_layout(position_ids, num_slots, states)
+        self.layouts = [*self.layouts[-3:], (position_ids, states, num_slots, layout)]
+        return layout
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads positions: one graph break a layer
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> Output:
+        """Attend as the encoding says; arguments and result are those of Transformers' attention functions."""
+        states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
+        if dense is not None and isinstance(self.cache_layer(module), StaticLayer):
+            key, value, dense = written_slots(key, value, dense)
+        layout = self.read(kwargs["position_ids"], key.shape[2], states)
+        key, value = key[:, :, : layout.num_keys], value[:, :, : layout.num_keys]
+        if kind == PASS:
+            return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)
+        self.calls += 1
+        if isinstance(self.encoding, TurnsPairs):
+            queries = layout.positions[:, layout.first_query :]
+            query, key = self.encoding(query, key, queries.to(query.device), layout.positions.to(query.device))
+            return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)
+        return self._biased(module, query, key, value, layout, dense, kwargs)
+
+    def _mask(self, query: torch.Tensor, layout: Layout, dense: torch.Tensor | None) -> Any:
+        """Return the inner implementation's mask of all queries."""
+        if dense is not None:
+            return dense
+        real = None if layout.real is None else layout.real.to(query.device)
+        return piece_mask(self.inner, query.shape[2], layout.num_keys, real, query)
+
+    def _biased(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: Layout,
+        dense: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> Output:
+        done: list[Output] = []
+        first, total = layout.first_query, query.shape[2]
+        step = total if self.inner == "eager" else QUERY_CHUNK  # eager hands out the weights of all keys
+        for begin in range(0, total, step):
+            end = min(begin + step, total)
+            stop = layout.num_keys if step == total else first + end
+            part = query[:, :, begin:end]
+            bias = self._bias(layout, first + begin, first + end, stop, query)
+            seen = None if dense is None else dense[:, :, begin:end, :stop]
+            logits = _masked(bias, seen if seen is not None else _causal(layout, first + begin, first + end, stop))
+            done.append(self._call(module, part, key[:, :, :stop], value[:, :, :stop], logits, kwargs))
+        return (torch.cat([output for output, _ in done], dim=1), done[0][1] if len(done) == 1 else None)
+
+    def _bias(self, layout: Layout, begin: int, end: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+        """Return the bias of the queries in slots ``begin`` to ``end`` on keys before ``stop``, ``like``'s dtype."""
+        named = (id(layout), begin, end, stop, like.dtype, like.device)
+        if named in self.biases:
+            return self.biases[named]
+        positions = layout.positions.to(like.device)
+        bias: torch.Tensor = self.encoding(positions[:, begin:end], positions[:, :stop]).to(like.device, like.dtype)
+        # One with a gradient belongs to the layer that asked: under checkpointing each is run again by itself.
+        if not bias.requires_grad and sum(b.numel() for b in (*self.biases.values(), bias)) <= _KEPT_BIASES:
+            self.biases[named] = bias
+        return bias
+
+    def _call(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        kwargs: dict[str, Any],
+    ) -> Output:
+        return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
+
+
+def _causal(layout: Layout, begin: int, end: int, stop: int) -> torch.Tensor:
+    """Return which keys before slot ``stop`` the queries in slots ``begin`` to ``end`` see, bool, (rows, 1, ., .)."""
+    slots = torch.arange(stop)
+    seen = (slots <= torch.arange(begin, end)[:, None])[None, None]
+    return seen if layout.real is None else seen & layout.real[:, None, None, :stop]
+
+
+def _masked(bias: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """Return a bias with a mask, bool or added, in it."""
+    seen = seen.to(bias.device)
+    if seen.dtype == torch.bool:
+        return torch.where(seen, bias, torch.finfo(bias.dtype).min)
+    return (bias + seen.to(bias.dtype)).clamp(min=torch.finfo(bias.dtype).min)

@@ -1,0 +1,169 @@
+"""Putting an encoding into a model whose own RoPE has been stilled, and taking it out again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from hf_posenc.attention.doorway import FULL, PASS, put_door, register, take_door
+from hf_posenc.attention.install import (
+    attention_layers,
+    goes_through_interface,
+    probe,
+    reason_of_family,
+    reason_of_settings,
+    turns,
+)
+from hf_posenc.attention.masks import PREFIX
+from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
+from hf_posenc.encodings.door import EncodingDoor
+from hf_posenc.encodings.modules import AddedToEmbeddings, AddedToLogits, make_encoding
+from hf_posenc.extension import Extension
+from hf_posenc.families import rotary_modules, text_configs, unwrap
+from hf_posenc.verification import RotaryMismatchError
+
+# Its name in the decoder, and so that of its parameters in a checkpoint.
+MODULE = "positional_encoding"
+# Biases are added by a mask of numbers, which no other implementation takes.
+BIAS_INNER = ("sdpa", "eager")
+_PROBE_TOKENS = 5
+
+
+@dataclass
+class PutIn:
+    """What putting an encoding in changed, to undo it.
+
+    Attributes:
+        encoding: The module, with its parameters.
+        asked: The door or the hooks, which count their calls.
+        implementation: The attention implementation in use before; None if it is still in use.
+        hooks: Those of the decoder and its parts.
+    """
+
+    encoding: nn.Module
+    asked: EncodingDoor | AbsolutePositions
+    implementation: str | None
+    hooks: list[RemovableHandle]
+
+    def problem(self, model: PreTrainedModel) -> str | None:
+        """Return what of it is no longer in place; None if all is."""
+        config = model.config.get_text_config(decoder=True)
+        if getattr(_decoder(model), MODULE, None) is not self.encoding:
+            return f"the decoder has lost its {MODULE}"
+        if self.implementation is not None and config._attn_implementation != PREFIX + self.implementation:
+            return f"the attention implementation is {config._attn_implementation!r}"
+        if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in self.hooks):
+            return "a hook of the decoder is gone"
+        return None
+
+    def take_out(self, model: PreTrainedModel) -> None:
+        """Undo ``put_in``."""
+        for hook in self.hooks:
+            hook.remove()
+        if self.implementation is not None:
+            for config in text_configs(model):
+                config._attn_implementation = self.implementation
+            for module in model.modules():
+                take_door(module)
+        delattr(_decoder(model), MODULE)
+
+
+def check_encoding(wrapped: nn.Module, extension: Extension) -> None:
+    """See that an encoding can be put into a model, wrapped or not; nothing is changed.
+
+    Raises:
+        ValueError: It cannot; with the reason.
+    """
+    model = unwrap(wrapped)
+    config = model.config.get_text_config(decoder=True)
+    reason = reason_of_family(model, config) or reason_of_settings(model, config)
+    encoding = make_encoding(config, extension)  # raises on sizes that do not fit
+    if reason is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
+        reason = f"a bias cannot be added in {config._attn_implementation!r} (load it with attn_implementation='sdpa')"
+    if reason is None and getattr(wrapped, "peft_config", None):
+        reason = "it is wrapped by PEFT, whose adapters would not hold the encoding (patch the model, then wrap it)"
+    if reason is not None:
+        raise ValueError(
+            f"method {extension.scaling.method!r} is not supported for model_type {config.model_type!r}: {reason}."
+        )
+
+
+def put_in(model: PreTrainedModel, extension: Extension) -> PutIn:
+    """Put an encoding in, and see that every layer it belongs to asks for it.
+
+    Args:
+        model: The model; its rotary module turns nothing.
+        extension: The rule.
+
+    Raises:
+        ValueError: The attention implementation takes no bias, or a size does not fit.
+        RotaryMismatchError: A layer does not ask; nothing is left of it.
+    """
+    config = model.config.get_text_config(decoder=True)
+    encoding = make_encoding(config, extension)
+    weight: Any = model.get_input_embeddings().weight
+    encoding.to(weight.device, weight.dtype)
+    decoder = _decoder(model)
+    decoder.add_module(MODULE, encoding)
+    if isinstance(encoding, AddedToEmbeddings):
+        put = _before_layers(model, decoder, encoding)
+    else:
+        put = _in_attention(model, decoder, encoding)
+    try:
+        probe(model, min(_PROBE_TOKENS, extension.context_length))
+        _check_calls(model, put)
+    except Exception:
+        put.take_out(model)
+        raise
+    return put
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    [name] = rotary_modules(model)
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _before_layers(model: PreTrainedModel, decoder: nn.Module, encoding: AddedToEmbeddings) -> PutIn:
+    added = AbsolutePositions(encoding)
+    names = {module: name for name, module in model.named_modules()}
+    attention = next(layer for layer in attention_layers(model) if goes_through_interface(layer))
+    hooks = [
+        decoder.register_forward_pre_hook(added.number, with_kwargs=True),
+        first_layer(model, names[attention]).register_forward_pre_hook(added.add, with_kwargs=True),
+    ]
+    return PutIn(encoding, added, None, hooks)
+
+
+def _in_attention(model: PreTrainedModel, decoder: nn.Module, encoding: Any) -> PutIn:
+    register()
+    inner = model.config.get_text_config(decoder=True)._attn_implementation
+    door = EncodingDoor(encoding, inner)
+    for module in attention_layers(model):
+        put_door(module, door, FULL if turns(module) else PASS)
+    for config in text_configs(model):
+        config._attn_implementation = PREFIX + inner
+    [rotary] = rotary_modules(model).values()
+    hooks = [
+        decoder.register_forward_pre_hook(door.enter, with_kwargs=True),
+        rotary.register_forward_pre_hook(door.note_positions, with_kwargs=True),
+        decoder.register_forward_hook(door.leave, always_call=True),
+    ]
+    return PutIn(encoding, door, inner, hooks)
+
+
+def _check_calls(model: PreTrainedModel, put: PutIn) -> None:
+    """Raise unless the forward just made asked for the encoding once in every layer that it belongs to."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return
+    layers = [layer for layer in attention_layers(model) if turns(layer)]
+    indices = {vars(layer)["layer_idx"] for layer in layers}
+    expected = 1 if isinstance(put.asked, AbsolutePositions) else len(indices)
+    if put.asked.calls != expected:
+        raise RotaryMismatchError(
+            f"{type(model).__name__} asked {put.asked.calls} times for its positions in one forward, and {expected} "
+            "were expected: some of its layers do not go through Transformers' AttentionInterface."
+        )
