@@ -10,6 +10,7 @@ from hf_posenc.version import __version__
 if TYPE_CHECKING:
     from hf_posenc.checkpoint import load_extended, save_extended
     from hf_posenc.doctor.checkup import diagnose
+    from hf_posenc.encodings.layouts import convert_layout
     from hf_posenc.evaluation.perplexity import perplexity
     from hf_posenc.evaluation.records import Record
     from hf_posenc.patching import describe, patch_model, patched, unpatch_model, verify_model
@@ -31,6 +32,7 @@ _MODULES = {
     "RotaryMismatchError": "verification",
     "Verification": "verification",
     "available_methods": "registry",
+    "convert_layout": "encodings.layouts",
     "describe": "patching",
     "diagnose": "doctor",
     "extend_config": "request",
@@ -55,6 +57,7 @@ __all__ = [
     "Verification",
     "__version__",
     "available_methods",
+    "convert_layout",
     "describe",
     "diagnose",
     "extend_config",

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.config import ENCODINGS
+from hf_posenc.encodings.install import MODULE, load_parameters
 from hf_posenc.extension import MARK, Extension
-from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, unwrap
+from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
 from hf_posenc.patching import describe, extension_of, patch_model, unextended_config, verify_model
-from hf_posenc.pretrained import load_weights
+from hf_posenc.pretrained import expecting_keys, load_weights
 from hf_posenc.quantised import refuse_unsaveable
-from hf_posenc.registry import make_scaling
+from hf_posenc.registry import ENCODING_MARK, get_method, make_scaling
 from hf_posenc.version import __version__
 from hf_posenc.windows import KEEP
 
@@ -145,10 +147,11 @@ def save_extended(
         )
     if is_on_attention_door(manifest):
         logger.warning(
-            "%s: %s is in %s alone; load_extended applies it, plain Transformers reads the base model.",
+            "%s: %s is in %s alone; load_extended applies it, plain Transformers %s.",
             path,
             manifest["method"],
             MANIFEST,
+            "refuses the checkpoint" if is_encoding(manifest) else "reads the base model",
         )
     partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
@@ -178,14 +181,28 @@ def is_on_attention_door(manifest: dict[str, Any]) -> bool:
     return make_scaling(manifest["method"], manifest["factor"], manifest["options"]).on_attention_door
 
 
+def is_encoding(manifest: dict[str, Any]) -> bool:
+    """Return whether a manifest's rule takes the place of RoPE, so that plain Transformers must not run the model."""
+    return get_method(manifest["method"]).name in ENCODINGS
+
+
+def config_values(model: PreTrainedModel, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return what the text config on disk has otherwise than the live one."""
+    if not is_on_attention_door(manifest):
+        return {MARK: {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}}
+    values = unextended_config(model)
+    if is_encoding(manifest):
+        label = rope_label(model.config.get_text_config(decoder=True))
+        section = values["rope_parameters"] if label is None else values["rope_parameters"][label]
+        section["rope_type"] = ENCODING_MARK + manifest["method"]
+    return values
+
+
 def _rewrite_config(file: Path, model: PreTrainedModel, manifest: dict[str, Any]) -> None:
     saved = json.loads(file.read_text(encoding="utf-8"))
     config = model.config
     text_config = config.get_text_config(decoder=True)
-    if is_on_attention_door(manifest):
-        changed: dict[str, Any] = unextended_config(model)
-    else:
-        changed = {MARK: {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}}
+    changed = config_values(model, manifest)
     if text_config is config:
         saved = both_spellings({**saved, **changed})
     else:
@@ -273,12 +290,28 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
         return _load_adapter(Path(path), manifest, base, kwargs)
     if base is not None:
         raise ValueError(f"{path} holds a whole model, not an adapter: it takes no base.")
+    if is_encoding(manifest):
+        model = _load_encoded(path, manifest, kwargs)
+        _check_loaded(model, manifest, path)
+        return model
     model = load_weights(path, **kwargs)
     if manifest["options"].get("temperature") == "logits":  # of which config.json says as much as it can
         apply_manifest(model, {**manifest, "sliding_window": KEEP}, on_scaled="replace")
     elif is_on_attention_door(manifest):
         apply_manifest(model, manifest, on_scaled="replace")
     _check_loaded(model, manifest, path)
+    return model
+
+
+def _load_encoded(path: str | Path, manifest: dict[str, Any], kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Load a model that another encoding takes the place of RoPE in, with the parameters of the encoding."""
+    config = AutoConfig.from_pretrained(path)
+    for name, value in manifest["base_config"].items():
+        setattr(config.get_text_config(decoder=True), name, value)
+    with expecting_keys(rf"(^|\.){MODULE}\."):
+        model = load_weights(path, **{**kwargs, "config": config})
+    apply_manifest(model, manifest)
+    load_parameters(model, Path(path))
     return model
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.config import RopeScaling, RopeSpec, check_length
 from hf_posenc.families import refuse_family, rope_label
-from hf_posenc.registry import METHODS, NEVER_TURNS, get_method, make_scaling
+from hf_posenc.registry import ENCODING_MARK, METHODS, NEVER_TURNS, get_method, make_scaling
 
 # What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
 SCALING_KEYS = frozenset(
@@ -141,6 +141,11 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
         rope_type = "linear" if (parameters.get("factor") or 1.0) > 1 else "default"
     if rope_type == "default":
         return None
+    if rope_type.startswith(ENCODING_MARK):
+        raise ValueError(
+            f"the model was trained with {rope_type.removeprefix(ENCODING_MARK)} in place of RoPE, which only "
+            "hf_posenc runs: load it with load_extended."
+        )
     if rope_type not in METHODS:
         raise ValueError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
     target = int(config.max_position_embeddings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,17 @@ def load_weights(source: str | Path, **kwargs: Any) -> PreTrainedModel:
     if is_gguf(source):
         return _load_gguf(Path(source), kwargs)
     return _from_pretrained(source, **{"use_safetensors": True, **kwargs})
+
+
+@contextmanager
+def expecting_keys(pattern: str) -> Iterator[None]:
+    """While open, Transformers does not report weights of such names, which no class of its own has."""
+    before = PreTrainedModel._keys_to_ignore_on_load_unexpected
+    PreTrainedModel._keys_to_ignore_on_load_unexpected = [*(before or ()), pattern]
+    try:
+        yield
+    finally:
+        PreTrainedModel._keys_to_ignore_on_load_unexpected = before
 
 
 def load_tokenizer(source: str | Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -120,6 +122,25 @@ def put_in(model: PreTrainedModel, extension: Extension) -> PutIn:
         put.take_out(model)
         raise
     return put
+
+
+def load_parameters(model: PreTrainedModel, path: Path) -> None:
+    """Fill the parameters of a model's encoding from the weights of a checkpoint's folder.
+
+    Raises:
+        ValueError: They are not there, or of another size.
+    """
+    encoding: nn.Module = getattr(_decoder(model), MODULE)
+    found = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118  # no dict: it has no other way to be read
+                if f".{MODULE}." in f".{name}":
+                    found[f".{name}".partition(f".{MODULE}.")[2]] = weights.get_tensor(name)
+    try:
+        encoding.load_state_dict(found)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not hold the parameters of its encoding: {error}") from error
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:

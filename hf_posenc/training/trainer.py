@@ -14,11 +14,9 @@ import torch
 from transformers import PreTrainedModel, ProgressCallback, TrainerCallback, TrainingArguments
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
-from hf_posenc.checkpoint import MANIFEST, is_on_attention_door, make_manifest
+from hf_posenc.checkpoint import MANIFEST, config_values, make_manifest
 from hf_posenc.evaluation.losses import length_dependent_rope_types
-from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import unwrap
-from hf_posenc.patching import unextended_config
 from hf_posenc.training.checkpoints import KEPT
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
@@ -204,9 +202,6 @@ def _mark_checkpoint(folder: Path, model: Any, *, tokens_trained: int, base_mode
         saved = json.loads(file.read_text(encoding="utf-8"))
         names = [key for key in config.sub_configs if getattr(config, key) is text_config]
         section = saved[names[0]] if names else saved
-        if is_on_attention_door(manifest):  # no config can say the rule: as save_extended does
-            section |= unextended_config(unwrap(model))
-        else:
-            section[MARK] = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
+        section |= config_values(unwrap(model), manifest)
         file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,136 @@
+"""The two layouts of rotary pairs: halves apart, as in Transformers' Llama, or neighbours, as in Meta's and GPT-J."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.attention.install import attention_layers, goes_through_interface, probe, turns
+from hf_posenc.config import unknown_name
+from hf_posenc.encodings.formulas import join_pairs, split_pairs
+from hf_posenc.extension import head_dim_of
+from hf_posenc.families import unwrap
+from hf_posenc.patching import describe, extension_of, patch_model, unpatch_model
+from hf_posenc.verification import RotaryMismatchError
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+HALF_SPLIT, INTERLEAVED = "half_split", "interleaved"
+# Modules whose outputs are turned, of an attention layer; then those that have nothing to do with it.
+_TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")
+_OTHERS = ("v_proj", "o_proj")
+_PROBE_TOKENS = 5
+_RTOL = 1e-3  # of the largest logit, in float32: the same sums in another order; a wrong layout is off by more
+
+
+def to_interleaved(rows: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """Return the rows of one head, ``(head_dim, ...)``, with the two of each pair side by side.
+
+    Args:
+        rows: Half-split: row i of the first ``rotary_dim`` turns with row ``i + rotary_dim / 2``.
+        rotary_dim: Rows that turn; the others stay where they are.
+    """
+    first, second = split_pairs(rows[:rotary_dim].movedim(0, -1), interleaved=False)
+    return torch.cat((join_pairs(first, second, interleaved=True).movedim(-1, 0), rows[rotary_dim:]))
+
+
+def to_half_split(rows: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """Undo ``to_interleaved``."""
+    first, second = split_pairs(rows[:rotary_dim].movedim(0, -1), interleaved=True)
+    return torch.cat((join_pairs(first, second, interleaved=False).movedim(-1, 0), rows[rotary_dim:]))
+
+
+def convert_layout(model: ModelT, to: str = INTERLEAVED) -> ModelT:
+    """Move the weights of queries and keys to the other layout of pairs, in place; the model computes the same.
+
+    Towards ``"interleaved"``, weights become those of Meta's files and the model is patched with ``rope``
+    (``interleaved=True``), which reads them; towards ``"half_split"``, weights become what Transformers' own code
+    reads, and the patch is undone. There and back is the same to the bit; logits agree to rounding.
+
+    Args:
+        model: A model whose queries and keys have a projection each, unquantised, not wrapped by PEFT.
+        to: ``"interleaved"`` or ``"half_split"``.
+
+    Returns:
+        The model that was given.
+
+    Raises:
+        ValueError: The model is in that layout already, is patched with another rule, or keeps queries and keys
+            otherwise. Nothing was changed.
+        RotaryMismatchError: It would compute something else; nothing is left of it.
+    """
+    if to not in (INTERLEAVED, HALF_SPLIT):
+        raise unknown_name("layout", to, (INTERLEAVED, HALF_SPLIT))
+    base = unwrap(model)
+    _check(base, to)
+    extension = extension_of(base)
+    original = {name: value for name, value in describe(base).items() if name == "original_max_position_embeddings"}
+    before = probe(base, _PROBE_TOKENS)
+    if to == INTERLEAVED:
+        width = _rotary_dim(patch_model(base, "rope", interleaved=True, **original))
+        _move(base, to_interleaved, width)
+    else:
+        width = _rotary_dim(base)
+        unpatch_model(base)
+        _move(base, to_half_split, width)
+    after = probe(base, _PROBE_TOKENS)
+    if before is not None and after is not None and not _close(before, after):
+        _move(base, to_half_split if to == INTERLEAVED else to_interleaved, width)
+        if to == INTERLEAVED:
+            unpatch_model(base)
+        elif extension is not None:
+            patch_model(base, "rope", **extension.scaling.changed_options(), **original)
+        raise RotaryMismatchError(
+            f"{type(base).__name__} computes something else in the {to} layout: its family turns queries and keys in "
+            "another way than Llama's."
+        )
+    return model
+
+
+def _check(base: PreTrainedModel, to: str) -> None:
+    there = describe(base)
+    interleaved = there["method"] == "rope" and there["options"].get("interleaved", False)
+    if interleaved == (to == INTERLEAVED):
+        raise ValueError(f"the model's weights are in the {to} layout already.")
+    if to == INTERLEAVED and there["method"] != "none":
+        raise ValueError(
+            f"the model is patched with {there['method']}, which reads half-split weights: unpatch_model first."
+        )
+    for layer in _layers(base):
+        names = {name for name, child in layer.named_children() if any(True for _ in child.parameters())}
+        weights = [getattr(getattr(layer, name, None), "weight", None) for name in ("q_proj", "k_proj")]
+        unknown = names - {*_TURNED, *_OTHERS}
+        if unknown or any(weight is None or not weight.is_floating_point() or weight.dim() != 2 for weight in weights):
+            raise ValueError(
+                f"{type(base).__name__} keeps queries and keys in another way than in plain q_proj and k_proj "
+                f"({', '.join(sorted(names))}), so their layout cannot be changed."
+            )
+
+
+def _layers(base: PreTrainedModel) -> list[nn.Module]:
+    return [layer for layer in attention_layers(base) if goes_through_interface(layer) and turns(layer)]
+
+
+def _rotary_dim(base: nn.Module) -> int:
+    extension = extension_of(base)
+    assert extension is not None  # it is patched
+    share, config = extension.scaling.partial_rotary_factor, unwrap(base).config.get_text_config(decoder=True)
+    return extension.spec.rotary_dim if share is None else int(head_dim_of(config) * share)
+
+
+@torch.no_grad()
+def _move(base: PreTrainedModel, reorder: Any, width: int) -> None:
+    head_dim = head_dim_of(base.config.get_text_config(decoder=True))
+    for layer in _layers(base):
+        for name in _TURNED:
+            for parameter in getattr(layer, name, nn.Identity()).parameters():
+                heads = parameter.view(-1, head_dim, *parameter.shape[1:])
+                parameter.copy_(torch.stack([reorder(head, width) for head in heads]).view_as(parameter))
+
+
+def _close(before: torch.Tensor, after: torch.Tensor) -> bool:
+    tolerance = max(_RTOL, 16 * torch.finfo(before.dtype).eps)
+    return bool((before - after).abs().max() <= tolerance * before.abs().max())
