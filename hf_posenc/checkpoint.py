@@ -7,7 +7,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.config import ENCODINGS
 from hf_posenc.encodings.install import MODULE, load_parameters
@@ -181,7 +181,7 @@ def is_on_attention_door(manifest: dict[str, Any]) -> bool:
     return make_scaling(manifest["method"], manifest["factor"], manifest["options"]).on_attention_door
 
 
-def is_encoding(manifest: dict[str, Any]) -> bool:
+def is_encoding(manifest: Mapping[str, Any]) -> bool:
     """Return whether a manifest's rule takes the place of RoPE, so that plain Transformers must not run the model."""
     return get_method(manifest["method"]).name in ENCODINGS
 
@@ -305,14 +305,22 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
 
 def _load_encoded(path: str | Path, manifest: dict[str, Any], kwargs: dict[str, Any]) -> PreTrainedModel:
     """Load a model that another encoding takes the place of RoPE in, with the parameters of the encoding."""
-    config = AutoConfig.from_pretrained(path)
-    for name, value in manifest["base_config"].items():
-        setattr(config.get_text_config(decoder=True), name, value)
+    config = _plain_config(Path(path) / CONFIG, manifest["base_config"])
     with expecting_keys(rf"(^|\.){MODULE}\."):
         model = load_weights(path, **{**kwargs, "config": config})
     apply_manifest(model, manifest)
     load_parameters(model, Path(path))
     return model
+
+
+def _plain_config(file: Path, base: dict[str, Any]) -> PreTrainedConfig:
+    """Return the config of a file with the base model's RoPE, before Transformers can meet a name it does not know."""
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    section = next((s for s in (saved, *saved.values()) if isinstance(s, dict) and "rope_parameters" in s), saved)
+    for key in ("rope_scaling", "rope_theta"):
+        section.pop(key, None)
+    section |= base
+    return AutoConfig.for_model(**saved)
 
 
 def _load_adapter(path: Path, manifest: dict[str, Any], base: PreTrainedModel | None, kwargs: dict[str, Any]) -> Any:

@@ -9,12 +9,14 @@ float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
-from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.config import ENCODINGS, RopeScaling, RopeSpec
 
 Frequencies = tuple[torch.Tensor, float]
+Formula = Callable[[RopeSpec, RopeScaling, int | None], Frequencies]
 # The divisor of a pair that a rule stops: float32 makes it infinite, and so the frequency exactly 0.
 STOPPED = 1e200
 
@@ -220,3 +222,21 @@ def nope_frequencies(spec: RopeSpec, scaling: RopeScaling, seq_len: int | None =
     """
     factor = 1.0 if scaling.attention_factor is None else scaling.attention_factor
     return torch.zeros(spec.num_pairs, dtype=torch.float64), factor
+
+
+# By the name of the method. Rules that change distances leave frequencies alone; an encoding that takes the place of
+# RoPE stops them all.
+FORMULAS: dict[str, Formula] = {
+    "linear": linear_frequencies,
+    "ntk": ntk_frequencies,
+    "ntk_by_parts": ntk_by_parts_frequencies,
+    "dynamic": dynamic_frequencies,
+    "dynamic_yarn": yarn_frequencies,
+    "yarn": yarn_frequencies,
+    "llama3": llama3_frequencies,
+    "longrope": longrope_frequencies,
+    "abf": abf_frequencies,
+    "nope": nope_frequencies,
+    **dict.fromkeys(("self_extend", "dca", "rerope", "leaky_rerope"), plain_frequencies),
+    **dict.fromkeys(ENCODINGS, nope_frequencies),
+}

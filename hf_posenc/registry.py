@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from hf_posenc import frequencies as rules
-from hf_posenc.config import RopeScaling, RopeSpec, unknown_name
-from hf_posenc.frequencies import Frequencies
-
-# The divisor, in a longrope list, of a pair that never turned: larger than rules.STOPPED, so that a config tells which.
-NEVER_TURNS = 1e300
-
-Formula = Callable[[RopeSpec, RopeScaling, int | None], Frequencies]
-OnDisk = Callable[[RopeSpec, RopeScaling], dict[str, Any]]
+from hf_posenc.config import RopeScaling, unknown_name
+from hf_posenc.frequencies import FORMULAS, Formula
+from hf_posenc.spelling import SPELLINGS, OnDisk
 
 
 @dataclass(frozen=True)
@@ -26,11 +17,9 @@ class Method:
 
     Attributes:
         name: What users type and records say.
-        formula: The float64 closed form.
         options: Keywords it takes besides ``factor``; any other is an error.
         paper: Where the rule comes from.
         summary: One plain sentence.
-        on_disk: The keys of Transformers' ``rope_parameters`` that express the rule.
         rope_type: The ``rope_type`` Transformers knows it by.
         aliases: Other names it answers to.
         zero_shot: Whether it is of use without fine-tuning.
@@ -38,112 +27,23 @@ class Method:
     """
 
     name: str
-    formula: Formula
     options: frozenset[str]
     paper: str
     summary: str
-    on_disk: OnDisk
     rope_type: str
     aliases: tuple[str, ...] = ()
     zero_shot: bool = True
     default_factor: float = 4.0
 
+    @property
+    def formula(self) -> Formula:
+        """The float64 closed form."""
+        return FORMULAS[self.name]
 
-def longrope_spelling(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    """Express any static rule as ``longrope``: what each plain frequency is divided by, twice the same list.
-
-    Equal lists make the switch at the original length harmless, so the rule is exact with a KV cache.
-    """
-    formula = METHODS[scaling.method].formula
-    if scaling.factor == 1 and formula not in (rules.longrope_frequencies, rules.nope_frequencies):
-        return _plain_rope(spec)
-    scaled, attention_factor = formula(spec, scaling, None)
-    divisors = torch.where(scaled > 0, rules.plain_frequencies(spec)[0] / scaled, rules.STOPPED)
-    short = long = divisors[: spec.turning_pairs].tolist()
-    if scaling.method == "longrope":
-        short, long = list(scaling.short_factor or short), list(scaling.long_factor or ())
-    still = [NEVER_TURNS] * spec.still_pairs
-    return {
-        "rope_type": "longrope",
-        **({"partial_rotary_factor": 1.0} if still else {}),  # the lists say which pairs turn
-        "factor": scaling.factor,
-        "short_factor": short + still,
-        "long_factor": long + still,
-        "original_max_position_embeddings": spec.original_max_position_embeddings,
-        # Always written: without it Transformers 4 takes the logarithm of the target, not of the original length.
-        "attention_factor": float(attention_factor),
-    }
-
-
-def _plain_rope(spec: RopeSpec) -> dict[str, Any]:
-    """Return no scaling: the default rule, or that under which some pairs never turn."""
-    if not spec.still_pairs:
-        return {"rope_type": "default"}
-    share = 2 * spec.turning_pairs / spec.rotary_dim
-    if int(share * spec.rotary_dim // 2) < spec.turning_pairs:  # as Transformers counts them
-        share = math.nextafter(share, 1.0)
-    return {"rope_type": "proportional", "partial_rotary_factor": share}
-
-
-def _linear_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    named = _plain_rope(spec) if spec.still_pairs else {"rope_type": "linear"}
-    return {**named, "factor": scaling.factor}
-
-
-def _ntk_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    return {**_plain_rope(spec), "rope_theta": rules.ntk_theta(spec, scaling.factor)}
-
-
-def _abf_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    return {**_plain_rope(spec), "rope_theta": scaling.rope_theta}
-
-
-def _attention_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    # No config can say what depends on where each query stands: the checkpoint stays the base model's.
-    return {"rope_type": "default"}
-
-
-def _dynamic_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    if spec.still_pairs:
-        raise ValueError(
-            "Transformers' dynamic rule turns every pair of a head, and in this model some never turn (rope_type "
-            "'proportional'). Take 'ntk' or 'yarn'."
-        )
-    return {"rope_type": "dynamic", "factor": scaling.factor}
-
-
-def _llama3_spelling(spec: RopeSpec, scaling: RopeScaling, slow: float, fast: float) -> dict[str, Any]:
-    if spec.still_pairs:
-        return longrope_spelling(spec, scaling)
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": slow,
-        "high_freq_factor": fast,
-        "original_max_position_embeddings": spec.original_max_position_embeddings,
-    }
-
-
-def _llama3_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    return _llama3_spelling(spec, scaling, scaling.low_freq_factor, scaling.high_freq_factor)
-
-
-def _ntk_by_parts_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    # Llama 3's rule is the paper's NTK-by-parts under another name.
-    return _llama3_spelling(spec, scaling, scaling.beta_slow, scaling.beta_fast)
-
-
-def _yarn_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
-    # Transformers' own counts the pairs of an odd rotary_dim in two ways, and turns all of them.
-    if scaling.ramp != "code" or spec.still_pairs or spec.rotary_dim % 2:
-        return longrope_spelling(spec, scaling)
-    named = {k: v for k, v in scaling.changed_options().items() if k not in ("ramp", "temperature")}
-    return {
-        "rope_type": "yarn",
-        "factor": scaling.factor,
-        "original_max_position_embeddings": spec.original_max_position_embeddings,
-        **named,
-    }
+    @property
+    def on_disk(self) -> OnDisk:
+        """What gives the keys of Transformers' ``rope_parameters`` that express the rule."""
+        return SPELLINGS[self.name]
 
 
 _YARN_PAPER = "Peng et al. 2023, arXiv:2309.00071"
@@ -154,134 +54,104 @@ _YARN_OPTIONS = frozenset(
 _ALL = (
     Method(
         name="linear",
-        formula=rules.linear_frequencies,
         options=frozenset(),
         paper="Chen et al. 2023, arXiv:2306.15595, section 2.3",
         summary="Divides all frequencies: squeezes positions into the trained range; wants fine-tuning.",
-        on_disk=_linear_on_disk,
         rope_type="linear",
         aliases=("pi",),
         zero_shot=False,
     ),
     Method(
         name="ntk",
-        formula=rules.ntk_frequencies,
         options=frozenset(),
         paper=f"bloc97 2023; {_YARN_PAPER}, section 3.1",
         summary="Raises the base: keeps fast pairs, stretches slow ones; useful without fine-tuning.",
-        on_disk=_ntk_on_disk,
         rope_type="default",
     ),
     Method(
         name="ntk_by_parts",
-        formula=rules.ntk_by_parts_frequencies,
         options=frozenset({"beta_fast", "beta_slow"}),
         paper=f"{_YARN_PAPER}, section 3.2",
         summary="Keeps pairs that turn often, divides those that hardly turn, blends by turns between.",
-        on_disk=_ntk_by_parts_on_disk,
         rope_type="llama3",
     ),
     Method(
         name="dynamic",
-        formula=rules.dynamic_frequencies,
         options=frozenset({"scope", "stage", "growth", "log_n"}),
         paper=f"emozilla 2023; {_YARN_PAPER}, section 3.3; stages: hf_posenc",
         summary="NTK in stages, by where each query stands: exact with a KV cache, nothing lost on short texts.",
-        on_disk=lambda spec, scaling: (_attention_on_disk if scaling.on_attention_door else _dynamic_on_disk)(
-            spec, scaling
-        ),
         rope_type="the manifest only (dynamic for scope=sequence)",
         aliases=("dynamic_ntk",),
     ),
     Method(
         name="dynamic_yarn",
-        formula=rules.yarn_frequencies,
         options=(_YARN_OPTIONS - {"temperature"}) | {"stage", "growth", "log_n"},
         paper=f"{_YARN_PAPER}, sections 3.2 to 3.4; stages: hf_posenc",
         summary="YaRN in stages, by where each query stands: exact with a KV cache, nothing lost on short texts.",
-        on_disk=_attention_on_disk,
         rope_type="the manifest only",
     ),
     Method(
         name="yarn",
-        formula=rules.yarn_frequencies,
         options=_YARN_OPTIONS,
         paper=f"{_YARN_PAPER}, sections 3.2 and 3.4",
         summary="NTK-by-parts with an attention temperature: the usual choice, with or without fine-tuning.",
-        on_disk=_yarn_on_disk,
         rope_type="yarn (longrope for ramp=paper and ramp=harmonic)",
     ),
     Method(
         name="self_extend",
-        formula=rules.plain_frequencies,
         options=frozenset({"group", "window", "log_n"}),
         paper="Jin et al. 2024, arXiv:2401.01325, section 3.2",
         summary="Far tokens share positions in groups, near ones keep theirs; no fine-tuning.",
-        on_disk=_attention_on_disk,
         rope_type="the manifest only",
     ),
     Method(
         name="dca",
-        formula=rules.plain_frequencies,
         options=frozenset({"chunk_size", "local_window", "sharpen", "log_n"}),
         paper="An et al. 2024, arXiv:2402.17463, section 3.2 (ChunkLlama)",
         summary="Positions start anew in each chunk, and far chunks are all equally far; no fine-tuning.",
-        on_disk=_attention_on_disk,
         rope_type="the manifest only",
     ),
     Method(
         name="rerope",
-        formula=rules.plain_frequencies,
         options=frozenset({"window", "log_n"}),
         paper="Su 2023, github.com/bojone/rerope",
         summary="Distances stop growing at a window; no fine-tuning.",
-        on_disk=_attention_on_disk,
         rope_type="the manifest only",
     ),
     Method(
         name="leaky_rerope",
-        formula=rules.plain_frequencies,
         options=frozenset({"window", "leak", "log_n"}),
         paper="Su 2023, github.com/bojone/rerope",
         summary="Distances grow more slowly beyond a window; no fine-tuning.",
-        on_disk=_attention_on_disk,
         rope_type="the manifest only",
     ),
     Method(
         name="llama3",
-        formula=rules.llama3_frequencies,
         options=frozenset({"low_freq_factor", "high_freq_factor"}),
         paper="Llama Team 2024, arXiv:2407.21783, section 3.4.2",
         summary="Llama 3.1's frequencies: NTK-by-parts between 1 and 4 turns.",
-        on_disk=_llama3_on_disk,
         rope_type="llama3",
     ),
     Method(
         name="longrope",
-        formula=rules.longrope_frequencies,
         options=frozenset({"short_factor", "long_factor", "attention_factor"}),
         paper="Ding et al. 2024, arXiv:2402.13753, section 3",
         summary="A divisor per pair, given as a list (found by search, or another model's).",
-        on_disk=longrope_spelling,
         rope_type="longrope",
     ),
     Method(
         name="abf",
-        formula=rules.abf_frequencies,
         options=frozenset({"rope_theta"}),
         paper="Xiong et al. 2023, arXiv:2309.16039, section 2.1",
         summary="A larger base of your choice; wants fine-tuning.",
-        on_disk=_abf_on_disk,
         rope_type="default",
         zero_shot=False,
     ),
     Method(
         name="nope",
-        formula=rules.nope_frequencies,
         options=frozenset({"attention_factor"}),
         paper="Gelberg et al. 2025, arXiv:2512.12167 (DroPE)",
         summary="Drops the positions altogether; of no use before fine-tuning, which it wants on short texts only.",
-        on_disk=longrope_spelling,
         rope_type="longrope",
         aliases=("drope",),
         zero_shot=False,
@@ -293,11 +163,9 @@ def _encoding(name: str, options: set[str], paper: str, summary: str, aliases: t
     """Return an encoding that takes the place of the model's own, which is stilled; nothing can say it on disk."""
     return Method(
         name=name,
-        formula=rules.nope_frequencies,
         options=frozenset(options),
         paper=paper,
         summary=summary,
-        on_disk=longrope_spelling,
         rope_type="the manifest only (plain Transformers refuses it)",
         aliases=aliases,
         zero_shot=False,

@@ -22,7 +22,8 @@ from hf_posenc.extension import (
 )
 from hf_posenc.families import LONGROPE_ONLY, MLA, ROTATED_VALUES, refuse_family, rope_label
 from hf_posenc.presets import choose_preset
-from hf_posenc.registry import METHODS, OnDisk, get_method, longrope_spelling, make_scaling
+from hf_posenc.registry import METHODS, get_method, make_scaling
+from hf_posenc.spelling import OnDisk, longrope_spelling
 from hf_posenc.windows import KEEP, choose_window, warn_about_window
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_posenc.checkpoint import CONFIG, MANIFEST
+from hf_posenc.checkpoint import CONFIG, MANIFEST, is_encoding
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.extension import MARK
+from hf_posenc.registry import ENCODING_MARK
 
 
 def rule_in_words(manifest: Mapping[str, Any]) -> str:
@@ -22,10 +23,28 @@ def rule_in_words(manifest: Mapping[str, Any]) -> str:
 
 def manifest_lines(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the topics and facts of a rule that is in the manifest alone."""
+    versions = f"Transformers {', '.join(VERSIONS)}"
+    without = f"{versions} and servers read the base model, as {CONFIG} has it"
+    if is_encoding(manifest):
+        without = f"{versions} fail with a KeyError that names it: with RoPE the weights would read as noise"
     return [
         ("manifest", f"{rule_in_words(manifest)}: the rule is in {MANIFEST}, no config can say it"),
         ("with it", "load_extended, hf-posenc eval and hf-posenc finetune run the rule"),
-        ("without", f"Transformers {', '.join(VERSIONS)} and servers read the base model, as {CONFIG} has it"),
+        ("without", without),
+    ]
+
+
+def check_mark(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[Finding]:
+    """Return whether a config no longer says that its model was trained with another encoding than RoPE."""
+    expected = ENCODING_MARK + manifest["method"]
+    parameters = text_config(config)[1].get("rope_parameters") or {}
+    sections = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
+    if any(section.get("rope_type") == expected for section in sections):
+        return []
+    what = f"{CONFIG} does not declare rope_type {expected!r}, as it was saved with"
+    why = "Whoever loads it without hf_posenc runs the model with RoPE, which it was not trained with."
+    return [
+        Finding("encoding-unmarked", "error", what, why, "Save the model again with save_extended.", mendable=False)
     ]
 
 

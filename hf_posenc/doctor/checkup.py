@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, is_on_attention_door, read_manifest
-from hf_posenc.doctor.attention_rule import base_config, check_base, check_tokenizer_limit, manifest_lines
+from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, is_encoding, is_on_attention_door, read_manifest
+from hf_posenc.doctor.attention_rule import base_config, check_base, check_mark, check_tokenizer_limit, manifest_lines
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by
@@ -121,6 +121,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | None = None) -> Diagnosis:
     findings: list[Finding] = []
     manifest = read_manifest(file.parent) if file is not None else None
+    if file is not None and manifest is not None and is_encoding(manifest):
+        facts = (*manifest_lines(manifest), ("trained on", f"{manifest['context_length']} tokens"))
+        wrong = (*check_mark(config, manifest), *check_tokenizer_limit(_tokenizer_limit(file), manifest))
+        return Diagnosis(name, str(config.get("model_type")), facts, wrong, config, known, file)
     if file is not None and manifest is not None and is_on_attention_door(manifest):
         return _of_attention_rule(name, config, known, file, manifest)
     if manifest is not None and MARK not in text_config(config)[1]:
@@ -153,11 +157,15 @@ def _of_attention_rule(
 ) -> Diagnosis:
     """Look at a folder whose rule is in its manifest alone, and whose config.json is the base model's."""
     found, base = _of_config(name, config, known), base_config(config, manifest)
-    tokenizer = file.parent / _TOKENIZER
-    limit = _read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
+    limit = _tokenizer_limit(file)
     findings = (*found.findings, *check_base(config, base), *check_tokenizer_limit(limit, manifest))
     lines = (*manifest_lines(manifest), *found.lines)
     return replace(found, lines=lines, findings=findings, config=base, file=file)
+
+
+def _tokenizer_limit(file: Path) -> Any:
+    tokenizer = file.parent / _TOKENIZER
+    return _read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
 
 
 def _reading(version: str, text: dict[str, Any]) -> str:

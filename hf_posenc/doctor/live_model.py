@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_posenc.attention.masks import inner_name
-from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.config import ENCODINGS, RopeScaling, RopeSpec
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.families import label_prefix, rope_label, rotary_modules
@@ -63,6 +63,8 @@ def held_by_modules(base: PreTrainedModel) -> list[str]:
     if is_on_attention_door(base):
         inner = inner_name(str(base.config._attn_implementation))
         turning = f"; the attention turns queries and keys on as the rule says, and then calls {inner}"
+        if (there := describe(base)["method"]) in ENCODINGS:
+            turning = f"; {there} is in the place of RoPE"
     words = []
     for name, module in modules.items():
         held = module.get_buffer(f"{prefix}inv_freq")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from transformers import AutoConfig
 
 from hf_posenc.attention.distances import DISTANCE_RULES
-from hf_posenc.checkpoint import CONFIG, MANIFEST
+from hf_posenc.checkpoint import CONFIG, MANIFEST, is_encoding
 from hf_posenc.exports.folder import ExportFolder, command
 from hf_posenc.registry import get_method, make_scaling
 from hf_posenc.request import resolve, write_config
@@ -23,6 +23,11 @@ def refuse_attention_rule(folder: ExportFolder, title: str) -> None:
     Raises:
         ValueError: With the reason, and what to do.
     """
+    if is_encoding(folder.manifest):
+        raise ValueError(
+            f"{title} cannot run {folder.manifest['method']}: the model was trained with it in place of RoPE, so only "
+            "hf_posenc runs it (load_extended, hf-posenc eval), and no static rule is near."
+        )
     if folder.on_attention_door:
         raise ValueError(
             f"{title} cannot run {folder.manifest['method']}: the rule depends on where each query stands, so only "
@@ -45,6 +50,10 @@ def as_static(folder: ExportFolder, method: str) -> ExportFolder:
     name = get_method(method).name
     if name not in STATIC:
         raise ValueError(f"--as takes a static rule that needs no options: {', '.join(STATIC)}; got {method!r}.")
+    if is_encoding(folder.manifest):
+        raise ValueError(
+            f"{folder.path!r} was trained with {folder.manifest['method']} in place of RoPE: no static rule is near it."
+        )
     if not folder.on_attention_door:
         raise ValueError(
             f"{CONFIG} in {folder.path!r} says its rule already ({folder.manifest['method']}), and servers run that: "
