@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc import patch_model
-from hf_posenc.attention.door import door_of
+from hf_posenc.attention.doorway import door_of
 
 # Four layers of SmolLM2-135M's shape, half its original length: seconds, not minutes.
 ORIGINAL = 4096

@@ -1,0 +1,264 @@
+"""The comparison everybody quotes: one tiny model trained from scratch with each positional encoding, then read on.
+
+    python scripts/compare_encodings.py --output-dir outputs/encodings
+
+The same data, seed, tokens and shape for each (the tiny Llama of ``scripts/pretrain_tiny.py``, 256 tokens of context);
+measured are perplexity of the held-out novel at 1x to 8x that length, passkey, what a training step and reading cost
+next to RoPE, and parameters; then the extension methods on the one trained with RoPE. What ``results.jsonl`` and the
+folders hold is not made again, so an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer
+
+from hf_posenc import patch_model, patched, save_extended
+from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+from hf_posenc.evaluation import perplexity, read_records, retrieval
+from hf_posenc.loading import load_model
+
+ENCODINGS = ("rope", "xpos", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "nope")
+LENGTHS = (256, 512, 1024, 2048)
+PASSKEY_LENGTHS = (256, 512)
+EXTENSIONS = ("linear", "ntk", "yarn", "dynamic_yarn", "self_extend", "leaky_rerope")
+# What the literature says of reading past the trained length, for the table.
+CLAIMS = {
+    "rope": "does not (Chen et al. 2023; Press et al. 2021, fig. 1)",
+    "xpos": "does (Sun et al. 2022, table 3)",
+    "sinusoidal": "hoped to (Vaswani et al. 2017, 3.5); does not (Press et al. 2021, fig. 1)",
+    "learned": "cannot",
+    "relative_bias": "hoped to (Shaw et al. 2018, 3.2)",
+    "t5_bias": "does, somewhat (Press et al. 2021, fig. 1)",
+    "alibi": "does (Press et al. 2021, fig. 1)",
+    "nope": "does, on small tasks (Kazemnejad et al. 2023)",
+}
+READ_TOKENS, DECODED_TOKENS, ROUNDS = 1024, 32, 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/encodings"))
+    parser.add_argument("--tokens", type=int, default=2_000_000, help="trained on, each (default: %(default)s)")
+    parser.add_argument("--encodings", nargs="+", default=ENCODINGS, choices=ENCODINGS, help="only these")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    args.output_dir.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    comparison = Comparison(args.output_dir, args.tokens, args.seed)
+    for name in args.encodings:
+        comparison.train(name)
+        comparison.measure(name)
+        comparison.show()
+    comparison.extend()
+    comparison.cost([name for name in args.encodings if name != "rope"])
+    comparison.show()
+    minutes = (time.perf_counter() - began) / 60
+    print(f"{minutes:.0f} minutes. See {args.output_dir / 'encodings.md'} and encodings.png beside it.")
+
+
+class Comparison:
+    """The models of a comparison, in a folder each, and the file their numbers are in."""
+
+    def __init__(self, folder: Path, tokens: int, seed: int) -> None:
+        self.folder, self.tokens, self.seed = folder, tokens, seed
+        self.results, self.costs = folder / "results.jsonl", folder / "costs.json"
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}-{self.tokens}-seed{self.seed}"
+
+    def load(self, name: str) -> Any:
+        return load_model(self.path(name))[0]
+
+    def train(self, name: str) -> None:
+        """Train a model with an encoding, all else equal, unless it is there."""
+        if (self.path(name) / "config.json").is_file():
+            return
+        print(f"{name}: training on {self.tokens:,} tokens", flush=True)
+        texts = [load_novel(one) for one in TRAIN_NOVELS]
+        tokenizer = train_tokenizer(texts)
+        torch.manual_seed(self.seed)
+        model = build_model()  # all else first: the weights that all have are the same
+        if name != "rope":  # what the model has
+            patch_model(model, name, 1)
+        torch.manual_seed(self.seed)  # and so are the blocks
+        stream = torch.tensor([token for text in texts for token in encode(tokenizer, text)])
+        told = {"context_length": CONTEXT, "step_tokens": 4096, "learning_rate": 1.5e-3, "device": "cpu"}
+        train(model, stream, argparse.Namespace(tokens=self.tokens, **told))
+        if name == "rope":
+            model.save_pretrained(self.path(name))
+            tokenizer.save_pretrained(self.path(name))
+        else:
+            save_extended(model, self.path(name), tokenizer, tokens_trained=self.tokens)
+
+    def measure(self, name: str) -> None:
+        """Measure a model as it was trained; a learned table only up to its end."""
+        model, tokenizer = load_model(self.path(name))
+        lengths = tuple(length for length in LENGTHS if name != "learned" or length <= CONTEXT)
+        self._perplexity(model, tokenizer, name, lengths)
+        asked = [length for length in PASSKEY_LENGTHS if length in lengths]
+        output = self.folder / f"passkey-{name}-seed{self.seed}.jsonl"
+        told = {"depths": (0, 50, 100), "samples": 8, "output": output, "progress": False}
+        retrieval(model, tokenizer, ("passkey",), asked, label=name, model_name="tiny", **told)
+
+    def extend(self) -> None:
+        """Measure the extension methods on the model trained with RoPE, zero-shot."""
+        model, tokenizer = load_model(self.path("rope"))
+        for method in EXTENSIONS:
+            with patched(model, method, 8):
+                self._perplexity(model, tokenizer, f"rope, {method} x8", LENGTHS)
+
+    def _perplexity(self, model: Any, tokenizer: Any, label: str, lengths: tuple[int, ...]) -> None:
+        if any(one.label == label for one in self.records()):
+            return
+        perplexity(
+            model,
+            [load_novel(HELD_OUT_NOVEL)],
+            lengths,
+            tokenizer=tokenizer,
+            cut=True,
+            max_documents=16,
+            output=self.results,
+            model_name=f"tiny, {self.tokens} tokens, seed {self.seed}",
+            label=label,
+            progress=False,
+        )
+
+    def records(self) -> list[Any]:
+        return read_records(self.results) if self.results.is_file() else []
+
+    def cost(self, names: list[str]) -> None:
+        """Measure training step, reading and decoding of each next to RoPE, in turns, in this process."""
+        if self.costs.is_file() and set(json.loads(self.costs.read_text())) >= set(names):
+            return
+        rope = self.load("rope")
+        found = {name: ratios(rope, self.load(name)) for name in names}
+        partial = self.costs.with_suffix(".partial")
+        partial.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        partial.replace(self.costs)
+
+    def passkeys(self, name: str) -> str:
+        """Return how many of the passkeys were right, token by token, at each length."""
+        file = self.folder / f"passkey-{name}-seed{self.seed}.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        shown = []
+        for length in PASSKEY_LENGTHS:
+            there = [row for row in rows if row["context_length"] == length]
+            right = sum(row["n_right"] == row["n_tokens"] for row in there)
+            shown.append(f"{right}/{len(there)}" if there else "ends")
+        return ", ".join(shown)
+
+    def show(self) -> None:
+        """Write the tables and the plot of what is there."""
+        curves: dict[str, dict[int, float]] = {}
+        for one in self.records():
+            curves.setdefault(one.label, {})[one.context_length] = one.perplexity
+        costs = json.loads(self.costs.read_text()) if self.costs.is_file() else {}
+        text = f"{self._measured(curves, costs)}\n\n{extended(curves)}\n"
+        partial = self.folder / "encodings.md.partial"
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(self.folder / "encodings.md")
+        print(f"\n{text}", flush=True)
+        plot(curves, self.folder / "encodings.png")
+
+    def _measured(self, curves: dict[str, dict[int, float]], costs: dict[str, dict[str, float]]) -> str:
+        times = " | ".join(f"{n // CONTEXT}x" for n in LENGTHS)
+        lines = [
+            f"| encoding | {times} | extrapolates: measured at 8x | literature | passkey 1x, 2x | training step | "
+            "reading | decoding | parameters |",
+            "|---|" + "---:|" * len(LENGTHS) + "---|---|---|---:|---:|---:|---:|",
+        ]
+        for name in ENCODINGS:
+            if name not in curves:
+                continue
+            curve, cost = curves[name], costs.get(name, {})
+            values = " | ".join(f"{curve[n]:.1f}" if n in curve else "ends" for n in LENGTHS)
+            growth = f"{curve[LENGTHS[-1]] / curve[CONTEXT]:.2f} of 1x" if LENGTHS[-1] in curve else "no: it ends"
+            known = {"step": 1, "read": 1, "decode": 1, "parameters": 0} if name == "rope" else cost
+            shown = [f"{known[key]:.2f}" if known else "" for key in ("step", "read", "decode")]
+            extra = f"{known['parameters']:,}" if known else ""
+            cells = [name, values, growth, CLAIMS[name], self.passkeys(name), *shown, extra]
+            lines.append(f"| {' | '.join(cells)} |")
+        return "\n".join(lines)
+
+
+def extended(curves: dict[str, dict[int, float]]) -> str:
+    """Return the table of the extension methods on the model trained with RoPE."""
+    lines = [f"| rope, then | {' | '.join(f'{n // CONTEXT}x' for n in LENGTHS)} |", "|---|" + "---:|" * len(LENGTHS)]
+    for label, curve in curves.items():
+        if label == "rope" or label.startswith("rope, "):
+            shown = "as it is" if label == "rope" else label.removeprefix("rope, ")
+            lines.append(f"| {shown} | {' | '.join(f'{curve[n]:.1f}' for n in LENGTHS)} |")
+    return "\n".join(lines)
+
+
+def ratios(rope: Any, model: Any) -> dict[str, float]:
+    """Return what a model costs, as the median ratio of turns taken with RoPE's, and its further parameters."""
+    ids = torch.randint(1, rope.config.vocab_size, (16, CONTEXT))
+    long = torch.randint(1, rope.config.vocab_size, (1, READ_TOKENS))
+    if "learned" in str(getattr(model.get_decoder(), "positional_encoding", "")).lower():
+        long = long[:, :CONTEXT]  # all it can read
+    ways = {
+        "step": lambda one: one(ids, labels=ids, use_cache=False).loss.backward(),
+        "read": lambda one: no_grad(one, long, use_cache=False),
+        "decode": lambda one: decode(one, long[:, : CONTEXT - DECODED_TOKENS]),
+    }
+    found = {}
+    for key, way in ways.items():
+        pairs = [(seconds(way, model), seconds(way, rope)) for _ in range(ROUNDS + 1)][1:]
+        found[key] = statistics.median(mine / its for mine, its in pairs)
+    extra = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in rope.parameters())
+    return {**found, "parameters": extra}
+
+
+@torch.no_grad()
+def no_grad(model: Any, ids: torch.Tensor, **kwargs: Any) -> Any:
+    return model(ids, **kwargs)
+
+
+def decode(model: Any, ids: torch.Tensor) -> None:
+    """Write some tokens behind a text, from its cache."""
+    model.generate(ids, max_new_tokens=DECODED_TOKENS, min_new_tokens=DECODED_TOKENS, do_sample=False, pad_token_id=0)
+
+
+def seconds(way: Any, model: Any) -> float:
+    began = time.perf_counter()
+    way(model)
+    model.zero_grad(set_to_none=True)
+    return time.perf_counter() - began
+
+
+def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
+    """Draw perplexity by length, of the encodings and of the extension methods on RoPE."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
+    for number, (label, curve) in enumerate(curves.items()):
+        panels = [right] if label.startswith("rope, ") else [left, right] if label == "rope" else [left]
+        for panel in panels:
+            shown = label.removeprefix("rope, ")
+            panel.plot(list(curve), list(curve.values()), marker="os^Dvpx*"[number % 8], markersize=5, label=shown)
+    left.set_ylabel("perplexity of the held-out novel")
+    for panel, title in ((left, "trained with each encoding"), (right, "rope, then extended zero-shot")):
+        panel.set(xscale="log", yscale="log", xlabel="tokens read", title=f"{title}, at {CONTEXT} tokens")
+        panel.set_xticks(LENGTHS, [f"{n}" for n in LENGTHS], minor=False)
+        panel.minorticks_off()
+        panel.legend(fontsize=8)
+    figure.tight_layout()
+    partial = path.with_name(path.name + ".partial")
+    figure.savefig(partial, dpi=150, format="png")
+    plt.close(figure)
+    partial.replace(path)
+
+
+if __name__ == "__main__":
+    main()
