@@ -10,6 +10,7 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.report.commands import command_panel
 from hf_posenc.report.costs import cost_panel
+from hf_posenc.report.files import write_whole
 from hf_posenc.report.frequency_panel import frequency_panels
 from hf_posenc.report.heat_map import grid_panel
 from hf_posenc.report.page import html_page, markdown_page
@@ -63,14 +64,14 @@ def report(
     panels = _make_panels(records, command)
     folder.mkdir(parents=True, exist_ok=True)
     plots = tuple(
-        _write(folder / f"{panel.slug}{suffix}", content)
+        write_whole(folder / f"{panel.slug}{suffix}", content)
         for panel in panels
         if panel.drawing is not None
         for suffix, content in panel.drawing.files.items()
     )
     return ReportPaths(
-        html=_write(folder / "report.html", html_page(title, panels).encode()),
-        markdown=_write(folder / "report.md", markdown_page(title, panels).encode()),
+        html=write_whole(folder / "report.html", html_page(title, panels).encode()),
+        markdown=write_whole(folder / "report.md", markdown_page(title, panels).encode()),
         plots=plots,
     )
 
@@ -84,10 +85,3 @@ def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> l
     panels += frequency_panels(records)
     panels += [*map(cost_panel, tables), *map(cost_panel, grids)]
     return [*panels, command_panel(records, command)]
-
-
-def _write(path: Path, content: bytes) -> Path:
-    """Write a file so that it is there whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content)
-    return partial.replace(path)

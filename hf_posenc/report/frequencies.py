@@ -27,26 +27,20 @@ _EPSILON = 1e-6  # relative: what rounding may do
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A method as a model was extended with it.
+class PairRule:
+    """What a method does to each rotary pair of a model.
 
     Attributes:
         name: Of its row.
         spec: What the model was trained with.
         scaling: What was asked for; method ``"none"`` for the model as it is.
         reach: The length it is looked at, in tokens: its target, or the longest measured of the unpatched model.
-        first: A record of it.
     """
 
     name: str
     spec: RopeSpec
     scaling: RopeScaling
     reach: int
-    first: Record | RetrievalRecord
-
-    @property
-    def full_name(self) -> str:
-        return self.name
 
     @property
     def changes_distances(self) -> bool:
@@ -91,9 +85,35 @@ class Rule:
 
     def shares(self) -> tuple[int, int, int]:
         """Return how many of the pairs that turn are kept, in between, and stretched by the whole factor or more."""
-        kept = sum(one <= 1 + _SAME for one in self.stretch)
-        whole = sum(one > 1 + _SAME and one >= self.scaling.factor * (1 - _SAME) for one in self.stretch)
-        return kept, len(self.stretch) - kept - whole, whole
+        found = [self.share_of(pair) for pair in range(len(self.stretch))]
+        return found.count("kept"), found.count("blended"), found.count("stretched")
+
+    def share_of(self, pair: int) -> str:
+        """Return which of these a pair that turns is: ``"kept"``, ``"blended"`` or ``"stretched"``."""
+        if self.stretch[pair] <= 1 + _SAME:
+            return "kept"
+        return "stretched" if self.stretch[pair] >= self.scaling.factor * (1 - _SAME) else "blended"
+
+    def incomplete(self) -> tuple[int, int]:
+        """Return how many of the pairs that turn complete no turn: in training, and under the rule within ``reach``."""
+        turning = self.spec.turning_pairs
+        reached = (self.frequencies[0][:turning] * self.reach / (2 * math.pi)).tolist()
+        return sum(turns < 1 for turns in self.turns[:turning]), sum(turns < 1 for turns in reached)
+
+
+@dataclass(frozen=True)
+class Rule(PairRule):
+    """A method as a model was extended with it.
+
+    Attributes:
+        first: A record of it.
+    """
+
+    first: Record | RetrievalRecord
+
+    @property
+    def full_name(self) -> str:
+        return self.name
 
 
 def wavelengths(spec: RopeSpec) -> list[float]:

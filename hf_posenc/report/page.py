@@ -142,8 +142,14 @@ SCRIPT = """
 """
 
 
-def html_page(title: str, panels: Sequence[Panel]) -> str:
-    """Return the page: a list of what is on it, then the panels in order."""
+def html_page(title: str, panels: Sequence[Panel], *, images: bool = False) -> str:
+    """Return the page: a list of what is on it, then the panels in order.
+
+    Args:
+        title: The heading.
+        panels: What follows it.
+        images: Whether drawings hold pixels, as heat maps do, which are in the page too.
+    """
     links = "".join(f'<li><a href="#{panel.slug}">{escape(panel.title)}</a></li>' for panel in panels)
     sections = "\n".join(
         f'<section id="{panel.slug}">\n<h2>{escape(panel.title)}</h2>\n{panel.html}\n</section>' for panel in panels
@@ -153,7 +159,7 @@ def html_page(title: str, panels: Sequence[Panel]) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_policy()}">
+<meta http-equiv="Content-Security-Policy" content="{_policy(images)}">
 <title>{escape(title)}</title>
 <style>
 {_style()}
@@ -175,10 +181,11 @@ def markdown_page(title: str, panels: Sequence[Panel]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _policy() -> str:
-    """Return what the browser is told to load and run: nothing but this page's own styles and script."""
+def _policy(images: bool) -> str:
+    """Return what the browser is told to load and run: nothing but this page's own styles, script and pixels."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'"
+    pixels = " img-src data:;" if images else ""
+    return f"default-src 'none'; style-src 'unsafe-inline';{pixels} script-src 'sha256-{digest}'; base-uri 'none'"
 
 
 def _style() -> str:

@@ -185,7 +185,9 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(6))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
+    )
     axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.set_xlabel(chart.x_label)

@@ -1,0 +1,137 @@
+"""The pairs of a model under a rule, as sentences and as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hf_posenc.config import RopeScaling
+from hf_posenc.frequencies import yarn_ramp
+from hf_posenc.report.frequencies import PairRule, wavelengths
+from hf_posenc.units import length_name
+
+HEADS = ("pair", "wavelength", "turns", "new wavelength", "stretch", "")
+_ROWS = 12  # of the small table, besides the pairs where something begins
+
+
+def pair_sentences(rule: PairRule) -> list[str]:
+    """Return what a model's pairs are, and what a rule makes of them."""
+    spec, original = rule.spec, rule.spec.original_max_position_embeddings
+    tokens, (never, _) = wavelengths(spec), rule.incomplete()
+    still = f" {spec.still_pairs} more pairs never turn at all." if spec.still_pairs else ""
+    first = f" (from pair {spec.turning_pairs - never})" if never else ""
+    lines = [
+        f"{spec.turning_pairs} pairs of features turn with the position, at base {spec.rope_theta:g}: the fastest once "
+        f"in {number_name(tokens[0])} tokens, the slowest once in {number_name(tokens[-1])}.{still}",
+        f"Within the {original:,} tokens of training {_pairs(never, 'never completes', 'never complete')} a turn{first}"
+        + (", and so met only a part of the circle." if never else ": every angle was met."),
+    ]
+    if rule.reach > original:
+        unscaled = PairRule("unscaled", spec, RopeScaling("none"), rule.reach)
+        lines.append(
+            f"Unscaled, within {rule.reach:,} tokens {_pairs(unscaled.incomplete()[1], 'completes', 'complete')} no "
+            f"turn, and {_pairs(unscaled.unseen() or 0, 'meets', 'meet')} angles never met in training."
+        )
+    return lines
+
+
+def rule_sentences(rule: PairRule) -> list[str]:
+    """Return what a rule that changes frequencies makes of the pairs, and of the logits."""
+    kept, blended, stretched = rule.shares()
+    slowest = rule.stretch[-1]
+    by = "stopped" if math.isinf(slowest) else f"stretched by {slowest:.4g}"
+    lines = [
+        f"{rule.name}: {kept} pairs kept, {blended} between, {stretched} stretched by {rule.scaling.factor:g} or more; "
+        f"the slowest is {by}. Within {rule.reach:,} tokens {_pairs(rule.incomplete()[1], 'completes', 'complete')} no "
+        f"turn, and {_pairs(rule.unseen() or 0, 'meets', 'meet')} angles never met in training."
+    ]
+    return [*lines, *_ramp(rule), temperature_sentence(rule.frequencies[1])]
+
+
+def _ramp(rule: PairRule) -> list[str]:
+    """Say between which pairs the ramp of a rule by parts lies."""
+    scaling = rule.scaling
+    if scaling.method not in ("yarn", "dynamic_yarn", "ntk_by_parts", "llama3"):
+        return []
+    if scaling.method == "llama3":
+        slow, fast = scaling.low_freq_factor, scaling.high_freq_factor
+    else:
+        slow, fast = scaling.beta_slow, scaling.beta_fast
+    by_index = scaling.method in ("yarn", "dynamic_yarn") and scaling.ramp != "paper"
+    if by_index:
+        ramp = yarn_ramp(rule.spec, scaling)[: rule.spec.turning_pairs]
+        kept, whole = int((ramp == 0).sum()), int((ramp == 1).sum())
+        shape = "wavelengths mixed, linear in the pair's index" if scaling.ramp == "harmonic" else "linear in its index"
+    else:
+        kept, whole = sum(turns >= fast for turns in rule.turns), sum(turns <= slow for turns in rule.turns)
+        shape = "linear in its turns"
+    begin, end = kept, rule.spec.turning_pairs - whole
+    between = f"from pair {begin} to {end - 1} the share grows ({shape})" if end > begin else "no pair lies between"
+    return [
+        f"The ramp: a pair of {fast:g} turns or more is kept, one of {slow:g} or less divided by {scaling.factor:g}; "
+        f"{between}."
+    ]
+
+
+def temperature_sentence(attention_factor: float) -> str:
+    """Say what multiplies cos and sin, and so the logits."""
+    if attention_factor == 1:
+        return "Temperature: none; logits keep their size."
+    effect = "sharper" if attention_factor > 1 else "flatter"
+    return (
+        f"Temperature: cos and sin times {attention_factor:.4g}, so logits of the pairs that turn times "
+        f"{attention_factor**2:.4g}: attention is {effect}."
+    )
+
+
+def pair_rows(rule: PairRule) -> list[list[str]]:
+    """Return a row for each pair that turns: index, tokens and turns before, tokens after, stretch, and its share."""
+    rows = []
+    for pair, (tokens, turns) in enumerate(zip(wavelengths(rule.spec), rule.turns, strict=False)):
+        stretch = rule.stretch[pair]
+        stopped = math.isinf(stretch)
+        after = ["never", "stopped"] if stopped else [number_name(tokens * stretch), f"{stretch:.3f}"]
+        share = "" if rule.scaling.method == "none" else rule.share_of(pair)
+        rows.append([str(pair), number_name(tokens), number_name(turns), *after, share])
+    return rows
+
+
+def chosen_pairs(rule: PairRule) -> list[int]:
+    """Return the pairs of a small table: evenly spread ones, and those where something else begins."""
+    last = rule.spec.turning_pairs - 1
+    spread = {round(at * last / (_ROWS - 1)) for at in range(_ROWS)}
+    shares = [rule.share_of(pair) for pair in range(last + 1)]
+    begins = {pair for pair in range(1, last + 1) if shares[pair] != shares[pair - 1]}
+    never = {pair for pair in range(last + 1) if rule.turns[pair] < 1}
+    return sorted(spread | begins | set(sorted(never)[:1]))
+
+
+def pair_table(rule: PairRule) -> list[str]:
+    """Return the small table as lines."""
+    rows, chosen = pair_rows(rule), chosen_pairs(rule)
+    heads = list(HEADS)
+    heads[2] = f"turns in {length_name(rule.spec.original_max_position_embeddings)}"
+    marked = [[*rows[pair], "" if rule.turns[pair] >= 1 else "never a turn"] for pair in chosen]
+    lines = aligned([[*heads, ""], *marked], left=(5, 6))
+    return [*lines, f"{len(chosen)} of {len(rows)} pairs; wavelengths in tokens. --output-dir writes all of them."]
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Return rows as lines of columns, numbers to the right and the given columns to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def number_name(value: float) -> str:
+    """Return a number with three digits that count, or whole from a thousand on."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _pairs(count: int, one: str, more: str) -> str:
+    return f"1 pair {one}" if count == 1 else f"{count or 'no'} pairs {more}"

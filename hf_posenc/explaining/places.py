@@ -1,0 +1,122 @@
+"""Rules that depend on where a query stands, as sentences and tables: stages, and distances told."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hf_posenc.attention.distances import DISTANCE_RULES, query_factors
+from hf_posenc.attention.staged import Stages
+from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.explaining.pairs import aligned, number_name
+from hf_posenc.gallery.told import last_row
+
+_STAGES = 8  # at most that many rows
+
+
+def stage_rows(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[list[str]]:
+    """Return a row for each stage up to a length: number, places, scale, temperature, and the slowest pair's tokens."""
+    stages = Stages(spec, scaling)
+    rows, begin = [], 0
+    for stage, end in enumerate(stages.ends(reach)):
+        inv_freq, attention_factor = stages.frequencies(stage)
+        slowest = 2 * math.pi / float(inv_freq[spec.turning_pairs - 1])
+        places = f"{begin:,} to {end - 1:,}"
+        rows.append(
+            [str(stage), places, f"{end / stages.ends(1)[0]:.4g}", f"{attention_factor:.4g}", number_name(slowest)]
+        )
+        begin = end
+    return rows
+
+
+STAGE_HEADS = ["stage", "queries at", "scale", "cos and sin times", "slowest pair, tokens"]
+
+
+def stage_lines(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[str]:
+    """Return the stages in words and as a table; of many, the first and the last."""
+    rows = stage_rows(spec, scaling, reach)
+    stages = Stages(spec, scaling)
+    shown = rows if len(rows) <= _STAGES else [*rows[: _STAGES - 2], ["..."] + [""] * 4, rows[-1]]
+    growth = "each longer than the one before by one ratio" if scaling.growth == "geometric" else "each as long"
+    return [
+        f"Stages: queries up to {spec.original_max_position_embeddings:,} use the model's own frequencies. From there "
+        f"the first stage is {stages.stage_length:,} tokens long, {growth}; {len(rows)} stages reach {reach:,} tokens. "
+        "Each has the scale of its end.",
+        *aligned([STAGE_HEADS, *shown], left=(1,)),
+    ]
+
+
+def distance_rows(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[list[str]]:
+    """Return true distances from the last token of a text, and what it is told."""
+    told = last_row(spec, scaling, reach)
+    places = {4**power for power in range(1, 12) if 4**power < reach} | {1, reach - 1}
+    places |= _borders(told)
+    return [[f"{place:,}", f"{float(told[place]):,.6g}"] for place in sorted(places)]
+
+
+def _borders(told: torch.Tensor) -> set[int]:
+    """Return the first distance that is not told as it is, and the one before."""
+    changed = torch.nonzero(told != torch.arange(len(told)))
+    first = int(changed[0]) if len(changed) else 0
+    return {first - 1, first} if first else set()
+
+
+DISTANCE_HEADS = ["true distance", "told"]
+
+
+def distance_lines(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[str]:
+    """Return what happens to distances, in words and as a table."""
+    rule, original = DISTANCE_RULES[scaling.method](spec, scaling), spec.original_max_position_embeddings
+    farthest = _farthest(spec, scaling, reach)
+    inside = farthest < original
+    verdict = "distances it was trained on" if inside else "distances it was never trained on: it cannot reach so far"
+    return [
+        f"Up to {rule.plain_until:,} tokens it is plain RoPE. Frequencies stay as they are: what changes is how far "
+        f"apart a query and a far key are turned. {_settings(spec, scaling)}",
+        f"Within {reach:,} tokens the farthest key of all is told to be {farthest:,.6g} tokens away, of {original:,} "
+        f"trained: {verdict}.",
+        f"What the last of {reach:,} tokens is told:",
+        *aligned([DISTANCE_HEADS, *distance_rows(spec, scaling, reach)]),
+    ]
+
+
+def _farthest(spec: RopeSpec, scaling: RopeScaling, reach: int) -> float:
+    """Return the largest distance that any query is told, of queries close enough to each other to miss nothing."""
+    rule = DISTANCE_RULES[scaling.method](spec, scaling)
+    step = rule.chunk or reach
+    queries = {reach - 1, *range(step - 1, reach, step)}
+    return max(float(last_row(spec, scaling, query + 1).max()) for query in queries)
+
+
+def _settings(spec: RopeSpec, scaling: RopeScaling) -> str:
+    """Say a rule's numbers as they are for a model, those that were not given too."""
+    original = spec.original_max_position_embeddings
+    rule = DISTANCE_RULES[scaling.method](spec, scaling)
+    if scaling.method == "dca":
+        return f"Chunks are {rule.chunk:,} tokens long."
+    near = f"Keys nearer than {rule.plain_until:,} tokens keep their distance"
+    if scaling.method == "self_extend":
+        told = last_row(spec, scaling, 8 * original)
+        group = int((told == told[-1]).sum())
+        return f"{near}; beyond, about {_group(told)} tokens share a position." if group else near
+    if scaling.method == "leaky_rerope":
+        return f"{near}; beyond, it grows by one every {scaling.leak:g} tokens."
+    return f"{near}; all others are {rule.plain_until:,} away."
+
+
+def _group(told: torch.Tensor) -> int:
+    """Return how many tokens share a distance, far away."""
+    steps = torch.nonzero(told.diff() != 0).flatten()
+    return int(steps[-1] - steps[-2])
+
+
+def query_sentence(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[str]:
+    """Say what multiplies the queries, where something does."""
+    factors = query_factors(spec, scaling, torch.tensor([spec.original_max_position_embeddings - 1, reach - 1]))
+    if factors is None:
+        return []
+    return [
+        f"Queries are multiplied besides by where they stand: {float(factors[0]):.4g} at the original length, "
+        f"{float(factors[1]):.4g} at {reach:,} tokens."
+    ]

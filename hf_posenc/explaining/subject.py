@@ -1,0 +1,75 @@
+"""What something is explained on: a model's numbers, from its config alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig, PreTrainedConfig
+
+from hf_posenc.extension import head_dim_of, plain_spec
+from hf_posenc.planning.facts import read_config
+from hf_posenc.units import length_name
+
+# The papers on longer contexts extend it.
+_DEFAULT_NAME = "Llama 2 7B's numbers (give --model for yours)"
+_DEFAULT: dict[str, Any] = {"max_position_embeddings": 4096}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, as far as positions go.
+
+    Attributes:
+        name: As it was given.
+        config: Of its text part.
+        num_heads: Of a layer.
+        num_layers: All.
+        width: Features of a token.
+        head_dim: Features of a head.
+        length: Tokens its config says it reads; 2048 if it says nothing.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    num_heads: int
+    num_layers: int
+    width: int
+    head_dim: int
+    length: int
+
+    @property
+    def sentence(self) -> str:
+        """What it is, in a line."""
+        return (
+            f"{self.name}: {self.config.model_type}, {self.num_layers} layers of {self.width} features, "
+            f"{self.num_heads} heads of {self.head_dim}, reads {length_name(self.length)} tokens"
+        )
+
+    @property
+    def has_rope(self) -> bool:
+        """Whether its config has a rotary embedding that can be looked at."""
+        try:
+            plain_spec(self.config)
+        except (ValueError, AttributeError):
+            return False
+        return True
+
+
+def read_subject(model: str | None) -> Subject:
+    """Read a model's config; None for Llama 2 7B's numbers.
+
+    Raises:
+        FileNotFoundError, ValueError: As ``read_config``.
+    """
+    config: PreTrainedConfig = LlamaConfig(**_DEFAULT) if model is None else read_config(model)
+    text = config.get_text_config(decoder=True)
+    return Subject(
+        name=model or _DEFAULT_NAME,
+        config=text,
+        num_heads=int(text.num_attention_heads),
+        num_layers=int(text.num_hidden_layers),
+        width=int(text.hidden_size),
+        head_dim=head_dim_of(text),
+        length=int(getattr(text, "max_position_embeddings", None) or 2048),
+    )
