@@ -151,6 +151,29 @@ def export(argv: Sequence[str]) -> None:
     print(export_command(given.model, where.to, where.as_method))
 
 
+def explain(argv: Sequence[str]) -> None:
+    """Show in words and pictures what a method does to a model, or how an encoding works; reads the config only."""
+    from hf_posenc.explaining.arguments import ExplainArguments
+
+    places = {"name": "a method from `hf-posenc methods`, or rope, xpos, sinusoidal, learned, alibi, t5_bias, ..."}
+    known = (ExplainArguments, args_.ExtensionArguments, args_.OptionArguments)
+    given, what, extension, options = args_.parse("explain", _first_line(explain), argv, known, places)
+    from hf_posenc.explaining.command import run_explain
+
+    width = min(shutil.get_terminal_size().columns, 120)
+    print(run_explain(given.name, what, extension, args_.parse_options(options.option), width))
+
+
+def gallery(argv: Sequence[str]) -> None:
+    """Draw positional encodings, and the rules that stretch RoPE: pictures and one HTML page."""
+    from hf_posenc.explaining.arguments import GalleryArguments
+
+    _, where = args_.parse("gallery", _first_line(gallery), argv, (GalleryArguments,), {})
+    from hf_posenc.gallery.command import run_gallery
+
+    print("\n".join(map(str, run_gallery(where.output_dir))))
+
+
 def methods(argv: Sequence[str]) -> None:
     """List the methods a model can be extended with, or the model types that can be extended."""
     _, chosen = args_.parse("methods", _first_line(methods), argv, (args_.MethodsArguments,), {})
@@ -222,6 +245,8 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "finetune": finetune,
     "report": report,
     "export": export,
+    "explain": explain,
+    "gallery": gallery,
     "methods": methods,
     "presets": presets,
     "recipes": recipes,

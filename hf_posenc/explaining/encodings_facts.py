@@ -150,7 +150,7 @@ ENCODING_FACTS: dict[str, EncodingFacts] = {
     ),
     "nope": EncodingFacts(
         "No positional encoding (NoPE)",
-        "Not at all. The causal mask alone tells positions apart: the first token sees one key, the second two, and so on.",
+        "Not at all. The causal mask alone tells positions apart: the first token sees one key, the second two, ...",
         "Neither.",
         "Yes: there is nothing to hold.",
         "None.",

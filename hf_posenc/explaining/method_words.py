@@ -25,7 +25,10 @@ _DOOR_CACHE = (
     "A token depends on the tokens before it and on nothing else: with a KV cache, in chunks or token by token it "
     "reads the same. Only hf_posenc runs it."
 )
-_FREE = "Nothing: up to the length below, the model is the unpatched one."
+_FREE = "Nothing: up to the original length the model is the unpatched one."
+_NEARLY_FREE = (
+    "Nothing up to the length below. From there on, within the original length too, far keys are told other distances."
+)
 _BY_PARTS = (
     "A pair that turned often in training has met every angle and tells near words apart: it is kept. One that hardly "
     "turned would meet angles it never had: its frequency is divided by the factor, so that the longer text covers the "
@@ -80,7 +83,8 @@ METHOD_WORDS: dict[str, MethodWords] = {
     ),
     "dynamic": MethodWords(
         "NTK's raised base, but only as far as needed where a query stands: up to the original length the model is "
-        "left as it is, and past it each stage of tokens has the scale of its own end, for its queries and all keys they look at.",
+        "left as it is, and past it each stage of tokens has the scale of its own end, for its queries and all keys "
+        "they look at.",
         _FREE,
         _DOOR_CACHE,
     ),
@@ -101,26 +105,26 @@ METHOD_WORDS: dict[str, MethodWords] = {
         "Near keys keep their distances. Farther ones share positions in groups: `group` tokens stand at one position, "
         "so the distance grows by one every `group` tokens and stays in the trained range. The order inside a group is "
         "lost, which far away matters little.",
-        _FREE,
+        _NEARLY_FREE,
         _DOOR_CACHE,
     ),
     "dca": MethodWords(
-        "The text is cut into chunks and positions start anew in each. Inside a chunk distances are as they are; to "
-        "the chunk before they are right up to the local window and then stop growing; all earlier chunks look about "
-        "as far away as the trained range allows.",
-        _FREE,
+        "The text is cut into chunks and positions start anew in each. Inside a chunk distances are as they are. To "
+        "the chunk before they are right for a chunk's first tokens (the local window) and then stop growing with the "
+        "query. Of all earlier chunks it is told where in its chunk a key stands, and not which chunk that is.",
+        _NEARLY_FREE,
         _DOOR_CACHE,
     ),
     "rerope": MethodWords(
         "Distances stop growing at a window: every key that is farther away is told to be exactly that far. The model "
         "knows that such keys are far, not how far.",
-        _FREE,
+        _NEARLY_FREE,
         _DOOR_CACHE,
     ),
     "leaky_rerope": MethodWords(
         "Distances grow more slowly beyond a window: by one every `leak` tokens. Far keys keep their order, and the "
         "distances told stay in the trained range for texts of about `leak` times the room that is left.",
-        _FREE,
+        _NEARLY_FREE,
         _DOOR_CACHE,
     ),
 }

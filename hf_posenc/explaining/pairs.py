@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from hf_posenc.config import RopeScaling
 from hf_posenc.frequencies import yarn_ramp
 from hf_posenc.report.frequencies import PairRule, wavelengths
-from hf_posenc.units import length_name
 
 HEADS = ("pair", "wavelength", "turns", "new wavelength", "stretch", "")
 _ROWS = 12  # of the small table, besides the pairs where something begins
@@ -41,9 +40,9 @@ def rule_sentences(rule: PairRule) -> list[str]:
     slowest = rule.stretch[-1]
     by = "stopped" if math.isinf(slowest) else f"stretched by {slowest:.4g}"
     lines = [
-        f"{rule.name}: {kept} pairs kept, {blended} between, {stretched} stretched by {rule.scaling.factor:g} or more; "
-        f"the slowest is {by}. Within {rule.reach:,} tokens {_pairs(rule.incomplete()[1], 'completes', 'complete')} no "
-        f"turn, and {_pairs(rule.unseen() or 0, 'meets', 'meet')} angles never met in training."
+        f"{rule.name}, {len(rule.stretch)} pairs: {kept} kept, {blended} between, {stretched} stretched by "
+        f"{rule.scaling.factor:.4g} or more; the slowest is {by}. Within {rule.reach:,} tokens {_complete(rule)}, and "
+        f"{_pairs(rule.unseen() or 0, 'meets', 'meet')} angles never met in training."
     ]
     return [*lines, *_ramp(rule), temperature_sentence(rule.frequencies[1])]
 
@@ -106,16 +105,6 @@ def chosen_pairs(rule: PairRule) -> list[int]:
     return sorted(spread | begins | set(sorted(never)[:1]))
 
 
-def pair_table(rule: PairRule) -> list[str]:
-    """Return the small table as lines."""
-    rows, chosen = pair_rows(rule), chosen_pairs(rule)
-    heads = list(HEADS)
-    heads[2] = f"turns in {length_name(rule.spec.original_max_position_embeddings)}"
-    marked = [[*rows[pair], "" if rule.turns[pair] >= 1 else "never a turn"] for pair in chosen]
-    lines = aligned([[*heads, ""], *marked], left=(5, 6))
-    return [*lines, f"{len(chosen)} of {len(rows)} pairs; wavelengths in tokens. --output-dir writes all of them."]
-
-
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
     """Return rows as lines of columns, numbers to the right and the given columns to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -131,6 +120,12 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str
 def number_name(value: float) -> str:
     """Return a number with three digits that count, or whole from a thousand on."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _complete(rule: PairRule) -> str:
+    """Say how many pairs complete no turn under a rule."""
+    never = rule.incomplete()[1]
+    return _pairs(never, "completes no turn", "complete no turn") if never else "every pair completes a turn"
 
 
 def _pairs(count: int, one: str, more: str) -> str:

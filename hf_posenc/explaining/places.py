@@ -9,10 +9,11 @@ import torch
 from hf_posenc.attention.distances import DISTANCE_RULES, query_factors
 from hf_posenc.attention.staged import Stages
 from hf_posenc.config import RopeScaling, RopeSpec
-from hf_posenc.explaining.pairs import aligned, number_name
+from hf_posenc.explaining.pairs import number_name
 from hf_posenc.gallery.told import last_row
 
-_STAGES = 8  # at most that many rows
+STAGE_HEADS = ["stage", "queries at", "scale", "cos and sin times", "slowest pair, tokens"]
+DISTANCE_HEADS = ["true distance", "told"]
 
 
 def stage_rows(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[list[str]]:
@@ -30,20 +31,14 @@ def stage_rows(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[list[st
     return rows
 
 
-STAGE_HEADS = ["stage", "queries at", "scale", "cos and sin times", "slowest pair, tokens"]
-
-
-def stage_lines(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[str]:
-    """Return the stages in words and as a table; of many, the first and the last."""
-    rows = stage_rows(spec, scaling, reach)
+def stage_sentences(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[str]:
+    """Return the stages in words."""
     stages = Stages(spec, scaling)
-    shown = rows if len(rows) <= _STAGES else [*rows[: _STAGES - 2], ["..."] + [""] * 4, rows[-1]]
-    growth = "each longer than the one before by one ratio" if scaling.growth == "geometric" else "each as long"
+    growth = "each longer than the one before by one ratio" if scaling.growth == "geometric" else "all of one length"
     return [
-        f"Stages: queries up to {spec.original_max_position_embeddings:,} use the model's own frequencies. From there "
-        f"the first stage is {stages.stage_length:,} tokens long, {growth}; {len(rows)} stages reach {reach:,} tokens. "
-        "Each has the scale of its end.",
-        *aligned([STAGE_HEADS, *shown], left=(1,)),
+        f"Queries up to {spec.original_max_position_embeddings:,} use the model's own frequencies. From there the "
+        f"first stage is {stages.stage_length:,} tokens long, {growth}; {len(stages.ends(reach))} stages, the original "
+        f"length included, reach {reach:,} tokens. Each has the scale of its end."
     ]
 
 
@@ -62,22 +57,19 @@ def _borders(told: torch.Tensor) -> set[int]:
     return {first - 1, first} if first else set()
 
 
-DISTANCE_HEADS = ["true distance", "told"]
-
-
-def distance_lines(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[str]:
-    """Return what happens to distances, in words and as a table."""
+def distance_sentences(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[str]:
+    """Return what happens to distances, in words."""
     rule, original = DISTANCE_RULES[scaling.method](spec, scaling), spec.original_max_position_embeddings
     farthest = _farthest(spec, scaling, reach)
-    inside = farthest < original
-    verdict = "distances it was trained on" if inside else "distances it was never trained on: it cannot reach so far"
+    verdict = (
+        "a distance it was trained on" if farthest < original else "more than it was trained on: the rule cannot reach"
+    )
     return [
-        f"Up to {rule.plain_until:,} tokens it is plain RoPE. Frequencies stay as they are: what changes is how far "
-        f"apart a query and a far key are turned. {_settings(spec, scaling)}",
+        f"Texts up to {rule.plain_until:,} tokens are read as ever. Frequencies stay as they are: what changes is how "
+        f"far apart a query and a far key are turned. {_settings(spec, scaling)}",
         f"Within {reach:,} tokens the farthest key of all is told to be {farthest:,.6g} tokens away, of {original:,} "
         f"trained: {verdict}.",
         f"What the last of {reach:,} tokens is told:",
-        *aligned([DISTANCE_HEADS, *distance_rows(spec, scaling, reach)]),
     ]
 
 
@@ -91,24 +83,16 @@ def _farthest(spec: RopeSpec, scaling: RopeScaling, reach: int) -> float:
 
 def _settings(spec: RopeSpec, scaling: RopeScaling) -> str:
     """Say a rule's numbers as they are for a model, those that were not given too."""
-    original = spec.original_max_position_embeddings
     rule = DISTANCE_RULES[scaling.method](spec, scaling)
     if scaling.method == "dca":
         return f"Chunks are {rule.chunk:,} tokens long."
     near = f"Keys nearer than {rule.plain_until:,} tokens keep their distance"
     if scaling.method == "self_extend":
-        told = last_row(spec, scaling, 8 * original)
-        group = int((told == told[-1]).sum())
-        return f"{near}; beyond, about {_group(told)} tokens share a position." if group else near
+        keys = rule.regions[1].key(torch.arange(4 * spec.original_max_position_embeddings))
+        return f"{near}; beyond, {int((keys == 0).sum())} tokens share a position."
     if scaling.method == "leaky_rerope":
         return f"{near}; beyond, it grows by one every {scaling.leak:g} tokens."
     return f"{near}; all others are {rule.plain_until:,} away."
-
-
-def _group(told: torch.Tensor) -> int:
-    """Return how many tokens share a distance, far away."""
-    steps = torch.nonzero(told.diff() != 0).flatten()
-    return int(steps[-1] - steps[-2])
 
 
 def query_sentence(spec: RopeSpec, scaling: RopeScaling, reach: int) -> list[str]:
