@@ -123,15 +123,16 @@ def _band(axes: Any, values: torch.Tensor, name: str, at: int) -> None:
     """Draw the mean around each distance, and from the lowest to the highest there as a band."""
     middles, means, lows, highs = zip(*binned(values), strict=True)
     axes.fill_between(middles, lows, highs, color=COLOURS[at], alpha=0.22, linewidth=0)
-    axes.plot(middles, means, color=COLOURS[at], linestyle=_DASHES[at], linewidth=1.6, label=name, gid=_id(name))
+    axes.plot(middles, means, color=COLOURS[at], linestyle=_DASHES[at], linewidth=1.6, label=name, gid=_id(axes, name))
 
 
-def _id(name: str) -> str:
-    return name.replace(" ", "-")
+def _id(axes: Any, name: str) -> str:
+    """Return the id of a line in the SVG, by its plot and its name."""
+    return f"plot-{axes.get_subplotspec().num1 + 1}-{name.replace(' ', '-')}"
 
 
 def _line(axes: Any, x: torch.Tensor, y: torch.Tensor, name: str, at: int) -> None:
-    axes.plot(x, y, color=COLOURS[at], linestyle=_DASHES[at], linewidth=1.4, label=name, gid=_id(name))
+    axes.plot(x, y, color=COLOURS[at], linestyle=_DASHES[at], linewidth=1.4, label=name, gid=_id(axes, name))
 
 
 def _log_distances(axes: Any) -> None:

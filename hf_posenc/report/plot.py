@@ -168,6 +168,7 @@ def _draw_line(axes: Axes, line: Line, number: int, count: int) -> None:
         markersize=6 if line.look.bold else 4.5,
         markevery=(number % every, every),  # not where the next line has its own
         linestyle=line.look.dashes,
+        gid=f"line-{number}",
     )
 
 
