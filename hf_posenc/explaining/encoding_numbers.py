@@ -107,7 +107,7 @@ def _t5(subject: Subject, options: dict[str, Any], target: int) -> Numbers:
     buckets, farthest = options["num_buckets"], options["max_distance"]
     found = t5_buckets(-torch.arange(farthest + 1), num_buckets=buckets, max_distance=farthest)
     rows = []
-    for bucket in found.unique().tolist():
+    for bucket in sorted(set(found.tolist())):
         inside = torch.nonzero(found == bucket).flatten()
         first, last = int(inside[0]), int(inside[-1])
         rows.append([str(bucket), f"{first:,} and more" if last == farthest else _span(first, last)])

@@ -111,7 +111,7 @@ def binned(values: torch.Tensor, per_octave: int = 6) -> list[tuple[float, float
     distances = torch.arange(1, len(values) + 1)
     stretches = (distances.double().log2() * per_octave).round()
     rows = []
-    for stretch in stretches.unique():
+    for stretch in sorted(set(stretches.tolist())):
         inside = stretches == stretch
         found = values[inside]
         middle = float(distances[inside].double().log().mean().exp())

@@ -203,7 +203,7 @@ def draw_maps(name: str, shape: Shape, lengths: Sequence[int] = LENGTHS) -> Pict
         return _draw_learned(shape, lengths)
     maps = make_maps(name, shape)
     several = len(maps.rows) > 1
-    plots = []
+    plots: list[Draw] = []
     for row, (words, of_distance) in enumerate(maps.rows):
         for column, length in enumerate(lengths):
             title = f"{length:,} tokens" if row == 0 else ""

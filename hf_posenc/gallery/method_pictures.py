@@ -12,6 +12,7 @@ from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.gallery.canvas import Picture, tokens_name
 from hf_posenc.gallery.stretching import Stretched, look
+from hf_posenc.gallery.told import spread_places
 from hf_posenc.registry import METHODS
 from hf_posenc.report.plot import Chart, Line, draw_chart
 
@@ -110,7 +111,7 @@ def draw_stages(spec: RopeSpec, scaling: RopeScaling, reach: int) -> Picture:
 
 def draw_query_factors(spec: RopeSpec, scaling: RopeScaling, reach: int) -> Picture | None:
     """Draw what multiplies queries by where they stand; None if nothing does."""
-    places = torch.linspace(0, reach - 1, 200).round().long().unique()
+    places = spread_places(reach, 200)
     factors = query_factors(spec, scaling, places)
     if factors is None:
         return None

@@ -55,5 +55,5 @@ def block_means(values: torch.Tensor, cells: int) -> torch.Tensor:
         seen = count * (distance >= 0)
         means[apart] = (values[distance.clamp(min=0)] * seen).sum() / seen.sum()
     places = torch.arange(cells)
-    apart = places[:, None] - places
-    return torch.where(apart >= 0, means[apart.clamp(min=0)], torch.nan)
+    distance = places[:, None] - places
+    return torch.where(distance >= 0, means[distance.clamp(min=0)], torch.nan)

@@ -35,6 +35,11 @@ def told_distances(spec: RopeSpec, scaling: RopeScaling, queries: torch.Tensor, 
     return told
 
 
+def spread_places(length: int, count: int) -> torch.Tensor:
+    """Return at most ``count`` whole places from 0 to ``length - 1``, evenly spread, each once."""
+    return torch.tensor(sorted({round(at * (length - 1) / (count - 1)) for at in range(count)}))
+
+
 def last_row(spec: RopeSpec, scaling: RopeScaling, length: int) -> torch.Tensor:
     """Return the distances the last token of a text is told, float64 ``(length,)``, by the true distance 0, 1, ..."""
     return told_distances(spec, scaling, torch.tensor(length - 1), torch.arange(length - 1, -1, -1))
@@ -43,7 +48,7 @@ def last_row(spec: RopeSpec, scaling: RopeScaling, length: int) -> torch.Tensor:
 def draw_told(spec: RopeSpec, rules: Sequence[tuple[str, RopeScaling]], length: int) -> Picture:
     """Draw the distances that the last token of a text is told, by the true ones."""
     original = spec.original_max_position_embeddings
-    places = torch.linspace(0, length - 1, _POINTS).round().long().unique()
+    places = spread_places(length, _POINTS)
     lines = [Line("as they are", places.tolist(), places.tolist(), PLAIN)]
     for at, (name, scaling) in enumerate(rules):
         lines.append(Line(name, places.tolist(), last_row(spec, scaling, length)[places].tolist(), look(at)))
