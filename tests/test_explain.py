@@ -172,7 +172,7 @@ def test_a_rule_that_cannot_reach_is_said_to(explain: Explain, config_only: Call
 
 
 def test_alibi_on_any_number_of_heads(explain: Explain, config_only: Callable[..., Path]) -> None:
-    text = explain("alibi", "--model", config_only(num_attention_heads=6, num_key_value_heads=6))
+    text = explain("alibi", "--model", config_only(hidden_size=96, num_attention_heads=6, num_key_value_heads=6))
     slopes = [2.0**-2, 2.0**-4, 2.0**-6, 2.0**-8, 2.0**-1, 2.0**-3]
     rows = [[number(cell) for cell in row] for row in rows_below(text, "head")]
     assert [row[1] for row in rows] == pytest.approx(slopes, rel=1e-3)
@@ -227,9 +227,9 @@ def test_the_page_has_every_pair_and_the_pictures_their_values(
 ) -> None:
     folder = tmp_path / "explained"
     model = config_only(head_dim=64, max_position_embeddings=512)
-    text = explain("ntk", "--model", model, "--factor", 4, "--output-dir", folder)
+    text = explain("ntk", "--model", model, "--factor", 3, "--output-dir", folder)
     assert {str(path) for path in folder.iterdir()} <= set(text.split())
-    theta = 10000.0 * 4 ** (64 / 62)
+    theta = 10000.0 * 3 ** (64 / 62)
     stretch = [theta ** (pair / 32) / 10000.0 ** (pair / 32) for pair in range(32)]
     page = (folder / "explain.html").read_text()
     rows = read_page(page).tables["pairs_table"]
@@ -243,7 +243,7 @@ def test_the_page_has_every_pair_and_the_pictures_their_values(
         pair = 32 * math.log(512 / (2 * math.pi * turn)) / math.log(10000.0)
         assert shown == pytest.approx((theta / 10000.0) ** (pair / 32), abs=5e-3)
     words = re.findall("<!-- (.*?) -->", svg)
-    assert {"ntk x4", "unscaled", "one turn"} <= set(words)
+    assert {"ntk x3", "unscaled", "one turn"} <= set(words)
     explain("dca", "--model", model, "--factor", 4, "--output-dir", folder)  # another one takes its place
     assert "pairs_table" not in (folder / "explain.html").read_text()
 

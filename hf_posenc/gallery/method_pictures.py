@@ -92,7 +92,7 @@ def draw_stages(spec: RopeSpec, scaling: RopeScaling, reach: int) -> Picture:
         begin = end
     lines = [Line("scale", x, scales, look(0))]
     if max(logits) > 1:
-        lines.append(Line("logits times", x, logits, look(1)))
+        lines.append(Line("logits multiplied by", x, logits, look(1)))
     chart = Chart(
         "Stages",
         "position of the query, in tokens",
