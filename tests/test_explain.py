@@ -277,6 +277,10 @@ def test_what_a_model_cannot_have_is_refused(
     gpt2 = config_only(model_type="gpt2")
     assert "has no rotary embedding" in explain("rope", "--model", gpt2, code=2)
     assert "absolute" in explain("learned", "--model", gpt2).lower()
+    mamba = tmp_path / "mamba"
+    mamba.mkdir()
+    (mamba / "config.json").write_text('{"model_type": "mamba", "hidden_size": 64}')
+    assert "has no num_attention_heads" in explain("alibi", "--model", mamba, code=2)
     nanochat = config_only(model_type="nanochat")
     assert "method 'dca' is not supported for model_type 'nanochat'" in explain("dca", "--model", nanochat, code=2)
     (tmp_path / "file").write_text("")

@@ -13,6 +13,7 @@ from hf_posenc.units import length_name
 
 # The papers on longer contexts extend it.
 _DEFAULT_NAME = "Llama 2 7B's numbers (give --model for yours)"
+_NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size")
 _DEFAULT: dict[str, Any] = {"max_position_embeddings": 4096}
 
 
@@ -61,9 +62,16 @@ def read_subject(model: str | None) -> Subject:
 
     Raises:
         FileNotFoundError, ValueError: As ``read_config``.
+        ValueError: The model has no attention.
     """
     config: PreTrainedConfig = LlamaConfig(**_DEFAULT) if model is None else read_config(model)
     text = config.get_text_config(decoder=True)
+    missing = [name for name in _NEEDED if not hasattr(text, name)]
+    if missing:
+        raise ValueError(
+            f"model_type {text.model_type!r} has no {missing[0]}, so it has no attention to explain positions of. Give "
+            "a model with attention, or leave --model out."
+        )
     return Subject(
         name=model or _DEFAULT_NAME,
         config=text,
