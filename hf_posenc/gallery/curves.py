@@ -56,7 +56,7 @@ def _score_plot(num_pairs: int, base: float) -> Draw:
     def draw(axes: Any) -> None:
         for at, one in enumerate(bases):
             _band(axes, rope_score(distances, num_pairs, one), f"base {one:g}", at)
-        _dress(axes, "score of equal vectors", "distance in tokens", "score / score at distance 0")
+        _dress(axes, "score of equal vectors", "distance in tokens", "score, 1 at distance 0")
         _log_distances(axes)
 
     return draw
@@ -80,7 +80,7 @@ def _xpos_plot(shape: Shape, scale_base: float) -> Draw:
     def draw(axes: Any) -> None:
         _band(axes, rope_score(distances, shape.num_pairs, shape.base), "RoPE", 0)
         _band(axes, xpos_score(distances, shape.num_pairs, shape.base, scale_base), "xPos", 1)
-        _dress(axes, "score of equal vectors", "distance in tokens", "score / score at distance 0")
+        _dress(axes, "score of equal vectors", "distance in tokens", "score, 1 at distance 0")
         _log_distances(axes)
 
     return draw

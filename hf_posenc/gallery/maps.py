@@ -15,7 +15,7 @@ from hf_posenc.gallery.scores import XPOS_SCALE_BASE, block_means, rope_score, x
 
 LENGTHS = (100, 1000, 10000)
 _CELLS = 100  # of a row and a column: a map of 10,000 tokens has the means of 100 by 100
-_EQUAL = "score / score at distance 0"
+_EQUAL = "score, 1 at distance 0"
 _SCORES = (-0.2, 1.0)  # of equal vectors: what the colours of RoPE, xPos and sinusoids go from and to
 _LABELS = ("key position", "query position")
 
@@ -92,7 +92,7 @@ def _sinusoidal(shape: Shape) -> Maps:
     return Maps(
         "Sinusoidal",
         [("", partial(rope_score, num_pairs=shape.width // 2, base=base))],
-        "dot product / that at distance 0",
+        "product, 1 at distance 0",
         _SCORES,
         f"The dot product of the rows of two positions, {shape.width} features. It depends on the distance alone, but "
         "the rows are added to the words before the first layer, whose weights may make anything of them.",
