@@ -18,8 +18,11 @@ from hf_posenc.explaining.subject import Subject, read_subject
 from hf_posenc.families import door_capabilities
 from hf_posenc.gallery.pages import check_output_folder, write_page
 from hf_posenc.registry import METHODS, get_method
-from hf_posenc.request import DEFAULT_FACTOR, resolve
+from hf_posenc.request import resolve
 from hf_posenc.units import length_name
+
+# Times its length that a model is looked at with an encoding, where nothing is asked.
+_LOOKED_AT = 4.0
 
 
 def run_explain(
@@ -100,7 +103,7 @@ def _encoding(
     if extension.context_length is not None:
         target = check_length("context_length", extension.context_length)
     else:
-        factor = DEFAULT_FACTOR if extension.factor is None else check_number("factor", extension.factor, at_least=1)
+        factor = _LOOKED_AT if extension.factor is None else check_number("factor", extension.factor, at_least=1)
         target = round(factor * subject.length)
     title = f"{ENCODING_FACTS[name].title}, looked at to {length_name(target)} tokens"
     return title, encoding_sections(name, subject, options, target)

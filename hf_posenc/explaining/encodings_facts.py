@@ -159,7 +159,7 @@ ENCODING_FACTS: dict[str, EncodingFacts] = {
         "Kazemnejad et al. 2023, arXiv:2305.19466; Gelberg et al. 2025, arXiv:2512.12167 (DroPE)",
     ),
 }
-_ALSO = {"drope": "nope"}
+_ALSO = {"t5": "t5_bias", "drope": "nope"}
 
 
 def encoding_of(name: str) -> str | None:

@@ -52,7 +52,7 @@ def stretch_lines(spec: RopeSpec, rules: Sequence[Stretched]) -> list[Line]:
     A pair that is stopped is stretched without end: rules with one are left out.
     """
     plain, turns = plain_frequencies(spec)[0][: spec.turning_pairs], turns_of(spec)
-    lines = []
+    lines: list[Line] = []
     for rule in rules:
         stretch = plain / rule.inv_freq[: spec.turning_pairs]
         if bool(torch.isfinite(stretch).all()):

@@ -25,7 +25,7 @@ def told_distances(spec: RopeSpec, scaling: RopeScaling, queries: torch.Tensor, 
         scaling: A rule of ``DISTANCE_RULES``, or any other for distances as they are.
         queries, keys: Places in a row, int64, of shapes that broadcast.
     """
-    queries, keys = torch.broadcast_tensors(queries, keys)
+    queries, keys = torch.broadcast_tensors(queries, keys)  # type: ignore[no-untyped-call]  # torch has no types for it
     told = torch.full(queries.shape, torch.nan, dtype=torch.float64)
     if scaling.method not in DISTANCE_RULES:
         return torch.where(keys <= queries, (queries - keys).double(), told)
