@@ -18,6 +18,7 @@ from hf_posenc.comparing.candidates import Candidate, find_candidates
 from hf_posenc.comparing.command import _Sweep
 from hf_posenc.comparing.planning import Plan, Step, make_plan
 from hf_posenc.comparing.timing import Law, Work, fit, work_of
+from hf_posenc.config import ENCODINGS
 from hf_posenc.evaluation import perplexity
 from hf_posenc.families import door_capabilities
 from hf_posenc.loading import load_model
@@ -42,10 +43,15 @@ def test_every_method_is_tried_or_named_with_its_reason() -> None:
     found, left_out = names(make_tiny_llama())
     assert found[0] == "none"
     assert set(found) == {"none"} | ZERO_SHOT_STATIC | DOOR
-    assert set(left_out) == {"linear", "longrope", "abf", "nope"} == set(METHODS) - set(found)
+    assert set(left_out) == {"linear", "longrope", "abf", "nope"} == set(METHODS) - set(found) - ENCODINGS
     assert "wants fine-tuning" in left_out["linear"]
     assert "wants fine-tuning" in left_out["abf"]
     assert "needs long_factor" in left_out["longrope"]
+
+
+def test_an_encoding_in_place_of_rope_is_no_way_to_extend() -> None:
+    assert names(make_tiny_llama(), "alibi", "yarn")[0] == ["none", "yarn"]
+    assert "takes the place of RoPE" in names(make_tiny_llama(), "alibi", "yarn")[1]["alibi"]
 
 
 def test_methods_can_be_chosen_even_those_that_want_training() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_posenc.config import RopeScaling
+from hf_posenc.config import ENCODINGS, RopeScaling
 from hf_posenc.registry import METHODS, get_method
 from hf_posenc.rows import try_rows
 
@@ -58,7 +58,10 @@ def find_candidates(
     """
     chosen = list(dict.fromkeys(get_method(name).name for name in methods if name != "none"))
     found, left_out = [Candidate("none", None)], {}
-    for name in chosen or METHODS:
+    for name in chosen or [name for name in METHODS if name not in ENCODINGS]:
+        if name in ENCODINGS:
+            left_out[name] = "takes the place of RoPE, and a model trained with RoPE reads nothing with it"
+            continue
         if not chosen and not METHODS[name].zero_shot:
             left_out[name] = "wants fine-tuning"
             continue

@@ -58,7 +58,7 @@ def draw_alibi_bias(shape: Shape) -> Picture:
         f"What is added to the scores of {_TOKENS} tokens, in three of {shape.num_heads} heads: minus the slope times "
         "the distance. No number is trained."
     )
-    drawing = draw_grid(plots, Grid(len(heads), aspect=0.95, bar="bias in nats (darkest: -8 or less)"))
+    drawing = draw_grid(plots, Grid(len(heads), aspect=0.95, bar="bias in nats, -8 or less"))
     return Picture("alibi_bias", "ALiBi: the bias of three heads", caption, drawing)
 
 
