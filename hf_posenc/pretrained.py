@@ -60,7 +60,8 @@ def expecting_keys(pattern: str) -> Iterator[None]:
 def load_tokenizer(source: str | Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:
     """Load the tokenizer that is with a model; one that does not know its length gets the model's."""
     if not is_gguf(source):
-        return AutoTokenizer.from_pretrained(str(source))
+        # The config at hand: that of a model with another encoding than RoPE, read again, would be complained of.
+        return AutoTokenizer.from_pretrained(str(source), config=model.config)
     path = Path(source)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     if tokenizer.model_max_length > 1e9:  # Transformers' word for "unknown"
