@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.config import ENCODINGS
-from hf_posenc.encodings.install import MODULE, load_parameters
+from hf_posenc.encodings.install import MODULE, load_parameters, refuse_adapter
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
 from hf_posenc.patching import describe, extension_of, patch_model, unextended_config, verify_model
@@ -137,6 +137,8 @@ def save_extended(
     base = unwrap(model)
     whole = isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config")
     refuse_unsaveable(base, whole=whole)
+    if not whole:
+        refuse_adapter(base)
     manifest = make_manifest(base, tokens_trained=tokens_trained, base_model=base_model)
     verify_model(base)
     if manifest["options"].get("temperature") == "logits":

@@ -11,12 +11,14 @@ import pytest
 import torch
 from doors import in_chunks, left_padded, sharp_model
 from encodings_by_hand import plain_score, sinusoid, slope, turned_score, without_positions
+from peft import LoraConfig, get_peft_model
 from tiny_models import assert_same_state, logits, make_model, state, token_ids
 from transformers import AutoModelForCausalLM, MptConfig, PreTrainedModel, T5Config
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
+from hf_posenc.encodings.door import EncodingDoor
 from hf_posenc.encodings.modules import Alibi
 
 ENCODINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -190,6 +192,15 @@ def test_learned_table_ends() -> None:
     assert logits(longer, token_ids(80)).isfinite().all()
 
 
+def test_biases_go_with_their_layouts() -> None:
+    """Compiled forwards clear nothing, and another layout may come to have the id of one that is gone."""
+    door = EncodingDoor(Alibi(4), "sdpa")
+    for _ in range(9):
+        layout = door.read(torch.arange(5)[None], 5, None)
+        door._bias(layout, 0, 5, 5, torch.zeros(1))
+        assert len(door.biases) <= len(door.layouts) <= 4
+
+
 # ---- training ----
 
 
@@ -253,6 +264,17 @@ def test_saved_loaded_and_refused_by_plain_transformers(key: str, tmp_path: Path
     assert "positional_encoding" not in caplog.text
     with pytest.raises(KeyError, match=f"hf_posenc_{ENCODINGS[key][0]}"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_adapter_that_would_lose_the_table_is_refused(tmp_path: Path) -> None:
+    for key in ("t5_bias", "alibi"):
+        model = get_peft_model(encoded(key), LoraConfig(target_modules=["q_proj"]))
+        if key == "alibi":  # it has no parameters to lose
+            save_extended(model, tmp_path / key)
+            continue
+        with pytest.raises(ValueError, match=r"does not hold the parameters.*positional_encoding\.table\.weight"):
+            save_extended(model, tmp_path / key)
+        assert not list(tmp_path.iterdir())
 
 
 def test_copies_and_pickles_keep_the_encoding() -> None:

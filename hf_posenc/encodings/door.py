@@ -46,6 +46,11 @@ class EncodingDoor(Doorway):
                 return layout
         layout = read_layout(position_ids, num_slots, states)
         self.layouts = [*self.layouts[-3:], (position_ids, states, num_slots, layout)]
+        # Under torch.compile nothing else forgets them, and another layout may come to have the id of one let go.
+        held = {id(each) for *_, each in self.layouts}
+        self.biases = {
+            named: bias for named, bias in self.biases.items() if named[0] in held and named[0] != id(layout)
+        }
         return layout
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads positions: one graph break a layer

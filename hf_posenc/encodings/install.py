@@ -143,6 +143,20 @@ def load_parameters(model: PreTrainedModel, path: Path) -> None:
         raise ValueError(f"{path} does not hold the parameters of its encoding: {error}") from error
 
 
+def refuse_adapter(base: nn.Module) -> None:
+    """Refuse an adapter of a model whose encoding has parameters: PEFT saves its own alone, and others would be drawn.
+
+    Raises:
+        ValueError: It has.
+    """
+    names = [name for name, _ in base.named_parameters() if f".{MODULE}." in f".{name}"]
+    if names:
+        raise ValueError(
+            f"an adapter does not hold the parameters of the model's encoding ({', '.join(names)}), which would be "
+            "lost. Merge the adapter (model.merge_and_unload()) and save the whole model."
+        )
+
+
 def _decoder(model: PreTrainedModel) -> nn.Module:
     [name] = rotary_modules(model)
     return model.get_submodule(name.rpartition(".")[0])
