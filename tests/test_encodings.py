@@ -13,7 +13,7 @@ from doors import in_chunks, left_padded, sharp_model
 from encodings_by_hand import plain_score, sinusoid, slope, turned_score, without_positions
 from peft import LoraConfig, get_peft_model
 from tiny_models import assert_same_state, logits, make_model, state, token_ids
-from transformers import AutoModelForCausalLM, MptConfig, PreTrainedModel, T5Config
+from transformers import AutoModelForCausalLM, MptConfig, PreTrainedModel, StaticCache, T5Config
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -199,6 +199,13 @@ def test_biases_go_with_their_layouts() -> None:
         layout = door.read(torch.arange(5)[None], 5, None)
         door._bias(layout, 0, 5, 5, torch.zeros(1))
         assert len(door.biases) <= len(door.layouts) <= 4
+
+
+def test_compiled_static_cache_beside_windows_is_refused() -> None:
+    model = encoded("t5_bias", "Gemma2")
+    cache = StaticCache(config=model.config, max_cache_len=64)
+    with pytest.raises(ValueError, match="does not hand on its static cache"):
+        in_chunks(torch.compile(model, backend="eager"), IDS[:1], [20, 1], cache)
 
 
 # ---- training ----

@@ -68,6 +68,11 @@ class EncodingDoor(Doorway):
         states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
         if dense is not None and isinstance(self.cache_layer(module), StaticLayer):
             key, value, dense = written_slots(key, value, dense)
+        elif dense is not None and self.cache is None and key.shape[2] > query.shape[2] and not _seen(dense[..., -1]):
+            raise ValueError(
+                "a compiled forward does not hand on its static cache, so where its keys stand is not known beside "
+                "sliding windows or packed documents. Take a DynamicCache, or do not compile."
+            )
         layout = self.read(kwargs["position_ids"], key.shape[2], states)
         key, value = key[:, :, : layout.num_keys], value[:, :, : layout.num_keys]
         if kind == PASS:
@@ -131,6 +136,11 @@ class EncodingDoor(Doorway):
         kwargs: dict[str, Any],
     ) -> Output:
         return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
+
+
+def _seen(mask: torch.Tensor) -> bool:
+    """Return whether a mask, bool or added, lets anything through."""
+    return bool((mask if mask.dtype == torch.bool else mask == 0).any())
 
 
 def _causal(layout: Layout, begin: int, end: int, stop: int) -> torch.Tensor:
