@@ -24,7 +24,8 @@ from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_la
 from hf_posenc.patching import describe, extension_of, patch_model, unextended_config, verify_model
 from hf_posenc.pretrained import expecting_keys, load_weights
 from hf_posenc.quantised import refuse_unsaveable
-from hf_posenc.registry import ENCODING_MARK, get_method, make_scaling
+from hf_posenc.registry import get_method, make_scaling
+from hf_posenc.spelling import mark_encoding
 from hf_posenc.version import __version__
 from hf_posenc.windows import KEEP
 
@@ -195,8 +196,7 @@ def config_values(model: PreTrainedModel, manifest: dict[str, Any]) -> dict[str,
     values = unextended_config(model)
     if is_encoding(manifest):
         label = rope_label(model.config.get_text_config(decoder=True))
-        section = values["rope_parameters"] if label is None else values["rope_parameters"][label]
-        section["rope_type"] = ENCODING_MARK + manifest["method"]
+        mark_encoding(values["rope_parameters"], label, manifest["method"])
     return values
 
 
@@ -335,6 +335,7 @@ def _load_adapter(path: Path, manifest: dict[str, Any], base: PreTrainedModel | 
         base = load_weights(source, **kwargs)
     if describe(base)["method"] == "none":
         apply_manifest(base, manifest)
+        refuse_adapter(base)
     _check_loaded(base, manifest, path)
     with peft_renamed_attribute():
         return PeftModel.from_pretrained(base, str(path))

@@ -10,8 +10,8 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.config import RopeScaling, RopeSpec, check_length
 from hf_posenc.families import refuse_family, rope_label
-from hf_posenc.registry import ENCODING_MARK, METHODS, get_method, make_scaling
-from hf_posenc.spelling import NEVER_TURNS
+from hf_posenc.registry import METHODS, get_method, make_scaling
+from hf_posenc.spelling import ENCODING_MARK, NEVER_TURNS
 
 # What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
 SCALING_KEYS = frozenset(

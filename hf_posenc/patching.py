@@ -25,6 +25,7 @@ from hf_posenc.softmax_scale import (
     live_scale,
     partial_attentions,
 )
+from hf_posenc.spelling import mark_encoding
 from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary, check_scale
 from hf_posenc.windows import KEEP
 
@@ -136,6 +137,8 @@ def patch_model(
     )
     for config in text_configs(base):
         write_config(config, extension)
+        if extension.scaling.is_encoding:  # which save_pretrained alone must not lose
+            mark_encoding(config.rope_parameters, rope_label(config), extension.scaling.method)
     for name, module in modules.items():
         write_rotary(module, values[name])
     for name, module in attentions.items():

@@ -220,10 +220,6 @@ _ENCODINGS = (
     ),
 )
 
-# What config.json calls the rule of a model trained with another encoding: Transformers refuses a name it does not
-# know, and would run the model with RoPE, which it never saw, under one that it does.
-ENCODING_MARK = "hf_posenc_"
-
 METHODS: dict[str, Method] = {method.name: method for method in (*_ALL, *_ENCODINGS)}
 _BY_NAME = {name: method for method in METHODS.values() for name in (method.name, *method.aliases)}
 

@@ -14,6 +14,10 @@ from hf_posenc.config import ATTENTION_METHODS, ENCODINGS, RopeScaling, RopeSpec
 # The divisor, in a longrope list, of a pair that never turned: larger than rules.STOPPED, so that a config tells which.
 NEVER_TURNS = 1e300
 
+# What config.json calls the rule of a model trained with another encoding: Transformers refuses a name it does not
+# know, and would run the model with RoPE, which it never saw, under one that it does.
+ENCODING_MARK = "hf_posenc_"
+
 OnDisk = Callable[[RopeSpec, RopeScaling], dict[str, Any]]
 
 
@@ -114,6 +118,18 @@ def _yarn_on_disk(spec: RopeSpec, scaling: RopeScaling) -> dict[str, Any]:
         "original_max_position_embeddings": spec.original_max_position_embeddings,
         **named,
     }
+
+
+def mark_encoding(parameters: dict[str, Any], label: str | None, method: str) -> None:
+    """Make ``rope_parameters`` say, in place, that another encoding took RoPE's place.
+
+    Args:
+        parameters: Of a text config.
+        label: The layer type whose rule it is; None where all share one.
+        method: The encoding.
+    """
+    section = parameters if label is None else parameters[label]
+    section["rope_type"] = ENCODING_MARK + method
 
 
 # By the name of the method. The config of an encoding stills the model's RoPE, in the live model and nowhere else.

@@ -13,7 +13,15 @@ from doors import in_chunks, left_padded, sharp_model
 from encodings_by_hand import plain_score, sinusoid, slope, turned_score, without_positions
 from peft import LoraConfig, get_peft_model
 from tiny_models import assert_same_state, logits, make_model, state, token_ids
-from transformers import AutoModelForCausalLM, MptConfig, PreTrainedModel, StaticCache, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MptConfig,
+    PreTrainedModel,
+    StaticCache,
+    T5Config,
+)
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
@@ -284,6 +292,13 @@ def test_adapter_that_would_lose_the_table_is_refused(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
 
 
+def test_save_pretrained_alone_is_refused_too(tmp_path: Path) -> None:
+    """As a user's own Trainer saves: without the manifest, nothing could say what the weights were trained with."""
+    patch_model(make_model("Llama"), "alibi").save_pretrained(tmp_path / "saved")
+    with pytest.raises(KeyError, match="hf_posenc_alibi"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
 def test_copies_and_pickles_keep_the_encoding() -> None:
     for key in ("t5_bias", "sinusoidal", "rope"):
         model = encoded(key)
@@ -335,6 +350,16 @@ def test_xpos_says_when_its_numbers_are_too_large() -> None:
     with pytest.raises(ValueError, match=r"larger numbers than torch\.float32"):
         logits(model, token_ids(1500))
     assert in_chunks(model, token_ids(1500), [300]).isfinite().all()
+
+
+def test_layer_types_with_a_rope_each_are_refused() -> None:
+    """Gemma 3: its windows would keep their RoPE beside the bias."""
+    types = ["sliding_attention", "full_attention"]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma3TextConfig(vocab_size=128, head_dim=16, num_hidden_layers=2, layer_types=types, **sizes)
+    model = Gemma3ForCausalLM(config)
+    with pytest.raises(ValueError, match="its layer types have a rotary embedding each"):
+        patch_model(model, "alibi")
 
 
 def test_flex_attention_takes_no_bias() -> None:

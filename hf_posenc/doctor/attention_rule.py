@@ -11,7 +11,7 @@ from hf_posenc.doctor.dialects import VERSIONS
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.extension import MARK
-from hf_posenc.registry import ENCODING_MARK
+from hf_posenc.spelling import ENCODING_MARK
 
 
 def rule_in_words(manifest: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ class EncodingDoor(Doorway):
 
     def begin(self) -> None:
         """Forget where the tokens of a forward stood."""
-        self.layouts: list[tuple[torch.Tensor, torch.Tensor | None, int, Layout]] = []
+        self.layouts: list[tuple[tuple[torch.Tensor, int | None], torch.Tensor | None, int, Layout]] = []
         self.biases: dict[Any, torch.Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,11 +41,12 @@ class EncodingDoor(Doorway):
 
     def read(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Layout:
         """Return where queries and keys stand, read once for all layers that see the same slots."""
+        version = None if position_ids.is_inference() else position_ids._version  # changed in place, it is another
         for positions, seen, slots, layout in self.layouts:
-            if positions is position_ids and seen is states and slots == num_slots:
+            if positions[0] is position_ids and positions[1] == version and seen is states and slots == num_slots:
                 return layout
         layout = read_layout(position_ids, num_slots, states)
-        self.layouts = [*self.layouts[-3:], (position_ids, states, num_slots, layout)]
+        self.layouts = [*self.layouts[-3:], ((position_ids, version), states, num_slots, layout)]
         # Under torch.compile nothing else forgets them, and another layout may come to have the id of one let go.
         held = {id(each) for *_, each in self.layouts}
         self.biases = {
@@ -116,7 +117,7 @@ class EncodingDoor(Doorway):
 
     def _bias(self, layout: Layout, begin: int, end: int, stop: int, like: torch.Tensor) -> torch.Tensor:
         """Return the bias of the queries in slots ``begin`` to ``end`` on keys before ``stop``, ``like``'s dtype."""
-        named = (id(layout), begin, end, stop, like.dtype, like.device)
+        named = (id(layout), begin, end, stop, like.dtype, like.device, torch.is_grad_enabled())
         if named in self.biases:
             return self.biases[named]
         positions = layout.positions.to(like.device)

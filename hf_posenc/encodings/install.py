@@ -25,7 +25,7 @@ from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.door import EncodingDoor
 from hf_posenc.encodings.modules import AddedToEmbeddings, AddedToLogits, make_encoding
 from hf_posenc.extension import Extension
-from hf_posenc.families import rotary_modules, text_configs, unwrap
+from hf_posenc.families import rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.verification import RotaryMismatchError
 
 # Its name in the decoder, and so that of its parameters in a checkpoint.
@@ -86,6 +86,8 @@ def check_encoding(wrapped: nn.Module, extension: Extension) -> None:
     encoding = make_encoding(config, extension)  # raises on sizes that do not fit
     if reason is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
         reason = f"a bias cannot be added in {config._attn_implementation!r} (load it with attn_implementation='sdpa')"
+    if reason is None and rope_label(config) is not None:
+        reason = "its layer types have a rotary embedding each, and only that of full attention can be stilled"
     if reason is None and getattr(wrapped, "peft_config", None):
         reason = "it is wrapped by PEFT, whose adapters would not hold the encoding (patch the model, then wrap it)"
     if reason is not None:
