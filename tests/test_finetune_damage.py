@@ -317,8 +317,11 @@ def test_ctrl_c_says_how_to_go_on(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     step, at = Trainer.training_step, [2, 6]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started without it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def pressed(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if at and self.state.global_step == at[0]:
