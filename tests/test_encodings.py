@@ -26,6 +26,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_t
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
+from hf_posenc.cli import main
 from hf_posenc.encodings.door import EncodingDoor
 from hf_posenc.encodings.modules import Alibi
 
@@ -297,6 +298,14 @@ def test_save_pretrained_alone_is_refused_too(tmp_path: Path) -> None:
     patch_model(make_model("Llama"), "alibi").save_pretrained(tmp_path / "saved")
     with pytest.raises(KeyError, match="hf_posenc_alibi"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_commands_that_read_configs_say_that_there_is_no_rope(command: str, tmp_path: Path, capsys: Any) -> None:
+    save_extended(encoded("alibi"), tmp_path / "saved")
+    words = ["yarn", "--model", str(tmp_path / "saved")] if command == "explain" else [str(tmp_path / "saved")]
+    assert main([command, *words, "--context-length", "256"]) == 2
+    assert "was trained with alibi in place of RoPE: there is nothing to extend" in capsys.readouterr().err
 
 
 def test_copies_and_pickles_keep_the_encoding() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, read_manifest
+from hf_posenc.checkpoint import ADAPTER_CONFIG, is_encoding, read_manifest
 from hf_posenc.extension import describe_config, head_dim_of
 from hf_posenc.loading import check_path
 from hf_posenc.planning.shapes import (
@@ -79,6 +79,12 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     check_path(path, str(source))
     if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
         raise ValueError(f"{str(source)!r} is an adapter. Plan for its base model, with --lora.")
+    manifest = read_manifest(path)
+    if manifest is not None and is_encoding(manifest):
+        raise ValueError(
+            f"{str(source)!r} was trained with {manifest['method']} in place of RoPE: there is nothing to extend. "
+            "Give a model with RoPE."
+        )
     try:
         if is_gguf(path):
             refuse_gguf_scaling(path)
