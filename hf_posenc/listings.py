@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from hf_posenc.presets import Checkpoint, Preset, checkpoints, known_checkpoint, presets
+from hf_posenc.units import aligned
 
 
 @dataclass
@@ -155,23 +156,10 @@ def _cells(one: Checkpoint) -> tuple[str, ...]:
 _COLUMNS = ("", "trained", "declares", "rotary", "theta", "window", "scaled")
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return rows as lines: the first and the last two columns to the left, lengths to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = (0, 5, 6)
-    return [
-        "  ".join(
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
 def checkpoints_text(width: int) -> str:
     """Return what is known of published checkpoints: a table in tokens, at most 120 columns, and the sources."""
     known = list(checkpoints().values())
-    header, *lines = _table([_COLUMNS, *map(_cells, known)])
+    header, *lines = aligned([_COLUMNS, *map(_cells, known)], left=(0, 5, 6))
     shown = []
     for family, pairs in groupby(zip(known, lines, strict=True), key=lambda pair: pair[0].family):
         shown += ["", family + header[len(family) :]]

@@ -1,8 +1,9 @@
-"""Numbers as people write them: ``32k`` tokens of context, a budget of ``1M`` tokens, ``20m`` of time."""
+"""Numbers as people write them: ``32k`` tokens of context, a budget of ``1M`` tokens, ``20m`` of time; columns."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Self
 
 _NUMBER = re.compile(r"^\s*(\d+(?:[._]?\d+)*)\s*([kKmM]?)\s*$")
@@ -56,3 +57,15 @@ def duration_name(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Return rows as lines of columns, numbers to the right and the given columns to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

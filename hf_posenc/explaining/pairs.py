@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from hf_posenc.config import RopeScaling
 from hf_posenc.frequencies import yarn_ramp
@@ -103,18 +102,6 @@ def chosen_pairs(rule: PairRule) -> list[int]:
     begins = {pair for pair in range(1, last + 1) if shares[pair] != shares[pair - 1]}
     never = {pair for pair in range(last + 1) if rule.turns[pair] < 1}
     return sorted(spread | begins | set(sorted(never)[:1]))
-
-
-def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
-    """Return rows as lines of columns, numbers to the right and the given columns to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def number_name(value: float) -> str:
