@@ -7,34 +7,28 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.config import ENCODINGS
 from hf_posenc.encodings.install import MODULE, load_parameters, refuse_adapter
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
-from hf_posenc.patching import describe, extension_of, patch_model, unextended_config, verify_model
+from hf_posenc.manifest import MANIFEST, apply_manifest, is_encoding, is_on_attention_door, make_manifest, read_manifest
+from hf_posenc.patching import describe, unextended_config, verify_model
 from hf_posenc.pretrained import expecting_keys, load_weights
 from hf_posenc.quantised import refuse_unsaveable
-from hf_posenc.registry import get_method, make_scaling
 from hf_posenc.spelling import mark_encoding
-from hf_posenc.version import __version__
 from hf_posenc.windows import KEEP
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "context_extension.json"
 ADAPTER_CONFIG = "adapter_config.json"
 CONFIG = "config.json"
-FORMAT = 1
 # The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
 _CHECKPOINT_FILES = (
     MANIFEST,
@@ -74,33 +68,6 @@ def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
     if rope_type == "longrope":  # Transformers 4 looks for it here only, and else switches lists at the target
         spelled["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
     return spelled
-
-
-def make_manifest(model: nn.Module, *, tokens_trained: int, base_model: str | None) -> dict[str, Any]:
-    """Return the manifest: what was asked, of what, how long it was trained, and with which versions."""
-    base = unwrap(model)
-    extension = extension_of(base)
-    if extension is None:
-        raise ValueError("the model is not extended: call patch_model first, or save it with save_pretrained.")
-    if not extension.original_known:
-        raise ValueError(
-            "the model was loaded scaled (linear), and its config does not say what length it was trained on. Say it: "
-            "patch_model(model, 'linear', factor, original_max_position_embeddings=..., on_scaled='replace')."
-        )
-    window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
-    # What config.json keeps of the base model, so that a later change of it is found.
-    kept = {"base_config": unextended_config(base)} if extension.scaling.on_attention_door else {}
-    return {
-        "format": FORMAT,
-        **extension.describe(),
-        **window,
-        "rope_theta": extension.spec.rope_theta,
-        "base_model": base_model or getattr(base.config, "_name_or_path", "") or None,
-        "tokens_trained": tokens_trained,
-        "rope_parameters": base.config.get_text_config(decoder=True).rope_parameters,
-        **kept,
-        "versions": {"hf_posenc": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
-    }
 
 
 def save_extended(
@@ -179,16 +146,6 @@ def partial_of(path: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
-def is_on_attention_door(manifest: dict[str, Any]) -> bool:
-    """Return whether a manifest's rule is one that no config can say, so that ``config.json`` stays the base's."""
-    return make_scaling(manifest["method"], manifest["factor"], manifest["options"]).on_attention_door
-
-
-def is_encoding(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a manifest's rule takes the place of RoPE, so that plain Transformers must not run the model."""
-    return get_method(manifest["method"]).name in ENCODINGS
-
-
 def config_values(model: PreTrainedModel, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return what the text config on disk has otherwise than the live one."""
     if not is_on_attention_door(manifest):
@@ -236,38 +193,6 @@ def _move_into(partial: Path, target: Path) -> None:
     for file in sorted(partial.iterdir(), key=lambda p: (p.name == MANIFEST, p.name in (CONFIG, ADAPTER_CONFIG))):
         os.replace(file, target / file.name)
     partial.rmdir()
-
-
-def read_manifest(path: str | Path) -> dict[str, Any] | None:
-    """Return the manifest of a folder; None if it has none.
-
-    Raises:
-        ValueError: It is damaged or of a newer format.
-    """
-    file = Path(path) / MANIFEST
-    if not file.is_file():
-        return None
-    try:
-        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        newer = int(manifest["format"]) > FORMAT
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error}). Save the model again with save_extended.") from error
-    if newer:
-        raise ValueError(f"{file} was written by a newer hf_posenc (format {manifest['format']}). Upgrade hf_posenc.")
-    return manifest
-
-
-def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = "refuse") -> None:
-    """Patch a model as a manifest says."""
-    patch_model(
-        model,
-        manifest["method"],
-        context_length=manifest["context_length"],
-        original_max_position_embeddings=manifest["original_max_position_embeddings"],
-        sliding_window=manifest.get("sliding_window", KEEP),
-        on_scaled=on_scaled,
-        **manifest["options"],
-    )
 
 
 def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwargs: Any) -> Any:

@@ -169,7 +169,7 @@ def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
     Raises:
         ValueError: It is a file or the model's own folder, or, unless it may, holds files that are not ours.
     """
-    from hf_posenc.checkpoint import MANIFEST
+    from hf_posenc.manifest import MANIFEST
 
     folder = Path(output).expanduser().resolve()
     if Path(model).expanduser().resolve() == folder:

@@ -294,7 +294,7 @@ def _command(words: list[str]) -> int | None:
 
 def _tokens_trained(model: str) -> int:
     """Return how many tokens a model was fine-tuned on by us, as its folder says; 0 for any other."""
-    from hf_posenc.checkpoint import read_manifest
+    from hf_posenc.manifest import read_manifest
 
     return int((read_manifest(Path(model).expanduser()) or {}).get("tokens_trained", 0))
 

@@ -16,9 +16,10 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig
 
 from hf_posenc.arguments import ExtensionArguments
-from hf_posenc.checkpoint import ADAPTER_CONFIG, MANIFEST, load_extended, peft_renamed_attribute, read_manifest
+from hf_posenc.checkpoint import ADAPTER_CONFIG, load_extended, peft_renamed_attribute
 from hf_posenc.checks import rows_to_measure
 from hf_posenc.loading import check_path, to_device, to_dtype, tokenizer_source
+from hf_posenc.manifest import MANIFEST, read_manifest
 from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model
 from hf_posenc.pretrained import is_gguf, load_weights
 from hf_posenc.rows import refuse_extended

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, MANIFEST, load_extended
+from hf_posenc.checkpoint import ADAPTER_CONFIG, load_extended
 from hf_posenc.launching import own_device
+from hf_posenc.manifest import MANIFEST
 from hf_posenc.pretrained import is_gguf, load_tokenizer, load_weights
 
 

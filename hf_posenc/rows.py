@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint import apply_manifest
+from hf_posenc.manifest import apply_manifest
 from hf_posenc.patching import describe, extension_of, is_patched, patched, unpatch_model
 
 

@@ -27,7 +27,9 @@ from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer
 from hf_posenc import patch_model, patched, save_extended
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.evaluation import perplexity, read_records, retrieval
+from hf_posenc.files import write_whole
 from hf_posenc.loading import load_model
+from hf_posenc.report.plot import figure_files
 
 ENCODINGS = ("rope", "xpos", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "nope")
 LENGTHS = (256, 512, 1024, 2048)
@@ -144,9 +146,7 @@ class Comparison:
             return
         rope = self.load("rope")
         found = {name: ratios(rope, self.load(name)) for name in names}
-        partial = self.costs.with_suffix(".partial")
-        partial.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.costs)
+        write_whole(self.costs, json.dumps(found, indent=2) + "\n")
 
     def passkeys(self, name: str) -> str:
         """Return how many of the passkeys were right, token by token, at each length."""
@@ -166,9 +166,7 @@ class Comparison:
             curves.setdefault(one.label, {})[one.context_length] = one.perplexity
         costs = json.loads(self.costs.read_text()) if self.costs.is_file() else {}
         text = f"{self._measured(curves, costs)}\n\n{extended(curves)}\n"
-        partial = self.folder / "encodings.md.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(self.folder / "encodings.md")
+        write_whole(self.folder / "encodings.md", text)
         print(f"\n{text}", flush=True)
         plot(curves, self.folder / "encodings.png")
 
@@ -254,10 +252,8 @@ def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
         panel.minorticks_off()
         panel.legend(fontsize=8)
     figure.tight_layout()
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, dpi=150, format="png")
+    write_whole(path, figure_files(figure, (".png",))[".png"])
     plt.close(figure)
-    partial.replace(path)
 
 
 if __name__ == "__main__":

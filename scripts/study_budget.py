@@ -30,7 +30,9 @@ from pretrain_tiny import CONTEXT
 from hf_posenc import patched
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
 from hf_posenc.evaluation import Record, perplexity, read_records
+from hf_posenc.files import write_whole
 from hf_posenc.loading import load_model
+from hf_posenc.report.plot import figure_files
 from hf_posenc.training import FinetuneConfig, finetune
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -198,9 +200,7 @@ class Study:
     def show(self) -> None:
         records = self.records()
         text = "\n\n".join(table(records, target) for target in sorted({row.target for row in rows()}))
-        partial = self.folder / "study.md.partial"
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(self.folder / "study.md")
+        write_whole(self.folder / "study.md", text + "\n")
         print(f"\n{text}\n", flush=True)
         plot(records, self.folder / "study.png")
 
@@ -262,10 +262,8 @@ def plot(records: list[Record], path: Path) -> None:
         panel.set_ylabel(f"perplexity at {target}, held-out novel")
         panel.legend(fontsize=7)
     figure.tight_layout()
-    partial = path.with_name(path.name + ".partial")
-    figure.savefig(partial, dpi=150, format="png")
+    write_whole(path, figure_files(figure, (".png",))[".png"])
     plt.close(figure)
-    partial.replace(path)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_posenc.arguments import parse_options
-from hf_posenc.checkpoint import read_manifest, save_extended
+from hf_posenc.checkpoint import save_extended
 from hf_posenc.cli import COMMANDS, main
 from hf_posenc.eval_arguments import PROTOCOLS
 from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.evaluation.plans import PROTOCOLS as KNOWN_PROTOCOLS
 from hf_posenc.families import capabilities, door_capabilities
 from hf_posenc.loading import load_model
+from hf_posenc.manifest import read_manifest
 from hf_posenc.patching import describe, patch_model, patched
 from hf_posenc.presets import presets
 

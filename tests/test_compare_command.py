@@ -12,12 +12,12 @@ import pytest
 from conftest import make_tiny_llama
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.checkpoint import read_manifest
 from hf_posenc.cli import main
 from hf_posenc.comparing.arguments import CompareArguments
 from hf_posenc.comparing.command import _next
 from hf_posenc.comparing.recommending import Recommendation
 from hf_posenc.evaluation import read_records, read_retrieval_records
+from hf_posenc.manifest import read_manifest
 from hf_posenc.units import ContextLength
 
 ROOT = Path(__file__).parents[1]

@@ -15,8 +15,9 @@ from tiny_runs import SEQ, Build, config, logits_of
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hf_posenc.checkpoint import load_extended, read_manifest, save_extended
+from hf_posenc.checkpoint import load_extended, save_extended
 from hf_posenc.evaluation import read_records
+from hf_posenc.manifest import read_manifest
 from hf_posenc.patching import patch_model, verify_model
 from hf_posenc.training import finetune
 from hf_posenc.training.lora import attention_linears, norm_names

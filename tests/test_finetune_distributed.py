@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from tiny_runs import SEQ
 from transformers import AutoModelForCausalLM
 
-from hf_posenc.checkpoint import load_extended, read_manifest
+from hf_posenc.checkpoint import load_extended
+from hf_posenc.manifest import read_manifest
 
 ALONE = {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
 SHARED = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}

@@ -11,8 +11,9 @@ import torch
 from tiny_runs import SEQ, Build, Killed, config, kill_at, logits_of
 from transformers import AutoModelForCausalLM
 
-from hf_posenc.checkpoint import load_extended, read_manifest
+from hf_posenc.checkpoint import load_extended
 from hf_posenc.evaluation import read_records
+from hf_posenc.manifest import read_manifest
 from hf_posenc.patching import describe, patch_model
 from hf_posenc.training import finetune, trainer
 from hf_posenc.training.checkpoints import last_checkpoint

@@ -20,8 +20,8 @@ from lm_eval_packages import ROOT, find_lm_eval
 
 import hf_posenc
 from hf_posenc import load_extended, patch_model, perplexity, save_extended
-from hf_posenc.checkpoint import read_manifest
 from hf_posenc.cli import main
+from hf_posenc.manifest import read_manifest
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 

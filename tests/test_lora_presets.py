@@ -16,8 +16,8 @@ from tiny_runs import SEQ, Build, config
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_posenc import load_extended, verify_model
-from hf_posenc.checkpoint import read_manifest
 from hf_posenc.loading import load_model
+from hf_posenc.manifest import read_manifest
 from hf_posenc.quantised import keep_layout
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.training.lora import add_lora

@@ -13,7 +13,7 @@ from tiny_models import logits, make_model, token_ids
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import load_extended, patch_model, save_extended, unpatch_model, verify_model
-from hf_posenc.checkpoint import MANIFEST
+from hf_posenc.manifest import MANIFEST
 from hf_posenc.patching import describe
 from hf_posenc.verification import RotaryMismatchError
 

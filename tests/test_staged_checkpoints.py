@@ -12,7 +12,7 @@ from tiny_models import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import describe, load_extended, patch_model, save_extended
-from hf_posenc.checkpoint import MANIFEST
+from hf_posenc.manifest import MANIFEST
 
 
 def staged(family: str = "Llama") -> PreTrainedModel:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_posenc.checkpoint import CONFIG, MANIFEST, is_encoding
+from hf_posenc.checkpoint import CONFIG
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.extension import MARK
+from hf_posenc.manifest import MANIFEST, is_encoding
 from hf_posenc.spelling import ENCODING_MARK
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, is_encoding, is_on_attention_door, read_manifest
+from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG
 from hf_posenc.doctor.attention_rule import base_config, check_base, check_mark, check_tokenizer_limit, manifest_lines
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import read_dialect
@@ -26,6 +25,8 @@ from hf_posenc.doctor.mending import mended
 from hf_posenc.doctor.reach import look_at_reach
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import unwrap
+from hf_posenc.files import write_whole
+from hf_posenc.manifest import is_encoding, is_on_attention_door, read_manifest
 from hf_posenc.pretrained import is_gguf
 
 _TOKENIZER = "tokenizer_config.json"
@@ -285,9 +286,7 @@ def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
     for file in contents:
         _make_room(file, (file.resolve().parent == own and file.name in (CONFIG, _TOKENIZER)) or file == diagnosis.file)
     for file, content in contents.items():
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, file)
+        write_whole(file, json.dumps(content, indent=2) + "\n")
     return list(contents)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation.records import append_line, whole_lines
+from hf_posenc.files import write_whole
 from hf_posenc.processes import Processes
 
 
@@ -57,9 +57,7 @@ class ProgressFile:
         if not left:
             self.path.unlink()
             return
-        temporary = self.path.with_name(self.path.name + ".tmp")
-        temporary.write_text("".join(left), encoding="utf-8")
-        os.replace(temporary, self.path)
+        write_whole(self.path, "".join(left))
 
     def _entries(self) -> list[dict[str, Any]]:
         return [] if self.path is None else [json.loads(line) for line in whole_lines(self.path)]

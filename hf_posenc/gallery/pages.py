@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from hf_posenc.files import write_whole
 from hf_posenc.gallery.canvas import Picture
-from hf_posenc.report.files import write_whole
 from hf_posenc.report.page import html_page
 from hf_posenc.report.pieces import Panel, inline, quiet
 
@@ -44,7 +44,7 @@ def write_page(output_dir: str | Path, name: str, title: str, panels: Sequence[P
     """
     folder = check_output_folder(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    page = write_whole(folder / name, html_page(title, panels, images=True).encode())
+    page = write_whole(folder / name, html_page(title, panels, images=True))
     drawn = [panel for panel in panels if panel.drawing is not None]
     return [
         page,

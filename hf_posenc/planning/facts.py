@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, is_encoding, read_manifest
+from hf_posenc.checkpoint import ADAPTER_CONFIG
 from hf_posenc.extension import describe_config, head_dim_of
 from hf_posenc.loading import check_path
+from hf_posenc.manifest import is_encoding, read_manifest
 from hf_posenc.planning.shapes import (
     checkpoint_dtype,
     fill_with_fake,

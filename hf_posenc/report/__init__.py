@@ -8,9 +8,9 @@ from pathlib import Path
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.files import write_whole
 from hf_posenc.report.commands import command_panel
 from hf_posenc.report.costs import cost_panel
-from hf_posenc.report.files import write_whole
 from hf_posenc.report.frequency_panel import frequency_panels
 from hf_posenc.report.heat_map import grid_panel
 from hf_posenc.report.page import html_page, markdown_page
@@ -70,8 +70,8 @@ def report(
         for suffix, content in panel.drawing.files.items()
     )
     return ReportPaths(
-        html=write_whole(folder / "report.html", html_page(title, panels).encode()),
-        markdown=write_whole(folder / "report.md", markdown_page(title, panels).encode()),
+        html=write_whole(folder / "report.html", html_page(title, panels)),
+        markdown=write_whole(folder / "report.md", markdown_page(title, panels)),
         plots=plots,
     )
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_posenc.checkpoint import is_on_attention_door
 from hf_posenc.evaluation.records import Record
+from hf_posenc.manifest import is_on_attention_door
 from hf_posenc.windows import KEEP
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.files import write_whole
 from hf_posenc.training.checkpoints import by_step, clear_partial, last_checkpoint
 from hf_posenc.training.train_log import LOSS_LOG, read_log
 
@@ -57,9 +57,7 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | 
         raise ValueError(f"{folder} holds checkpoints of another program. Choose an empty output_dir.")
     if not file.is_file() or (not found and not read_log(folder / LOSS_LOG)):
         folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_name(file.name + ".partial")
-        partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, file)
+        write_whole(file, json.dumps(settings, indent=2) + "\n")
         clear_partial(folder)
         return None
     if not resume:

@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint import read_manifest
 from hf_posenc.evaluation import Record
+from hf_posenc.manifest import read_manifest
 from hf_posenc.patching import describe, is_patched, unpatch_model
 from hf_posenc.pretrained import load_weights
 from hf_posenc.training.card import TrainedStage

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import os
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from hf_posenc.files import write_whole
 from hf_posenc.units import ContextLength, TokenCount
 
 RUN_FILE = "run.toml"
@@ -62,9 +62,7 @@ def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
 
 def write_run(path: Path, settings: Mapping[str, Any]) -> None:
     """Write a run's settings, whole or not at all; None, which TOML cannot say, is left out."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(_HEADER + to_toml(settings), encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, _HEADER + to_toml(settings))
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:

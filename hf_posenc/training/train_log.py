@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_posenc.files import write_whole
 from hf_posenc.training.writing import how_to_go_on
 
 LOSS_LOG = "train_log.jsonl"
@@ -44,9 +44,7 @@ class LossLog(TrainerCallback):
         if state.is_world_process_zero:
             kept = [line for line in read_log(self.path) if line["step"] <= state.global_step]
             self.seconds_before = kept[-1]["seconds"] if kept else 0.0
-            partial = self.path.with_name(self.path.name + ".partial")
-            partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-            os.replace(partial, self.path)
+            write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def on_log(
         self,

@@ -14,9 +14,10 @@ import torch
 from transformers import PreTrainedModel, ProgressCallback, TrainerCallback, TrainingArguments
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
-from hf_posenc.checkpoint import MANIFEST, config_values, make_manifest
+from hf_posenc.checkpoint import config_values
 from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.families import unwrap
+from hf_posenc.manifest import MANIFEST, make_manifest
 from hf_posenc.training.checkpoints import KEPT
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
