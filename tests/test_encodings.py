@@ -201,13 +201,14 @@ def test_learned_table_ends() -> None:
     assert logits(longer, token_ids(80)).isfinite().all()
 
 
-def test_biases_go_with_their_layouts() -> None:
-    """Compiled forwards clear nothing, and another layout may come to have the id of one that is gone."""
+def test_biases_go_with_their_forward() -> None:
+    """Compiled forwards clear nothing by themselves."""
     door = EncodingDoor(Alibi(4), "sdpa")
     for _ in range(9):
-        layout = door.read(torch.arange(5)[None], 5, None)
-        door._bias(layout, 0, 5, 5, torch.zeros(1))
-        assert len(door.biases) <= len(door.layouts) <= 4
+        forward = door.read(torch.arange(5)[None], 5, None)
+        door._bias(forward, 0, 5, 5, torch.zeros(1))
+        assert len(forward.biases) == 1
+        assert len(door.forwards) <= 4
 
 
 def test_compiled_static_cache_beside_windows_is_refused() -> None:

@@ -17,7 +17,7 @@ from transformers.cache_utils import StaticLayer
 from hf_posenc.attention.distances import DISTANCE_RULES, DistanceRule, query_factors
 from hf_posenc.attention.doorway import PASS, Doorway
 from hf_posenc.attention.inner import inner_attention
-from hf_posenc.attention.layout import Forward, read_forward, written_slots
+from hf_posenc.attention.layout import StagedForward, written_slots
 from hf_posenc.attention.masks import UNWRITTEN, piece_mask
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.regional import attend_by_distance
@@ -30,7 +30,7 @@ from hf_posenc.attention.staged import Stages
 _KEPT_COSINES = 2**25
 
 
-class Door(Doorway):
+class Door(Doorway[StagedForward]):
     """A rule by which queries and keys are turned on, and what a forward's layers share."""
 
     def __init__(self, stages: Stages, inner: str, plain: torch.Tensor, rotation: Rotation = ROTATIONS[0]) -> None:
@@ -51,10 +51,9 @@ class Door(Doorway):
         self.warned = False
         # Each layer's kind, queries and keys as they come, while patch_model looks at them.
         self.seen: list[tuple[str, torch.Tensor, torch.Tensor]] | None = None
-        self.forwards: list[Forward] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "forwards": [], "distances": None}
+        return {**super().__getstate__(), "distances": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -64,18 +63,13 @@ class Door(Doorway):
 
     def begin(self) -> None:
         """Forget what the layers of a forward shared, and keys turned for another cache."""
-        self.forwards = []
+        super().begin()
         if self.cache is not None:
             self.rotated.check(self.cache)
 
-    def read(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Forward:
-        """Return what this forward's layers share, the same object for all that see the same slots."""
-        for there in self.forwards:
-            if there.is_of(position_ids, num_slots, states):
-                return there
-        found = read_forward(position_ids, num_slots, states, self.stages)
+    def look_at(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> StagedForward:
+        found = StagedForward(position_ids, num_slots, states, self.stages)
         self._warn_past_target(int(found.layout.places.max()) + 1)
-        self.forwards = [*self.forwards[-3:], found]
         return found
 
     def _warn_past_target(self, length: int) -> None:
@@ -97,7 +91,13 @@ class Door(Doorway):
         return query_factors(self.stages.spec, self.stages.scaling, places)
 
     def tables(
-        self, forward: Forward, stages: tuple[int, ...], start: int, stop: int, device: torch.device, of_queries: bool
+        self,
+        forward: StagedForward,
+        stages: tuple[int, ...],
+        start: int,
+        stop: int,
+        device: torch.device,
+        of_queries: bool,
     ) -> Tables:
         """Return what turns a range of slots on, each row to its stage.
 

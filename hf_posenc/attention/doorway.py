@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from hf_posenc.attention.layout import text_positions
+from hf_posenc.attention.layout import Forward, text_positions
 from hf_posenc.attention.masks import PREFIX, slot_states
 
 # What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
@@ -17,9 +17,12 @@ from hf_posenc.attention.masks import PREFIX, slot_states
 FULL, PASS = "full", "pass"
 INNER = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 _DOOR = "_hf_posenc_door"
+# Layers with windows see other slots than the rest; under torch.compile nothing else lets go of earlier forwards.
+_KEPT_FORWARDS = 4
+Seen = TypeVar("Seen", bound=Forward)
 
 
-class Doorway(abc.ABC):
+class Doorway(abc.ABC, Generic[Seen]):
     """The state of a model whose attention is behind a door, of one forward at a time."""
 
     def __init__(self, inner: str) -> None:
@@ -31,9 +34,10 @@ class Doorway(abc.ABC):
         self.inner = inner
         self.cache: Cache | None = None
         self.positions: torch.Tensor | None = None
+        self.forwards: list[Seen] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "cache": None, "positions": None}
+        return {**self.__dict__, "cache": None, "positions": None, "forwards": []}
 
     def enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Take note of the cache; a forward pre-hook of the decoder."""
@@ -54,9 +58,22 @@ class Doorway(abc.ABC):
             self.cache = self.positions = None
             self.begin()
 
-    @abc.abstractmethod
     def begin(self) -> None:
         """Forget what the layers of a forward shared."""
+        self.forwards = []
+
+    def read(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Seen:
+        """Return what this forward's layers share, the same object for all that see the same slots."""
+        for there in self.forwards:
+            if there.is_of(position_ids, num_slots, states):
+                return there
+        found = self.look_at(position_ids, num_slots, states)
+        self.forwards = [*self.forwards[1 - _KEPT_FORWARDS :], found]
+        return found
+
+    @abc.abstractmethod
+    def look_at(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Seen:
+        """Read what this forward's layers share; arguments and errors as ``read_layout``'s."""
 
     def note_positions(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Take note of the positions, which some families do not hand on to their layers; of the rotary module."""
@@ -112,7 +129,7 @@ def register() -> None:
         AttentionMaskInterface.register(PREFIX + inner, slot_states)
 
 
-def put_door(module: nn.Module, door: Doorway, kind: str) -> None:
+def put_door(module: nn.Module, door: Doorway[Any], kind: str) -> None:
     """Give an attention layer its door."""
     module.__dict__[_DOOR] = (door, kind)
 
@@ -122,7 +139,7 @@ def take_door(module: nn.Module) -> None:
     module.__dict__.pop(_DOOR, None)
 
 
-def door_of(module: nn.Module) -> Doorway | None:
+def door_of(module: nn.Module) -> Doorway[Any] | None:
     """Return the door of an attention layer, if it has one."""
     found = module.__dict__.get(_DOOR)
     return found[0] if found else None

@@ -146,28 +146,48 @@ class Forward:
 
     Attributes:
         position_ids: As the layers get them.
-        states: What the key slots hold, as the layers get it.
         num_slots: Key slots, written or not.
-        layout: Both, read.
-        runs: (first slot, slot past the last, stage) of each stretch of real queries in one stage, of each row.
+        states: What the key slots hold, as the layers get it.
+        layout: All of them, read.
         version: By which a change of ``position_ids`` in place is seen.
-        tables: cos and sin made so far.
-        masks: Masks made so far.
     """
 
     position_ids: torch.Tensor
-    states: torch.Tensor | None
     num_slots: int
-    layout: Layout
-    runs: list[list[tuple[int, int, int]]]
-    version: int | None
-    tables: dict[Any, Tables] = field(default_factory=dict)
-    masks: dict[Any, Any] = field(default_factory=dict)
+    states: torch.Tensor | None
+    layout: Layout = field(init=False)
+    version: int | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.layout = read_layout(self.position_ids, self.num_slots, self.states)
+        self.version = _version(self.position_ids)
 
     def is_of(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> bool:
         """Return whether a layer with these belongs to it."""
         same = self.position_ids is position_ids and self.num_slots == num_slots and self.states is states
         return same and self.version == _version(position_ids)
+
+
+@dataclass
+class StagedForward(Forward):
+    """What the layers of one forward share where queries and keys are turned on.
+
+    Attributes:
+        rule: In which stage a query is.
+        runs: (first slot, slot past the last, stage) of each stretch of real queries in one stage, of each row.
+        tables: cos and sin made so far.
+        masks: Masks made so far.
+    """
+
+    rule: Stages
+    runs: list[list[tuple[int, int, int]]] = field(init=False)
+    tables: dict[Any, Tables] = field(default_factory=dict)
+    masks: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stages = self.rule.of(self.layout.places)
+        self.runs = [_runs(self.layout, stages, row) for row in range(len(stages))]
 
     @cached_property
     def row_stages(self) -> tuple[int, ...] | None:
@@ -185,14 +205,6 @@ def _runs(layout: Layout, stages: torch.Tensor, row: int) -> list[tuple[int, int
         runs.append((begin, begin + count, stage))
         begin += count
     return runs
-
-
-def read_forward(position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None, rule: Stages) -> Forward:
-    """Read what the layers of one forward share; arguments and errors as ``read_layout``'s."""
-    layout = read_layout(position_ids, num_slots, states)
-    stages = rule.of(layout.places)
-    runs = [_runs(layout, stages, row) for row in range(len(stages))]
-    return Forward(position_ids, states, num_slots, layout, runs, _version(position_ids))
 
 
 def _version(tensor: torch.Tensor) -> int | None:

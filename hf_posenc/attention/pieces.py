@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from hf_posenc.attention.flash_parts import attend_in_two_parts, can_attend_in_parts
 from hf_posenc.attention.inner import inner_attention
-from hf_posenc.attention.layout import Forward
+from hf_posenc.attention.layout import StagedForward
 from hf_posenc.attention.masks import piece_mask
 from hf_posenc.attention.rotation import Tables
 
@@ -31,7 +31,7 @@ class Pieces:
     def __init__(
         self,
         door: Door,
-        forward: Forward,
+        forward: StagedForward,
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.doorway import PASS, Doorway
 from hf_posenc.attention.inner import inner_attention
-from hf_posenc.attention.layout import Layout, read_layout, written_slots
+from hf_posenc.attention.layout import Forward, Layout, written_slots
 from hf_posenc.attention.masks import piece_mask
 from hf_posenc.encodings.modules import AddedToLogits, TurnsPairs
 
@@ -21,7 +22,14 @@ _KEPT_BIASES = 2**25
 Output = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class EncodingDoor(Doorway):
+@dataclass
+class BiasedForward(Forward):
+    """What the layers of one forward share; ``biases`` are those made so far."""
+
+    biases: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+
+class EncodingDoor(Doorway[BiasedForward]):
     """An encoding that every layer's attention asks, and where the tokens of a forward stand."""
 
     def __init__(self, encoding: AddedToLogits | TurnsPairs, inner: str) -> None:
@@ -29,30 +37,9 @@ class EncodingDoor(Doorway):
         super().__init__(inner)
         self.encoding = encoding
         self.calls = 0  # of layers that asked, by which patch_model sees that all do
-        self.begin()
 
-    def begin(self) -> None:
-        """Forget where the tokens of a forward stood."""
-        self.layouts: list[tuple[tuple[torch.Tensor, int | None], torch.Tensor | None, int, Layout]] = []
-        self.biases: dict[Any, torch.Tensor] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "layouts": [], "biases": {}}
-
-    def read(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Layout:
-        """Return where queries and keys stand, read once for all layers that see the same slots."""
-        version = None if position_ids.is_inference() else position_ids._version  # changed in place, it is another
-        for positions, seen, slots, layout in self.layouts:
-            if positions[0] is position_ids and positions[1] == version and seen is states and slots == num_slots:
-                return layout
-        layout = read_layout(position_ids, num_slots, states)
-        self.layouts = [*self.layouts[-3:], ((position_ids, version), states, num_slots, layout)]
-        # Under torch.compile nothing else forgets them, and another layout may come to have the id of one let go.
-        held = {id(each) for *_, each in self.layouts}
-        self.biases = {
-            named: bias for named, bias in self.biases.items() if named[0] in held and named[0] != id(layout)
-        }
-        return layout
+    def look_at(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> BiasedForward:
+        return BiasedForward(position_ids, num_slots, states)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads positions: one graph break a layer
     def attend(
@@ -74,7 +61,8 @@ class EncodingDoor(Doorway):
                 "a compiled forward does not hand on its static cache, so where its keys stand is not known beside "
                 "sliding windows or packed documents. Take a DynamicCache, or do not compile."
             )
-        layout = self.read(kwargs["position_ids"], key.shape[2], states)
+        forward = self.read(kwargs["position_ids"], key.shape[2], states)
+        layout = forward.layout
         key, value = key[:, :, : layout.num_keys], value[:, :, : layout.num_keys]
         if kind == PASS:
             return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)
@@ -83,7 +71,7 @@ class EncodingDoor(Doorway):
             queries = layout.positions[:, layout.first_query :]
             query, key = self.encoding(query, key, queries.to(query.device), layout.positions.to(query.device))
             return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)
-        return self._biased(module, query, key, value, layout, dense, kwargs)
+        return self._biased(module, query, key, value, forward, dense, kwargs)
 
     def _mask(self, query: torch.Tensor, layout: Layout, dense: torch.Tensor | None) -> Any:
         """Return the inner implementation's mask of all queries."""
@@ -98,33 +86,35 @@ class EncodingDoor(Doorway):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layout: Layout,
+        forward: BiasedForward,
         dense: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> Output:
         done: list[Output] = []
+        layout = forward.layout
         first, total = layout.first_query, query.shape[2]
         step = total if self.inner == "eager" else QUERY_CHUNK  # eager hands out the weights of all keys
         for begin in range(0, total, step):
             end = min(begin + step, total)
             stop = layout.num_keys if step == total else first + end
             part = query[:, :, begin:end]
-            bias = self._bias(layout, first + begin, first + end, stop, query)
+            bias = self._bias(forward, first + begin, first + end, stop, query)
             seen = None if dense is None else dense[:, :, begin:end, :stop]
             logits = _masked(bias, seen if seen is not None else _causal(layout, first + begin, first + end, stop))
             done.append(self._call(module, part, key[:, :, :stop], value[:, :, :stop], logits, kwargs))
         return (torch.cat([output for output, _ in done], dim=1), done[0][1] if len(done) == 1 else None)
 
-    def _bias(self, layout: Layout, begin: int, end: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+    def _bias(self, forward: BiasedForward, begin: int, end: int, stop: int, like: torch.Tensor) -> torch.Tensor:
         """Return the bias of the queries in slots ``begin`` to ``end`` on keys before ``stop``, ``like``'s dtype."""
-        named = (id(layout), begin, end, stop, like.dtype, like.device, torch.is_grad_enabled())
-        if named in self.biases:
-            return self.biases[named]
-        positions = layout.positions.to(like.device)
+        named = (begin, end, stop, like.dtype, like.device, torch.is_grad_enabled())
+        if named in forward.biases:
+            return forward.biases[named]
+        positions = forward.layout.positions.to(like.device)
         bias: torch.Tensor = self.encoding(positions[:, begin:end], positions[:, :stop]).to(like.device, like.dtype)
         # One with a gradient belongs to the layer that asked: under checkpointing each is run again by itself.
-        if not bias.requires_grad and sum(b.numel() for b in (*self.biases.values(), bias)) <= _KEPT_BIASES:
-            self.biases[named] = bias
+        kept = sum(there.numel() for each in self.forwards for there in each.biases.values())
+        if not bias.requires_grad and kept + bias.numel() <= _KEPT_BIASES:
+            forward.biases[named] = bias
         return bias
 
     def _call(
