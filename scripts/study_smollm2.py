@@ -1,0 +1,113 @@
+"""The real model: SmolLM2-135M, which reads 8k tokens, trained on 300k tokens to read 32k, and measured.
+
+    scripts/fetch_smollm2
+    python scripts/study_smollm2.py --output-dir outputs/smollm2-study    # about three hours on two cores
+
+Runs and shows the ``hf-posenc`` commands that do it. PoSE: blocks of 1024 tokens, whose positions skip up to 32k, of
+five novels and of Python's own modules; a sixth novel, Python's reference and another module are held out. Killed, it
+goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+from hf_posenc.evaluation import read_records
+from hf_posenc.files import write_whole
+from hf_posenc.manifest import MANIFEST
+from hf_posenc.units import length_name
+
+LENGTHS = (512, 2048, 8192, 16384, 32768)
+ORIGINAL = 8192
+HELD_OUT_MODULE = "_pydecimal.py"
+LONG_MODULE = 30_000  # bytes
+METHOD = ("--method", "dynamic_yarn", "--factor", "4")
+TRAINING = (
+    *METHOD,
+    *("--position-schedule", "pose", "--seq-len", "1024", "--gradient-accumulation-steps", "4"),
+    *("--token-budget", "300k", "--learning-rate", "5e-5", "--lr-schedule", "linear", "--warmup-steps", "8"),
+    *("--eval-documents", "0", "--save-steps", "10", "--bf16", "true"),
+)
+PASSKEY = ("--tasks", "passkey", "--depths", "0", "50", "100", "--dtype", "bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, default=Path("outputs/smollm2-study"))
+    parser.add_argument("--model", type=Path, default=Path(".cache/smollm2-135m-instruct"))
+    args = parser.parse_args()
+    base, trained, texts = str(args.model), args.output_dir / "model", args.output_dir / "texts"
+    write_texts(texts)
+    if not (trained / MANIFEST).is_file():
+        words = ["finetune", base, "--output-dir", str(trained), "--documents", str(texts / "train.jsonl")]
+        run([*words, *TRAINING, "--resume"])
+    for text in ("novel", "reference", "module"):
+        measured = ["--documents", str(texts / f"{text}.txt"), "--dtype", "bfloat16", "--model-name", "SmolLM2"]
+        measured += ["--output", str(args.output_dir / f"{text}.jsonl"), "--context-lengths", *map(str, LENGTHS)]
+        run(["eval", base, *measured, *METHOD, "--label", "zero-shot"])
+        run(["eval", str(trained), *measured, "--label", "trained"])
+    keys = [
+        *PASSKEY,
+        "--model-name",
+        "SmolLM2",
+        "--output",
+        str(args.output_dir / "passkey.jsonl"),
+        "--context-lengths",
+    ]
+    run(["eval", base, *keys, str(ORIGINAL), "--label", "unpatched"])
+    run(["eval", base, *keys, *map(str, LENGTHS[3:]), *METHOD, "--label", "zero-shot"])
+    run(["eval", str(trained), *keys, *map(str, LENGTHS[2:]), "--label", "trained"])
+    show(args.output_dir)
+
+
+def write_texts(folder: Path) -> None:
+    """Write what is trained on and what is held out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    library = Path(os.__file__).parent
+    texts = [load_novel(name) for name in TRAIN_NOVELS]
+    for module in sorted(library.glob("*.py")):
+        if module.stat().st_size > LONG_MODULE and "decimal" not in module.name:
+            texts.append(module.read_text("utf-8"))
+    write_whole(folder / "train.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_whole(folder / "novel.txt", load_novel(HELD_OUT_NOVEL))
+    write_whole(folder / "reference.txt", "\n\n".join(topics.values()))
+    write_whole(folder / "module.txt", (library / HELD_OUT_MODULE).read_text("utf-8"))
+
+
+def run(words: Sequence[str]) -> None:
+    print(f"\nhf-posenc {shlex.join(words)}", flush=True)
+    subprocess.run([sys.executable, "-m", "hf_posenc.cli", *words], check=True)
+
+
+def show(folder: Path) -> None:
+    """Write and print the tables: perplexity by text and length, and the passkeys that were right."""
+    names = [length_name(length) for length in LENGTHS]
+    lines = [f"| perplexity | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    for text in ("novel", "reference", "module"):
+        for label in ("zero-shot", "trained"):
+            found = {r.context_length: r.perplexity for r in read_records(folder / f"{text}.jsonl") if r.label == label}
+            lines.append(f"| {text}, {label} | {' | '.join(f'{found[length]:.2f}' for length in LENGTHS)} |")
+    lines += ["", "| passkey, all digits | 8k | 16k | 32k |", "|---|---:|---:|---:|"]
+    rows = [json.loads(line) for line in (folder / "passkey.jsonl").read_text().splitlines()]
+    for label in ("unpatched", "zero-shot", "trained"):
+        cells = []
+        for length in LENGTHS[2:]:
+            there = [row for row in rows if row["label"] == label and row["context_length"] == length]
+            right = sum(row["n_right"] == row["n_tokens"] for row in there)
+            cells.append(f"{right}/{len(there)}" if there else "")
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    write_whole(folder / "study.md", "\n".join(lines) + "\n")
+    print("\n".join(["", *lines, "", f"See {folder / 'study.md'}."]))
+
+
+if __name__ == "__main__":
+    main()
