@@ -9,18 +9,24 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_posenc.config import ENCODINGS
 from hf_posenc.manifest import apply_manifest
 from hf_posenc.patching import describe, extension_of, is_patched, patched, unpatch_model
 
 
 def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
-    """Raise if loading a folder brought a rule, as its manifest says, and another is not to replace it.
+    """Raise if loading a folder brought a rule, as its manifest says, that another cannot or is not to replace.
 
     Raises:
         ValueError: With what to do.
     """
+    there = describe(model)
+    if there["method"] in ENCODINGS:
+        raise ValueError(
+            f"{name!r} was trained with {there['method']} in the place of RoPE, so no rule for RoPE suits its weights. "
+            "Take it as it is: eval and lm-eval without --method."
+        )
     if is_patched(model) and on_scaled != "replace":
-        there = describe(model)
         raise ValueError(
             f"{name!r} is extended already ({there['method']}, factor {there['factor']:g}), and factors do not "
             "multiply. Give the base model, or pass --on-scaled replace (eval without --method takes it as it is)."

@@ -12,7 +12,7 @@ from doors import IDS, ORIGINAL, sharp_model
 from tiny_models import STATIC_METHODS
 from torch.nn.functional import cross_entropy
 
-from hf_posenc import describe, load_extended, patch_model
+from hf_posenc import describe, load_extended, patch_model, save_extended
 from hf_posenc.cli import main
 from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.loading import load_model
@@ -127,6 +127,20 @@ def test_patch_eval_and_what_replaces_a_loaded_rule(
         assert "--on-scaled replace" in error
     assert main(["patch", str(folder), str(tmp_path / "out"), "--method", "yarn", "--on-scaled", "replace"]) == 0
     assert describe(load_extended(tmp_path / "out"))["method"] == "yarn"
+
+
+def test_a_rule_for_rope_is_not_put_on_weights_of_another_encoding(
+    tiny_checkpoint: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = load_model(tiny_checkpoint)
+    folder = str(save_extended(patch_model(model, "alibi"), tmp_path / "alibi", tokenizer))
+    measured = ["--documents", str(text), "--context-lengths", "64"]
+    yarn = ["--method", "yarn", "--factor", "2", "--on-scaled", "replace"]
+    for words in (["eval", folder, *measured, *yarn], ["patch", folder, str(tmp_path / "out"), *yarn]):
+        capsys.readouterr()
+        assert main(words) == 2
+        assert "was trained with alibi in the place of RoPE, so no rule for RoPE suits" in capsys.readouterr().err
+    assert main(["eval", folder, *measured]) == 0
 
 
 def test_an_option_that_only_some_methods_take_is_refused(
