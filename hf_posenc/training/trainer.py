@@ -92,8 +92,10 @@ def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDa
         args.warmup_steps,
     )
     schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
-    wants_distances = config.method != "nope"  # which has no positions, and is trained on short texts first
-    log_summary(schedule.summary(), packed.positions.original_length, wants_distances=wants_distances)
+    positions = packed.positions
+    # nope has no positions, and is trained on short texts first; an encoding may be trained for the length it has.
+    wants_distances = config.method != "nope" and positions.target_length > positions.original_length
+    log_summary(schedule.summary(), positions.original_length, wants_distances=wants_distances)
 
 
 def _blocks_per_step(args: TrainingArguments) -> int:

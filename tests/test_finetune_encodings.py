@@ -1,0 +1,70 @@
+"""Fine-tuning with another encoding in the place of RoPE: resumed to the same losses, its parameters trained and saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import Killed, config, kill_at, load, logits_of
+
+from hf_posenc.checkpoint import load_extended
+from hf_posenc.config import ENCODINGS
+from hf_posenc.patching import describe, patch_model, verify_model
+from hf_posenc.training import finetune
+from hf_posenc.training.train_log import read_log
+
+LENGTH, STEPS, SEED = 64, 4, 3  # what the tiny model was made for
+
+
+def encoded(folder: Path, method: str | None, **changes: Any) -> Any:
+    settings = {"method": method, "factor": 1.0, "seq_len": LENGTH, "token_budget": STEPS * LENGTH, "seed": SEED}
+    shared = {"micro_batch_size": 1, "save_steps": 2, "eval_documents": 0, "gradient_checkpointing": True}
+    return config(folder, **{**settings, **shared, **changes})
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder / "train_log.jsonl")]
+
+
+@pytest.mark.parametrize("method", sorted(ENCODINGS))
+def test_a_run_resumes_to_the_same_losses_and_saves_the_encoding(
+    method: str,
+    base_folder: Path,
+    tmp_path: Path,
+    tokenizer: Any,
+    documents: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    straight = finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "straight", method))
+    assert "hardly sees" not in caplog.text  # what is not extended has no long distances to learn
+    with monkeypatch.context() as patch:
+        kill_at(patch, 3)
+        with pytest.raises(Killed):
+            finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method))
+    finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method, resume=True))
+    assert len(losses(tmp_path / "straight")) == STEPS
+    assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "straight"), rel=1e-6)
+    expected = logits_of(straight.model, LENGTH)
+    for folder in (tmp_path / "killed", tmp_path / f"straight/checkpoint-{STEPS}"):
+        loaded = load_extended(folder)
+        verify_model(loaded)
+        assert describe(loaded)["method"] == method
+        torch.testing.assert_close(logits_of(loaded, LENGTH), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["learned", "relative_bias", "t5_bias"])
+def test_what_an_encoding_adds_is_trained(
+    method: str, base_folder: Path, tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]
+) -> None:
+    model = load(base_folder)
+    known = set(model.state_dict())
+    torch.manual_seed(0)
+    patch_model(model, method)
+    before = {name: value.clone() for name, value in model.state_dict().items() if name not in known}
+    trained = finetune(model, tokenizer, documents, encoded(tmp_path / "run", None, factor=None)).model
+    assert before
+    for name, value in before.items():
+        assert (trained.state_dict()[name] != value).any(), name
