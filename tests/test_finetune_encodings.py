@@ -1,4 +1,4 @@
-"""Fine-tuning with another encoding in the place of RoPE: resumed to the same losses, its parameters trained and saved."""
+"""Fine-tuning another encoding in the place of RoPE: resumed to the same losses, its parameters trained and saved."""
 
 from __future__ import annotations
 
