@@ -88,7 +88,7 @@ def rows() -> list[Row]:
         "leaky_rerope": {"method": "leaky_rerope"},
     }
     budgets = {
-        **dict.fromkeys(("yarn", "dynamic_yarn"), BUDGETS),
+        **dict.fromkeys(("yarn", "dynamic_yarn", "ntk"), BUDGETS),
         **dict.fromkeys(("rerope", "dca"), BUDGETS[:3]),  # they train at half the speed
         **dict.fromkeys(("self_extend", "leaky_rerope"), ()),
     }
