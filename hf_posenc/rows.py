@@ -21,10 +21,10 @@ def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
         ValueError: With what to do.
     """
     there = describe(model)
-    if there["method"] in ENCODINGS:
+    if there["method"] in ENCODINGS | {"nope"}:
         raise ValueError(
-            f"{name!r} was trained with {there['method']} in the place of RoPE, so no rule for RoPE suits its weights. "
-            "Take it as it is: eval and lm-eval without --method."
+            f"{name!r} holds {there['method']} in the place of its RoPE, and its weights suit no other rule. Take it "
+            "as it is: eval and lm-eval without --method."
         )
     if is_patched(model) and on_scaled != "replace":
         raise ValueError(

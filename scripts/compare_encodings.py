@@ -23,6 +23,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer
+from study_folder import claim
 
 from hf_posenc import patch_model, patched, save_extended
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--encodings", nargs="+", default=ENCODINGS, choices=ENCODINGS, help="only these")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
+    claim(args.output_dir, {"tokens": args.tokens, "seed": args.seed})
     began = time.perf_counter()
     comparison = Comparison(args.output_dir, args.tokens, args.seed)
     for name in args.encodings:

@@ -4,13 +4,14 @@
     python scripts/study_smollm2.py --output-dir outputs/smollm2-study    # about three hours on two cores
 
 Runs and shows the ``hf-posenc`` commands that do it. PoSE: blocks of 1024 tokens, whose positions skip up to 32k, of
-five novels and of Python's own modules; a sixth novel, Python's reference and another module are held out. Killed, it
-goes on where it was.
+five novels and of the long modules of the Python that runs this; a sixth novel, Python's reference and another module
+are held out. Killed, it goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shlex
@@ -19,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
+
+from study_folder import claim
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.evaluation import read_records
@@ -47,6 +50,8 @@ def main() -> None:
     args = parser.parse_args()
     base, trained, texts = str(args.model), args.output_dir / "model", args.output_dir / "texts"
     write_texts(texts)
+    trained_on = hashlib.sha256((texts / "train.jsonl").read_bytes()).hexdigest()
+    claim(args.output_dir, {"model": base, "training": TRAINING, "trained_on": trained_on, "python": sys.version})
     if not (trained / MANIFEST).is_file():
         words = ["finetune", base, "--output-dir", str(trained), "--documents", str(texts / "train.jsonl")]
         run([*words, *TRAINING, "--resume"])

@@ -204,10 +204,11 @@ def test_learned_table_ends() -> None:
 def test_biases_go_with_their_forward() -> None:
     """Compiled forwards clear nothing by themselves."""
     door = EncodingDoor(Alibi(4), "sdpa")
-    for _ in range(9):
-        forward = door.read(torch.arange(5)[None], 5, None)
-        door._bias(forward, 0, 5, 5, torch.zeros(1))
-        assert len(forward.biases) == 1
+    for step in range(1, 10):
+        positions = step * torch.arange(5)[None]
+        forward = door.read(positions, 5, None)
+        for _ in range(2):  # made, then kept
+            assert torch.equal(door._bias(forward, 0, 5, 5, torch.zeros(1)), Alibi(4)(positions, positions))
         assert len(door.forwards) <= 4
 
 

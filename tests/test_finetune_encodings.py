@@ -44,7 +44,9 @@ def test_a_run_resumes_to_the_same_losses_and_saves_the_encoding(
         kill_at(patch, 3)
         with pytest.raises(Killed):
             finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method))
+    caplog.set_level("INFO")
     finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method, resume=True))
+    assert "killed/checkpoint-2" in next(m for m in caplog.messages if m.startswith("resuming from"))
     assert len(losses(tmp_path / "straight")) == STEPS
     assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "straight"), rel=1e-6)
     expected = logits_of(straight.model, LENGTH)
@@ -68,3 +70,11 @@ def test_what_an_encoding_adds_is_trained(
     assert before
     for name, value in before.items():
         assert (trained.state_dict()[name] != value).any(), name
+
+
+def test_replacing_an_encoding_says_what_the_weights_know(
+    base_folder: Path, tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = patch_model(load(base_folder), "alibi")
+    finetune(model, tokenizer, documents, encoded(tmp_path / "run", "yarn", factor=2.0, on_scaled="replace"))
+    assert "the weights were made for alibi in the place of RoPE; yarn they have to learn" in caplog.text

@@ -11,7 +11,6 @@ import torch
 
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.attention.shifted import shift_of
-from hf_posenc.config import ENCODINGS
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import decoder_body, head_logits
 from hf_posenc.patching import extension_of
@@ -130,7 +129,7 @@ def _movement(model: Any, position_ids: torch.Tensor, border: int) -> float:
 def _second_length(base: Any) -> int:
     """Return the tokens of document 2: where the attention changes past the original length, it goes past it."""
     extension = extension_of(base)
-    if extension is None or not extension.scaling.on_attention_door or extension.scaling.method in ENCODINGS:
+    if extension is None or not extension.scaling.on_attention_door or extension.scaling.is_encoding:
         return _DOCUMENT  # an encoding is the same at every length, and a learned table ends
     return extension.spec.original_max_position_embeddings + _DOCUMENT
 

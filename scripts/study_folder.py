@@ -1,0 +1,22 @@
+"""The folder of a study that goes on where it was: one study a folder, by what it was started with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.files import write_whole
+
+
+def claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Make the folder of a study, or go on in one that was started with the same settings.
+
+    Raises:
+        SystemExit: It holds a study with others, whose numbers must not be mixed with these.
+    """
+    file, told = folder / "settings.json", json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    folder.mkdir(parents=True, exist_ok=True)
+    if file.is_file() and file.read_text(encoding="utf-8") != told:
+        raise SystemExit(f"{folder} holds a study with other settings ({file.name}). Give another --output-dir.")
+    write_whole(file, told)
