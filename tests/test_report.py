@@ -242,6 +242,7 @@ def test_terminal_table_refuses_nothing() -> None:
 def test_labels_move_apart_in_order_and_no_further_than_needed() -> None:
     assert _spread([0.0, 100.0], gap=10) == [0.0, 100.0]
     assert _spread([50.0, 50.0], gap=10) == [45.0, 55.0]
+    assert _spread([50.0, 0.0, 50.0], gap=10, lowest=40) == [50.0, 40.0, 60.0]
     moved = _spread([3.0, 0.0, 1.0, 40.0], gap=10)
     assert moved[1] < moved[2] < moved[0] < moved[3]
     assert sorted(moved)[1] - sorted(moved)[0] == pytest.approx(10)

@@ -215,7 +215,7 @@ def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
 
     points = 72 / axes.figure.dpi
     wanted = [axes.transData.transform((line.x[-1], line.y[-1]))[1] * points for line in lines]
-    for line, at, moved in zip(lines, wanted, _spread(wanted), strict=True):
+    for line, at, moved in zip(lines, wanted, _spread(wanted, lowest=axes.bbox.y0 * points), strict=True):
         axes.annotate(
             line.name,
             (line.x[-1], line.y[-1]),
@@ -239,8 +239,8 @@ def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
         )
 
 
-def _spread(positions: Sequence[float], gap: float = _LABEL_POINTS) -> list[float]:
-    """Move positions as little as keeps them in order and ``gap`` apart: touching ones share their middle."""
+def _spread(positions: Sequence[float], gap: float = _LABEL_POINTS, lowest: float = -math.inf) -> list[float]:
+    """Move positions as little as keeps them in order, ``gap`` apart and above ``lowest``; touching ones share a middle."""
     order = sorted(range(len(positions)), key=lambda index: positions[index])
     blocks: list[list[int]] = []
     centres: list[float] = []
@@ -254,4 +254,7 @@ def _spread(positions: Sequence[float], gap: float = _LABEL_POINTS) -> list[floa
     for block, centre in zip(blocks, centres, strict=True):
         for place, index in enumerate(block):
             moved[index] = centre + gap * (place - (len(block) - 1) / 2)
+    for index in order:
+        moved[index] = max(moved[index], lowest)
+        lowest = moved[index] + gap
     return moved
