@@ -215,7 +215,8 @@ def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
 
     points = 72 / axes.figure.dpi
     wanted = [axes.transData.transform((line.x[-1], line.y[-1]))[1] * points for line in lines]
-    for line, at, moved in zip(lines, wanted, _spread(wanted, lowest=axes.bbox.y0 * points), strict=True):
+    lowest = axes.bbox.y0 * points + _LABEL_POINTS / 2
+    for line, at, moved in zip(lines, wanted, _spread(wanted, lowest=lowest), strict=True):
         axes.annotate(
             line.name,
             (line.x[-1], line.y[-1]),
@@ -240,7 +241,7 @@ def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _spread(positions: Sequence[float], gap: float = _LABEL_POINTS, lowest: float = -math.inf) -> list[float]:
-    """Move positions as little as keeps them in order, ``gap`` apart and above ``lowest``; touching ones share a middle."""
+    """Move positions as little as keeps them in order, ``gap`` apart, from ``lowest`` on; touching ones share a middle."""
     order = sorted(range(len(positions)), key=lambda index: positions[index])
     blocks: list[list[int]] = []
     centres: list[float] = []
