@@ -241,7 +241,7 @@ def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _spread(positions: Sequence[float], gap: float = _LABEL_POINTS, lowest: float = -math.inf) -> list[float]:
-    """Move positions as little as keeps them in order, ``gap`` apart, from ``lowest`` on; touching ones share a middle."""
+    """Move positions as little as keeps them in order, ``gap`` apart and from ``lowest`` on."""
     order = sorted(range(len(positions)), key=lambda index: positions[index])
     blocks: list[list[int]] = []
     centres: list[float] = []
