@@ -130,7 +130,7 @@ def save_extended(
         base.save_pretrained(partial)
         _rewrite_config(partial / CONFIG, base, manifest)
     else:
-        model.save_pretrained(str(partial))  # type: ignore[operator]
+        model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes the method for a tensor
     if tokenizer is not None:
         _save_tokenizer(tokenizer, partial, manifest["context_length"])
     if card is not None:

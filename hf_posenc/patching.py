@@ -227,7 +227,7 @@ def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
     label = rope_label(base.config.get_text_config(decoder=True))
     checks: list[RotaryCheck] = []
     for name, module in rotary_modules(base).items():
-        if not module._buffers[f"{label_prefix(label)}inv_freq"].is_meta:  # type: ignore[union-attr]
+        if not module._buffers[f"{label_prefix(label)}inv_freq"].is_meta:  # type: ignore[union-attr]  # rotary modules have one
             checks.append(check_rotary(name, module, label, spec, scaling, rtol))
     for name, module in latent_attentions(base).items():
         check_scale(name, live_scale(module), expected_scale(module, scaling))
@@ -248,7 +248,7 @@ def extension_of(model: nn.Module) -> Extension | None:
     base = unwrap(model)
     record = base.__dict__.get(_RECORD)
     if record is not None:
-        return record.extension  # type: ignore[no-any-return]
+        return record.extension  # type: ignore[no-any-return]  # __dict__ holds anything
     return declared_scaling(base.config.get_text_config(decoder=True))
 
 

@@ -229,7 +229,7 @@ def measure_memory(way: Way, inputs: Inputs) -> int:
 
 def lm_eval_is_there() -> bool:
     try:
-        import lm_eval  # noqa: F401
+        import lm_eval  # noqa: F401  # only to see if it is there
     except ImportError:
         print("lm-eval is not installed, so it is left out: pip install 'hf_posenc[lm-eval]'", file=sys.stderr)
         return False

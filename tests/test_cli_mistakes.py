@@ -181,7 +181,7 @@ def test_a_bug_is_not_hidden_and_traceback_can_be_asked_for(tmp_path: Path, monk
 
     def missing(argv: Sequence[str]) -> None:
         """Import what is not there."""
-        import hf_posenc.nothing  # type: ignore[import-not-found]  # noqa: F401
+        import hf_posenc.nothing  # type: ignore[import-not-found]  # noqa: F401  # it is not there on purpose
 
     monkeypatch.setitem(COMMANDS, "methods", broken)
     with pytest.raises(TypeError, match="unexpected keyword argument"):

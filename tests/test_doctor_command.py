@@ -61,7 +61,7 @@ def test_patched_models_are_sound() -> None:
 
 
 def test_row_27_the_scaling_of_a_gguf_is_mended_into_a_config(tmp_path: Path) -> None:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="pip install 'hf_posenc[smollm2]'")
     from test_loading import write_gguf
 
     settings = {**SIZES, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}

@@ -91,7 +91,7 @@ def test_live_says_what_cannot_be_loaded(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def gguf_of(path: Path, theta: float = 5e5, divisors: list[float] | None = None, **scaling: Any) -> Path:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="pip install 'hf_posenc[smollm2]'")
     import gguf
     import numpy as np
     from test_loading import write_gguf

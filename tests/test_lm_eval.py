@@ -294,7 +294,7 @@ REFUSED = [
 def test_what_cannot_be_is_refused(checkpoint: Path, told: dict[str, Any], message: str) -> None:
     from lm_eval.api.registry import get_model
 
-    import hf_posenc.lm_eval_model  # noqa: F401
+    import hf_posenc.lm_eval_model  # noqa: F401  # registers the model class
 
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         get_model("hf_posenc").create_from_arg_obj({"pretrained": str(checkpoint), "device": "cpu", **told})

@@ -235,7 +235,7 @@ def test_an_adapter_is_no_model_to_plan_for(tmp_path: Path) -> None:
 
 
 def test_a_gguf_file_is_planned_for(tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
-    pytest.importorskip("gguf")
+    pytest.importorskip("gguf", reason="pip install 'hf_posenc[smollm2]'")
     from test_loading import write_gguf
 
     model = tiny_llama(num_hidden_layers=2)

@@ -160,7 +160,7 @@ class Door(Doorway[StagedForward]):
         is_step = query.shape[2] == 1 and dense is None and self.distances is None and not self.stages.scaling.log_n
         if torch.compiler.is_compiling() and is_step:
             return self._compiled_step(module, query, key, value, states, kind, kwargs)
-        return self._attend(module, query, key, value, states, dense, kind, kwargs)  # type: ignore[no-any-return]
+        return self._attend(module, query, key, value, states, dense, kind, kwargs)  # type: ignore[no-any-return]  # the decorator leaves it untyped
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # which pieces there are depends on positions: one graph break a layer
     def _attend(

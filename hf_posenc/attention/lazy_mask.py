@@ -33,7 +33,7 @@ class LazyMask:
         key = (group, first, device)
         if key not in self.made:
             self.made[key] = make_groups(self.documents, group, first).to(device)
-        return self.made[key]  # type: ignore[no-any-return]
+        return self.made[key]  # type: ignore[no-any-return]  # Transformers leaves masks untyped
 
     @cached_property
     def documents(self) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Shift:
             whole = mask.whole(self.inner) if isinstance(mask, LazyMask) else mask
             return inner_attention(self.inner, module)(module, query, key, value, whole, **kwargs)
         masks = _groupable(mask, query, key, kwargs)
-        self.grouped.add(module.layer_idx)  # type: ignore[arg-type]
+        self.grouped.add(module.layer_idx)  # type: ignore[arg-type]  # an int, which mypy takes for a module
         length = query.shape[2]
         # Half a group further on, but not where one group is all there is: then nothing is to be linked.
         firsts = (self.group, self.group // 2 if length > self.group else self.group)
@@ -145,7 +145,7 @@ def shifted_attention(
     if _SHIFT not in module.__dict__:
         raise ValueError(f"{type(module).__name__} was added to the model after its attention was made sparse.")
     shift, in_groups = module.__dict__[_SHIFT]
-    return shift.attend(module, query, key, value, attention_mask, in_groups, kwargs)  # type: ignore[no-any-return]
+    return shift.attend(module, query, key, value, attention_mask, in_groups, kwargs)  # type: ignore[no-any-return]  # __dict__ holds anything
 
 
 def check_shiftable(model: Any, group: int) -> None:

@@ -41,7 +41,7 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     on_cpu = unwrap(model).device.type == "cpu"
-    values: dict[str, Any] = dict(  # noqa: C408
+    values: dict[str, Any] = dict(  # noqa: C408  # names of keywords, not of keys
         output_dir=config.output_dir,
         max_steps=1,  # set when the number of devices is known
         per_device_train_batch_size=config.micro_batch_size,
