@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_posenc.config import ENCODINGS
+from hf_posenc.config import INSTEAD_OF_ROPE
 from hf_posenc.manifest import apply_manifest
 from hf_posenc.patching import describe, extension_of, is_patched, patched, unpatch_model
 
@@ -21,7 +21,7 @@ def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
         ValueError: With what to do.
     """
     there = describe(model)
-    if there["method"] in ENCODINGS | {"nope"}:
+    if there["method"] in INSTEAD_OF_ROPE:
         raise ValueError(
             f"{name!r} holds {there['method']} in the place of its RoPE, and its weights suit no other rule. Take it "
             "as it is: eval and lm-eval without --method."

@@ -23,7 +23,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer
-from study_folder import claim
+from study_folder import claim, passkeys_right
 
 from hf_posenc import patch_model, patched, save_extended
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
@@ -152,13 +152,7 @@ class Comparison:
     def passkeys(self, name: str) -> str:
         """Return how many of the passkeys were right, token by token, at each length."""
         file = self.folder / f"passkey-{name}-seed{self.seed}.jsonl"
-        rows = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-        shown = []
-        for length in PASSKEY_LENGTHS:
-            there = [row for row in rows if row["context_length"] == length]
-            right = sum(row["n_right"] == row["n_tokens"] for row in there)
-            shown.append(f"{right}/{len(there)}" if there else "ends")
-        return ", ".join(shown)
+        return ", ".join(passkeys_right(file, length, name) or "ends" for length in PASSKEY_LENGTHS)
 
     def show(self) -> None:
         """Write the tables and the plot of what is there."""

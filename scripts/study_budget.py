@@ -34,6 +34,7 @@ from hf_posenc.training import FinetuneConfig, finetune
 
 LENGTHS = (256, 512, 1024, 2048)
 BUDGETS = (50_000, 80_000, 200_000, 800_000)  # 0.6, 1, 2.5 and 10 % of the tokens it was made with
+USUAL = (50_000, 200_000, 800_000)  # of most rows
 WITH_ALL = 800_000  # not in the first hour
 PRETRAINED_ON = 8_000_000
 STEP_TOKENS = 1024  # or one block: 19 steps of 4096 are too few for the small budgets
@@ -59,7 +60,7 @@ class Row:
     name: str
     target: int
     settings: dict[str, Any] = field(default_factory=dict)
-    budgets: tuple[int, ...] = (50_000, 200_000, 800_000)
+    budgets: tuple[int, ...] = USUAL
 
     @property
     def label(self) -> str:
@@ -91,8 +92,7 @@ def rows() -> list[Row]:
         **dict.fromkeys(("rerope", "dca"), BUDGETS[:3]),  # they train at half the speed
         **dict.fromkeys(("self_extend", "leaky_rerope"), ()),
     }
-    usual = (50_000, 200_000, 800_000)
-    four = [Row(name, 4 * CONTEXT, settings, budgets.get(name, usual)) for name, settings in methods.items()]
+    four = [Row(name, 4 * CONTEXT, settings, budgets.get(name, USUAL)) for name, settings in methods.items()]
     eight = [Row(name, 8 * CONTEXT, methods[name]) for name in ("yarn", "dynamic_yarn", "yarn, PoSE", "ntk")]
     return [*four, *eight, *(Row(name, 8 * CONTEXT, methods[name], ()) for name in ("rerope", "dca"))]
 
@@ -180,9 +180,9 @@ class Study:
             **{**SHARED, **row.settings},
             output_dir=str(folder),
             context_length=row.target,  # type: ignore[arg-type]  # an int becomes a ContextLength
-            seq_len=window,  # type: ignore[arg-type]
+            seq_len=window,  # type: ignore[arg-type]  # the same
             micro_batch_size=max(1, STEP_TOKENS // window),
-            token_budget=budget,  # type: ignore[arg-type]
+            token_budget=budget,  # type: ignore[arg-type]  # becomes a TokenCount
             resume=True,
         )
         result = finetune(model, tokenizer, self.train_texts, config)

@@ -1,4 +1,4 @@
-"""The folder of a study that goes on where it was: one study a folder, by what it was started with."""
+"""What the studies share: a folder that is one study, by what it was started with, and how passkeys are counted."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.evaluation import read_retrieval_records
 from hf_posenc.files import write_whole
 
 
@@ -20,3 +21,10 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
     if file.is_file() and file.read_text(encoding="utf-8") != told:
         raise SystemExit(f"{folder} holds a study with other settings ({file.name}). Give another --output-dir.")
     write_whole(file, told)
+
+
+def passkeys_right(file: Path, length: int, label: str) -> str:
+    """Return how many passkeys of a row were right at a length, given the prompt: ``2/3``, or nothing without any."""
+    records = read_retrieval_records(file) if file.is_file() else []
+    scores = [one.score() for one in records if one.label == label and one.context_length == length]
+    return f"{scores.count(1.0)}/{len(scores)}" if scores else ""

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from study_folder import claim
+from study_folder import claim, passkeys_right
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.evaluation import read_records
@@ -40,7 +40,8 @@ TRAINING = (
     *("--token-budget", "300k", "--learning-rate", "5e-5", "--lr-schedule", "linear", "--warmup-steps", "8"),
     *("--eval-documents", "0", "--save-steps", "10", "--bf16", "true"),
 )
-PASSKEY = ("--tasks", "passkey", "--depths", "0", "50", "100", "--dtype", "bfloat16")
+MEASURED = ("--dtype", "bfloat16", "--model-name", "SmolLM2")
+PASSKEY = (*MEASURED, "--tasks", "passkey", "--depths", "0", "50", "100")
 
 
 def main() -> None:
@@ -56,18 +57,11 @@ def main() -> None:
         words = ["finetune", base, "--output-dir", str(trained), "--documents", str(texts / "train.jsonl")]
         run([*words, *TRAINING, "--resume"])
     for text in ("novel", "reference", "module"):
-        measured = ["--documents", str(texts / f"{text}.txt"), "--dtype", "bfloat16", "--model-name", "SmolLM2"]
+        measured = [*MEASURED, "--documents", str(texts / f"{text}.txt")]
         measured += ["--output", str(args.output_dir / f"{text}.jsonl"), "--context-lengths", *map(str, LENGTHS)]
         run(["eval", base, *measured, *METHOD, "--label", "zero-shot"])
         run(["eval", str(trained), *measured, "--label", "trained"])
-    keys = [
-        *PASSKEY,
-        "--model-name",
-        "SmolLM2",
-        "--output",
-        str(args.output_dir / "passkey.jsonl"),
-        "--context-lengths",
-    ]
+    keys = [*PASSKEY, "--output", str(args.output_dir / "passkey.jsonl"), "--context-lengths"]
     run(["eval", base, *keys, str(ORIGINAL), "--label", "unpatched"])
     run(["eval", base, *keys, *map(str, LENGTHS[3:]), *METHOD, "--label", "zero-shot"])
     run(["eval", str(trained), *keys, *map(str, LENGTHS[2:]), "--label", "trained"])
@@ -102,13 +96,8 @@ def show(folder: Path) -> None:
             found = {r.context_length: r.perplexity for r in read_records(folder / f"{text}.jsonl") if r.label == label}
             lines.append(f"| {text}, {label} | {' | '.join(f'{found[length]:.2f}' for length in LENGTHS)} |")
     lines += ["", "| passkey, all digits | 8k | 16k | 32k |", "|---|---:|---:|---:|"]
-    rows = [json.loads(line) for line in (folder / "passkey.jsonl").read_text().splitlines()]
     for label in ("unpatched", "zero-shot", "trained"):
-        cells = []
-        for length in LENGTHS[2:]:
-            there = [row for row in rows if row["label"] == label and row["context_length"] == length]
-            right = sum(row["n_right"] == row["n_tokens"] for row in there)
-            cells.append(f"{right}/{len(there)}" if there else "")
+        cells = [passkeys_right(folder / "passkey.jsonl", length, label) for length in LENGTHS[2:]]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     write_whole(folder / "study.md", "\n".join(lines) + "\n")
     print("\n".join(["", *lines, "", f"See {folder / 'study.md'}."]))

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Killed, config, kill_at, load, logits_of
+from tiny_runs import Killed, config, kill_at, load, logits_of, losses
 
 from hf_posenc.checkpoint import load_extended
 from hf_posenc.config import ENCODINGS
 from hf_posenc.patching import describe, patch_model, verify_model
 from hf_posenc.training import finetune
-from hf_posenc.training.train_log import read_log
 
 LENGTH, STEPS, SEED = 64, 4, 3  # what the tiny model was made for
 
@@ -22,10 +21,6 @@ def encoded(folder: Path, method: str | None, **changes: Any) -> Any:
     settings = {"method": method, "factor": 1.0, "seq_len": LENGTH, "token_budget": STEPS * LENGTH, "seed": SEED}
     shared = {"micro_batch_size": 1, "save_steps": 2, "eval_documents": 0, "gradient_checkpointing": True}
     return config(folder, **{**settings, **shared, **changes})
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_log(folder / "train_log.jsonl")]
 
 
 @pytest.mark.parametrize("method", sorted(ENCODINGS))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import make_model
-from tiny_runs import Build, Killed, config, kill_at
+from tiny_runs import Build, Killed, config, kill_at, losses
 from torch.nn.functional import cross_entropy
 
 from hf_posenc.assets import tiny_model_path
@@ -26,15 +26,10 @@ from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.probe import probe_isolation
 from hf_posenc.training.texts import upsample
-from hf_posenc.training.train_log import read_log
 
 ORIGINAL, TARGET = 64, 256
 POSE: dict[str, Any] = {"factor": 4.0, "position_schedule": "pose", "eval_documents": 0, "micro_batch_size": 2}
 BUDGET = 4 * 2 * ORIGINAL
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_log(folder / "train_log.jsonl")]
 
 
 @pytest.mark.parametrize("kind", ["pose", "random"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Killed, config, kill_at, load, logits_of
+from tiny_runs import Killed, config, kill_at, load, logits_of, losses
 from torch.nn.functional import cross_entropy
 
 from hf_posenc.attention.pieces import Pieces
@@ -19,7 +19,6 @@ from hf_posenc.patching import describe, patch_model, verify_model
 from hf_posenc.training import finetune
 from hf_posenc.training.extending import extend
 from hf_posenc.training.probe import probe_isolation
-from hf_posenc.training.train_log import read_log
 
 TARGET = 256  # 4 times the tiny model's 64
 STEPS = 4
@@ -36,10 +35,6 @@ def staged(folder: Path, **changes: Any) -> Any:
         "eval_documents": 0,
     }
     return config(folder, **{**settings, **changes})
-
-
-def losses(folder: Path) -> list[float]:
-    return [line["loss"] for line in read_log(folder / "train_log.jsonl")]
 
 
 @pytest.mark.parametrize(

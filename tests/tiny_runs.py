@@ -74,6 +74,11 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(LossLog, "on_log", dying)
 
 
+def losses(folder: Path) -> list[float]:
+    """Return the loss of every step of a run."""
+    return [line["loss"] for line in read_log(folder / LOSS_LOG)]
+
+
 def assert_same_run(one: Path, other: Path, steps: int) -> None:
     """Two folders hold the same losses, weights and perplexities, to the bit."""
     names = ("step", "loss", "grad_norm", "learning_rate", "tokens_trained")

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.config import ENCODINGS
+from hf_posenc.config import INSTEAD_OF_ROPE
 from hf_posenc.families import unwrap
 from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model
 from hf_posenc.presets import get_preset
@@ -37,7 +37,7 @@ def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:
     there = describe(model)
     if is_patched(model) and config.on_scaled == "replace":  # what load_extended put in
         unpatch_model(model)
-        if there["method"] in ENCODINGS | {"nope"}:
+        if there["method"] in INSTEAD_OF_ROPE:
             logger.warning(
                 "the weights were made for %s in the place of RoPE; %s they have to learn from the beginning",
                 there["method"],
