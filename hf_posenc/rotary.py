@@ -115,6 +115,21 @@ def instantiate(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
     return read_rotary(fresh)
 
 
+def still_other_labels(saved: SavedRotary, label: str | None) -> None:
+    """Let no layer type turn: in ``saved``, what belongs to others than ``label`` holds frequencies of zero."""
+    if label is None:
+        return
+    own = {f"{label}_{name}" for name in ("inv_freq", "original_inv_freq", "attention_scaling")}
+    for name, buffer in saved.buffers.items():
+        if name not in own:
+            saved.buffers[name] = torch.zeros_like(buffer)
+    for name, value in saved.attributes.items():
+        if name == "rope_type":
+            saved.attributes[name] = {kind: rule if kind == label else "default" for kind, rule in value.items()}
+        elif name.endswith("attention_scaling") and name not in own:
+            saved.attributes[name] = 1.0
+
+
 def write_rotary(module: nn.Module, saved: SavedRotary) -> None:
     """Make the module hold ``saved``, float32, and keep it so through later casts."""
     _write(module, saved)

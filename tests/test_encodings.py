@@ -363,14 +363,28 @@ def test_xpos_says_when_its_numbers_are_too_large() -> None:
     assert in_chunks(model, token_ids(1500), [300]).isfinite().all()
 
 
-def test_layer_types_with_a_rope_each_are_refused() -> None:
-    """Gemma 3: its windows would keep their RoPE beside the bias."""
+def test_layer_types_with_a_rope_each_are_all_stilled(tmp_path: Path) -> None:
+    """Gemma 3: its windows must not keep their RoPE beside the bias, and get it back."""
     types = ["sliding_attention", "full_attention"]
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Gemma3TextConfig(vocab_size=128, head_dim=16, num_hidden_layers=2, layer_types=types, **sizes)
+    config.rope_parameters["sliding_attention"] |= {"rope_type": "yarn", "factor": 4.0}  # with a temperature
     model = Gemma3ForCausalLM(config)
-    with pytest.raises(ValueError, match="its layer types have a rotary embedding each"):
-        patch_model(model, "alibi")
+    before = state(model)
+    patch_model(model, "alibi")
+    turned = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    assert len(turned) == 4
+    assert not any(buffer.any() for buffer in turned.values())
+    assert model.model.rotary_emb.sliding_attention_attention_scaling == 1.0
+    save_extended(model, tmp_path / "saved")
+    assert torch.equal(logits(load_extended(tmp_path / "saved"), IDS), logits(model, IDS))
+    with pytest.raises(KeyError, match="hf_posenc_alibi"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    turned["model.rotary_emb.sliding_attention_inv_freq"][0] = 1e-3
+    with pytest.raises(RotaryMismatchError, match=r"turns queries and keys too \(sliding_attention_inv_freq\)"):
+        verify_model(model)
+    unpatch_model(model)
+    assert_same_state(before, state(model))
 
 
 def test_flex_attention_takes_no_bias() -> None:

@@ -99,7 +99,7 @@ def reason_of_settings(model: PreTrainedModel, config: PreTrainedConfig) -> str 
     return None
 
 
-def attention_layers(model: PreTrainedModel) -> list[nn.Module]:
+def attention_layers(model: nn.Module) -> list[nn.Module]:
     """Return the modules that know which layer they are: those of attention, and some of the decoder's own."""
     return [module for module in model.modules() if isinstance(vars(module).get("layer_idx"), int)]
 

@@ -36,7 +36,7 @@ class EncodingDoor(Doorway[BiasedForward]):
         """Make one; ``inner`` is the attention implementation that was in use."""
         super().__init__(inner)
         self.encoding = encoding
-        self.calls = 0  # of layers that asked, by which patch_model sees that all do
+        self.asked: set[nn.Module] | None = None  # a probe's set: the layers that came
 
     def look_at(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> BiasedForward:
         return BiasedForward(position_ids, num_slots, states)
@@ -66,7 +66,8 @@ class EncodingDoor(Doorway[BiasedForward]):
         key, value = key[:, :, : layout.num_keys], value[:, :, : layout.num_keys]
         if kind == PASS:
             return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)
-        self.calls += 1
+        if self.asked is not None:
+            self.asked.add(module)
         if isinstance(self.encoding, TurnsPairs):
             queries = layout.positions[:, layout.first_query :]
             query, key = self.encoding(query, key, queries.to(query.device), layout.positions.to(query.device))

@@ -25,7 +25,7 @@ from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.door import EncodingDoor
 from hf_posenc.encodings.modules import AddedToEmbeddings, AddedToLogits, make_encoding
 from hf_posenc.extension import Extension
-from hf_posenc.families import rope_label, rotary_modules, text_configs, unwrap
+from hf_posenc.families import rotary_modules, text_configs, unwrap
 from hf_posenc.verification import RotaryMismatchError
 
 # Its name in the decoder, and so that of its parameters in a checkpoint.
@@ -60,6 +60,10 @@ class PutIn:
             return f"the attention implementation is {config._attn_implementation!r}"
         if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in self.hooks):
             return "a hook of the decoder is gone"
+        [(name, rotary)] = rotary_modules(model).items()
+        for buffer, frequencies in rotary.named_buffers():
+            if buffer.endswith("inv_freq") and not frequencies.is_meta and frequencies.any():
+                return f"{name} turns queries and keys too ({buffer})"
         return None
 
     def take_out(self, model: PreTrainedModel) -> None:
@@ -86,8 +90,6 @@ def check_encoding(wrapped: nn.Module, extension: Extension) -> None:
     encoding = make_encoding(config, extension)  # raises on sizes that do not fit
     if reason is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
         reason = f"a bias cannot be added in {config._attn_implementation!r} (load it with attn_implementation='sdpa')"
-    if reason is None and rope_label(config) is not None:
-        reason = "its layer types have a rotary embedding each, and only that of full attention can be stilled"
     if reason is None and getattr(wrapped, "peft_config", None):
         reason = "it is wrapped by PEFT, whose adapters would not hold the encoding (patch the model, then wrap it)"
     if reason is not None:
@@ -118,8 +120,7 @@ def put_in(model: PreTrainedModel, extension: Extension) -> PutIn:
     else:
         put = _in_attention(model, decoder, encoding)
     try:
-        probe(model, min(_PROBE_TOKENS, extension.context_length))
-        _check_calls(model, put)
+        _check_asked(model, put.asked, min(_PROBE_TOKENS, extension.context_length))
     except Exception:
         put.take_out(model)
         raise
@@ -192,15 +193,26 @@ def _in_attention(model: PreTrainedModel, decoder: nn.Module, encoding: Any) -> 
     return PutIn(encoding, door, inner, hooks)
 
 
-def _check_calls(model: PreTrainedModel, put: PutIn) -> None:
-    """Raise unless the forward just made asked for the encoding once in every layer that it belongs to."""
-    if any(parameter.is_meta for parameter in model.parameters()):
+def _check_asked(model: PreTrainedModel, asked: EncodingDoor | AbsolutePositions, num_tokens: int) -> None:
+    """Raise unless a forward of a few tokens asks for the encoding wherever it belongs."""
+    if isinstance(asked, AbsolutePositions):
+        asked.calls = 0
+        if probe(model, num_tokens) is not None and asked.calls != 1:
+            raise RotaryMismatchError(
+                f"the first layer of {type(model).__name__} runs {asked.calls} times in one forward, and what is added "
+                "to the embeddings enters once. Take 'alibi' or another that acts in attention."
+            )
         return
-    layers = [layer for layer in attention_layers(model) if turns(layer)]
-    indices = {vars(layer)["layer_idx"] for layer in layers}
-    expected = 1 if isinstance(put.asked, AbsolutePositions) else len(indices)
-    if put.asked.calls != expected:
+    # Convolutions and state spaces know their layer too; attention alone can look ahead or not.
+    attention = {layer for layer in attention_layers(_decoder(model)) if turns(layer) and hasattr(layer, "is_causal")}
+    came: set[nn.Module] = set()
+    asked.asked = came
+    try:
+        reached = probe(model, num_tokens) is not None
+    finally:
+        asked.asked = None
+    if reached and (not came or attention - came):
         raise RotaryMismatchError(
-            f"{type(model).__name__} asked {put.asked.calls} times for its positions in one forward, and {expected} "
-            "were expected: some of its layers do not go through Transformers' AttentionInterface."
+            f"{len(attention - came)} of {len(attention)} attention layers of {type(model).__name__} did not ask for "
+            "their positions in a forward: they do not go through Transformers' AttentionInterface."
         )

@@ -1,0 +1,114 @@
+"""The encodings on every type of the attention door: the model's own RoPE again, a bias as a mask, with a cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from census import REQUEST, patch_behind_door, rotary_types, sharp_model, sharpened, tiny_model
+from doors import in_chunks
+from encodings_by_hand import sinusoid, slope
+from test_census_door import NEIGHBOURS
+from tiny_models import assert_same_state, logits, state, token_ids
+from transformers import PreTrainedModel
+
+from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
+from hf_posenc.families import door_capabilities, rotary_modules
+
+IDS = token_ids(50)
+BEHIND = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
+# Their layers are not told where tokens stand, or the first one runs several times.
+NOTHING_ADDED = {"cohere_compass_text", "granitemoehybrid", "hrm_text", "zaya"}
+# Pairs of neighbours, a RoPE for each layer type, few layers of attention, two halves of values.
+TELLING = NEIGHBOURS | NOTHING_ADDED | {"gemma3", "llama", "mimo_v2_flash", "qwen3_5", "diffllama", "minimax"}
+MOST_SLOW = [pytest.param(t, marks=() if t in TELLING else pytest.mark.slow) for t in BEHIND]
+
+
+def with_one_base(model_type: str) -> PreTrainedModel:
+    """A sharp model whose layer types, where each has a RoPE, turn alike."""
+    model = sharp_model(model_type)
+    parameters = model.config.get_text_config(decoder=True).rope_parameters
+    kinds = [settings for settings in parameters.values() if isinstance(settings, dict)]
+    if not kinds:
+        return model
+    for settings in kinds:
+        settings["rope_theta"] = 1e4
+    return sharpened(tiny_model(model_type, model.config))
+
+
+@pytest.mark.parametrize("model_type", MOST_SLOW)
+def test_rope_is_the_models_own(model_type: str) -> None:
+    model = with_one_base(model_type)
+    before, plain = state(model), logits(model, IDS)
+    patch_behind_door(model, "rope", 1, interleaved=model_type in NEIGHBOURS, **REQUEST)
+    verify_model(model)
+    torch.testing.assert_close(logits(model, IDS), plain, atol=2e-6, rtol=0)
+    unpatch_model(model)
+    assert_same_state(state(model), before)
+    assert torch.equal(logits(model, IDS), plain)
+
+
+@pytest.mark.parametrize("model_type", BEHIND)
+def test_alibi_is_a_mask_of_numbers_on_a_model_that_does_not_turn(model_type: str) -> None:
+    model = sharp_model(model_type)
+    expected = as_a_mask(sharp_model(model_type))
+    assert (expected - logits(model, IDS)).abs().max() > 1e-3
+    patch_behind_door(model, "alibi", 1, **REQUEST)
+    full = logits(model, IDS)
+    torch.testing.assert_close(full, expected, atol=2e-6, rtol=0)
+    if model_type != "minimax":  # not exact with its cache without us either
+        torch.testing.assert_close(in_chunks(model, IDS, [27, 1, 6]), full, atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("model_type", MOST_SLOW)
+def test_sinusoids_are_what_enters_the_first_layer(model_type: str) -> None:
+    """By hand: the same embeddings and the table, into the model that does not turn."""
+    model = sharp_model(model_type)
+    before, plain = state(model), logits(model, IDS)
+    if model_type in NOTHING_ADDED:
+        with pytest.raises((RotaryMismatchError, ValueError), match="Take 'alibi' or another"):
+            patch_behind_door(model, "sinusoidal", 1, **REQUEST)
+        assert_same_state(state(model), before)
+        assert torch.equal(logits(model, IDS), plain)
+        return
+    expected = with_sinusoids(sharp_model(model_type))
+    patch_behind_door(model, "sinusoidal", 1, embedding_scale=0.05, **REQUEST)
+    torch.testing.assert_close(logits(model, IDS), expected, atol=2e-6, rtol=0)
+
+
+@torch.no_grad()
+def with_sinusoids(model: PreTrainedModel) -> torch.Tensor:
+    """Logits of a model that does not turn, the table added where its first layer begins."""
+    stilled(model)
+    width = model.config.get_text_config(decoder=True).hidden_size
+    table = torch.tensor([[0.05 * sinusoid(at, feature, width) for feature in range(width)] for at in range(50)])
+
+    def add(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (args[0] + table, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + table}
+
+    [rotary] = rotary_modules(model)
+    decoder: Any = model.get_submodule(rotary.rpartition(".")[0])
+    (decoder.blocks if hasattr(decoder, "blocks") else decoder.layers)[0].register_forward_pre_hook(
+        add, with_kwargs=True
+    )
+    return logits(model, IDS)
+
+
+def stilled(model: PreTrainedModel) -> None:
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer.zero_()
+
+
+@torch.no_grad()
+def as_a_mask(model: PreTrainedModel) -> torch.Tensor:
+    """Logits of Transformers' own attention, frequencies zero, with ALiBi in a mask of four dimensions."""
+    stilled(model)
+    heads = model.config.get_text_config(decoder=True).num_attention_heads
+    distance = torch.arange(50)[:, None] - torch.arange(50)
+    slopes = torch.tensor([slope(head, heads) for head in range(heads)])[:, None, None]
+    mask = torch.where(distance >= 0, -slopes * distance, torch.finfo(torch.float32).min)[None]
+    return model(IDS, attention_mask=mask, position_ids=torch.arange(50)[None], use_cache=False).logits
