@@ -17,10 +17,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer
 from study_folder import claim, passkeys_right
@@ -30,7 +26,7 @@ from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.evaluation import perplexity, read_records, retrieval
 from hf_posenc.files import write_whole
 from hf_posenc.loading import load_model
-from hf_posenc.report.plot import figure_files
+from hf_posenc.report.plot import PLAIN, Chart, Line, draw_chart, numbered_look
 
 ENCODINGS = ("rope", "xpos", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "nope")
 LENGTHS = (256, 512, 1024, 2048)
@@ -68,7 +64,7 @@ def main() -> None:
     comparison.cost([name for name in args.encodings if name != "rope"])
     comparison.show()
     minutes = (time.perf_counter() - began) / 60
-    print(f"{minutes:.0f} minutes. See {args.output_dir / 'encodings.md'} and encodings.png beside it.")
+    print(f"{minutes:.0f} minutes. See {args.output_dir / 'encodings.md'} and the charts beside it.")
 
 
 class Comparison:
@@ -155,7 +151,7 @@ class Comparison:
         return ", ".join(passkeys_right(file, length, name) or "ends" for length in PASSKEY_LENGTHS)
 
     def show(self) -> None:
-        """Write the tables and the plot of what is there."""
+        """Write the tables and the charts of what is there."""
         curves: dict[str, dict[int, float]] = {}
         for one in self.records():
             curves.setdefault(one.label, {})[one.context_length] = one.perplexity
@@ -163,7 +159,13 @@ class Comparison:
         text = f"{self._measured(curves, costs)}\n\n{extended(curves)}\n"
         write_whole(self.folder / "encodings.md", text)
         print(f"\n{text}", flush=True)
-        plot(curves, self.folder / "encodings.png")
+        extensions = [label for label in curves if label == "rope" or label.startswith("rope, ")]
+        encodings = [label for label in curves if label == "rope" or label not in extensions]
+        for name, labels, title in (
+            ("encodings", encodings, f"trained with each encoding, at {CONTEXT} tokens"),
+            ("extensions", extensions, f"trained with rope at {CONTEXT} tokens, then extended zero-shot"),
+        ):
+            write_whole(self.folder / f"{name}.png", draw_chart(chart(curves, labels, title)).png)
 
     def _measured(self, curves: dict[str, dict[int, float]], costs: dict[str, dict[str, float]]) -> str:
         times = " | ".join(f"{n // CONTEXT}x" for n in LENGTHS)
@@ -232,23 +234,15 @@ def seconds(way: Any, model: Any) -> float:
     return time.perf_counter() - began
 
 
-def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
-    """Draw perplexity by length, of the encodings and of the extension methods on RoPE."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5), sharey=True)
-    for number, (label, curve) in enumerate(curves.items()):
-        panels = [right] if label.startswith("rope, ") else [left, right] if label == "rope" else [left]
-        for panel in panels:
-            shown = label.removeprefix("rope, ")
-            panel.plot(list(curve), list(curve.values()), marker="os^Dvpx*"[number % 8], markersize=5, label=shown)
-    left.set_ylabel("perplexity of the held-out novel")
-    for panel, title in ((left, "trained with each encoding"), (right, "rope, then extended zero-shot")):
-        panel.set(xscale="log", yscale="log", xlabel="tokens read", title=f"{title}, at {CONTEXT} tokens")
-        panel.set_xticks(LENGTHS, [f"{n}" for n in LENGTHS], minor=False)
-        panel.minorticks_off()
-        panel.legend(fontsize=8)
-    figure.tight_layout()
-    write_whole(path, figure_files(figure, (".png",))[".png"])
-    plt.close(figure)
+def chart(curves: dict[str, dict[int, float]], labels: list[str], title: str) -> Chart:
+    """Return the lines of perplexity by tokens read, of some of the rows; RoPE as it is has the colour of the text."""
+    lines = []
+    for number, label in enumerate(labels):
+        look = PLAIN if label == "rope" else numbered_look(number)
+        name = label.removeprefix("rope, ")
+        lines.append(Line(name, list(curves[label]), list(curves[label].values()), look))
+    ticks = [(length, f"{length}") for length in LENGTHS]
+    return Chart(title, "tokens read", "perplexity of the held-out novel", lines, ticks, [(CONTEXT, "trained at")])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_mode
 from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.files import write_whole
 from hf_posenc.loading import load_model
-from hf_posenc.report.plot import COLOURS, INK, Chart, Line, Look, draw_chart
+from hf_posenc.report.plot import INK, Chart, Line, Look, draw_chart, numbered_look
 from hf_posenc.training import FinetuneConfig, finetune
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -253,7 +253,7 @@ def chart(records: list[Record], target: int, length: int) -> Chart:
     for number, row in enumerate(one for one in rows() if one.target == target and one.budgets):
         points = [(places[nearest(tokens)], curve[length]) for tokens, curve in by_tokens(records, row.label).items()]
         points = [point for point in points if point[1] <= most]
-        look = Look(COLOURS[number % len(COLOURS)], "os^DvPXp"[number % 8])
+        look = numbered_look(number)
         if points:
             lines.append(Line(row.name, [place for place, _ in points], [value for _, value in points], look))
     used = sorted({place for line in lines for place in line.x})

@@ -11,9 +11,8 @@ from hf_posenc.encodings.formulas import rope_decay_bound, xpos_decay
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid
 from hf_posenc.gallery.maps import Shape
 from hf_posenc.gallery.scores import XPOS_SCALE_BASE, rope_score, xpos_score
-from hf_posenc.report.plot import COLOURS, INK
+from hf_posenc.report.plot import COLOURS, DASHES, INK
 
-_DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)))
 _MAX_DISTANCE = 8192
 _PAPERS = 250  # tokens, the x axis of the paper's figure
 _BASES = (1e4, 5e5)  # Llama's and Llama 3's
@@ -123,7 +122,7 @@ def _band(axes: Any, values: torch.Tensor, name: str, at: int) -> None:
     """Draw the mean around each distance, and from the lowest to the highest there as a band."""
     middles, means, lows, highs = zip(*binned(values), strict=True)
     axes.fill_between(middles, lows, highs, color=COLOURS[at], alpha=0.22, linewidth=0)
-    axes.plot(middles, means, color=COLOURS[at], linestyle=_DASHES[at], linewidth=1.6, label=name, gid=_id(axes, name))
+    axes.plot(middles, means, color=COLOURS[at], linestyle=DASHES[at], linewidth=1.6, label=name, gid=_id(axes, name))
 
 
 def _id(axes: Any, name: str) -> str:
@@ -132,7 +131,7 @@ def _id(axes: Any, name: str) -> str:
 
 
 def _line(axes: Any, x: torch.Tensor, y: torch.Tensor, name: str, at: int) -> None:
-    axes.plot(x, y, color=COLOURS[at], linestyle=_DASHES[at], linewidth=1.4, label=name, gid=_id(axes, name))
+    axes.plot(x, y, color=COLOURS[at], linestyle=DASHES[at], linewidth=1.4, label=name, gid=_id(axes, name))
 
 
 def _log_distances(axes: Any) -> None:

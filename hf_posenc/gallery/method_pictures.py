@@ -11,10 +11,10 @@ from hf_posenc.attention.staged import Stages
 from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.gallery.canvas import Picture, tokens_name
-from hf_posenc.gallery.stretching import Stretched, look
+from hf_posenc.gallery.stretching import Stretched
 from hf_posenc.gallery.told import spread_places
 from hf_posenc.registry import METHODS
-from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.report.plot import Chart, Line, draw_chart, numbered_look
 
 _POINTS = 48  # of a curve
 
@@ -33,7 +33,7 @@ def draw_ramp(spec: RopeSpec, scaling: RopeScaling, rule: Stretched) -> Picture 
         "The ramp: share of interpolation",
         "pair",
         "0: kept, 1: divided by the factor",
-        [Line(rule.name, pairs, share.clamp(0, 1).tolist(), look(0))],
+        [Line(rule.name, pairs, share.clamp(0, 1).tolist(), numbered_look(0))],
         [(at, str(at)) for at in range(0, turning, max(1, turning // 8))],
         _first_slow(spec),
         log_x=False,
@@ -67,7 +67,7 @@ def draw_temperature(spec: RopeSpec, scaling: RopeScaling) -> Picture | None:
         "Temperature",
         "factor: target / original length",
         "logits are multiplied by",
-        [Line(scaling.method, factors, logits, look(0))],
+        [Line(scaling.method, factors, logits, numbered_look(0))],
         [(1.0, "1"), *((at * step, f"{at * step:g}") for at in range(1, 9) if at * step > 1)],
         [(scaling.factor, f"x{scaling.factor:g}: {here:.3f}")],
         log_x=False,
@@ -90,9 +90,9 @@ def draw_stages(spec: RopeSpec, scaling: RopeScaling, reach: int) -> Picture:
         scales += [stages.factor(stage)] * 2
         logits += [stages.frequencies(stage)[1] ** 2] * 2
         begin = end
-    lines = [Line("scale", x, scales, look(0))]
+    lines = [Line("scale", x, scales, numbered_look(0))]
     if max(logits) > 1:
-        lines.append(Line("logits multiplied by", x, logits, look(1)))
+        lines.append(Line("logits multiplied by", x, logits, numbered_look(1)))
     chart = Chart(
         "Stages",
         "position of the query, in tokens",
@@ -119,7 +119,7 @@ def draw_query_factors(spec: RopeSpec, scaling: RopeScaling, reach: int) -> Pict
         "Queries by where they stand",
         "position of the query, in tokens",
         "multiplied by",
-        [Line("log_n" if scaling.log_n else "sharpen", places.tolist(), factors.tolist(), look(0))],
+        [Line("log_n" if scaling.log_n else "sharpen", places.tolist(), factors.tolist(), numbered_look(0))],
         [(at * reach / 4, tokens_name(at * reach / 4)) for at in range(5)],
         [(spec.original_max_position_embeddings, "trained on")],
         log_x=False,

@@ -12,12 +12,8 @@ from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.gallery.canvas import Picture
 from hf_posenc.registry import METHODS
-from hf_posenc.report.plot import COLOURS, INK, Chart, Line, Look, draw_chart
+from hf_posenc.report.plot import COLOURS, PLAIN, Chart, Line, Look, draw_chart, numbered_look
 from hf_posenc.units import length_name
-
-_MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">")
-_DASHES = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (4, 4)))
-PLAIN = Look(INK, "o")
 
 
 @dataclass(frozen=True)
@@ -33,11 +29,6 @@ class Stretched:
     name: str
     inv_freq: torch.Tensor
     attention_factor: float = 1.0
-
-
-def look(at: int) -> Look:
-    """Return the look of the line of a number: a colour, a marker and dashes of its own."""
-    return Look(COLOURS[at % len(COLOURS)], _MARKERS[at % len(_MARKERS)], _DASHES[at % len(_DASHES)])
 
 
 def turns_of(spec: RopeSpec) -> list[float]:
@@ -56,7 +47,7 @@ def stretch_lines(spec: RopeSpec, rules: Sequence[Stretched]) -> list[Line]:
     for rule in rules:
         stretch = plain / rule.inv_freq[: spec.turning_pairs]
         if bool(torch.isfinite(stretch).all()):
-            lines.append(Line(rule.name, turns, stretch.tolist(), look(len(lines))))
+            lines.append(Line(rule.name, turns, stretch.tolist(), numbered_look(len(lines))))
     return lines
 
 
@@ -90,7 +81,7 @@ def draw_wavelengths(spec: RopeSpec, rule: Stretched, target: int) -> Picture | 
     ends = [0, spec.turning_pairs - 1]
     lines = [
         Line("unscaled", pairs, (2 * math.pi / plain).tolist(), PLAIN),
-        Line(rule.name, pairs, (2 * math.pi / scaled).tolist(), look(0)),
+        Line(rule.name, pairs, (2 * math.pi / scaled).tolist(), numbered_look(0)),
         Line(f"trained on: {length_name(original)}", ends, [original] * 2, Look(COLOURS[2], "", (0, (4, 3)))),
     ]
     if target > original:

@@ -10,8 +10,7 @@ import torch
 from hf_posenc.attention.distances import DISTANCE_RULES
 from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid, heat_map, tokens_name
-from hf_posenc.gallery.stretching import PLAIN, look
-from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.report.plot import PLAIN, Chart, Line, draw_chart, numbered_look
 
 _CELLS = 128
 _POINTS = 400  # of a curve
@@ -51,7 +50,7 @@ def draw_told(spec: RopeSpec, rules: Sequence[tuple[str, RopeScaling]], length: 
     places = spread_places(length, _POINTS)
     lines = [Line("as they are", places.tolist(), places.tolist(), PLAIN)]
     for at, (name, scaling) in enumerate(rules):
-        lines.append(Line(name, places.tolist(), last_row(spec, scaling, length)[places].tolist(), look(at)))
+        lines.append(Line(name, places.tolist(), last_row(spec, scaling, length)[places].tolist(), numbered_look(at)))
     chart = Chart(
         f"Distances as the last of {tokens_name(length)} tokens is told",
         "true distance in tokens",

@@ -17,7 +17,7 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 INK = "#3b3f46"  # text, axes and the unpatched row; the page swaps it for the colour of its text
 # Nobody has to know a colour: each method has a marker and dashes too, through which a line below it shows.
 _MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "d")
-_DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (4, 4)))
+DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (4, 4)))
 _MARKED = 12  # about how many points of a long line have a marker
 _LABEL_POINTS = 11  # least distance of two labels
 _LOG_FROM = 4.0  # how many times the lowest value the highest is, for a logarithmic y axis
@@ -45,6 +45,14 @@ class Look(NamedTuple):
     marker: str
     dashes: Any = "solid"
     bold: bool = False
+
+
+PLAIN = Look(INK, "o")  # of what is neither scaled nor trained
+
+
+def numbered_look(at: int) -> Look:
+    """Return the look of the line of a number: a colour, a marker and dashes of its own."""
+    return Look(COLOURS[at % len(COLOURS)], _MARKERS[at % len(_MARKERS)], DASHES[at % len(DASHES)])
 
 
 @dataclass(frozen=True)
@@ -106,10 +114,10 @@ def looks(rows: Sequence[Any]) -> dict[str, Look]:
         rows: Each with ``name``, ``full_name`` and a record ``first``.
     """
     names = list(dict.fromkeys(row.name for row in rows if row.first.method != "none"))
-    plain, found = Look(INK, "o"), {}
+    found = {}
     for at, name in enumerate(names):
-        found[name] = Look(COLOURS[at % len(COLOURS)], _MARKERS[at % len(_MARKERS)], _DASHES[at % len(_DASHES)])
-    return {row.full_name: found.get(row.name, plain)._replace(bold=row.first.tokens_trained > 0) for row in rows}
+        found[name] = numbered_look(at)
+    return {row.full_name: found.get(row.name, PLAIN)._replace(bold=row.first.tokens_trained > 0) for row in rows}
 
 
 def draw_chart(chart: Chart) -> Drawing:
