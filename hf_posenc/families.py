@@ -6,10 +6,11 @@ import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+if TYPE_CHECKING:  # they take seconds to import, which `--help` and `presets` would wait for
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Transformers accepts only "default" and "longrope" from these: every rule is written as longrope lists.
 LONGROPE_ONLY = frozenset({"phi3", "phi4_multimodal", "phimoe"})
@@ -85,6 +86,8 @@ def unwrap(model: Any) -> PreTrainedModel:
     Raises:
         TypeError: There is no Transformers model inside.
     """
+    from transformers import PreTrainedModel
+
     inner = model
     while not isinstance(inner, PreTrainedModel):
         if hasattr(inner, "_orig_mod"):  # torch.compile

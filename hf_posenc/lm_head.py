@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_posenc.families import unwrap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DEFAULT_ROWS_PER_CHUNK = 1024
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from hf_posenc.config import check_length
 from hf_posenc.families import FULL_ATTENTION
 from hf_posenc.units import ContextLength
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 KEEP, OFF = "keep", "off"
 

@@ -250,11 +250,22 @@ for command in COMMANDS:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
         main([command, "--help"])
     assert said.getvalue().startswith("usage: hf-posenc " + command), command
-    assert not {"peft", "bitsandbytes", "transformers.trainer"} & sys.modules.keys(), command
+    late = {"peft", "bitsandbytes", "transformers.trainer", "transformers.modeling_utils", "torch._dynamo"}
+    assert not late & sys.modules.keys(), command
+"""
+LISTINGS = """
+import contextlib, io, sys
+from hf_posenc.cli import main
+for words in (["presets"], ["presets", "--checkpoints"], ["recipes"], ["methods", "--families"]):
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(words) == 0
+    assert said.getvalue().count("\\n") > 10, words
+    assert "torch" not in sys.modules, words
 """
 
 
-def test_help_does_not_wait_for_what_only_training_needs() -> None:
-    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True)
+@pytest.mark.parametrize("program", [HELP, LISTINGS], ids=["help", "listings"])
+def test_help_and_listings_do_not_wait_for_what_they_do_not_need(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "bitsandbytes" not in done.stderr

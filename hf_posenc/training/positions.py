@@ -10,13 +10,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedConfig, masking_utils
-from transformers.utils.import_utils import is_tracing
 
 from hf_posenc.attention.distances import DISTANCE_RULES
 from hf_posenc.families import FULL_ATTENTION
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
     from hf_posenc.training.config import FinetuneConfig
 
 FULL, POSE, RANDOM = "full", "pose", "random"
@@ -209,6 +209,8 @@ def documents_start_at_zero(config: PreTrainedConfig) -> Iterator[None]:
     Args:
         config: The model's text config.
     """
+    from transformers import masking_utils  # brings torch's compiler, which `finetune --help` would wait for
+
     theirs = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = partial(find_documents, skips_matter=has_windows(config))
     try:
@@ -223,6 +225,8 @@ def find_documents(position_ids: torch.Tensor, *, skips_matter: bool) -> torch.T
     None where a plainly causal mask will do, which saves making one: every row is one document, without skips if those
     matter to a window.
     """
+    from transformers.utils.import_utils import is_tracing
+
     steps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
     if not is_tracing(steps) and bool(((steps == 1) if skips_matter else (steps > 0)).all()):
         return None
@@ -244,6 +248,8 @@ def finished_masks(config: PreTrainedConfig, embedded: torch.Tensor, position_id
         embedded: Of a batch's shape ``(batch, length, any)``, its dtype that of the masks.
         position_ids: ``(batch, length)``.
     """
+    from transformers import masking_utils
+
     told: dict[str, Any] = {"config": config, "inputs_embeds": embedded, "position_ids": position_ids}
     told |= {"attention_mask": None, "past_key_values": None}
     if position_ids is None or getattr(config, "alibi", False):  # alibi makes its bias of the mask
