@@ -3,9 +3,9 @@
     python scripts/compare_encodings.py --output-dir outputs/encodings
 
 The same data, seed, tokens and shape for each (the tiny Llama of ``scripts/pretrain_tiny.py``, 256 tokens of context);
-measured are perplexity of the held-out novel at 1x to 8x that length, passkey, what a training step and reading cost
-next to RoPE, and parameters; then the extension methods on the one trained with RoPE. What ``results.jsonl`` and the
-folders hold is not made again, so an interrupted run goes on.
+measured are perplexity of the held-out novel at 1x to 8x that length, passkey, what a training step, reading and
+decoding cost next to RoPE in time and memory, and parameters; then the extension methods on the one trained with RoPE.
+What ``results.jsonl`` and the folders hold is not made again, so an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,24 @@ from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.evaluation import perplexity, read_records, retrieval
 from hf_posenc.files import write_whole
 from hf_posenc.loading import load_model
+from hf_posenc.planning.tracking import MemoryTracker
 from hf_posenc.report.plot import PLAIN, Chart, Line, draw_chart, numbered_look
 
 ENCODINGS = ("rope", "xpos", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "nope")
 LENGTHS = (256, 512, 1024, 2048)
 PASSKEY_LENGTHS = (256, 512)
 EXTENSIONS = ("linear", "ntk", "yarn", "dynamic_yarn", "self_extend", "leaky_rerope")
+# How positions enter, whether they are absolute or relative, and whether keys can wait in a KV cache.
+WORDS = {
+    "rope": ("turn pairs of queries and keys", "relative in effect", "yes"),
+    "xpos": ("the same, and fade them by distance", "relative in effect", "yes, in parts: its numbers grow"),
+    "sinusoidal": ("are added to the embeddings", "absolute", "yes"),
+    "learned": ("are added to the embeddings", "absolute", "yes, up to its end"),
+    "relative_bias": ("a bias on the logits", "relative", "yes"),
+    "t5_bias": ("a bias on the logits", "relative", "yes"),
+    "alibi": ("a bias on the logits", "relative", "yes"),
+    "nope": ("do not: only the causal mask", "neither", "yes"),
+}
 # What the literature says of reading past the trained length, for the table.
 CLAIMS = {
     "rope": "does not (Chen et al. 2023; Press et al. 2021, fig. 1)",
@@ -156,7 +168,7 @@ class Comparison:
         for one in self.records():
             curves.setdefault(one.label, {})[one.context_length] = one.perplexity
         costs = json.loads(self.costs.read_text()) if self.costs.is_file() else {}
-        text = f"{self._measured(curves, costs)}\n\n{extended(curves)}\n"
+        text = f"{self._measured(curves)}\n\n{extended(curves)}\n\n{paid(costs)}\n"
         write_whole(self.folder / "encodings.md", text)
         print(f"\n{text}", flush=True)
         extensions = [label for label in curves if label == "rope" or label.startswith("rope, ")]
@@ -167,25 +179,37 @@ class Comparison:
         ):
             write_whole(self.folder / f"{name}.png", draw_chart(chart(curves, labels, title)).png)
 
-    def _measured(self, curves: dict[str, dict[int, float]], costs: dict[str, dict[str, float]]) -> str:
+    def _measured(self, curves: dict[str, dict[int, float]]) -> str:
         times = " | ".join(f"{n // CONTEXT}x" for n in LENGTHS)
         lines = [
-            f"| encoding | {times} | extrapolates: measured at 8x | literature | passkey 1x, 2x | training step | "
-            "reading | decoding | parameters |",
-            "|---|" + "---:|" * len(LENGTHS) + "---|---|---|---:|---:|---:|---:|",
+            f"| encoding | {times} | 8x / 1x | does it extrapolate, in the literature | passkey 1x, 2x |",
+            "|---|" + "---:|" * len(LENGTHS) + "---:|---|---|",
         ]
         for name in ENCODINGS:
-            if name not in curves:
-                continue
-            curve, cost = curves[name], costs.get(name, {})
-            values = " | ".join(f"{curve[n]:.1f}" if n in curve else "ends" for n in LENGTHS)
-            growth = f"{curve[LENGTHS[-1]] / curve[CONTEXT]:.2f} of 1x" if LENGTHS[-1] in curve else "no: it ends"
-            known = {"step": 1, "read": 1, "decode": 1, "parameters": 0} if name == "rope" else cost
-            shown = [f"{known[key]:.2f}" if known else "" for key in ("step", "read", "decode")]
-            extra = f"{known['parameters']:,}" if known else ""
-            cells = [name, values, growth, CLAIMS[name], self.passkeys(name), *shown, extra]
-            lines.append(f"| {' | '.join(cells)} |")
+            if name in curves:
+                curve = curves[name]
+                values = " | ".join(f"{curve[n]:.1f}" if n in curve else "ends" for n in LENGTHS)
+                growth = f"{curve[LENGTHS[-1]] / curve[CONTEXT]:.2f}" if LENGTHS[-1] in curve else "ends"
+                lines.append(f"| `{name}` | {values} | {growth} | {CLAIMS[name]} | {self.passkeys(name)} |")
         return "\n".join(lines)
+
+
+def paid(costs: dict[str, dict[str, float]]) -> str:
+    """Return the table of how positions enter and what that costs next to RoPE: time, memory in brackets."""
+    lines = [
+        "| encoding | positions | absolute or relative | KV cache | parameters | training step | reading | decoding |",
+        "|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    for name, words in WORDS.items():
+        shown = ["0", *["1 (1)"] * 3]
+        if name != "rope":
+            if name not in costs:
+                continue
+            cost = costs[name]
+            times = [f"{cost[way]:.2f} ({cost[f'{way}_memory']:.2f})" for way in ("step", "read", "decode")]
+            shown = [f"{cost['parameters']:,.0f}", *times]
+        lines.append(f"| `{name}` | {' | '.join((*words, *shown))} |")
+    return "\n".join(lines)
 
 
 def extended(curves: dict[str, dict[int, float]]) -> str:
@@ -199,7 +223,7 @@ def extended(curves: dict[str, dict[int, float]]) -> str:
 
 
 def ratios(rope: Any, model: Any) -> dict[str, float]:
-    """Return what a model costs, as the median ratio of turns taken with RoPE's, and its further parameters."""
+    """Return what a model costs next to RoPE's: median ratio of seconds in turns, of peaks, and further parameters."""
     ids = torch.randint(1, rope.config.vocab_size, (16, CONTEXT))
     long = torch.randint(1, rope.config.vocab_size, (1, READ_TOKENS))
     if "learned" in str(getattr(model.get_decoder(), "positional_encoding", "")).lower():
@@ -209,10 +233,11 @@ def ratios(rope: Any, model: Any) -> dict[str, float]:
         "read": lambda one: no_grad(one, long, use_cache=False),
         "decode": lambda one: decode(one, long[:, : CONTEXT - DECODED_TOKENS]),
     }
-    found = {}
+    found: dict[str, float] = {}
     for key, way in ways.items():
         pairs = [(seconds(way, model), seconds(way, rope)) for _ in range(ROUNDS + 1)][1:]
         found[key] = statistics.median(mine / its for mine, its in pairs)
+        found[f"{key}_memory"] = peak(way, model) / peak(way, rope)
     extra = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in rope.parameters())
     return {**found, "parameters": extra}
 
@@ -232,6 +257,14 @@ def seconds(way: Any, model: Any) -> float:
     way(model)
     model.zero_grad(set_to_none=True)
     return time.perf_counter() - began
+
+
+def peak(way: Any, model: Any) -> int:
+    """Return the most bytes of tensors, besides the weights, that lived at one time; a kernel's own are not seen."""
+    with MemoryTracker(model.parameters(), model.config.vocab_size, CONTEXT) as tracker:
+        way(model)
+    model.zero_grad(set_to_none=True)
+    return max(each.total for each in tracker.peaks.values())
 
 
 def chart(curves: dict[str, dict[int, float]], labels: list[str], title: str) -> Chart:
