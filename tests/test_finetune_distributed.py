@@ -27,16 +27,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "untied": {"model": {}},
     "lora": {"settings": {"lora": True}},
     "checkpointing": {"settings": {"gradient_checkpointing": True, "micro_batch_size": 2, "token_budget": 8 * 4 * SEQ}},
+    "accumulating": {"settings": {"token_budget": 8 * 4 * SEQ}, "times": 2},  # two micro-batches in each process
 }
 
 
 def runs_of(folder: Path, split: dict[str, int], **changes: Any) -> dict[str, Run]:
     """Return a run of each kind that goes through, and one of full and LoRA training that breaks off after step 8."""
     killed = {f"{kind}-killed": {**KINDS[kind], "killed_at": 8} for kind in ("full", "lora")}
-    return {
-        name: Run(str(folder / name), **{**kind, "settings": {**split, **kind.get("settings", {})}}, **changes)
-        for name, kind in {**KINDS, **killed}.items()
-    }
+    runs = {}
+    for name, kind in {**KINDS, **killed}.items():
+        steps = kind.get("times", 1) * split["gradient_accumulation_steps"]
+        settings = {**split, "gradient_accumulation_steps": steps, **kind.get("settings", {})}
+        given = {key: value for key, value in kind.items() if key != "times"}
+        runs[name] = Run(str(folder / name), **{**given, "settings": settings}, **changes)
+    return runs
 
 
 def resumed(run: Run, folder: Path, split: dict[str, int]) -> Run:
