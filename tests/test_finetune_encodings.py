@@ -67,6 +67,24 @@ def test_what_an_encoding_adds_is_trained(
         assert (trained.state_dict()[name] != value).any(), name
 
 
+@pytest.mark.parametrize("loaded_with_it", [False, True])
+def test_adapters_that_would_lose_the_encoding_are_refused_before_training(
+    loaded_with_it: bool, base_folder: Path, tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]
+) -> None:
+    model = load(base_folder)
+    told: dict[str, Any] = {"lora": True, "method": "t5_bias"}
+    if loaded_with_it:
+        patch_model(model, "t5_bias")
+        told |= {"method": None, "factor": None}
+    with pytest.raises(ValueError, match=r"does not hold the parameters.*positional_encoding.*Train without LoRA"):
+        finetune(model, tokenizer, documents, encoded(tmp_path / "run", **told))
+    assert not list(tmp_path.glob("run/*"))
+    told = {"lora": True, "method": "alibi"}  # which has none
+    trained = finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "alibi", **told)).model
+    again = load_extended(tmp_path / "alibi", base=load(base_folder))
+    torch.testing.assert_close(logits_of(again, LENGTH), logits_of(trained, LENGTH), rtol=0, atol=1e-5)
+
+
 def test_replacing_an_encoding_says_what_the_weights_know(
     base_folder: Path, tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:

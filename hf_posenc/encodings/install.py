@@ -156,7 +156,8 @@ def refuse_adapter(base: nn.Module) -> None:
     if names:
         raise ValueError(
             f"an adapter does not hold the parameters of the model's encoding ({', '.join(names)}), which would be "
-            "lost. Merge the adapter (model.merge_and_unload()) and save the whole model."
+            "lost. Train without LoRA; an adapter that is there merge (model.merge_and_unload()), to have and save the "
+            "whole model."
         )
 
 

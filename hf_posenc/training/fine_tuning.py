@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 
 from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.checkpoint import partial_of, save_extended
+from hf_posenc.encodings.install import refuse_adapter
 from hf_posenc.evaluation import Record
 from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.losses import evaluation_mode
@@ -186,6 +187,8 @@ def _train(
     keep_layout(model)  # checkpoints are written between forwards
     set_seed(config.seed)
     description, texts = _prepare(tokenizer, documents, eval_documents, model, config)
+    if config.lora or is_adapted(model):
+        refuse_adapter(unwrap(model))  # now, not when it is saved
     args = training_arguments(model, config, texts.packed)
     if args.world_size > 1 and getattr(unwrap(model), "hf_device_map", None) is None:
         model.to(args.device)  # type: ignore[arg-type]  # every process to its own GPU, before the first forward
