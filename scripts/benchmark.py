@@ -5,6 +5,7 @@
     python scripts/benchmark.py staged    # dynamic_yarn against the unpatched model and static yarn
     python scripts/benchmark.py evaluation  # the YaRN authors' procedure, lm-eval and evaluate against perplexity
     python scripts/benchmark.py training --tokens 8192  # a training step against plain Trainer's: memory and speed
+    python scripts/benchmark.py longest   # the longest training block in a memory, ours and plain Trainer's, by plan
     python scripts/benchmark.py all
 
 Prints one JSON line for each ratio, then a table.
@@ -29,7 +30,7 @@ from typing import Any
 import torch
 from benchmark_evaluation import benchmark_evaluation, print_comparison
 from benchmark_staged import benchmark_staged
-from benchmark_training import benchmark_training
+from benchmark_training import benchmark_training, longest_ratio
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import extend_config, patch_model
@@ -59,7 +60,9 @@ def main() -> None:
     if args.what in ("evaluation", "all"):
         results += benchmark_evaluation(args.model, args.dtype, rounds=3)
     if args.what in ("training", "all"):
-        results += benchmark_training(args.model, args.dtype, args.tokens, max(2, args.rounds // 10), args.longest_in)
+        results += benchmark_training(args.model, args.dtype, args.tokens, max(2, args.rounds // 10))
+    if args.what == "longest":
+        results.append(longest_ratio(args.model, args.dtype == "bfloat16", args.memory, args.train_longest))
     for result in results:
         print(json.dumps(result))
     print_table(results)
@@ -69,14 +72,15 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curve", "patched", "staged", "evaluation", "training", "all"))
+    parser.add_argument("what", choices=("curve", "patched", "staged", "evaluation", "training", "longest", "all"))
     parser.add_argument("--model", default=str(tiny_model_path()), help="name, folder or .gguf; the tiny model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--points", type=int, default=64, help="lengths of the curve")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest length")
     parser.add_argument("--rounds", type=int, default=40, help="rounds of the patched against the native model")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of one forward or training step")
-    parser.add_argument("--longest-in", type=MemorySize, help="training: the longest block in this memory (20GB)")
+    parser.add_argument("--memory", type=MemorySize, default=MemorySize("20GB"), help="longest: what it must fit into")
+    parser.add_argument("--train-longest", action="store_true", help="longest: train them too (hours on a CPU)")
     parser.add_argument("--memory-of", choices=CURVES, help=argparse.SUPPRESS)  # how the script calls itself
     return parser.parse_args()
 
