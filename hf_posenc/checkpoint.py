@@ -106,7 +106,7 @@ def save_extended(
     whole = isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config")
     refuse_unsaveable(base, whole=whole)
     if not whole:
-        refuse_adapter(base)
+        refuse_adapter(base, "Merge it (model.merge_and_unload()) and save the whole model.")
     manifest = make_manifest(base, tokens_trained=tokens_trained, base_model=base_model)
     verify_model(base)
     if manifest["options"].get("temperature") == "logits":
@@ -260,7 +260,7 @@ def _load_adapter(path: Path, manifest: dict[str, Any], base: PreTrainedModel | 
         base = load_weights(source, **kwargs)
     if describe(base)["method"] == "none":
         apply_manifest(base, manifest)
-        refuse_adapter(base)
+        refuse_adapter(base, "Pass the model it was trained on, which holds them: base=load_extended(...).")
     _check_loaded(base, manifest, path)
     with peft_renamed_attribute():
         return PeftModel.from_pretrained(base, str(path))

@@ -15,6 +15,7 @@ SCOPES = ("query", "sequence")
 COMPUTATIONS = ("real", "complex")
 # Encodings of another kind than the model's RoPE, which they take the place of.
 ENCODINGS = frozenset({"sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "rope", "xpos"})
+TRAINED_ENCODINGS = frozenset({"learned", "relative_bias", "t5_bias"})  # which have parameters
 # What weights were trained with instead of their RoPE: they suit no rule for it.
 INSTEAD_OF_ROPE = ENCODINGS | {"nope"}
 ATTENTION_METHODS = ENCODINGS | {"dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"}

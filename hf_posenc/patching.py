@@ -16,7 +16,7 @@ from hf_posenc.encodings.install import PutIn, check_encoding, put_in
 from hf_posenc.extension import Extension, declared_scaling, describe_config, plain_spec
 from hf_posenc.families import label_prefix, rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.request import resolve, warn_about_limits, write_config
-from hf_posenc.rotary import SavedRotary, instantiate, read_rotary, restore_rotary, still_other_labels, write_rotary
+from hf_posenc.rotary import SavedRotary, instantiate, read_rotary, restore_rotary, write_rotary, zero_other_layer_types
 from hf_posenc.softmax_scale import (
     attention_factor_of,
     expected_scale,
@@ -126,7 +126,7 @@ def patch_model(
     write_config(new_config, extension)
     values = {name: instantiate(module, new_config) for name, module in modules.items()}
     for saved in values.values() if extension.scaling.is_encoding else ():
-        still_other_labels(saved, rope_label(new_config))
+        zero_other_layer_types(saved, rope_label(new_config))
     attentions, scales = _new_scales(base, extension, new_config, values)
     warn_about_limits(new_config, extension)
 

@@ -115,7 +115,7 @@ def instantiate(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
     return read_rotary(fresh)
 
 
-def still_other_labels(saved: SavedRotary, label: str | None) -> None:
+def zero_other_layer_types(saved: SavedRotary, label: str | None) -> None:
     """Let no layer type turn: in ``saved``, what belongs to others than ``label`` holds frequencies of zero."""
     if label is None:
         return

@@ -5,8 +5,8 @@
     python scripts/benchmark.py staged    # dynamic_yarn against the unpatched model and static yarn
     python scripts/benchmark.py evaluation  # the YaRN authors' procedure, lm-eval and evaluate against perplexity
     python scripts/benchmark.py training --tokens 8192  # a training step against plain Trainer's: memory and speed
-    python scripts/benchmark.py longest   # the longest training block in a memory, ours and plain Trainer's, by plan
-    python scripts/benchmark.py all
+    python scripts/benchmark.py longest   # the longest training block in a memory, ours and plain, as predicted
+    python scripts/benchmark.py all       # but longest
 
 Prints one JSON line for each ratio, then a table.
 """

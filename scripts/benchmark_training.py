@@ -21,7 +21,6 @@ from hf_posenc.planning.measuring import MeasuredTraining, measure_training, tra
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
-from hf_posenc.units import length_name
 
 Result = dict[str, Any]
 MEMORY_GOAL, SPEED_GOAL = 0.5, 1.0
@@ -102,7 +101,7 @@ def longest_ratio(model: str, bf16: bool, memory: int, train: bool) -> Result:
         "ratio": lengths["ours"] / lengths["plain"],
         "goal": 1.0,
         "better": "higher",
-        **{f"longest_{way}": length_name(length) for way, length in lengths.items()},
+        **{f"longest_{way}": length for way, length in lengths.items()},
         **{f"peak_mib_{way}": peak / 2**20 for way, peak in peaks.items()},
     }
 

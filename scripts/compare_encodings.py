@@ -35,15 +35,16 @@ PASSKEY_LENGTHS = (256, 512)
 EXTENSIONS = ("linear", "ntk", "yarn", "dynamic_yarn", "self_extend", "leaky_rerope")
 # How positions enter, whether they are absolute or relative, and whether keys can wait in a KV cache.
 WORDS = {
-    "rope": ("turn pairs of queries and keys", "relative in effect", "yes"),
-    "xpos": ("the same, and fade them by distance", "relative in effect", "yes, in parts: its numbers grow"),
-    "sinusoidal": ("are added to the embeddings", "absolute", "yes"),
-    "learned": ("are added to the embeddings", "absolute", "yes, up to its end"),
-    "relative_bias": ("a bias on the logits", "relative", "yes"),
-    "t5_bias": ("a bias on the logits", "relative", "yes"),
-    "alibi": ("a bias on the logits", "relative", "yes"),
-    "nope": ("do not: only the causal mask", "neither", "yes"),
+    "rope": ("rotates query/key pairs", "relative in effect", "yes"),
+    "xpos": ("rotates pairs, decays with distance", "relative in effect", "yes; prefill long texts in chunks"),
+    "sinusoidal": ("added to embeddings", "absolute", "yes"),
+    "learned": ("added to embeddings", "absolute", "yes, up to its end"),
+    "relative_bias": ("bias on logits", "relative", "yes"),
+    "t5_bias": ("bias on logits", "relative", "yes"),
+    "alibi": ("bias on logits", "relative", "yes"),
+    "nope": ("causal mask only", "neither", "yes"),
 }
+COSTS = ("step", "read", "decode")
 # What the literature says of reading past the trained length, for the table.
 CLAIMS = {
     "rope": "does not (Chen et al. 2023; Press et al. 2021, fig. 1)",
@@ -72,9 +73,10 @@ def main() -> None:
         comparison.train(name)
         comparison.measure(name)
         comparison.show()
-    comparison.extend()
-    comparison.cost([name for name in args.encodings if name != "rope"])
-    comparison.show()
+    if "rope" in args.encodings:  # what the rest is compared with
+        comparison.extend()
+        comparison.cost([name for name in args.encodings if name != "rope"])
+        comparison.show()
     minutes = (time.perf_counter() - began) / 60
     print(f"{minutes:.0f} minutes. See {args.output_dir / 'encodings.md'} and the charts beside it.")
 
@@ -151,11 +153,16 @@ class Comparison:
 
     def cost(self, names: list[str]) -> None:
         """Measure training step, reading and decoding of each next to RoPE, in turns, in this process."""
-        if self.costs.is_file() and set(json.loads(self.costs.read_text())) >= set(names):
-            return
-        rope = self.load("rope")
-        found = {name: ratios(rope, self.load(name)) for name in names}
-        write_whole(self.costs, json.dumps(found, indent=2) + "\n")
+        rope, found = self.load("rope"), self.paid()
+        for name in names:
+            if name not in found:
+                found[name] = ratios(rope, self.load(name))
+                write_whole(self.costs, json.dumps(found, indent=2) + "\n")
+
+    def paid(self) -> dict[str, dict[str, float]]:
+        """Return what ``cost`` has measured."""
+        found: dict[str, dict[str, float]] = json.loads(self.costs.read_text()) if self.costs.is_file() else {}
+        return found
 
     def passkeys(self, name: str) -> str:
         """Return how many of the passkeys were right, token by token, at each length."""
@@ -167,8 +174,7 @@ class Comparison:
         curves: dict[str, dict[int, float]] = {}
         for one in self.records():
             curves.setdefault(one.label, {})[one.context_length] = one.perplexity
-        costs = json.loads(self.costs.read_text()) if self.costs.is_file() else {}
-        text = f"{self._measured(curves)}\n\n{extended(curves)}\n\n{paid(costs)}\n"
+        text = f"{self._measured(curves)}\n\n{extended(curves)}\n\n{cost_table(self.paid())}\n"
         write_whole(self.folder / "encodings.md", text)
         print(f"\n{text}", flush=True)
         extensions = [label for label in curves if label == "rope" or label.startswith("rope, ")]
@@ -177,7 +183,8 @@ class Comparison:
             ("encodings", encodings, f"trained with each encoding, at {CONTEXT} tokens"),
             ("extensions", extensions, f"trained with rope at {CONTEXT} tokens, then extended zero-shot"),
         ):
-            write_whole(self.folder / f"{name}.png", draw_chart(chart(curves, labels, title)).png)
+            if labels:
+                write_whole(self.folder / f"{name}.png", draw_chart(chart(curves, labels, title)).png)
 
     def _measured(self, curves: dict[str, dict[int, float]]) -> str:
         times = " | ".join(f"{n // CONTEXT}x" for n in LENGTHS)
@@ -194,9 +201,11 @@ class Comparison:
         return "\n".join(lines)
 
 
-def paid(costs: dict[str, dict[str, float]]) -> str:
-    """Return the table of how positions enter and what that costs next to RoPE: time, memory in brackets."""
+def cost_table(costs: dict[str, dict[str, float]]) -> str:
+    """Return the table of how positions enter, and what that costs next to RoPE."""
     lines = [
+        f"Time (and memory) as multiples of RoPE's; reading {READ_TOKENS} tokens, by learned {CONTEXT}:",
+        "",
         "| encoding | positions | absolute or relative | KV cache | parameters | training step | reading | decoding |",
         "|---|---|---|---|---:|---:|---:|---:|",
     ]
@@ -206,7 +215,7 @@ def paid(costs: dict[str, dict[str, float]]) -> str:
             if name not in costs:
                 continue
             cost = costs[name]
-            times = [f"{cost[way]:.2f} ({cost[f'{way}_memory']:.2f})" for way in ("step", "read", "decode")]
+            times = [f"{cost[way]:.2f} ({cost[f'{way}_memory']:.2f})" for way in COSTS]
             shown = [f"{cost['parameters']:,.0f}", *times]
         lines.append(f"| `{name}` | {' | '.join((*words, *shown))} |")
     return "\n".join(lines)
@@ -228,14 +237,18 @@ def ratios(rope: Any, model: Any) -> dict[str, float]:
     long = torch.randint(1, rope.config.vocab_size, (1, READ_TOKENS))
     if "learned" in str(getattr(model.get_decoder(), "positional_encoding", "")).lower():
         long = long[:, :CONTEXT]  # all it can read
-    ways = {
+    ways: dict[str, Any] = {
         "step": lambda one: one(ids, labels=ids, use_cache=False).loss.backward(),
         "read": lambda one: no_grad(one, long, use_cache=False),
         "decode": lambda one: decode(one, long[:, : CONTEXT - DECODED_TOKENS]),
     }
     found: dict[str, float] = {}
     for key, way in ways.items():
-        pairs = [(seconds(way, model), seconds(way, rope)) for _ in range(ROUNDS + 1)][1:]
+        taken: dict[str, list[float]] = {"model": [], "rope": []}
+        for number in range(ROUNDS + 1):  # each first in every other round
+            for name, one in sorted({"model": model, "rope": rope}.items(), reverse=number % 2 == 1):
+                taken[name].append(seconds(way, one))
+        pairs = zip(taken["model"][1:], taken["rope"][1:], strict=True)  # the first round warms up
         found[key] = statistics.median(mine / its for mine, its in pairs)
         found[f"{key}_memory"] = peak(way, model) / peak(way, rope)
     extra = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in rope.parameters())

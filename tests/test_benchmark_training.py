@@ -67,7 +67,7 @@ def test_the_longest_block_is_the_last_that_fits(benchmark: ModuleType, monkeypa
     assert benchmark.longest("plain", "x", False, 3 * 5 * 512 + 6) == 4 * 512
     monkeypatch.setattr(benchmark, "in_a_fresh_process", lambda way, *rest: {"peak": 2**20})
     result = benchmark.longest_ratio("x", False, 6 * 512 + 7, train=True)
-    assert (result["longest_ours"], result["longest_plain"], result["ratio"]) == ("3k", "1k", 3)
+    assert (result["longest_ours"], result["longest_plain"], result["ratio"]) == (3072, 1024, 3)
     assert result["peak_mib_ours"] == 1
     assert "peak_mib_ours" not in benchmark.longest_ratio("x", False, 6 * 512 + 7, train=False)
     with pytest.raises(SystemExit, match="not enough for a block of 512"):

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from census import REQUEST, patch_behind_door, rotary_types, sharp_model, sharpened, tiny_model
+from census import REQUEST, patch_behind_door, rotary_types, sharp_model, sharpened, tiny_config, tiny_model
 from doors import in_chunks
 from encodings_by_hand import sinusoid, slope
 from test_census_door import NEIGHBOURS
 from tiny_models import assert_same_state, logits, state, token_ids
 from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
+from hf_posenc import RotaryMismatchError, patch_model, unpatch_model, verify_model
 from hf_posenc.families import door_capabilities, rotary_modules
 
 IDS = token_ids(50)
@@ -61,6 +62,34 @@ def test_alibi_is_a_mask_of_numbers_on_a_model_that_does_not_turn(model_type: st
         torch.testing.assert_close(in_chunks(model, IDS, [27, 1, 6]), full, atol=2e-6, rtol=0)
 
 
+def test_a_window_cuts_off_the_bias_too() -> None:
+    config = tiny_config(CONFIG_MAPPING["gemma2"])
+    config.layer_types, config.sliding_window = ["sliding_attention"] * 2, 32
+    model, reference = (sharpened(tiny_model("gemma2", config)) for _ in range(2))
+    expected = as_a_mask(reference, window=32)
+    assert (expected - as_a_mask(reference)).abs().max() > 1e-3
+    patch_model(model, "alibi", **REQUEST)
+    full = logits(model, IDS)
+    torch.testing.assert_close(full, expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(in_chunks(model, IDS, [27, 1, 6]), full, atol=2e-6, rtol=0)
+
+
+def test_layers_without_positions_stay_so() -> None:
+    """SmolLM3's last layer of two, as a mask that is causal and no more."""
+    config = tiny_config(CONFIG_MAPPING["smollm3"])
+    config.no_rope_layers = [1, 0]
+    model, reference = (sharpened(tiny_model("smollm3", config)) for _ in range(2))
+    with_bias = as_a_mask(reference)
+    causal = torch.full((50, 50), torch.finfo(torch.float32).min).triu(1)[None, None]
+    reference.model.layers[1].self_attn.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": causal}), with_kwargs=True
+    )
+    expected = as_a_mask(reference)
+    assert (expected - with_bias).abs().max() > 1e-3
+    patch_model(model, "alibi", **REQUEST)
+    torch.testing.assert_close(logits(model, IDS), expected, atol=2e-6, rtol=0)
+
+
 @pytest.mark.parametrize("model_type", MOST_SLOW)
 def test_sinusoids_are_what_enters_the_first_layer(model_type: str) -> None:
     """By hand: the same embeddings and the table, into the model that does not turn."""
@@ -104,11 +133,11 @@ def stilled(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def as_a_mask(model: PreTrainedModel) -> torch.Tensor:
+def as_a_mask(model: PreTrainedModel, window: int = 50) -> torch.Tensor:
     """Logits of Transformers' own attention, frequencies zero, with ALiBi in a mask of four dimensions."""
     stilled(model)
     heads = model.config.get_text_config(decoder=True).num_attention_heads
     distance = torch.arange(50)[:, None] - torch.arange(50)
     slopes = torch.tensor([slope(head, heads) for head in range(heads)])[:, None, None]
-    mask = torch.where(distance >= 0, -slopes * distance, torch.finfo(torch.float32).min)[None]
+    mask = torch.where((distance >= 0) & (distance < window), -slopes * distance, torch.finfo(torch.float32).min)[None]
     return model(IDS, attention_mask=mask, position_ids=torch.arange(50)[None], use_cache=False).logits

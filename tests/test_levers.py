@@ -61,6 +61,11 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"zero": 3},
         "DeepSpeed's, which no other launch reads",
     ),
+    "lora and the parameters of an encoding": (
+        {"config": {"lora": True, "method": "t5_bias"}},
+        {"config": {"lora": True, "method": "alibi"}},
+        "t5_bias has parameters, which an adapter does not hold",
+    ),
     "another checkpoint under deepspeed": (
         {"zero": 3, "checkpoint": "model.safetensors", "config": {"resume": True}},
         {"zero": None},

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
+from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.layout import Forward, text_positions
 from hf_posenc.attention.masks import PREFIX, slot_states
 
 # What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
-# positions, or a rotary module of its own).
-FULL, PASS = "full", "pass"
+# positions, or a rotary module of its own); the keys of one that attends to images stand nowhere in the text.
+FULL, PASS, CROSS = "full", "pass", "cross"
 INNER = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 _DOOR = "_hf_posenc_door"
 # Layers with windows see other slots than the rest; under torch.compile nothing else lets go of earlier forwards.
@@ -112,6 +113,8 @@ def door_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The function that Transformers calls; each attention layer of a patched model knows its door."""
     door, kind = module.__dict__[_DOOR]
+    if kind == CROSS:
+        return inner_attention(door.inner, module)(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("position_ids") is None:
         if door.positions is None:
             raise ValueError(

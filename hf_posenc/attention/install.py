@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.distances import DISTANCE_RULES
 from hf_posenc.attention.door import Door
-from hf_posenc.attention.doorway import FULL, INNER, PASS, door_of, put_door, register, take_door
+from hf_posenc.attention.doorway import CROSS, FULL, INNER, PASS, door_of, put_door, register, take_door
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
@@ -268,7 +268,14 @@ def turns(layer: nn.Module) -> bool:
     return bool(getattr(layer, "use_rope", True) and getattr(layer, "force_rope", True))
 
 
+def attends_to_text(layer: nn.Module) -> bool:
+    """Return whether a layer's keys are those of the text: Transformers' cross-attention to images is not causal."""
+    return hasattr(layer, "is_causal")
+
+
 def _kind(module: nn.Module, config: PreTrainedConfig) -> str:
+    if not attends_to_text(module):
+        return CROSS
     return FULL if reads_whole_context(module, config) and turns(module) else PASS
 
 

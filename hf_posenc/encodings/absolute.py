@@ -18,7 +18,7 @@ class AbsolutePositions:
 
     def __init__(self, encoding: AddedToEmbeddings) -> None:
         self.encoding = encoding
-        self.calls = 0  # by which patch_model sees that the first layer is reached
+        self.times: int | None = None  # a probe's count of how often the first layer ran
 
     def number(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Number the tokens where the caller does not: from the row's first that is not padding, on after the cache.
@@ -44,7 +44,8 @@ class AbsolutePositions:
             )
         if positions.dim() == 3:
             positions = text_positions(positions)
-        self.calls += 1
+        if self.times is not None:  # else a compiled forward would be made anew at each
+            self.times += 1
         states = args[0] if args else kwargs["hidden_states"]
         states = states + self.encoding(positions, states)
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": states})

@@ -9,10 +9,11 @@ from typing import Any
 from safetensors import safe_open
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.attention.doorway import FULL, PASS, put_door, register, take_door
+from hf_posenc.attention.doorway import CROSS, FULL, PASS, put_door, register, take_door
 from hf_posenc.attention.install import (
+    attends_to_text,
     attention_layers,
     goes_through_interface,
     probe,
@@ -21,9 +22,10 @@ from hf_posenc.attention.install import (
     turns,
 )
 from hf_posenc.attention.masks import PREFIX
+from hf_posenc.config import RopeScaling
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.door import EncodingDoor
-from hf_posenc.encodings.modules import AddedToEmbeddings, AddedToLogits, make_encoding
+from hf_posenc.encodings.modules import AddedToEmbeddings, AddedToLogits, TurnsPairs, make_encoding
 from hf_posenc.extension import Extension
 from hf_posenc.families import rotary_modules, text_configs, unwrap
 from hf_posenc.verification import RotaryMismatchError
@@ -63,7 +65,7 @@ class PutIn:
         [(name, rotary)] = rotary_modules(model).items()
         for buffer, frequencies in rotary.named_buffers():
             if buffer.endswith("inv_freq") and not frequencies.is_meta and frequencies.any():
-                return f"{name} turns queries and keys too ({buffer})"
+                return f"{name} still rotates queries and keys ({buffer})"
         return None
 
     def take_out(self, model: PreTrainedModel) -> None:
@@ -90,6 +92,8 @@ def check_encoding(wrapped: nn.Module, extension: Extension) -> None:
     encoding = make_encoding(config, extension)  # raises on sizes that do not fit
     if reason is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
         reason = f"a bias cannot be added in {config._attn_implementation!r} (load it with attn_implementation='sdpa')"
+    if reason is None and isinstance(encoding, TurnsPairs):
+        reason = _several_ropes(config, extension.scaling)
     if reason is None and getattr(wrapped, "peft_config", None):
         reason = "it is wrapped by PEFT, whose adapters would not hold the encoding (patch the model, then wrap it)"
     if reason is not None:
@@ -146,8 +150,12 @@ def load_parameters(model: PreTrainedModel, path: Path) -> None:
         raise ValueError(f"{path} does not hold the parameters of its encoding: {error}") from error
 
 
-def refuse_adapter(base: nn.Module) -> None:
+def refuse_adapter(base: nn.Module, advice: str) -> None:
     """Refuse an adapter of a model whose encoding has parameters: PEFT saves its own alone, and others would be drawn.
+
+    Args:
+        base: The model inside.
+        advice: What to do instead.
 
     Raises:
         ValueError: It has.
@@ -155,10 +163,21 @@ def refuse_adapter(base: nn.Module) -> None:
     names = [name for name, _ in base.named_parameters() if f".{MODULE}." in f".{name}"]
     if names:
         raise ValueError(
-            f"an adapter does not hold the parameters of the model's encoding ({', '.join(names)}), which would be "
-            "lost. Train without LoRA; an adapter that is there merge (model.merge_and_unload()), to have and save the "
-            "whole model."
+            f"an adapter does not hold the parameters of the model's encoding ({', '.join(names)}): PEFT saves its own "
+            f"alone. {advice}"
         )
+
+
+def _several_ropes(config: PreTrainedConfig, scaling: RopeScaling) -> str | None:
+    """Return why RoPE cannot be put in as the model has it: its layer types turn otherwise, and no value was given."""
+    kinds = set(getattr(config, "layer_types", None) or ())
+    own = [settings for kind, settings in config.rope_parameters.items() if kind in kinds]
+    for name, unset in (("rope_theta", None), ("partial_rotary_factor", 1.0)):
+        values = {settings.get(name, unset) for settings in own}
+        if len(values) > 1 and getattr(scaling, name) is None:
+            shown = ", ".join(map(str, sorted(values)))
+            return f"its layer types have a RoPE each, of {name} {shown}, and all would get one: give {name}"
+    return None
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:
@@ -169,7 +188,7 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
 def _before_layers(model: PreTrainedModel, decoder: nn.Module, encoding: AddedToEmbeddings) -> PutIn:
     added = AbsolutePositions(encoding)
     names = {module: name for name, module in model.named_modules()}
-    attention = next(layer for layer in attention_layers(model) if goes_through_interface(layer))
+    attention = next(layer for layer in attention_layers(decoder) if goes_through_interface(layer))
     hooks = [
         decoder.register_forward_pre_hook(added.number, with_kwargs=True),
         first_layer(model, names[attention]).register_forward_pre_hook(added.add, with_kwargs=True),
@@ -182,7 +201,7 @@ def _in_attention(model: PreTrainedModel, decoder: nn.Module, encoding: Any) -> 
     inner = model.config.get_text_config(decoder=True)._attn_implementation
     door = EncodingDoor(encoding, inner)
     for module in attention_layers(model):
-        put_door(module, door, FULL if turns(module) else PASS)
+        put_door(module, door, (FULL if turns(module) else PASS) if attends_to_text(module) else CROSS)
     for config in text_configs(model):
         config._attn_implementation = PREFIX + inner
     [rotary] = rotary_modules(model).values()
@@ -197,15 +216,18 @@ def _in_attention(model: PreTrainedModel, decoder: nn.Module, encoding: Any) -> 
 def _check_asked(model: PreTrainedModel, asked: EncodingDoor | AbsolutePositions, num_tokens: int) -> None:
     """Raise unless a forward of a few tokens asks for the encoding wherever it belongs."""
     if isinstance(asked, AbsolutePositions):
-        asked.calls = 0
-        if probe(model, num_tokens) is not None and asked.calls != 1:
+        asked.times = 0
+        try:
+            reached, times = probe(model, num_tokens) is not None, asked.times
+        finally:
+            asked.times = None
+        if reached and times != 1:
             raise RotaryMismatchError(
-                f"the first layer of {type(model).__name__} runs {asked.calls} times in one forward, and what is added "
-                "to the embeddings enters once. Take 'alibi' or another that acts in attention."
+                f"the first layer of {type(model).__name__} runs {times} times in one forward, and positions are added "
+                "to the embeddings once. Take 'alibi' or another encoding that acts in attention."
             )
         return
-    # Convolutions and state spaces know their layer too; attention alone can look ahead or not.
-    attention = {layer for layer in attention_layers(_decoder(model)) if turns(layer) and hasattr(layer, "is_causal")}
+    attention = {layer for layer in attention_layers(_decoder(model)) if turns(layer) and attends_to_text(layer)}
     came: set[nn.Module] = set()
     asked.asked = came
     try:

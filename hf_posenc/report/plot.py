@@ -114,9 +114,7 @@ def looks(rows: Sequence[Any]) -> dict[str, Look]:
         rows: Each with ``name``, ``full_name`` and a record ``first``.
     """
     names = list(dict.fromkeys(row.name for row in rows if row.first.method != "none"))
-    found = {}
-    for at, name in enumerate(names):
-        found[name] = numbered_look(at)
+    found = {name: numbered_look(at) for at, name in enumerate(names)}
     return {row.full_name: found.get(row.name, PLAIN)._replace(bold=row.first.tokens_trained > 0) for row in rows}
 
 

@@ -147,6 +147,8 @@ def _prepare(
 ) -> tuple[dict[str, Any], Texts]:
     """Extend the model and make blocks of the texts; whatever does not go together is refused here."""
     description = extend(model, config)
+    if config.lora or is_adapted(model):
+        refuse_adapter(unwrap(model), "Train without LoRA.")  # now, not when it is saved
     with evaluation_mode(model):
         check_head(model)
     texts = prepare_texts(model, tokenizer, documents, eval_documents, config, description)
@@ -187,8 +189,6 @@ def _train(
     keep_layout(model)  # checkpoints are written between forwards
     set_seed(config.seed)
     description, texts = _prepare(tokenizer, documents, eval_documents, model, config)
-    if config.lora or is_adapted(model):
-        refuse_adapter(unwrap(model))  # now, not when it is saved
     args = training_arguments(model, config, texts.packed)
     if args.world_size > 1 and getattr(unwrap(model), "hf_device_map", None) is None:
         model.to(args.device)  # type: ignore[arg-type]  # every process to its own GPU, before the first forward

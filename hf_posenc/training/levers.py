@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 
 from hf_posenc.attention.masks import inner_name
+from hf_posenc.config import TRAINED_ENCODINGS
 from hf_posenc.registry import make_scaling
 from hf_posenc.training.checkpoints import last_checkpoint
 from hf_posenc.training.config import FinetuneConfig
@@ -165,6 +166,11 @@ RULES = (
         lambda s: s.config.shifted_sparse_attention and inner_name(s.attention or "sdpa") not in ("sdpa", "eager"),
         "shifted_sparse_attention computes its groups with SDPA, and attn_implementation is {attention!r}. Leave it "
         "out, or give sdpa.",
+    ),
+    Rule(
+        "lora and the parameters of an encoding",
+        lambda s: s.config.lora and s.config.method in TRAINED_ENCODINGS,
+        "{config.method} has parameters, which an adapter does not hold: PEFT saves its own alone. Train without LoRA.",
     ),
     Rule(
         "quantised and shared out",
