@@ -68,7 +68,8 @@ def test_a_window_cuts_off_the_bias_too() -> None:
     model, reference = (sharpened(tiny_model("gemma2", config)) for _ in range(2))
     expected = as_a_mask(reference, window=32)
     assert (expected - as_a_mask(reference)).abs().max() > 1e-3
-    patch_model(model, "alibi", **REQUEST)
+    with pytest.warns(UserWarning, match="each layer looks back 32 tokens"):
+        patch_model(model, "alibi", **REQUEST)
     full = logits(model, IDS)
     torch.testing.assert_close(full, expected, atol=2e-6, rtol=0)
     torch.testing.assert_close(in_chunks(model, IDS, [27, 1, 6]), full, atol=2e-6, rtol=0)
