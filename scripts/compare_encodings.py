@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer
+from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer, unfinished_of
 from study_folder import claim, passkeys_right
 
 from hf_posenc import patch_model, patched, save_extended
@@ -96,7 +96,7 @@ class Comparison:
 
     def train(self, name: str) -> None:
         """Train a model with an encoding, all else equal, unless it is there."""
-        if (self.path(name) / "config.json").is_file():
+        if (self.path(name) / "tokenizer.json").is_file():  # saved last
             return
         print(f"{name}: training on {self.tokens:,} tokens", flush=True)
         texts = [load_novel(one) for one in TRAIN_NOVELS]
@@ -108,12 +108,14 @@ class Comparison:
         torch.manual_seed(self.seed)  # and so are the blocks
         stream = torch.tensor([token for text in texts for token in encode(tokenizer, text)])
         told = {"context_length": CONTEXT, "step_tokens": 4096, "learning_rate": 1.5e-3, "device": "cpu"}
-        train(model, stream, argparse.Namespace(tokens=self.tokens, **told))
+        unfinished = unfinished_of(self.path(name))
+        train(model, stream, argparse.Namespace(tokens=self.tokens, **told), unfinished)
         if name == "rope":
             model.save_pretrained(self.path(name))
             tokenizer.save_pretrained(self.path(name))
         else:
             save_extended(model, self.path(name), tokenizer, tokens_trained=self.tokens)
+        unfinished.unlink(missing_ok=True)
 
     def measure(self, name: str) -> None:
         """Measure a model as it was trained; a learned table only up to its end."""

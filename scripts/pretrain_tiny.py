@@ -2,7 +2,7 @@
 
 The sixth novel is held out. The model and the gradients are bf16, which two CPU cores do about twice as
 fast as float32; AdamW steps on a float32 copy, so that small updates are not rounded away. The same seed,
-thread count and machine give the same weights.
+thread count and machine give the same weights, also of a run that was killed and started again.
 
     python scripts/pretrain_tiny.py --output-dir hf_posenc/assets/tiny
 """
@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -27,6 +28,7 @@ CONTEXT = 256  # of the model in the package
 VOCAB_SIZE = 2048
 EOS = "<|endoftext|>"
 FACTS = "training.json"  # written last; a folder that has it is an earlier output
+SAVE_STEPS = 100  # after so many a killed run goes on
 
 
 def train_tokenizer(texts: list[str], context_length: int = CONTEXT) -> PreTrainedTokenizerFast:
@@ -79,7 +81,18 @@ def held_out_perplexity(model: LlamaForCausalLM, ids: torch.Tensor, length: int,
     return math.exp(nll / (num_starts * (length - 1)))
 
 
-def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespace) -> None:
+def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespace, unfinished: Path) -> None:
+    """Train a model in place.
+
+    Args:
+        model: Of bfloat16 weights.
+        stream: Token ids, one text after the other.
+        args: Those of this script.
+        unfinished: The file that a killed run goes on from; remove it once the model is saved.
+
+    Raises:
+        SystemExit: The file is of a run with other settings.
+    """
     masters = [p.detach().float().clone().requires_grad_() for p in model.parameters()]
     decayed = [m for m in masters if m.ndim > 1]
     plain = [m for m in masters if m.ndim == 1]
@@ -88,8 +101,13 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespac
     )
     context, batch_size = args.context_length, max(1, args.step_tokens // args.context_length)
     num_steps = args.tokens // (batch_size * context)
+    settings = {name: str(value) for name, value in vars(args).items() if name != "output_dir"}
+    first = go_on(unfinished, settings, masters, optimizer)
+    with torch.no_grad():
+        for param, master in zip(model.parameters(), masters, strict=True):
+            param.copy_(master)
     began = time.perf_counter()
-    for step in range(num_steps):
+    for step in range(first, num_steps):
         warmup = min(1.0, (step + 1) / 100)
         lr = args.learning_rate * warmup * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
         starts = torch.randint(0, len(stream) - context, (batch_size,))
@@ -107,8 +125,39 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespac
             for param, master in zip(model.parameters(), masters, strict=True):
                 param.copy_(master)
         if step % 50 == 0 or step == num_steps - 1:
-            rate = (step + 1) * batch_size * context / (time.perf_counter() - began)
+            rate = (step + 1 - first) * batch_size * context / (time.perf_counter() - began)
             print(f"step {step + 1}/{num_steps} loss {loss.item():.3f} lr {lr:.2e} {rate:,.0f} tokens/s", flush=True)
+        if (step + 1) % SAVE_STEPS == 0:
+            state = {"masters": [master.data for master in masters], "optimizer": optimizer.state_dict()}
+            save_state(unfinished, {"settings": settings, "step": step + 1, "rng": torch.get_rng_state(), **state})
+
+
+def go_on(unfinished: Path, settings: dict[str, str], masters: list[torch.Tensor], optimizer: Any) -> int:
+    """Put weights, optimizer and random numbers back to where a killed run was; return the steps that it did."""
+    if not unfinished.is_file():
+        return 0
+    state = torch.load(unfinished, weights_only=True)
+    if state["settings"] != settings:
+        raise SystemExit(f"{unfinished} is of a run with other settings. Remove it, or give them again.")
+    with torch.no_grad():
+        for master, value in zip(masters, state["masters"], strict=True):
+            master.copy_(value)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"])
+    print(f"going on after step {state['step']}", flush=True)
+    return int(state["step"])
+
+
+def save_state(unfinished: Path, state: dict[str, Any]) -> None:
+    unfinished.parent.mkdir(parents=True, exist_ok=True)
+    partial = unfinished.with_suffix(".partial")
+    torch.save(state, partial)
+    os.replace(partial, unfinished)
+
+
+def unfinished_of(folder: Path) -> Path:
+    """Return the file beside a model's folder that a killed training of it goes on from."""
+    return folder.with_name(f".{folder.name}.unfinished")
 
 
 def check_output(folder: Path) -> None:
@@ -156,7 +205,7 @@ def main() -> None:
     print(f"{num_params:,} parameters, {len(stream):,} training tokens, {len(held_out):,} held out", flush=True)
 
     began = time.perf_counter()
-    train(model, stream, args)
+    train(model, stream, args, unfinished_of(args.output_dir))
     minutes = (time.perf_counter() - began) / 60
     perplexities = {n: round(held_out_perplexity(model, held_out, n), 2) for n in (256, 512, 1024, 2048)}
     print(f"{minutes:.1f} minutes; held-out perplexity by length: {perplexities}")
@@ -169,6 +218,7 @@ def main() -> None:
         "perplexity": perplexities,
     }
     save(args.output_dir, model, tokenizer, facts)
+    unfinished_of(args.output_dir).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
