@@ -217,33 +217,42 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
     """Write each line's name and marker where it ends, moved apart where lines end close together."""
+    points = 72 / axes.figure.dpi
+    lowest = axes.bbox.y0 * points + _LABEL_POINTS / 2
+    last = max((line.x[-1] for line in lines), key=lambda end: axes.transData.transform((end, 1))[0])
+    for end in sorted({line.x[-1] for line in lines}):
+        there = [line for line in lines if line.x[-1] == end]
+        ends = [axes.transData.transform((end, line.y[-1]))[1] * points for line in there]
+        below = 0 if end == last else _LABEL_POINTS  # out of the way of lines that run on
+        wanted = [at - below for at in ends]
+        for line, at, moved in zip(there, ends, _spread(wanted, lowest=lowest), strict=True):
+            _label_line(axes, line, moved - at)
+
+
+def _label_line(axes: Axes, line: Line, up: float) -> None:
+    """Write a line's name and marker beside its end, ``up`` points above it."""
     from matplotlib.transforms import ScaledTranslation
 
-    points = 72 / axes.figure.dpi
-    wanted = [axes.transData.transform((line.x[-1], line.y[-1]))[1] * points for line in lines]
-    lowest = axes.bbox.y0 * points + _LABEL_POINTS / 2
-    for line, at, moved in zip(lines, wanted, _spread(wanted, lowest=lowest), strict=True):
-        axes.annotate(
-            line.name,
-            (line.x[-1], line.y[-1]),
-            xytext=(18, moved - at),
-            textcoords="offset points",
-            va="center",
-            color=line.look.colour,
-            fontsize=8.5,
-            fontweight="bold" if line.look.bold else "normal",
-            annotation_clip=False,
-        )
-        beside = axes.transData + ScaledTranslation(11 / 72, (moved - at) / 72, axes.figure.dpi_scale_trans)
-        axes.plot(
-            line.x[-1],
-            line.y[-1],
-            color=line.look.colour,
-            marker=line.look.marker,
-            markersize=4.5,
-            transform=beside,
-            clip_on=False,
-        )
+    axes.annotate(
+        line.name,
+        (line.x[-1], line.y[-1]),
+        xytext=(18, up),
+        textcoords="offset points",
+        va="center",
+        color=line.look.colour,
+        fontsize=8.5,
+        fontweight="bold" if line.look.bold else "normal",
+        annotation_clip=False,
+    )
+    axes.plot(
+        line.x[-1],
+        line.y[-1],
+        color=line.look.colour,
+        marker=line.look.marker,
+        markersize=4.5,
+        transform=axes.transData + ScaledTranslation(11 / 72, up / 72, axes.figure.dpi_scale_trans),
+        clip_on=False,
+    )
 
 
 def _spread(positions: Sequence[float], gap: float = _LABEL_POINTS, lowest: float = -math.inf) -> list[float]:
