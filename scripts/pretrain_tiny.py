@@ -10,6 +10,7 @@ thread count and machine give the same weights, also of a run that was killed an
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+from hf_posenc.files import write_whole
 
 CONTEXT = 256  # of the model in the package
 VOCAB_SIZE = 2048
@@ -150,9 +152,9 @@ def go_on(unfinished: Path, settings: dict[str, str], masters: list[torch.Tensor
 
 def save_state(unfinished: Path, state: dict[str, Any]) -> None:
     unfinished.parent.mkdir(parents=True, exist_ok=True)
-    partial = unfinished.with_suffix(".partial")
-    torch.save(state, partial)
-    os.replace(partial, unfinished)
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_whole(unfinished, buffer.getvalue())
 
 
 def unfinished_of(folder: Path) -> Path:

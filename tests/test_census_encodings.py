@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ from doors import in_chunks
 from encodings_by_hand import sinusoid, slope
 from test_census_door import NEIGHBOURS
 from tiny_models import assert_same_state, logits, state, token_ids
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, MllamaForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_posenc import RotaryMismatchError, patch_model, unpatch_model, verify_model
+from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.families import door_capabilities, rotary_modules
 
 IDS = token_ids(50)
@@ -89,6 +90,81 @@ def test_layers_without_positions_stay_so() -> None:
     assert (expected - with_bias).abs().max() > 1e-3
     patch_model(model, "alibi", **REQUEST)
     torch.testing.assert_close(logits(model, IDS), expected, atol=2e-6, rtol=0)
+
+
+def test_layer_types_with_a_rope_each_are_all_stilled(tmp_path: Path) -> None:
+    """Gemma 3: its windows must not keep their RoPE beside the bias, and get it back."""
+    types = ["sliding_attention", "full_attention"]
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Gemma3TextConfig(vocab_size=128, head_dim=16, num_hidden_layers=2, layer_types=types, **sizes)
+    config.rope_parameters["sliding_attention"] |= {"rope_type": "yarn", "factor": 4.0}  # with a temperature
+    model = Gemma3ForCausalLM(config)
+    before, plain, attributes = state(model), logits(model, IDS), dict(model.model.rotary_emb.rope_type)
+    scaling = model.model.rotary_emb.sliding_attention_attention_scaling
+    assert scaling != 1.0
+    patch_model(model, "alibi")
+    turned = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    assert len(turned) == 4
+    assert not any(buffer.any() for buffer in turned.values())
+    assert model.model.rotary_emb.sliding_attention_attention_scaling == 1.0
+    save_extended(model, tmp_path / "saved")
+    assert torch.equal(logits(load_extended(tmp_path / "saved"), IDS), logits(model, IDS))
+    with pytest.raises(KeyError, match="hf_posenc_alibi"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    turned["model.rotary_emb.sliding_attention_inv_freq"][0] = 1e-3
+    with pytest.raises(RotaryMismatchError, match=r"still rotates queries and keys \(sliding_attention_inv_freq\)"):
+        verify_model(model)
+    unpatch_model(model)
+    assert_same_state(before, state(model))
+    assert torch.equal(logits(model, IDS), plain)
+    rotary = model.model.rotary_emb
+    assert (rotary.rope_type, rotary.sliding_attention_attention_scaling) == (attributes, scaling)
+
+
+def test_layer_types_that_turn_otherwise_want_one_value() -> None:
+    """Laguna: another base and another share of the head in its windows."""
+    config = tiny_config(CONFIG_MAPPING["laguna"])
+    config.layer_types = ["sliding_attention", "full_attention"]
+    model = tiny_model("laguna", config)
+    with pytest.raises(ValueError, match=r"of rope_theta 10000\.0, 500000\.0, and all would get one: give rope_theta"):
+        patch_model(model, "rope")
+    with pytest.raises(ValueError, match=r"of partial_rotary_factor 0\.5, 1\.0, and all would get one"):
+        patch_model(model, "xpos", rope_theta=1e4)
+    patch_model(model, "rope", rope_theta=1e4, partial_rotary_factor=0.5)
+    ours = logits(model, IDS)
+    unpatch_model(model)
+    for settings in config.rope_parameters.values():
+        settings |= {"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    expected = tiny_model("laguna", config)
+    expected.load_state_dict(model.state_dict())
+    torch.testing.assert_close(ours, logits(expected, IDS), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("method", "options"), [("alibi", {}), ("rope", {}), ("dynamic_yarn", {"stage": 8})])
+def test_images_that_a_text_attends_to_stand_nowhere_in_it(method: str, options: dict[str, Any]) -> None:
+    """Mllama's cross-attention: neither turned nor biased, so the order of an image's parts says nothing."""
+    config = tiny_config(CONFIG_MAPPING["mllama"]).get_text_config()
+    config.cross_attention_layers = [1]
+    torch.manual_seed(0)
+    model = MllamaForCausalLM(config).eval()
+    torch.nn.init.ones_(model.model.layers[1].cross_attn_attn_gate)
+    image = torch.randn(1, 60, config.hidden_size)
+
+    def read(seen: torch.Tensor) -> torch.Tensor:
+        shown = {"cross_attention_mask": torch.zeros(1, 1, 50, 60), "cross_attention_states": seen}
+        rows = torch.ones(1, 1, 50, 1)
+        with torch.no_grad():
+            return model(IDS[:1], **shown, full_text_row_masked_out_mask=rows, use_cache=False).logits
+
+    plain = read(image)
+    assert (plain - read(image * 2)).abs().max() > 1e-3
+    patch_model(model, method, 1 if not options else 4, original_max_position_embeddings=16, **options)
+    ours = read(image)
+    torch.testing.assert_close(read(image.flip(1)), ours, atol=1e-6, rtol=0)
+    if method == "rope":
+        torch.testing.assert_close(ours, plain, atol=2e-6, rtol=0)
+    else:
+        assert (ours - plain).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("model_type", MOST_SLOW)
