@@ -159,7 +159,7 @@ def test_tables_of_a_long_text_are_not_all_kept(monkeypatch: pytest.MonkeyPatch)
 
     model.model.layers[-1].self_attn.register_forward_hook(look)
     expected, size = logits(model, ids), 400 * model.config.head_dim  # of a table of all keys
-    monkeypatch.setattr(door, "_KEPT_COSINES", 2 * size)
+    monkeypatch.setattr(door, "KEPT_COSINES", 2 * size)
     assert torch.equal(logits(model, ids), expected)
     unbounded, bounded = kept
     assert unbounded > 5 * size

@@ -16,6 +16,7 @@ from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.distances import DISTANCE_RULES, DistanceRule, query_factors
 from hf_posenc.attention.doorway import PASS, Doorway
+from hf_posenc.attention.footprint import KEPT_COSINES
 from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.layout import StagedForward, written_slots
 from hf_posenc.attention.masks import UNWRITTEN, piece_mask
@@ -24,10 +25,6 @@ from hf_posenc.attention.regional import attend_by_distance
 from hf_posenc.attention.rotated_keys import RotatedKeys
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, Tables, angles_at
 from hf_posenc.attention.staged import Stages
-
-# Cosines that a forward keeps for its layers (with the sines, 256 MiB). One table a stage is quadratic in a text's
-# length: 8 GiB at 64 times an original length of 2048, so what goes beyond is made anew in each layer.
-_KEPT_COSINES = 2**25
 
 
 class Door(Doorway[StagedForward]):
@@ -111,7 +108,7 @@ class Door(Doorway[StagedForward]):
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])
             factors = torch.tensor([factor**2 if of_queries else 1.0 for _, factor in found], device=device)
             tables = self.turn_on(positions, positions, inv_freq, factors)
-            if sum(cos.numel() for cos, _ in (*forward.tables.values(), tables)) > _KEPT_COSINES:
+            if sum(cos.numel() for cos, _ in (*forward.tables.values(), tables)) > KEPT_COSINES:
                 return tables
             forward.tables[key] = tables
         return forward.tables[key]

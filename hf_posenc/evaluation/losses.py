@@ -16,6 +16,7 @@ from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predic
 from hf_posenc.evaluation.plans import Window
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import decoder_body, row_chunks, token_losses
+from hf_posenc.patching import extension_of
 
 Advance = Callable[[int], object]  # told how many tokens have been fed since the last call
 _TOKENS_AT_ONCE_CPU, _TOKENS_AT_ONCE = 1024, 8192  # of windows in one batch
@@ -112,7 +113,7 @@ def memory_need(
 
     Windows of different calls are never fed together. Without any, it is the model alone.
     """
-    shape = shape_of(model)
+    shape, extension = shape_of(model), extension_of(model)
     needs = [
         predict_memory(
             shape,
@@ -120,6 +121,7 @@ def memory_need(
             batch_size=size,
             prefill_chunk=prefill_chunk,
             logits_chunk=logits_chunk,
+            extension=extension,
         )
         for length, bos, size in sorted(
             {

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from hf_posenc.attention.footprint import footprint
 from hf_posenc.evaluation.facts import memory_in_use, peak_memory, reset_peak_memory
+from hf_posenc.extension import Extension
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
 
@@ -36,17 +38,21 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes by part. Activations and logits do not exist at the same time, so the peak has the larger of them."""
+    """Bytes by part. Activations and logits do not exist at the same time, so the peak has the larger of them.
+
+    ``rule`` is what one behind the attention door keeps beside them.
+    """
 
     model: int
     kv_cache: int
     activations: int
     logits: int
+    rule: int = 0
 
     @property
     def beyond_model(self) -> int:
         """Bytes at the peak that are not the model's weights."""
-        return self.kv_cache + max(self.activations, self.logits)
+        return self.kv_cache + self.rule + max(self.activations, self.logits)
 
     @property
     def peak(self) -> int:
@@ -65,6 +71,7 @@ def predict_memory(
     batch_size: int = 1,
     prefill_chunk: int | None = None,
     logits_chunk: int | None = None,
+    extension: Extension | None = None,
 ) -> MemoryNeed:
     """Predict the memory of a pass over windows of ``num_tokens`` tokens, attention without its matrix of scores.
 
@@ -79,6 +86,7 @@ def predict_memory(
         batch_size: Windows fed together.
         prefill_chunk: As for ``perplexity``.
         logits_chunk: As for ``perplexity``.
+        extension: What the model was patched with; rules behind the attention door keep something beside all that.
     """
     chunked = prefill_chunk is not None and prefill_chunk < num_tokens
     fed = prefill_chunk if chunked and prefill_chunk is not None else num_tokens
@@ -95,11 +103,13 @@ def predict_memory(
         numbers = max(numbers, reading) + _mask_numbers(shape, fed, num_tokens)
     rows = min(batch_size * fed, logits_chunk or default_logits_chunk(shape.vocab_size))
     states = batch_size * fed * shape.hidden_size * shape.number_bytes
+    beside = footprint(extension, num_tokens, fed)
     return MemoryNeed(
         model=shape.weight_bytes,
         kv_cache=kv_cache * shape.number_bytes,
         activations=numbers * shape.number_bytes,
         logits=states + rows * shape.vocab_size * 2 * _FLOAT32,  # and their logarithms of probabilities
+        rule=beside.cosines * 2 * _FLOAT32 + beside.key_copies * kv_cache // 2 * shape.number_bytes,
     )
 
 
@@ -138,6 +148,7 @@ def _width(config: object, hidden_size: int) -> int:
 def memory_told(model: PreTrainedModel, need: MemoryNeed, *, tell: bool = True) -> Iterator[None]:
     """Log the prediction before a piece of work and the measured peak after it, in MB (10^6 bytes)."""
     parts = {"model": need.model, "KV cache": need.kv_cache, "activations": need.activations, "logits": need.logits}
+    parts |= {"rule": need.rule} if need.rule else {}
     words = ", ".join(f"{name} {value / 1e6:,.0f}" for name, value in parts.items())
     predicted = (memory_in_use(model) or need.model) + need.beyond_model
     if tell:

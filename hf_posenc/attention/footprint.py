@@ -1,0 +1,65 @@
+"""What a rule behind the attention door keeps in memory beside the model's own activations and KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_posenc.attention.distances import DISTANCE_RULES, DistanceRule
+from hf_posenc.attention.staged import Stages
+from hf_posenc.extension import Extension
+
+# Cosines that a forward keeps for its layers (with the sines, 256 MiB). One table a stage is quadratic in a text's
+# length: 8 GiB at 64 times an original length of 2048, so what goes beyond is made anew in each layer.
+KEPT_COSINES = 2**25
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What is kept while the last tokens of a text are fed.
+
+    Attributes:
+        cosines: float32 numbers, and as many sines, from the first layer to the last.
+        key_copies: How often all keys of the KV cache lie beside it, turned; 0 without a cache.
+    """
+
+    cosines: int
+    key_copies: int
+
+
+def footprint(extension: Extension | None, num_tokens: int, fed: int) -> Footprint:
+    """Return what a rule keeps; nothing where it is plain RoPE.
+
+    Args:
+        extension: What the model was patched with; only rules of the attention door keep anything.
+        num_tokens: Tokens of the text so far.
+        fed: How many of them are fed, the last; those before are in the KV cache.
+    """
+    if extension is None or not extension.scaling.on_attention_door or extension.scaling.is_encoding:
+        return Footprint(0, 0)
+    spec, scaling = extension.spec, extension.scaling
+    make_rule = DISTANCE_RULES.get(scaling.method)
+    if make_rule is None:
+        return _of_stages(Stages(spec, scaling), num_tokens, fed)
+    return _of_distances(make_rule(spec, scaling), 2 * spec.num_pairs, num_tokens, fed)
+
+
+def _of_stages(stages: Stages, num_tokens: int, fed: int) -> Footprint:
+    """Each stage that a query is in turns these queries, and all keys up to its end."""
+    first, original = num_tokens - fed, stages.spec.original_max_position_embeddings
+    if num_tokens <= original:
+        return Footprint(0, 0)
+    keys = sum(min(end, num_tokens) for end in stages.ends(num_tokens)[1:] if end > first)
+    queries = num_tokens - max(first, original)
+    return Footprint(min(KEPT_COSINES, 2 * stages.spec.num_pairs * (keys + queries)), int(first > 0))
+
+
+def _of_distances(rule: DistanceRule, dim: int, num_tokens: int, fed: int) -> Footprint:
+    """Each region that is not plain and has keys turns the queries, and each way of such regions the new keys."""
+    if num_tokens <= rule.plain_until:
+        return Footprint(0, 0)
+    regions, last = [region for region in rule.regions if not region.is_plain], torch.tensor(num_tokens - 1)
+    with_keys = sum(bool(region.begin(last) < region.end(last)) for region in regions)
+    ways = len({region.name for region in regions})
+    return Footprint(dim * fed * (with_keys + ways), ways if fed < num_tokens else 0)
