@@ -18,9 +18,10 @@ from hf_posenc.manifest import read_manifest
 from hf_posenc.patching import describe, patch_model, verify_model
 from hf_posenc.training import finetune
 from hf_posenc.training.extending import extend
+from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.probe import probe_isolation
 
-TARGET = 256  # 4 times the tiny model's 64
+ORIGINAL, TARGET = 64, 256  # the tiny model's, and 4 times that
 STEPS = 4
 
 
@@ -148,20 +149,25 @@ def test_a_loaded_rule_goes_on_or_is_replaced(
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
-@pytest.mark.parametrize("method", ["dynamic_yarn", "self_extend", "dca"])
+@pytest.mark.parametrize("method", ["dynamic_yarn", "self_extend", "dca", "dynamic_yarn, PoSE"])
 def test_the_probe_goes_past_the_original_length(
     method: str, batch_size: int, base_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = patch_model(load(base_folder), method, 4)
-    assert probe_isolation(model, batch_size) <= 1e-6
+    name, _, skips = method.partition(", ")
+    model, fed = patch_model(load(base_folder), name, 4), []
+    schedule = PositionSchedule("pose", ORIGINAL, TARGET) if skips else None
+    body = model.get_decoder()
+    body.register_forward_pre_hook(lambda _, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    assert probe_isolation(model, batch_size, schedule) <= 1e-6
+    assert (max(fed) < ORIGINAL) == bool(skips)  # the positions go there, the tokens need not
     make = Pieces.__init__
 
     def leaking(self: Any, door: Any, forward: Any, *args: Any) -> None:
         make(self, door, forward, *args)
-        if int(forward.layout.places.max()) >= 64:  # short texts stay right
+        if int(forward.layout.places.max()) >= ORIGINAL:  # short texts stay right
             self.dense, self.forward.masks = None, {}
             monkeypatch.setattr(type(forward.layout), "documents", lambda layout, row: [(0, layout.num_keys)])
 
     monkeypatch.setattr(Pieces, "__init__", leaking)
     with pytest.raises(RuntimeError, match="packed documents see each other with attn_implementation 'sdpa'"):
-        probe_isolation(model, batch_size)
+        probe_isolation(model, batch_size, schedule)

@@ -50,7 +50,7 @@ def probe_isolation(model: Any, batch_size: int = 1, positions: PositionSchedule
     """
     base = unwrap(model)
     attention = inner_name(str(base.config._attn_implementation))
-    lengths = [_DOCUMENT, _second_length(base)]
+    lengths = [_DOCUMENT, _second_length(base, positions)]
     was_training = base.training
     shift = shift_of(base)
     model.eval()
@@ -126,8 +126,10 @@ def _movement(model: Any, position_ids: torch.Tensor, border: int) -> float:
     return float((logits[0] - logits[1]).abs().max())
 
 
-def _second_length(base: Any) -> int:
+def _second_length(base: Any, positions: PositionSchedule | None) -> int:
     """Return the tokens of document 2: where the attention changes past the original length, it goes past it."""
+    if positions is not None and positions.kind != FULL:
+        return _DOCUMENT  # its positions skip that far, and rules that count tokens are not trained so
     extension = extension_of(base)
     if extension is None or not extension.scaling.on_attention_door or extension.scaling.is_encoding:
         return _DOCUMENT  # an encoding is the same at every length, and a learned table ends
