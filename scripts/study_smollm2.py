@@ -5,7 +5,8 @@
 
 Runs and shows the ``hf-posenc`` commands that do it. PoSE: blocks of 1024 tokens, whose positions skip up to 32k, of
 five novels and of the long modules of the Python that runs this; a sixth novel, Python's reference and another module
-are held out. Killed, it goes on where it was.
+are held out. They are read with the rule of the training, and with ``dca``, the best of those that need none. Killed,
+it goes on where it was.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ ORIGINAL = 8192
 HELD_OUT_MODULE = "_pydecimal.py"
 LONG_MODULE = 30_000  # bytes
 METHOD = ("--method", "dynamic_yarn", "--factor", "4")
+WITHOUT_TRAINING = ("--method", "dca", "--factor", "4")
 TRAINING = (
     *METHOD,
     *("--position-schedule", "pose", "--seq-len", "1024", "--gradient-accumulation-steps", "4"),
@@ -60,7 +62,9 @@ def main() -> None:
         measured = [*MEASURED, "--documents", str(texts / f"{text}.txt")]
         measured += ["--output", str(args.output_dir / f"{text}.jsonl"), "--context-lengths", *map(str, LENGTHS)]
         run(["eval", base, *measured, *METHOD, "--label", "zero-shot"])
+        run(["eval", base, *measured, *WITHOUT_TRAINING, "--label", "zero-shot, dca"])
         run(["eval", str(trained), *measured, "--label", "trained"])
+        run(["eval", str(trained), *measured, *WITHOUT_TRAINING, "--on-scaled", "replace", "--label", "trained, dca"])
     keys = [*PASSKEY, "--output", str(args.output_dir / "passkey.jsonl"), "--context-lengths"]
     run(["eval", base, *keys, str(ORIGINAL), "--label", "unpatched"])
     run(["eval", base, *keys, *map(str, LENGTHS[3:]), *METHOD, "--label", "zero-shot"])
@@ -92,7 +96,7 @@ def show(folder: Path) -> None:
     names = [length_name(length) for length in LENGTHS]
     lines = [f"| perplexity | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     for text in ("novel", "reference", "module"):
-        for label in ("zero-shot", "trained"):
+        for label in ("zero-shot", "zero-shot, dca", "trained", "trained, dca"):
             found = {r.context_length: r.perplexity for r in read_records(folder / f"{text}.jsonl") if r.label == label}
             lines.append(f"| {text}, {label} | {' | '.join(f'{found[length]:.2f}' for length in LENGTHS)} |")
     lines += ["", "| passkey, all digits | 8k | 16k | 32k |", "|---|---:|---:|---:|"]
