@@ -6,28 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from doors import IDS, ORIGINAL, in_chunks, sharp_model
+from distance_rules import RULES as DISTANCES
+from distance_rules import patched_model
+from doors import IDS, ORIGINAL, in_chunks, sharp_model, staged
 from doors import RULES as STAGED
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_posenc import patch_model
 from hf_posenc.attention.doorway import door_of
 from hf_posenc.attention.footprint import Footprint, footprint
 from hf_posenc.evaluation.memory import predict_memory, shape_of
 from hf_posenc.patching import extension_of
 
-RULES: dict[str, dict[str, Any]] = {
-    **STAGED,
-    "self_extend": {"group": 5, "window": 24},
-    "dca": {"chunk_size": 48, "local_window": 8},
-    "rerope": {"window": 24},
-    "leaky_rerope": {"window": 24},
-}
+RULES = [*STAGED, *DISTANCES]
 
 
 def patched(rule: str) -> PreTrainedModel:
-    return patch_model(sharp_model("Llama"), rule.partition("-")[0], 8, **RULES[rule])
+    return staged(rule=rule) if rule in STAGED else patched_model(rule)
 
 
 def kept_cosines(model: PreTrainedModel, ids: torch.Tensor) -> int:
