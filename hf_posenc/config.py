@@ -222,6 +222,11 @@ class RopeScaling:
         """Whether the rule depends on where each query stands, which only the attention can do and no config say."""
         return self.method in ATTENTION_METHODS or (self.method == "dynamic" and self.scope == "query")
 
+    @property
+    def changes_rope_in_attention(self) -> bool:
+        """Whether it is on the attention door and no encoding, so that what it does depends on the tokens read."""
+        return self.on_attention_door and not self.is_encoding
+
     def changed_options(self) -> dict[str, Any]:
         """Return the options that differ from their defaults, as JSON-able values."""
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("method", "factor")}

@@ -245,13 +245,15 @@ def is_patched(model: nn.Module) -> bool:
     return _RECORD in unwrap(model).__dict__
 
 
+def patched_extension(model: nn.Module) -> Extension | None:
+    """Return what ``patch_model`` put in; None where nothing was, whatever the config declares."""
+    record = unwrap(model).__dict__.get(_RECORD)
+    return None if record is None else record.extension
+
+
 def extension_of(model: nn.Module) -> Extension | None:
     """Return what a model was patched with, or what its config declares; None for a plain model."""
-    base = unwrap(model)
-    record = base.__dict__.get(_RECORD)
-    if record is not None:
-        return record.extension  # type: ignore[no-any-return]  # __dict__ holds anything
-    return declared_scaling(base.config.get_text_config(decoder=True))
+    return patched_extension(model) or declared_scaling(unwrap(model).config.get_text_config(decoder=True))
 
 
 def unextended_config(model: PreTrainedModel) -> dict[str, Any]:
@@ -262,9 +264,8 @@ def unextended_config(model: PreTrainedModel) -> dict[str, Any]:
 
 def describe(model: nn.Module) -> dict[str, Any]:
     """Return method, factor, options, original and target length of a model; method ``"none"`` for a plain one."""
-    base = unwrap(model)
-    record = base.__dict__.get(_RECORD)
-    return record.extension.describe() if record is not None else describe_config(base.config)
+    extension = patched_extension(model)
+    return describe_config(unwrap(model).config) if extension is None else extension.describe()
 
 
 def _new_scales(

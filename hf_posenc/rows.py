@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.config import INSTEAD_OF_ROPE
 from hf_posenc.manifest import apply_manifest
-from hf_posenc.patching import describe, extension_of, is_patched, patched, unpatch_model
+from hf_posenc.patching import describe, is_patched, patched, patched_extension, unpatch_model
 
 
 def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
@@ -36,7 +36,7 @@ def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
 @contextmanager
 def as_asked(model: PreTrainedModel, row: dict[str, Any] | None) -> Iterator[None]:
     """While open, a model is extended as a row asks, in place of what loading brought; None leaves it as it is."""
-    there = extension_of(model) if row is not None and is_patched(model) else None
+    there = None if row is None else patched_extension(model)
     if there is not None:
         unpatch_model(model)
     try:

@@ -36,7 +36,7 @@ def footprint(extension: Extension | None, num_tokens: int, fed: int) -> Footpri
         num_tokens: Tokens of the text so far.
         fed: How many of them are fed, the last; those before are in the KV cache.
     """
-    if extension is None or not extension.scaling.on_attention_door or extension.scaling.is_encoding:
+    if extension is None or not extension.scaling.changes_rope_in_attention:
         return Footprint(0, 0)
     spec, scaling = extension.spec, extension.scaling
     make_rule = DISTANCE_RULES.get(scaling.method)

@@ -16,7 +16,7 @@ from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predic
 from hf_posenc.evaluation.plans import Window
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import decoder_body, row_chunks, token_losses
-from hf_posenc.patching import extension_of, is_patched
+from hf_posenc.patching import patched_extension
 
 Advance = Callable[[int], object]  # told how many tokens have been fed since the last call
 _TOKENS_AT_ONCE_CPU, _TOKENS_AT_ONCE = 1024, 8192  # of windows in one batch
@@ -113,7 +113,7 @@ def memory_need(
 
     Windows of different calls are never fed together. Without any, it is the model alone.
     """
-    shape, extension = shape_of(model), extension_of(model) if is_patched(model) else None
+    shape, extension = shape_of(model), patched_extension(model)
     needs = [
         predict_memory(
             shape,
