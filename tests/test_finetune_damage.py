@@ -23,7 +23,7 @@ from transformers import Trainer
 
 from hf_posenc.cli import main
 from hf_posenc.training import finetune as finetune_function
-from hf_posenc.training.checkpoints import PARTIAL, SEAL, last_checkpoint, problem_of
+from hf_posenc.training.checkpoints import PARTIAL, SEAL, last_checkpoint, problem_of, seal
 from hf_posenc.training.run_folder import open_run
 from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 
@@ -228,6 +228,23 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
         ValueError, match=rf"no checkpoint in .* is whole: .*checkpoint-8 \({problem}.*; .*checkpoint-4 \("
     ):
         open_run(run, settings, resume=True)
+
+
+def test_one_byte_in_the_middle_of_the_weights_is_noticed(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-8"
+    checkpoint.mkdir()
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(bytes(40_000_000))  # more than is read at once
+    seal(checkpoint)
+    assert problem_of(checkpoint) is None
+    for place in (5_000_000, 20_000_000, 39_000_000):
+        with weights.open("rb+") as opened:
+            opened.seek(place)
+            opened.write(b"\1")
+        assert problem_of(checkpoint) == "model.safetensors is not what was written"
+        assert last_checkpoint(tmp_path)[0] is None
+        weights.write_bytes(bytes(40_000_000))
+    assert problem_of(checkpoint) is None
 
 
 def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(
