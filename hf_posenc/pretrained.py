@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -38,7 +39,7 @@ def load_weights(source: str | Path, **kwargs: Any) -> PreTrainedModel:
         **kwargs: ``from_pretrained``'s.
 
     Raises:
-        ValueError: Weights are missing, or a ``.gguf`` is scaled (see ``refuse_gguf_scaling``).
+        ValueError: Weights are missing or damaged, or a ``.gguf`` is scaled (see ``refuse_gguf_scaling``).
         ImportError: A ``.gguf`` file, and the package that reads it is not installed.
     """
     if is_gguf(source):
@@ -71,7 +72,12 @@ def load_tokenizer(source: str | Path, model: PreTrainedModel) -> PreTrainedToke
 
 def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load weights; Transformers makes up those that are missing, with a log line, which is no use here."""
-    loaded: Any = _auto_class(source, kwargs).from_pretrained(source, output_loading_info=True, **kwargs)
+    try:
+        loaded: Any = _auto_class(source, kwargs).from_pretrained(source, output_loading_info=True, **kwargs)
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights of {str(source)!r} cannot be read ({error}): a file is damaged or was cut off. Get it again."
+        ) from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise ValueError(

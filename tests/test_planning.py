@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -174,6 +175,10 @@ def test_devices_are_counted_from_the_parts() -> None:
     assert shard(way, RESERVE + 1600 // 2 + 400 + 5000, 2) == Sharding(2, False, 6200)
     assert shard(way, RESERVE + 1600 // 4 + 400 + 5000 // 4, 2) == Sharding(4, True, 2050)
     assert shard(way, RESERVE + 400, 2) is None
+    # However many there are, each holds the whole weights before they are shared out.
+    heavy = Lever("no mask", RUN, 1024, False, dataclasses.replace(memory, weights=6000))
+    assert shard(heavy, RESERVE + 6000, 1000) == Sharding(4, True, 7200 // 4 + 12 + 5000 // 4)
+    assert shard(heavy, RESERVE + 5999, 1000) is None
 
 
 def test_hours_are_tokens_over_the_speed() -> None:

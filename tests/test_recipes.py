@@ -102,6 +102,10 @@ def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogC
     assert (fitted("drope").seq_len, fitted("drope", seq_len=32).seq_len) == (64, 32)
     two = fitted("progressive", context_length=256, token_budget=3000)
     assert (two.stages, two.context_length) == (["128:2000", "256:1000"], None)
+    # From 64 tokens 64 times as far: the first stage is at most 16 times as long, and each of the others doubles.
+    many = fitted("progressive", factor=64.0, token_budget=30_000).stages
+    assert many == ["1024:20000", "2048:5000", "4096:5000"]
+    assert fitted("progressive", factor=32.0, token_budget=3000).stages == ["1024:2000", "2048:1000"]
     assert fitted("progressive", factor=2.0).stages is None  # half of it is the original length
     assert fitted("progressive", stages=["192", "256"]).stages == ["192", "256"]
     assert fitted("abf", stages=["96", "128"]).options == {"rope_theta": 5e5}  # the base of the last stage's length

@@ -106,9 +106,12 @@ def shard(lever: Lever, gpu_memory: int, num_layers: int) -> Sharding | None:
     """Estimate on how many devices a full-length way to train fits; None if not on 64.
 
     FSDP2 and ZeRO-3 spread weights, gradients and states, and gather one layer at a time (two while the next is on its
-    way); context parallel spreads the block. Counted from the parts of one device, and not measured.
+    way); context parallel spreads the block. Before that each device holds all weights for a moment, as they are
+    trained (``hf_posenc.training.sharding``). Counted from the parts of one device, and not measured.
     """
     memory = lever.memory
+    if memory.weights > gpu_memory - RESERVE:
+        return None
     spread = memory.weights + memory.optimizer + memory.all_gradients
     rest = memory.peak - memory.weights - memory.optimizer - memory.gradients
     gathered = 2 * memory.weights // num_layers

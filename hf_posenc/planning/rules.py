@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hf_posenc.planning.levers import LORA, POSE, POSE_LORA
+from hf_posenc.training.fitting import ONE_STAGE_FACTOR
 from hf_posenc.units import length_name
 
 # Factors up to this were measured to be of use without training (README, "Longer, without a price for short texts").
 ZERO_SHOT_FACTOR = 4.0
-# YaRN trained 16 times in one run (section 4.1); LongRoPE grew in steps beyond (section 3.3).
-ONE_RUN_FACTOR = 16.0
 # In PI (table 4) the whole window is in use after 200 steps at the full length.
 FEWEST_STEPS = 200
 
@@ -87,7 +86,8 @@ _RULES: tuple[Rule, ...] = (
         lambda s: s.fits is False,
         "yarn",
         "qlora",
-        "not even PoSE with adapters fits one device: 4-bit weights are what is left, or several devices",
+        "not even PoSE with adapters fits one device: 4-bit weights are what is left (their memory is not predicted), "
+        "or several devices",
     ),
     (
         lambda s: s.lever == LORA,
@@ -115,7 +115,7 @@ _RULES: tuple[Rule, ...] = (
         "the budget is {steps} blocks of the full length, too few; as PoSE's short windows it is {pose_steps}",
     ),
     (
-        lambda s: s.factor > ONE_RUN_FACTOR,
+        lambda s: s.factor > ONE_STAGE_FACTOR,
         "yarn",
         "progressive",
         "a factor of {factor} is more than YaRN trained at once (16): grow in stages",

@@ -85,6 +85,9 @@ def _verdict(plan: Plan) -> list[str]:
         room = f"{_size(plan.gpu_memory)}, of which {_size(RESERVE)} are left for the device's own use"
         words = f"the first lever that makes it fit: {plan.lever.name}" if plan.fits else "nothing here fits"
         lines.append(f"{words} ({room})")
+    if plan.gpu_memory is not None and plan.fits is False and plan.sharding is None:
+        weights = _size(plan.levers[0].memory.weights)
+        lines.append(f"nor are 64 devices enough for all weights: before sharding each holds them whole, {weights}")
     if plan.sharding is not None:
         how = "FSDP2 or ZeRO-3" + (" with context parallel" if plan.sharding.context_parallel else "")
         lines.append(
@@ -103,7 +106,8 @@ def _work(plan: Plan) -> list[str]:
     total = plan.flops.total
     lines = [
         "",
-        f"{_count(plan.token_budget)} tokens, {plan.lever.name}: {total:.2e} operations, "
+        f"{_count(plan.token_budget)} tokens, {plan.lever.name}, blocks of {length_name(plan.lever.seq_len)}: "
+        f"{total:.2e} operations, "
         f"{100 * plan.flops.attention / total:.0f} % of them attention",
     ]
     hours = plan.hours

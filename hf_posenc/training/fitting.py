@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# YaRN trained 16 times the original length in one stage (section 4.1); LongRoPE grew in steps beyond (section 3.3).
+ONE_STAGE_FACTOR = 16
+
 
 class Base(NamedTuple):
     """A base that a model was trained with to read ``length`` tokens, coming from ``before``."""
@@ -96,7 +99,7 @@ def fit_recipe(model: PreTrainedModel, config: FinetuneConfig) -> FinetuneConfig
     if config.recipe == "abf":
         return _with_base(model, config, target)
     if config.recipe == "progressive" and not config.stages:
-        return _in_two_stages(config, original, target)
+        return _in_stages(config, original, target)
     if config.recipe == "drope" and config.seq_len is None:
         return dataclasses.replace(config, seq_len=ContextLength(original))
     return config
@@ -114,13 +117,17 @@ def _with_base(model: PreTrainedModel, config: FinetuneConfig, target: int) -> F
     return dataclasses.replace(config, options={**config.options, "rope_theta": base.rope_theta})
 
 
-def _in_two_stages(config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
-    half = target // 2
-    if half <= original:
+def _in_stages(config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
+    """Double up to the target, from half of it, or from what YaRN reached in one stage where that is shorter."""
+    lengths = [target // 2, target]
+    while lengths[0] > ONE_STAGE_FACTOR * original:
+        lengths.insert(0, lengths[0] // 2)
+    if lengths[0] <= original:
         logger.info("progressive: one stage, as half of %d tokens is not beyond the original %d", target, original)
         return config
-    last = config.token_budget // 3
-    stages = [f"{half}:{config.token_budget - last}", f"{target}:{last}"]
+    later = config.token_budget // 3 // (len(lengths) - 1)
+    first = config.token_budget - later * (len(lengths) - 1)
+    stages = [f"{lengths[0]}:{first}", *(f"{length}:{later}" for length in lengths[1:])]
     changes: dict[str, Any] = {"stages": stages, "factor": None, "context_length": None}
     logger.info("progressive: stages %s", " ".join(stages))
     return dataclasses.replace(config, **changes)

@@ -96,7 +96,8 @@ _ALL = (
         summary="Blocks of the original length in two chunks, skipped apart at random up to the target.",
         values={**_POSE_VALUES, "position_schedule": "pose", "pose_chunks": 2},
         left=f"1000 steps. {_64_BLOCKS}. Of the three rules the paper trains with, this is its revised YaRN; --method "
-        "linear and ntk are the others. The betas of AdamW are not given.",
+        "linear and ntk are the others. The text of a block runs on (v = 0), where the paper draws that of each chunk "
+        "apart. The betas of AdamW are not given.",
     ),
     Recipe(
         name="randpos",
@@ -168,11 +169,12 @@ _ALL = (
     Recipe(
         name="progressive",
         paper=_YARN,
-        summary="YaRN in two stages, half the target first.",
+        summary="YaRN in stages, half the target first.",
         values={"method": "yarn", **_USUAL},
         left="400 and 200 steps, both on blocks of 64k tokens; here each stage has blocks of its own length. "
         f"{_64_BLOCKS}. --stages takes others.",
-        by_model="stages: half the target on two thirds of --token-budget, then the target on the rest",
+        by_model="stages: half the target on two thirds of --token-budget, then the target on the rest; beyond 32 "
+        "times the original length more of them, each twice the one before, the first at most 16 times the original",
     ),
     Recipe(
         name="drope",
