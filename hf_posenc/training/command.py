@@ -12,6 +12,7 @@ from hf_posenc.sources import read, stream
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.fine_tuning import finetune
 from hf_posenc.training.levers import check_levers
+from hf_posenc.training.rehearsal import rehearse
 
 
 def run_finetune(
@@ -38,6 +39,7 @@ def run_finetune(
     loading.device = own_device(loading.device)
     if loading.load_in_4bit:
         check_4bit(name, config.lora)
+    rehearse(name, config, attention=loading.attn_implementation)
     documents = stream(source) if source.streaming and source.documents != "-" else read(source)
     model, tokenizer = load_model(name, **vars(loading))
     result = finetune(model, tokenizer, documents, config, tokens_trained=tokens_trained, source=told)

@@ -1,4 +1,4 @@
-"""The model a run starts from: extended as asked, or as it came where that is no contradiction."""
+"""The model a run starts from: extended as asked, or as it came where that is no contradiction, and looked at."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.attention.masks import inner_name
+from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.config import INSTEAD_OF_ROPE
+from hf_posenc.encodings.install import refuse_adapter
 from hf_posenc.families import unwrap
-from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model
+from hf_posenc.patching import describe, is_patched, patch_model, patched_extension, unpatch_model
 from hf_posenc.presets import get_preset
 from hf_posenc.registry import make_scaling
 from hf_posenc.request import resolve
 from hf_posenc.training.config import DEFAULT_METHOD, FinetuneConfig
+from hf_posenc.training.levers import check_levers
+from hf_posenc.training.lora import is_adapted
+from hf_posenc.training.positions import PositionSchedule, block_length, make_position_schedule
 from hf_posenc.windows import KEEP, OFF, window_of_all_layers
 
 logger = logging.getLogger(__name__)
@@ -23,6 +29,50 @@ _ADVICE = (
     "train it as it is. To extend it in another way, call unpatch_model(model) first, or give on_scaled='replace' "
     "(--on-scaled replace)"
 )
+
+
+def begin(
+    model: PreTrainedModel, config: FinetuneConfig, attention: str | None = None
+) -> tuple[dict[str, Any], PositionSchedule]:
+    """Extend the model, and refuse all that does not go together and needs neither texts nor weights to be seen.
+
+    Args:
+        model: Patched in place; it may be on the meta device.
+        config: The run, or one stage of it.
+        attention: ``attn_implementation``; None takes the model's.
+
+    Returns:
+        What ``hf_posenc.patching.describe`` says of the model, and how positions run in its blocks.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    description = extend(model, config)
+    base: Any = unwrap(model)
+    if config.lora or is_adapted(model):
+        refuse_adapter(base, "Train without LoRA.")  # now, not when it is saved
+    text_config = base.config.get_text_config(decoder=True)
+    positions = make_position_schedule(config, description, window_of_all_layers(text_config))
+    seq_len = block_length(config, positions)
+    check_model_levers(model, config, attention, seq_len)
+    if (group := config.group(seq_len)) is not None:
+        check_shiftable(model, group)
+    return description, positions
+
+
+def check_model_levers(
+    model: PreTrainedModel, config: FinetuneConfig, attention: str | None = None, seq_len: int | None = None
+) -> None:
+    """Call ``check_levers`` with what a model says; ``seq_len`` is known once it is extended."""
+    base: Any = unwrap(model)
+    extension = None if seq_len is None else patched_extension(model)
+    check_levers(
+        config,
+        attention=attention or inner_name(base.config._attn_implementation),
+        quantised=getattr(base, "is_quantized", False),
+        seq_len=seq_len,
+        on_door=extension is not None and extension.scaling.on_attention_door,
+    )
 
 
 def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:

@@ -12,9 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.checkpoint import partial_of, save_extended
-from hf_posenc.encodings.install import refuse_adapter
 from hf_posenc.evaluation import Record
 from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.losses import evaluation_mode
@@ -25,9 +23,8 @@ from hf_posenc.processes import from_main
 from hf_posenc.quantised import keep_layout, refuse_laid_out
 from hf_posenc.training.card import TrainedStage, model_card
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.extending import extend
+from hf_posenc.training.extending import begin, check_model_levers
 from hf_posenc.training.fitting import fit_recipe
-from hf_posenc.training.levers import check_levers
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
 from hf_posenc.training.measure import measure
 from hf_posenc.training.packing import PackedDataset
@@ -111,7 +108,7 @@ def finetune(
     folder, told = Path(config.output_dir), {**vars(config), **(source or {})}
     check_not_the_models_own(folder, _name(model))
     config = fit_recipe(model, config)
-    _check_levers(model, config)
+    check_model_levers(model, config)
     if config.stages is not None and not isinstance(documents, Sequence):
         # Once, for all stages: each then trains on, and holds out, the same documents.
         longest = max(stage.token_budget for stage in parse_stages(config.stages, config.token_budget))
@@ -146,16 +143,10 @@ def _prepare(
     config: FinetuneConfig,
 ) -> tuple[dict[str, Any], Texts]:
     """Extend the model and make blocks of the texts; whatever does not go together is refused here."""
-    description = extend(model, config)
-    if config.lora or is_adapted(model):
-        refuse_adapter(unwrap(model), "Train without LoRA.")  # now, not when it is saved
+    description, positions = begin(model, config)
     with evaluation_mode(model):
         check_head(model)
-    texts = prepare_texts(model, tokenizer, documents, eval_documents, config, description)
-    _check_levers(model, config, texts.packed.seq_len)
-    if (group := config.group(texts.packed.seq_len)) is not None:
-        check_shiftable(model, group)
-    return description, texts
+    return description, prepare_texts(model, tokenizer, documents, eval_documents, config, positions)
 
 
 def _check(
@@ -246,12 +237,6 @@ def _train(
         after=after,
         seconds=lines[-1]["seconds"] if lines else 0.0,
     )
-
-
-def _check_levers(model: Any, config: FinetuneConfig, seq_len: int | None = None) -> None:
-    base: Any = unwrap(model)
-    attention = base.config._attn_implementation
-    check_levers(config, attention=attention, quantised=getattr(base, "is_quantized", False), seq_len=seq_len)
 
 
 def _measure(

@@ -31,6 +31,7 @@ class Levers:
         attention: ``attn_implementation``; None if that is left to Transformers, which takes SDPA.
         quantised: The model's weights are; None if that is not known yet.
         seq_len: Tokens of a block; None if that is not known before the model's config is read.
+        on_door: The rule of the model, as it came, is in its attention.
     """
 
     config: FinetuneConfig
@@ -38,17 +39,18 @@ class Levers:
     attention: str | None = None
     quantised: bool | None = None
     seq_len: int | None = None
+    on_door: bool = False
 
     @property
     def door(self) -> bool:
         """Whether the method changes the attention itself, as ``dynamic`` and ``self_extend`` do."""
         method = self.config.method
-        return method is not None and make_scaling(method, 2.0, {}).on_attention_door
+        return self.on_door or (method is not None and make_scaling(method, 2.0, {}).on_attention_door)
 
     @cached_property  # several rules ask, and every file of a checkpoint is looked at
     def checkpoint(self) -> Path | None:
         """Where the run goes on; None if it begins."""
-        return last_checkpoint(Path(self.config.output_dir))[0] if self.config.resume else None
+        return last_checkpoint(Path(self.config.output_dir), contents=False)[0] if self.config.resume else None
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Rule:
     Attributes:
         name: Short, for the tests.
         holds: Whether the settings break on it.
-        message: What does not go and what to do; formatted with ``config``, ``launch``, ``attention`` and ``seq_len``.
+        message: What does not go and what to do; formatted with ``config``, ``launch``, ``attention``, ``seq_len`` and
+            ``method``.
     """
 
     name: str
@@ -152,7 +155,7 @@ RULES = (
     Rule(
         "shared sequences and the attention door",
         lambda s: s.launch.shares_sequences and s.door,
-        "{config.method} changes the attention itself, which then sees one process' part of a sequence only. Train it "
+        "{method} changes the attention itself, which then sees one process' part of a sequence only. Train it "
         "without context or sequence parallelism: --accelerate-config fsdp2.",
     ),
     Rule(
@@ -206,6 +209,7 @@ def check_levers(
     attention: str | None = None,
     quantised: bool | None = None,
     seq_len: int | None = None,
+    on_door: bool = False,
 ) -> None:
     """Refuse a run whose settings do not go together.
 
@@ -215,14 +219,15 @@ def check_levers(
         attention: ``attn_implementation``, if one was asked for or the model has one.
         quantised: Whether the model's weights are, once that is known.
         seq_len: Tokens of a block, once they are known; None takes those of ``config``.
+        on_door: The model's rule is in its attention, whatever ``config`` asks for.
 
     Raises:
         ValueError: The message of the first rule that is broken.
     """
     known = seq_len or config.seq_len or config.context_length
-    levers = Levers(config, launch or Launch.from_environment(), attention, quantised, known)
+    levers = Levers(config, launch or Launch.from_environment(), attention, quantised, known, on_door)
+    words = {"config": config, "launch": levers.launch, "attention": attention, "seq_len": known}
+    words["method"] = config.method or "the model's rule"
     for rule in RULES:
         if rule.holds(levers):
-            raise ValueError(
-                rule.message.format(config=config, launch=levers.launch, attention=attention, seq_len=known)
-            )
+            raise ValueError(rule.message.format(**words))

@@ -98,11 +98,9 @@ def train_stages(
     Raises:
         ValueError: The model is extended already, stages that cannot be, or the folder holds another run.
     """
-    stages, folder = parse_stages(config.stages or (), config.token_budget), Path(config.output_dir)
-    original = original_length(model, config)
-    check_stages(stages, original, [_tokens_per_step(stage, config, original) for stage in stages])
+    folder = Path(config.output_dir)
+    stages, settings = settings_of_stages(model, config)
     _refuse_single_run(folder)
-    settings = [_settings(stage, config, original, [one.length for one in stages]) for stage in stages]
     for stage, one in zip(stages[1:], settings[1:], strict=True):
         logger.info("checking stage %d of %d: %d tokens", stage.number, len(stages), stage.length)
         try:
@@ -134,6 +132,18 @@ def train_stages(
         after=[record for result in results for record in result.after],
         seconds=sum(result.seconds for result in results),
     )
+
+
+def settings_of_stages(model: PreTrainedModel, config: FinetuneConfig) -> tuple[list[Stage], list[FinetuneConfig]]:
+    """Return the stages of a run, and the settings of each.
+
+    Raises:
+        ValueError: The model is extended already, or stages that cannot be.
+    """
+    stages = parse_stages(config.stages or (), config.token_budget)
+    original = original_length(model, config)
+    check_stages(stages, original, [_tokens_per_step(stage, config, original) for stage in stages])
+    return stages, [_settings(stage, config, original, [one.length for one in stages]) for stage in stages]
 
 
 def original_length(model: PreTrainedModel, config: FinetuneConfig) -> int:

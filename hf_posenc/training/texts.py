@@ -17,9 +17,8 @@ from hf_posenc.training.enough_text import check_enough_text
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.measure import default_lengths, hold_out, num_held_out
 from hf_posenc.training.packing import PackedDataset, check_ids
-from hf_posenc.training.positions import block_length, make_position_schedule
+from hf_posenc.training.positions import PositionSchedule, block_length
 from hf_posenc.training.shared_sequences import WholeBlocks
-from hf_posenc.windows import window_of_all_layers
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def prepare_texts(
     documents: Documents,
     eval_documents: Documents | None,
     config: FinetuneConfig,
-    description: dict[str, Any],
+    positions: PositionSchedule,
 ) -> Texts:
     """Tokenize, check, hold out and pack.
 
@@ -57,14 +56,12 @@ def prepare_texts(
         tokenizer: Its EOS ends each document.
         documents, eval_documents: As for ``finetune``.
         config: The run.
-        description: What ``hf_posenc.patching.describe`` says of the extended model.
+        positions: How they run in a block of the extended model.
 
     Raises:
-        ValueError: No documents, token ids the model has no embedding for, or blocks longer than the target.
+        ValueError: No documents, or token ids the model has no embedding for.
     """
-    original, target = description["original_max_position_embeddings"], description["context_length"]
-    text_config = unwrap(model).config.get_text_config(decoder=True)
-    positions = make_position_schedule(config, description, window_of_all_layers(text_config))
+    original, target = positions.original_length, positions.target_length
     lengths = sorted(set(config.eval_lengths or default_lengths(original, target)))
     vocab_size = unwrap(model).config.get_text_config().vocab_size
     eos = _eos(tokenizer, vocab_size)

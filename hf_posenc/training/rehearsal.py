@@ -1,0 +1,79 @@
+"""A run gone through on a model without data: what its ``config.json`` rules out is said before weights are loaded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from hf_posenc.checkpoint import ADAPTER_CONFIG
+from hf_posenc.manifest import apply_manifest, is_encoding, is_on_attention_door, read_manifest
+from hf_posenc.patching import is_patched, unpatch_model
+from hf_posenc.planning.shapes import meta_model
+from hf_posenc.pretrained import is_gguf
+from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.extending import begin, check_model_levers
+from hf_posenc.training.fitting import fit_recipe
+from hf_posenc.training.stages import settings_of_stages
+
+
+def rehearse(name: str, config: FinetuneConfig, *, attention: str | None = None) -> None:
+    """Extend a model without data as a run will, and each stage of it, and check that its lengths go together.
+
+    Of a ``.gguf`` file, an adapter, a model that reads images or has another encoding than RoPE nothing is said before
+    it is loaded; nor of what has no config that can be read, which loading it says.
+
+    Args:
+        name: Of the model on the Hub, or its folder.
+        config: The run.
+        attention: ``attn_implementation``; None leaves it to Transformers.
+
+    Raises:
+        ValueError: As ``finetune`` would raise once the weights are loaded.
+    """
+    path = Path(name).expanduser()
+    if is_gguf(name) or (path / ADAPTER_CONFIG).is_file():
+        return
+    model_config, manifest = _read_config(path, name), read_manifest(path)
+    if model_config is None or (manifest is not None and is_encoding(manifest)):
+        return
+    with _quietly():  # the run itself will say it all
+        model = meta_model(model_config)
+        if manifest is not None and is_on_attention_door(manifest):
+            apply_manifest(model, manifest, on_scaled="replace")
+        _go_through(model, config, attention)
+
+
+def _go_through(model: PreTrainedModel, config: FinetuneConfig, attention: str | None) -> None:
+    config = fit_recipe(model, config)
+    check_model_levers(model, config, attention)
+    if config.stages is None:
+        begin(model, config, attention)
+        return
+    for one in settings_of_stages(model, config)[1]:
+        begin(model, one, attention)
+        if is_patched(model):
+            unpatch_model(model)
+
+
+def _read_config(path: Path, name: str) -> PreTrainedConfig | None:
+    try:
+        found: PreTrainedConfig = AutoConfig.from_pretrained(path if path.exists() else name)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if type(found) in MODEL_FOR_CAUSAL_LM_MAPPING else None
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    log = logging.getLogger("hf_posenc")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
