@@ -256,6 +256,6 @@ def test_the_probe_and_the_packing_are_logged(
     tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.INFO, logger="hf_posenc"):
-        finetune(tiny_llama(), tokenizer, documents, config(tmp_path, token_budget=SEQ, eval_documents=0))
+        finetune(tiny_llama(), tokenizer, documents, config(tmp_path, token_budget=2 * SEQ, eval_documents=0))
     assert "packed documents are isolated (attn_implementation 'sdpa', 2 blocks per step)" in caplog.text
     assert "are not trained on: the token budget ends before them" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,23 @@ def test_a_model_with_nothing_to_train(
 def test_blocks_longer_than_the_target(tmp_path: Path, tiny_llama: Build):
     refused(tiny_llama(), tmp_path / "run", "seq_len 129 is longer than the target length, 128 tokens", seq_len=129)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_budget_below_one_step(tmp_path: Path, tiny_llama: Build):
+    said = f"token_budget {2 * SEQ - 1} is less than one step, {2 * SEQ} tokens. Give it more, or lower"
+    refused(tiny_llama(), tmp_path / "run", said, token_budget=2 * SEQ - 1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tokenizer_without_an_end_says_so(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], caplog: pytest.LogCaptureFixture
+):
+    small = config(tmp_path / "run", token_budget=2 * SEQ, eval_documents=0)
+    finetune(tiny_llama(), tokenizer, documents, small)
+    assert "no end-of-sequence token" not in caplog.text
+    tokenizer.eos_token = None
+    finetune(tiny_llama(), tokenizer, documents, dataclasses.replace(small, output_dir=str(tmp_path / "other")))
+    assert "the tokenizer has no end-of-sequence token, so none is put after each document" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [128, 5000, -1])

@@ -243,7 +243,7 @@ def test_stages_that_do_not_suit_the_model(
     assert (result.steps, (read_manifest(tmp_path / "run") or {})["method"]) == (2 + 1, "yarn")
     with pytest.raises(ValueError, match=r"holds a run in stages \(stage-1-96, ...\)"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "run", eval_documents=0))
-    finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "single", eval_documents=0, token_budget=128))
+    finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "single", eval_documents=0, token_budget=256))
     with pytest.raises(ValueError, match="holds a run without stages"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "single", **small))
 

@@ -124,6 +124,34 @@ def test_the_share_of_long_distances_of_data_of_a_known_share(caplog: pytest.Log
     assert "only 0.00 % of the training tokens see distances beyond the original 16 tokens" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["full", "pose"])
+def test_the_share_of_long_distances_in_groups(caplog: pytest.LogCaptureFixture, kind: str):
+    documents = [torch.ones(n, dtype=torch.int64) for n in (64, 30, 20, 50, 64)]
+    seq_len = 64 if kind == "full" else 48
+    schedule = scheduled(documents, seq_len, 40, kind)
+    for group in (16, 24, 32):
+        count = 0
+        for index in range(40):
+            positions = schedule[index]["position_ids"].tolist()
+            start = 0
+            for token, position in enumerate(positions):
+                start = token if position == 0 else start
+                # What LongLoRA's two halves of the heads see: groups, and groups half a group further on.
+                seen = [
+                    other
+                    for shift in (0, group // 2)
+                    for other in range(start, token + 1)
+                    if (other + shift) // group == (token + shift) // group
+                ]
+                count += max(position - positions[other] for other in seen) >= 16
+        assert schedule.summary(group).share_beyond_original == count / (40 * seq_len)
+        assert group > 16 or schedule.summary(group).share_beyond_original < schedule.summary().share_beyond_original
+    assert (schedule.summary(16).share_beyond_original == 0) == (kind == "full")
+    if kind == "full":
+        log_summary(schedule.summary(16), 16, group=16)
+        assert "no layer compares tokens that are farther apart than its groups of 16" in caplog.text
+
+
 def test_the_share_of_long_distances_under_pose():
     documents = [torch.ones(16, dtype=torch.int64)] * 3
     share = scheduled(documents, 16, 1200, "pose").summary().share_beyond_original
@@ -190,6 +218,9 @@ def test_long_documents_come_more_often(caplog: pytest.LogCaptureFixture):
     assert sorted(counts[i] for i in (1, 3, 4, 5)) == [2, 2, 3, 3]
     assert "4 of 6 documents are longer than 16 tokens and are read 2.5 times as often" in caplog.text
     assert upsample(documents, 16, 1.0, seed=0) == documents
+    assert "changes nothing" not in caplog.text
+    assert upsample(documents, 40, 2.5, seed=0) == documents
+    assert "length_upsampling 2.5 changes nothing: no document is longer than 40 tokens" in caplog.text
     third = [sum(len(d) > 16 for d in upsample(documents, 16, 3.0, seed=seed)) for seed in (0, 1)]
     assert third == [12, 12]
 

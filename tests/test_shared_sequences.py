@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.training.chunked_loss import chunked_causal_lm_loss
-from hf_posenc.training.packing import PackedDataset
+from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
 from hf_posenc.training.shared_sequences import WholeBlocks
 
 # A document of exactly so many blocks, its EOS with it: every block is a piece of one document. The last is held out.
@@ -61,6 +62,14 @@ def test_only_blocks_of_one_document_are_kept(caplog: pytest.LogCaptureFixture):
     assert [block["input_ids"].tolist() for block in kept] == [packed[i]["input_ids"].tolist() for i in whole]
     assert f"{len(packed) - len(whole)} of {len(packed)} blocks" in caplog.text
     assert kept.fingerprint() != packed.fingerprint()  # another order of training
+    twice = BlockSchedule(kept, 2 * len(whole), seed=0).summary()
+    assert (twice.num_left_out, twice.num_unused, twice.num_repeated) == (8 * (len(packed) - len(whole)), 0, 0)
+    with caplog.at_level(logging.INFO):
+        log_summary(twice, 8)
+    assert "8 tokens of the documents (25.0 %) are not trained on: they are in blocks that are left out" in caplog.text
+    assert "the token budget ends before them" not in caplog.text
+    once = BlockSchedule(kept, 1, seed=0).summary()
+    assert once.num_unused == 8 * (len(whole) - 1)
     alike = PackedDataset([ids], 8, eos_token_id=None, seed=0)
     assert WholeBlocks(alike).fingerprint() == alike.fingerprint()
     with pytest.raises(ValueError, match="none of the 4 blocks of 8 tokens"):

@@ -25,14 +25,15 @@ class PackingSummary:
     Attributes:
         num_documents: Documents packed, each as often as it is read in a pass.
         num_tokens: Tokens of these documents, the added end-of-sequence tokens among them.
-        num_repeated: Tokens from the start of the stream that fill up the last block of a pass.
+        num_repeated: Tokens that a pass reads twice: those from the start of the stream that fill up its last block.
         num_blocks: Blocks that are trained on, those of later passes counted again.
         num_trained: Tokens of these blocks.
-        num_unused: Tokens of the documents that none of these blocks holds: the budget ends before them.
+        num_left_out: Tokens of the documents that are in no block of any pass (``WholeBlocks``).
+        num_unused: Tokens of the documents that a pass holds and none of these blocks: the budget ends before them.
         num_short: Blocks that are read as windows of the original length.
         num_pieces: Runs of tokens that see each other: documents, cut where a block or a window ends.
-        share_beyond_original: Share of the trained tokens that see a distance the model was not trained on: whose
-            position is past the original length, counted from the first token they see; 0 to 1.
+        share_beyond_original: Share of the trained tokens that see, in one layer, a distance the model was not trained
+            on: whose position is past the original length, counted from the first token they see; 0 to 1.
     """
 
     num_documents: int
@@ -40,6 +41,7 @@ class PackingSummary:
     num_repeated: int
     num_blocks: int
     num_trained: int
+    num_left_out: int
     num_unused: int
     num_short: int
     num_pieces: int
@@ -140,28 +142,46 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
         """Return the positions of a block by its place in the order of training, int64 ``(seq_len,)``."""
         return self.packed.positions.of(index, self.packed.pieces(self.order[index]))
 
-    def summary(self) -> PackingSummary:
-        """Count what these blocks hold."""
+    def summary(self, group: int | None = None) -> PackingSummary:
+        """Count what these blocks hold.
+
+        Args:
+            group: Tokens of a group of shifted sparse attention; None: a token sees all of its document before it.
+        """
         packed, original = self.packed, self.packed.positions.original_length
-        read = torch.zeros(len(packed.stream), dtype=torch.bool)
+        in_a_pass, read = torch.zeros(2, len(packed.stream), dtype=torch.bool)
+        for block in range(len(packed)):
+            in_a_pass[packed.where(block)] = True
         pieces = beyond = 0
         for index, block in enumerate(self.order):
             read[packed.where(block)] = True
             position_ids = self.position_ids(index)
             pieces += int((position_ids == 0).sum())
-            beyond += int((position_ids >= original).sum())  # documents start at 0
+            beyond += int((_farthest(position_ids, group) >= original).sum())
         num_trained = len(self) * packed.seq_len
         return PackingSummary(
             num_documents=packed.num_documents,
             num_tokens=len(packed.stream),
-            num_repeated=len(packed) * packed.seq_len - len(packed.stream),
+            num_repeated=len(packed) * packed.seq_len - int(in_a_pass.sum()),
             num_blocks=len(self),
             num_trained=num_trained,
-            num_unused=int((~read).sum()),
+            num_left_out=int((~in_a_pass).sum()),
+            num_unused=int((in_a_pass & ~read).sum()),
             num_short=sum(map(packed.positions.is_short, range(len(self)))),
             num_pieces=pieces,
             share_beyond_original=beyond / num_trained,
         )
+
+
+def _farthest(position_ids: torch.Tensor, group: int | None) -> torch.Tensor:
+    """Return the distance to the first token that each token of a block sees, int64 like its positions."""
+    if group is None or group >= len(position_ids):
+        return position_ids  # documents start at 0
+    places = torch.arange(len(position_ids))
+    document = torch.where(position_ids == 0, places, 0).cummax(0).values
+    half = group // 2
+    of_group = torch.minimum(places // group * group, (places + half) // group * group - half)
+    return position_ids - position_ids[torch.maximum(document, of_group)]
 
 
 def _block(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -201,8 +221,17 @@ def _with_eos(document: torch.Tensor, index: int, eos_token_id: int | None) -> t
     return torch.cat([document, document.new_tensor([eos_token_id])])
 
 
-def log_summary(summary: PackingSummary, original_length: int, *, wants_distances: bool = True) -> None:
-    """Say what is trained on, and warn when it holds hardly any long distance to learn from, where that is wanted."""
+def log_summary(
+    summary: PackingSummary, original_length: int, *, wants_distances: bool = True, group: int | None = None
+) -> None:
+    """Say what is trained on, and warn when it holds hardly any long distance to learn from, where that is wanted.
+
+    Args:
+        summary: Of the blocks.
+        original_length: Tokens the model was trained on.
+        wants_distances: The run is to teach longer ones.
+        group: Tokens of a group of shifted sparse attention; None for no groups.
+    """
     short = f", {summary.num_short} of them as windows of {original_length} tokens" if summary.num_short else ""
     logger.info(
         "%d documents, %d tokens; trained on: %d tokens in %d blocks%s, %d pieces; %.1f %% of these tokens see "
@@ -216,6 +245,12 @@ def log_summary(summary: PackingSummary, original_length: int, *, wants_distance
         100 * summary.share_beyond_original,
         original_length,
     )
+    if summary.num_left_out:
+        logger.info(
+            "%d tokens of the documents (%.1f %%) are not trained on: they are in blocks that are left out",
+            summary.num_left_out,
+            100 * summary.num_left_out / summary.num_tokens,
+        )
     if summary.num_unused:
         logger.info(
             "%d tokens of the documents (%.1f %%) are not trained on: the token budget ends before them",
@@ -223,8 +258,23 @@ def log_summary(summary: PackingSummary, original_length: int, *, wants_distance
             100 * summary.num_unused / summary.num_tokens,
         )
     elif summary.num_repeated:
-        logger.info("every token is trained on; %d of a pass come twice, to fill its last block", summary.num_repeated)
+        what = "every token" if summary.num_left_out == 0 else "every token of the others"
+        logger.info("%s is trained on; %d of a pass come twice, to fill its last block", what, summary.num_repeated)
     if wants_distances and summary.share_beyond_original < 0.01:
+        _warn_about_distances(summary, original_length, group)
+
+
+def _warn_about_distances(summary: PackingSummary, original_length: int, group: int | None) -> None:
+    if group is not None and group <= original_length:
+        logger.warning(
+            "shifted sparse attention: no layer compares tokens that are farther apart than its groups of %d, and the "
+            "model knows distances of %d. What is farther away is only handed on from group to group, layer by layer, "
+            "as in LongLoRA; measure the model at its full length before you trust it. A larger group_share sees "
+            "farther.",
+            group,
+            original_length,
+        )
+    else:
         logger.warning(
             "only %.2f %% of the training tokens see distances beyond the original %d tokens, so the model hardly sees "
             "what it is to learn. Train on longer documents (or upsample them: length_upsampling), raise seq_len, or "

@@ -88,6 +88,8 @@ def upsample(documents: Sequence[torch.Tensor], longer_than: int, times: float, 
     Of a broken number the fraction is a share of these documents, drawn by ``seed``, that come once more.
     """
     long = [document for document in documents if len(document) > longer_than]
+    if times != 1 and not long:
+        logger.warning("length_upsampling %g changes nothing: no document is longer than %d tokens", times, longer_than)
     if times == 1 or not long:
         return list(documents)
     whole, fraction = divmod(times, 1)
@@ -105,7 +107,12 @@ def upsample(documents: Sequence[torch.Tensor], longer_than: int, times: float, 
 
 def _eos(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
     eos: Any = tokenizer.eos_token_id
-    if eos is not None and not 0 <= eos < vocab_size:
+    if eos is None:
+        logger.warning(
+            "the tokenizer has no end-of-sequence token, so none is put after each document, and the model does not "
+            "learn where a text ends. Set tokenizer.eos_token to the one the model was trained with."
+        )
+    elif not 0 <= eos < vocab_size:
         raise ValueError(
             f"the tokenizer's eos_token_id is {eos}, but the model's vocabulary has {vocab_size} ids: they do not "
             "belong together, or model.resize_token_embeddings(len(tokenizer)) is missing."

@@ -81,7 +81,12 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
 
 def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDataset) -> None:
     per_step = tokens_per_step(args, packed)
-    args.max_steps = max(1, config.token_budget // per_step)
+    args.max_steps = config.token_budget // per_step
+    if args.max_steps == 0:
+        raise ValueError(
+            f"token_budget {config.token_budget} is less than one step, {per_step} tokens. Give it more, or lower "
+            "gradient_accumulation_steps, micro_batch_size or seq_len."
+        )
     args.warmup_steps = min(config.warmup_steps, args.max_steps // 5)
     logger.info(
         "%d steps of %d tokens: %d tokens, %.2f passes over the data; warm-up over %d steps",
@@ -95,7 +100,8 @@ def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDa
     positions = packed.positions
     # nope has no positions, and is trained on short texts first; an encoding may be trained for the length it has.
     wants_distances = config.method != "nope" and positions.target_length > positions.original_length
-    log_summary(schedule.summary(), positions.original_length, wants_distances=wants_distances)
+    group = config.group(packed.seq_len)
+    log_summary(schedule.summary(group), positions.original_length, wants_distances=wants_distances, group=group)
 
 
 def _blocks_per_step(args: TrainingArguments) -> int:
