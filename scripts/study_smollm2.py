@@ -36,6 +36,7 @@ HELD_OUT_MODULE = "_pydecimal.py"
 LONG_MODULE = 30_000  # bytes
 METHOD = ("--method", "dynamic_yarn", "--factor", "4")
 WITHOUT_TRAINING = ("--method", "dca", "--factor", "4")
+ROWS = ("zero-shot", "zero-shot, dca", "trained", "trained, dca")
 TRAINING = (
     *METHOD,
     *("--position-schedule", "pose", "--seq-len", "1024", "--gradient-accumulation-steps", "4"),
@@ -50,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/smollm2-study"))
     parser.add_argument("--model", type=Path, default=Path(".cache/smollm2-135m-instruct"))
+    parser.add_argument("--samples", type=int, default=1, help="passkeys of each depth and length (default: 1)")
     args = parser.parse_args()
     base, trained, texts = str(args.model), args.output_dir / "model", args.output_dir / "texts"
     write_texts(texts)
@@ -61,15 +63,24 @@ def main() -> None:
     for text in ("novel", "reference", "module"):
         measured = [*MEASURED, "--documents", str(texts / f"{text}.txt")]
         measured += ["--output", str(args.output_dir / f"{text}.jsonl"), "--context-lengths", *map(str, LENGTHS)]
-        run(["eval", base, *measured, *METHOD, "--label", "zero-shot"])
-        run(["eval", base, *measured, *WITHOUT_TRAINING, "--label", "zero-shot, dca"])
-        run(["eval", str(trained), *measured, "--label", "trained"])
-        run(["eval", str(trained), *measured, *WITHOUT_TRAINING, "--on-scaled", "replace", "--label", "trained, dca"])
-    keys = [*PASSKEY, "--output", str(args.output_dir / "passkey.jsonl"), "--context-lengths"]
-    run(["eval", base, *keys, str(ORIGINAL), "--label", "unpatched"])
-    run(["eval", base, *keys, *map(str, LENGTHS[3:]), *METHOD, "--label", "zero-shot"])
-    run(["eval", str(trained), *keys, *map(str, LENGTHS[2:]), "--label", "trained"])
+        read(base, trained, measured)
+    keys = [*PASSKEY, "--samples", str(args.samples), "--output", str(args.output_dir / "passkey.jsonl")]
+    run(["eval", base, *keys, "--context-lengths", str(ORIGINAL), "--label", "unpatched"])
+    keys += ["--context-lengths", *map(str, LENGTHS[2:])]
+    read(base, trained, keys)
     show(args.output_dir)
+
+
+def read(base: str, trained: Path, what: Sequence[str]) -> None:
+    """Measure ``ROWS``: the model before and after the training, each with both rules."""
+    rows = (
+        (base, METHOD),
+        (base, WITHOUT_TRAINING),
+        (str(trained), ()),
+        (str(trained), (*WITHOUT_TRAINING, "--on-scaled", "replace")),
+    )
+    for label, (model, rule) in zip(ROWS, rows, strict=True):
+        run(["eval", model, *what, *rule, "--label", label])
 
 
 def write_texts(folder: Path) -> None:
@@ -96,11 +107,11 @@ def show(folder: Path) -> None:
     names = [length_name(length) for length in LENGTHS]
     lines = [f"| perplexity | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
     for text in ("novel", "reference", "module"):
-        for label in ("zero-shot", "zero-shot, dca", "trained", "trained, dca"):
+        for label in ROWS:
             found = {r.context_length: r.perplexity for r in read_records(folder / f"{text}.jsonl") if r.label == label}
             lines.append(f"| {text}, {label} | {' | '.join(f'{found[length]:.2f}' for length in LENGTHS)} |")
     lines += ["", "| passkey, all digits | 8k | 16k | 32k |", "|---|---:|---:|---:|"]
-    for label in ("unpatched", "zero-shot", "trained"):
+    for label in ("unpatched", *ROWS):
         cells = [passkeys_right(folder / "passkey.jsonl", length, label) for length in LENGTHS[2:]]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     write_whole(folder / "study.md", "\n".join(lines) + "\n")
