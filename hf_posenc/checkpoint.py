@@ -222,12 +222,17 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
         _check_loaded(model, manifest, path)
         return model
     model = load_weights(path, **kwargs)
+    add_to_config(model, manifest)
+    _check_loaded(model, manifest, path)
+    return model
+
+
+def add_to_config(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
+    """Patch a model, built as ``config.json`` says, with what of its manifest no config can say: nothing, mostly."""
     if manifest["options"].get("temperature") == "logits":  # of which config.json says as much as it can
         apply_manifest(model, {**manifest, "sliding_window": KEEP}, on_scaled="replace")
     elif is_on_attention_door(manifest):
         apply_manifest(model, manifest, on_scaled="replace")
-    _check_loaded(model, manifest, path)
-    return model
 
 
 def _load_encoded(path: str | Path, manifest: dict[str, Any], kwargs: dict[str, Any]) -> PreTrainedModel:

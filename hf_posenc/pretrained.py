@@ -73,7 +73,7 @@ def load_tokenizer(source: str | Path, model: PreTrainedModel) -> PreTrainedToke
 def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load weights; Transformers makes up those that are missing, with a log line, which is no use here."""
     try:
-        loaded: Any = _auto_class(source, kwargs).from_pretrained(source, output_loading_info=True, **kwargs)
+        loaded: Any = auto_class(source, kwargs).from_pretrained(source, output_loading_info=True, **kwargs)
     except SafetensorError as error:
         raise ValueError(
             f"the weights of {str(source)!r} cannot be read ({error}): a file is damaged or was cut off. Get it again."
@@ -87,7 +87,7 @@ def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]  # from_pretrained is untyped
 
 
-def _auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
+def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
     """Return the auto class whose models are of the checkpoint's own class: with its vision tower, if it has one."""
     if "gguf_file" in kwargs:
         return AutoModelForCausalLM

@@ -11,6 +11,7 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from hf_posenc.attention.groups import make_groups
 from hf_posenc.training.packing import BlockSchedule, PackedDataset, check_ids, log_summary
 from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.texts import upsample
@@ -124,32 +125,30 @@ def test_the_share_of_long_distances_of_data_of_a_known_share(caplog: pytest.Log
     assert "only 0.00 % of the training tokens see distances beyond the original 16 tokens" in caplog.text
 
 
+def seen_in_groups(positions: torch.Tensor, group: int) -> torch.Tensor:
+    """The farthest that each token of a block sees in the groups that LongLoRA's attention makes of it."""
+    documents, first = (positions == 0).cumsum(0), torch.arange(len(positions))
+    for stretch in (group, group // 2):
+        for rows in make_groups(documents[None], group, stretch).rows(
+            torch.arange(len(positions))[None, None, :, None]
+        ):
+            for row in rows.flatten(1).tolist():
+                first[row] = first[row].clamp(max=min(row))
+    return positions - positions[first]
+
+
 @pytest.mark.parametrize("kind", ["full", "pose"])
 def test_the_share_of_long_distances_in_groups(caplog: pytest.LogCaptureFixture, kind: str):
     documents = [torch.ones(n, dtype=torch.int64) for n in (64, 30, 20, 50, 64)]
-    seq_len = 64 if kind == "full" else 48
-    schedule = scheduled(documents, seq_len, 40, kind)
-    for group in (16, 24, 32):
-        count = 0
-        for index in range(40):
-            positions = schedule[index]["position_ids"].tolist()
-            start = 0
-            for token, position in enumerate(positions):
-                start = token if position == 0 else start
-                # What LongLoRA's two halves of the heads see: groups, and groups half a group further on.
-                seen = [
-                    other
-                    for shift in (0, group // 2)
-                    for other in range(start, token + 1)
-                    if (other + shift) // group == (token + shift) // group
-                ]
-                count += max(position - positions[other] for other in seen) >= 16
-        assert schedule.summary(group).share_beyond_original == count / (40 * seq_len)
-        assert group > 16 or schedule.summary(group).share_beyond_original < schedule.summary().share_beyond_original
-    assert (schedule.summary(16).share_beyond_original == 0) == (kind == "full")
-    if kind == "full":
-        log_summary(schedule.summary(16), 16, group=16)
-        assert "no layer compares tokens that are farther apart than its groups of 16" in caplog.text
+    schedule = scheduled(documents, 64 if kind == "full" else 48, 40, kind)
+    for group in (9, 16, 21, 32):
+        shares = [(seen_in_groups(block["position_ids"], group) >= 16).double().mean() for block in schedule]
+        summary = schedule.summary(group)
+        assert summary.share_beyond_original == pytest.approx(float(torch.stack(shares).mean()))
+        assert (summary.share_beyond_original == 0) == (kind == "full" and group <= 16)
+    assert schedule.summary(16).share_beyond_original < schedule.summary().share_beyond_original
+    log_summary(schedule.summary(9), 16, group=9)
+    assert ("no layer compares tokens that are farther apart than its groups of 9" in caplog.text) == (kind == "full")
 
 
 def test_the_share_of_long_distances_under_pose():

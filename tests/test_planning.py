@@ -162,6 +162,10 @@ def test_the_first_lever_that_fits_is_taken() -> None:
         assert made.sharding is None
     small = plan(config, 1024, gpu_memory=RESERVE + 1000, run=RUN)
     assert (small.fits, small.advice.recipe, len(small.levers)) == (False, "qlora", 7)
+    assert "more devices do not help to train all weights" in plan_text(small)
+    weights = small.all_weights.memory.weights
+    enough = plan(config, 1024, gpu_memory=RESERVE + weights, run=RUN)
+    assert (enough.fits, "more devices do not help" in plan_text(enough)) == (False, False)
     short = list(levers(config, FinetuneConfig("unused", lora=True, bf16=True), 64, 64, packed=False))
     assert [way.name for way in short] == ["as asked", "gradient checkpointing"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PhiConfig
 
 from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import tiny_model_path
@@ -92,3 +93,26 @@ def test_a_rule_that_a_model_brings_is_refused_for_what_it_is():
     with pytest.raises(ValueError, match="the model's rule changes the attention itself"):
         check_levers(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512, on_door=True)
     check_levers(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512)
+
+
+def test_what_no_config_can_say_of_an_extended_model_is_known(tmp_path: Path):
+    config = PhiConfig(
+        **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
+        **{"num_attention_heads": 2, "max_position_embeddings": 64, "eos_token_id": 0, "bos_token_id": 0},
+    )
+    model = patch_model(AutoModelForCausalLM.from_config(config), "yarn", 2, temperature="logits")
+    save_extended(model, tmp_path / "phi")
+    wanted = FinetuneConfig(str(tmp_path / "run"), method="yarn", factor=2.0, options={"temperature": "logits"})
+    rehearse(str(tmp_path / "phi"), wanted)
+    with pytest.raises(ValueError, match=r"extended already: yarn, factor 2, 128 tokens, options .*logits"):
+        rehearse(str(tmp_path / "phi"), FinetuneConfig(str(tmp_path / "run"), method="yarn", factor=2.0))
+
+
+def test_an_attention_that_is_not_installed_is_left_to_the_loading(tmp_path: Path):
+    shutil.copytree(tiny_model_path(), tmp_path / "flash")
+    file = tmp_path / "flash/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "flash_attention_2"}))
+    wrong = FinetuneConfig(str(tmp_path / "run"), factor=2.0, seq_len=513)
+    rehearse(str(tmp_path / "flash"), wrong)
+    with pytest.raises(ValueError, match="seq_len 513 is longer than the target length, 512 tokens"):
+        rehearse(str(tmp_path / "flash"), wrong, attention="eager")

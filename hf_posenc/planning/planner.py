@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,11 @@ class Plan:
     def lever(self) -> Lever:
         """The way to train that the plan counts with."""
         return self.levers[self.chosen]
+
+    @property
+    def all_weights(self) -> Lever:
+        """The way to train all weights at the full length that needs least, else the last."""
+        return _all_weights(self.levers, self.target)
 
     @property
     def fits(self) -> bool | None:
@@ -142,7 +147,7 @@ def plan(
     ways = levers(config, run, context_length, original, packed=not whole_documents)
     rows, chosen = _choose(ways, memory)
     fits = None if memory is None else rows[chosen].fits(memory)
-    full = [row for row in rows if row.seq_len == context_length and not row.run.lora] or rows
+    full = _all_weights(rows, context_length)
     situation = Situation(
         facts.model_type,
         original,
@@ -154,7 +159,7 @@ def plan(
         None if fits is None else rows[chosen].name,
         fits,
     )
-    unfit = memory is not None and not full[-1].fits(memory)
+    unfit = memory is not None and not full.fits(memory)
     made = Plan(
         model=facts,
         target=context_length,
@@ -164,11 +169,16 @@ def plan(
         levers=tuple(rows),
         chosen=chosen,
         gpu_memory=memory,
-        sharding=shard(full[-1], memory, facts.num_layers) if unfit and memory is not None else None,
+        sharding=shard(full, memory, facts.num_layers) if unfit and memory is not None else None,
         token_budget=token_budget or DEFAULT_BUDGET,
         flops=_flops(facts, rows[chosen], token_budget),
     )
     return _with_speed(made, config, tokens_per_second, tflops, measure_length)
+
+
+def _all_weights(rows: Sequence[Lever], target: int) -> Lever:
+    full = [row for row in rows if row.seq_len == target and not row.run.lora]
+    return (full or rows)[-1]
 
 
 def _flops(facts: ModelFacts, lever: Lever, token_budget: int | None) -> Flops:

@@ -14,11 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
-def meta_model(config: PreTrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Return a model on the meta device, whose tensors have a shape and no data; ``dtype`` is the checkpoint's."""
+def meta_model(
+    config: PreTrainedConfig, dtype: torch.dtype | None = None, attention: str | None = None
+) -> PreTrainedModel:
+    """Return a model on the meta device, whose tensors have a shape and no data; ``dtype`` is the checkpoint's.
+
+    ``attention`` is its ``attn_implementation``; None leaves that to the config and to Transformers.
+    """
+    asked = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call,no-any-return]  # Transformers leaves it untyped
-            copy.deepcopy(config), dtype=dtype or checkpoint_dtype(config)
+            copy.deepcopy(config), dtype=dtype or checkpoint_dtype(config), **asked
         )
 
 

@@ -85,9 +85,12 @@ def _verdict(plan: Plan) -> list[str]:
         room = f"{_size(plan.gpu_memory)}, of which {_size(RESERVE)} are left for the device's own use"
         words = f"the first lever that makes it fit: {plan.lever.name}" if plan.fits else "nothing here fits"
         lines.append(f"{words} ({room})")
-    if plan.gpu_memory is not None and plan.fits is False and plan.sharding is None:
-        weights = _size(plan.levers[0].memory.weights)
-        lines.append(f"nor are 64 devices enough for all weights: before sharding each holds them whole, {weights}")
+    weights = plan.all_weights.memory.weights
+    if plan.gpu_memory is not None and weights > plan.gpu_memory - RESERVE:
+        lines.append(
+            f"more devices do not help to train all weights: before they are shared out each holds them whole, "
+            f"{_size(weights)}"
+        )
     if plan.sharding is not None:
         how = "FSDP2 or ZeRO-3" + (" with context parallel" if plan.sharding.context_parallel else "")
         lines.append(

@@ -118,7 +118,7 @@ def _with_base(model: PreTrainedModel, config: FinetuneConfig, target: int) -> F
 
 
 def _in_stages(config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
-    """Double up to the target, from half of it, or from what YaRN reached in one stage where that is shorter."""
+    """Double up to the target, from half of it, or from the longest such length that YaRN reached in one stage."""
     lengths = [target // 2, target]
     while lengths[0] > ONE_STAGE_FACTOR * original:
         lengths.insert(0, lengths[0] // 2)

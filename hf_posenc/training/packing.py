@@ -179,8 +179,8 @@ def _farthest(position_ids: torch.Tensor, group: int | None) -> torch.Tensor:
         return position_ids  # documents start at 0
     places = torch.arange(len(position_ids))
     document = torch.where(position_ids == 0, places, 0).cummax(0).values
-    half = group // 2
-    of_group = torch.minimum(places // group * group, (places + half) // group * group - half)
+    on = group - group // 2  # the first of the groups that are shifted is group // 2 tokens long
+    of_group = torch.minimum(places // group * group, (places + on) // group * group - on)
     return position_ids - position_ids[torch.maximum(document, of_group)]
 
 

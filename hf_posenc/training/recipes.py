@@ -169,7 +169,7 @@ _ALL = (
     Recipe(
         name="progressive",
         paper=_YARN,
-        summary="YaRN in stages, half the target first.",
+        summary="YaRN in stages, each twice as long as the one before.",
         values={"method": "yarn", **_USUAL},
         left="400 and 200 steps, both on blocks of 64k tokens; here each stage has blocks of its own length. "
         f"{_64_BLOCKS}. --stages takes others.",

@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG
-from hf_posenc.manifest import apply_manifest, is_encoding, is_on_attention_door, read_manifest
+from hf_posenc.checkpoint import ADAPTER_CONFIG, add_to_config
+from hf_posenc.manifest import is_encoding, read_manifest
 from hf_posenc.patching import is_patched, unpatch_model
 from hf_posenc.planning.shapes import meta_model
-from hf_posenc.pretrained import is_gguf
+from hf_posenc.pretrained import auto_class, is_gguf
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import begin, check_model_levers
 from hf_posenc.training.fitting import fit_recipe
@@ -25,7 +24,7 @@ def rehearse(name: str, config: FinetuneConfig, *, attention: str | None = None)
     """Extend a model without data as a run will, and each stage of it, and check that its lengths go together.
 
     Of a ``.gguf`` file, an adapter, a model that reads images or has another encoding than RoPE nothing is said before
-    it is loaded; nor of what has no config that can be read, which loading it says.
+    it is loaded; nor where no model can be built from a config, which loading it says.
 
     Args:
         name: Of the model on the Hub, or its folder.
@@ -38,13 +37,15 @@ def rehearse(name: str, config: FinetuneConfig, *, attention: str | None = None)
     path = Path(name).expanduser()
     if is_gguf(name) or (path / ADAPTER_CONFIG).is_file():
         return
-    model_config, manifest = _read_config(path, name), read_manifest(path)
-    if model_config is None or (manifest is not None and is_encoding(manifest)):
+    manifest = read_manifest(path)
+    if manifest is not None and is_encoding(manifest):
         return
     with _quietly():  # the run itself will say it all
-        model = meta_model(model_config)
-        if manifest is not None and is_on_attention_door(manifest):
-            apply_manifest(model, manifest, on_scaled="replace")
+        model = _build(str(path) if path.exists() else name, attention)
+        if model is None:
+            return
+        if manifest is not None:
+            add_to_config(model, manifest)
         _go_through(model, config, attention)
 
 
@@ -60,12 +61,13 @@ def _go_through(model: PreTrainedModel, config: FinetuneConfig, attention: str |
             unpatch_model(model)
 
 
-def _read_config(path: Path, name: str) -> PreTrainedConfig | None:
+def _build(source: str, attention: str | None) -> PreTrainedModel | None:
     try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(path if path.exists() else name)
-    except (OSError, ValueError, KeyError, TypeError):
+        config = AutoConfig.from_pretrained(source)
+        reads_images = auto_class(source, {"config": config}) is not AutoModelForCausalLM
+        return None if reads_images else meta_model(config, attention=attention)
+    except (OSError, ImportError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         return None
-    return found if type(found) in MODEL_FOR_CAUSAL_LM_MAPPING else None
 
 
 @contextmanager

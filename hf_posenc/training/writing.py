@@ -89,7 +89,7 @@ def says_how_to_go_on(run: Callable[P, R]) -> Callable[P, R]:
 def how_to_go_on(folder: Path, lead: str) -> str:
     """Name the last good checkpoint, and what to type; ``lead`` is what to do first."""
     stages = sorted(folder.glob("stage-*/"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
-    whole = next(filter(None, (last_checkpoint(place)[0] for place in (folder, *stages))), None)
+    whole = next(filter(None, (last_checkpoint(place, contents=False)[0] for place in (folder, *stages))), None)
     kept = f"The last good checkpoint, {whole}, is kept" if whole is not None else "There is no checkpoint yet"
     return f"{kept}. {lead} the same command with --resume (resume=True)."
 
