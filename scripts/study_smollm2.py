@@ -1,7 +1,7 @@
 """The real model: SmolLM2-135M, which reads 8k tokens, trained on 300k tokens to read 32k, and measured.
 
     scripts/fetch_smollm2
-    python scripts/study_smollm2.py --output-dir outputs/smollm2-study    # about three hours on two cores
+    python scripts/study_smollm2.py --output-dir outputs/smollm2-study    # three to four hours on two cores
 
 Runs and shows the ``hf-posenc`` commands that do it. PoSE: blocks of 1024 tokens, whose positions skip up to 32k, of
 five novels and of the long modules of the Python that runs this; a sixth novel, Python's reference and another module
