@@ -251,6 +251,12 @@ def patched_extension(model: nn.Module) -> Extension | None:
     return None if record is None else record.extension
 
 
+def is_on_attention_door(model: nn.Module) -> bool:
+    """Return whether a model's rule is in its attention, not in its rotary module; only one that was put in can be."""
+    extension = patched_extension(model)
+    return extension is not None and extension.scaling.on_attention_door
+
+
 def extension_of(model: nn.Module) -> Extension | None:
     """Return what a model was patched with, or what its config declares; None for a plain model."""
     return patched_extension(model) or declared_scaling(unwrap(model).config.get_text_config(decoder=True))

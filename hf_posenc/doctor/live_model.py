@@ -21,7 +21,7 @@ from hf_posenc.config import ENCODINGS, RopeScaling, RopeSpec
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.families import label_prefix, rope_label, rotary_modules
-from hf_posenc.patching import describe, patched_extension, verify_model
+from hf_posenc.patching import describe, is_on_attention_door, verify_model
 from hf_posenc.pretrained import is_gguf, load_weights
 from hf_posenc.registry import METHODS, make_scaling
 from hf_posenc.verification import RotaryMismatchError, check_rotary
@@ -73,12 +73,6 @@ def held_by_modules(base: PreTrainedModel) -> list[str]:
         factor = float(getattr(module, f"{prefix}attention_scaling"))
         words.append(f"{held.numel()} pairs in {name}, {shown}; cos and sin times {factor:.6g}{turning}")
     return words
-
-
-def is_on_attention_door(base: PreTrainedModel) -> bool:
-    """Return whether a live model's rule is in its attention, not in its rotary module."""
-    extension = patched_extension(base)  # only a rule that was put in can be there
-    return extension is not None and extension.scaling.on_attention_door
 
 
 def against_meaning(base: PreTrainedModel, rope: Rope | None) -> list[Finding]:

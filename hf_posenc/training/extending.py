@@ -12,7 +12,7 @@ from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.config import INSTEAD_OF_ROPE
 from hf_posenc.encodings.install import refuse_adapter
 from hf_posenc.families import unwrap
-from hf_posenc.patching import describe, is_patched, patch_model, patched_extension, unpatch_model
+from hf_posenc.patching import describe, is_on_attention_door, is_patched, patch_model, unpatch_model
 from hf_posenc.presets import get_preset
 from hf_posenc.registry import make_scaling
 from hf_posenc.request import resolve
@@ -31,15 +31,12 @@ _ADVICE = (
 )
 
 
-def begin(
-    model: PreTrainedModel, config: FinetuneConfig, attention: str | None = None
-) -> tuple[dict[str, Any], PositionSchedule]:
+def begin(model: PreTrainedModel, config: FinetuneConfig) -> tuple[dict[str, Any], PositionSchedule]:
     """Extend the model, and refuse all that does not go together and needs neither texts nor weights to be seen.
 
     Args:
         model: Patched in place; it may be on the meta device.
         config: The run, or one stage of it.
-        attention: ``attn_implementation``; None takes the model's.
 
     Returns:
         What ``hf_posenc.patching.describe`` says of the model, and how positions run in its blocks.
@@ -54,24 +51,21 @@ def begin(
     text_config = base.config.get_text_config(decoder=True)
     positions = make_position_schedule(config, description, window_of_all_layers(text_config))
     seq_len = block_length(config, positions)
-    check_model_levers(model, config, attention, seq_len)
+    check_model_levers(model, config, seq_len)
     if (group := config.group(seq_len)) is not None:
         check_shiftable(model, group)
     return description, positions
 
 
-def check_model_levers(
-    model: PreTrainedModel, config: FinetuneConfig, attention: str | None = None, seq_len: int | None = None
-) -> None:
+def check_model_levers(model: PreTrainedModel, config: FinetuneConfig, seq_len: int | None = None) -> None:
     """Call ``check_levers`` with what a model says; ``seq_len`` is known once it is extended."""
     base: Any = unwrap(model)
-    extension = None if seq_len is None else patched_extension(model)
     check_levers(
         config,
-        attention=attention or inner_name(base.config._attn_implementation),
+        attention=inner_name(base.config._attn_implementation),
         quantised=getattr(base, "is_quantized", False),
         seq_len=seq_len,
-        on_door=extension is not None and extension.scaling.on_attention_door,
+        on_door=seq_len is not None and is_on_attention_door(model),
     )
 
 

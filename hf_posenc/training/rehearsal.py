@@ -46,17 +46,17 @@ def rehearse(name: str, config: FinetuneConfig, *, attention: str | None = None)
             return
         if manifest is not None:
             add_to_config(model, manifest)
-        _go_through(model, config, attention)
+        _go_through(model, config)
 
 
-def _go_through(model: PreTrainedModel, config: FinetuneConfig, attention: str | None) -> None:
+def _go_through(model: PreTrainedModel, config: FinetuneConfig) -> None:
     config = fit_recipe(model, config)
-    check_model_levers(model, config, attention)
+    check_model_levers(model, config)
     if config.stages is None:
-        begin(model, config, attention)
+        begin(model, config)
         return
     for one in settings_of_stages(model, config)[1]:
-        begin(model, one, attention)
+        begin(model, one)
         if is_patched(model):
             unpatch_model(model)
 
