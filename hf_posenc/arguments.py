@@ -22,7 +22,13 @@ STACKS = ("vllm", "sglang", "llama.cpp", "tgi")
 class ModelArguments:
     """How the model is loaded."""
 
-    dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's own), float32, bfloat16 or float16"})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "auto (the checkpoint's own where the hardware has instructions for it, else float32), checkpoint "
+            "(its own everywhere), float32, bfloat16 or float16"
+        },
+    )
     device: str | None = field(
         default=None, metadata={"help": "cpu, cuda, auto (all GPUs); default: a GPU if there is one"}
     )

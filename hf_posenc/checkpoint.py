@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.dtypes import as_stored
 from hf_posenc.encodings.install import MODULE, load_parameters, refuse_adapter
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
@@ -85,7 +86,8 @@ def save_extended(
     Everything is written to a folder beside ``path`` and moved there at the end.
 
     Args:
-        model: A model that ``patch_model`` extended, or one loaded extended.
+        model: A model that ``patch_model`` extended, or one loaded extended. One that ``load_model`` widened to
+            float32 for a CPU without bfloat16 is saved in its checkpoint's dtype.
         path: The folder; the files of an earlier checkpoint in it are replaced, others are left alone.
         tokenizer: Saved too, with ``model_max_length`` set to the target.
         tokens_trained: Tokens it was fine-tuned on since, for the manifest.
@@ -126,11 +128,12 @@ def save_extended(
     partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if whole:
-        base.save_pretrained(partial)
-        _rewrite_config(partial / CONFIG, base, manifest)
-    else:
-        model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes the method for a tensor
+    with as_stored(base):
+        if whole:
+            base.save_pretrained(partial)
+            _rewrite_config(partial / CONFIG, base, manifest)
+        else:
+            model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes it for a tensor
     if tokenizer is not None:
         _save_tokenizer(tokenizer, partial, manifest["context_length"])
     if card is not None:

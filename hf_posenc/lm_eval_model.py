@@ -6,7 +6,6 @@ shell ``hf-posenc lm-eval``. lm-eval has no entry points that would let it find 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ from transformers import AutoConfig
 from hf_posenc.arguments import ExtensionArguments
 from hf_posenc.checkpoint import ADAPTER_CONFIG, load_extended, peft_renamed_attribute
 from hf_posenc.checks import rows_to_measure
-from hf_posenc.loading import check_path, to_device, to_dtype, tokenizer_source
+from hf_posenc.dtypes import remember_choice
+from hf_posenc.families import unwrap
+from hf_posenc.loading import check_path, choose_dtype_of, to_device, tokenizer_source, weights_source
 from hf_posenc.manifest import MANIFEST, read_manifest
 from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model
 from hf_posenc.pretrained import is_gguf, load_weights
@@ -100,7 +101,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         if is_gguf(pretrained):
             pretrained, where = str(path.parent), {"gguf_file": path.name}
         elif (path / ADAPTER_CONFIG).is_file():
-            pretrained = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+            pretrained = weights_source(path)
         self._config = AutoConfig.from_pretrained(pretrained, **where)
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **kwargs: Any) -> None:
@@ -125,9 +126,11 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         placed = self._get_accelerate_args(**{name: kwargs.pop(name, None) for name in placing})
         if quantization_config is not None:
             kwargs["quantization_config"] = quantization_config
-        kwargs |= {"dtype": to_dtype(dtype), **placed}
+        choice = choose_dtype_of(pretrained, dtype, None if "device_map" in placed else self._device)
+        kwargs |= {"dtype": choice.dtype, **placed}
         saved = (Path(pretrained) / MANIFEST).is_file()
         model: Any = load_extended(pretrained, **kwargs) if saved else load_weights(pretrained, **kwargs)
+        remember_choice(unwrap(model), choice)
         if peft is not None:
             model = _with_adapter(model, peft)
         for folder in (pretrained, peft):

@@ -1,19 +1,24 @@
-"""One door for models: a name on the Hub, a folder (plain, extended or an adapter's), or a ``.gguf`` file."""
+"""Loading a model by a name on the Hub, a folder (plain, extended or an adapter's), or a ``.gguf`` file."""
 
 from __future__ import annotations
 
 import json
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint import ADAPTER_CONFIG, load_extended
+from hf_posenc.dtypes import DtypeChoice, checkpoint_dtype, choose_dtype, parse_dtype, remember_choice
+from hf_posenc.families import unwrap
 from hf_posenc.launching import own_device
 from hf_posenc.manifest import MANIFEST
 from hf_posenc.pretrained import is_gguf, load_tokenizer, load_weights
+
+logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -31,7 +36,9 @@ def load_model(
 
     Args:
         name_or_path: What ``from_pretrained`` takes, or the path of a ``.gguf`` file.
-        dtype: ``"auto"`` for the checkpoint's own (float32 for ``.gguf``), or a name such as ``"bfloat16"``.
+        dtype: ``"auto"`` for what the hardware computes natively (see ``choose_dtype``; float32 for ``.gguf``),
+            ``"checkpoint"`` for the checkpoint's own, or a name such as ``"bfloat16"``. A model that ``"auto"`` loads
+            in float32 is saved in the checkpoint's dtype.
         device: Where to put the model; None for a GPU if there is one; ``"auto"`` spreads it over all.
         attn_implementation: ``"sdpa"``, ``"flash_attention_2"``, ``"eager"``; None lets Transformers choose.
         load_in_4bit: Quantise linear layers to NF4, nested, by bitsandbytes; they compute in ``dtype``.
@@ -43,7 +50,8 @@ def load_model(
         ImportError: A package that reads the model (``.gguf``, quantised) or the attention asked for is not installed.
     """
     path = Path(name_or_path).expanduser()
-    kwargs: dict[str, Any] = {"dtype": to_dtype(dtype)}
+    parse_dtype(dtype)  # a wrong name is an error before anything is read
+    kwargs: dict[str, Any] = {}
     if attn_implementation is not None:
         kwargs["attn_implementation"] = attn_implementation
     if device == "auto":
@@ -55,10 +63,13 @@ def load_model(
     check_path(path, str(name_or_path))
     try:
         source = str(path if path.exists() else name_or_path)
+        choice = choose_dtype_of(source, dtype, device)
+        kwargs["dtype"] = choice.dtype
         if load_in_4bit:
-            kwargs |= _in_4bit(path, source, kwargs["dtype"])
+            kwargs |= _in_4bit(source, choice)
             kwargs.setdefault("device_map", {"": device})
         model = load_extended(path, **kwargs) if (path / MANIFEST).is_file() else load_weights(source, **kwargs)
+        remember_choice(unwrap(model), choice)
         tokenizer = load_tokenizer(tokenizer_source(path, source), model)
     except OSError as error:
         raise ValueError(
@@ -71,6 +82,25 @@ def load_model(
         model.to(device)  # type: ignore[arg-type]  # mypy takes it for an unbound method
     model.train(False)
     return model, tokenizer
+
+
+def choose_dtype_of(source: str | Path, dtype: str | torch.dtype, device: str | torch.device | None) -> DtypeChoice:
+    """Return what a model of a name, folder or ``.gguf`` file computes in; see ``choose_dtype``.
+
+    Raises:
+        OSError: There is no config.
+        ValueError: An unknown dtype.
+    """
+    weights = weights_source(source)
+    return choose_dtype(dtype, None if is_gguf(weights) else checkpoint_dtype(weights), device)
+
+
+def weights_source(source: str | Path) -> str:
+    """Return the source of the weights: of an adapter's folder, the base model that it names."""
+    adapter = Path(source) / ADAPTER_CONFIG
+    if adapter.is_file():
+        return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    return str(source)
 
 
 def check_4bit(name_or_path: str | Path, lora: bool) -> None:
@@ -88,36 +118,17 @@ def check_4bit(name_or_path: str | Path, lora: bool) -> None:
         raise ValueError("--load-in-4bit: a .gguf file is dequantised when it is loaded. Give a checkpoint's folder.")
 
 
-def _in_4bit(path: Path, source: str, dtype: str | torch.dtype) -> dict[str, Any]:
+def _in_4bit(source: str, choice: DtypeChoice) -> dict[str, Any]:
     """Return what ``from_pretrained`` is told to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
-    base = source
-    if (path / ADAPTER_CONFIG).is_file():
-        base = str(json.loads((path / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
-    config = AutoConfig.from_pretrained(base)
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{base!r} holds quantised weights already: leave --load-in-4bit out.")
-    compute = dtype if isinstance(dtype, torch.dtype) else config.get_text_config().dtype or torch.float32
+    if choice.checkpoint is None:
+        raise ValueError(f"{source!r} holds quantised weights already: leave --load-in-4bit out.")
     settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=compute,
+        bnb_4bit_compute_dtype=choice.dtype,
     )
     return {"quantization_config": settings}
-
-
-def to_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
-    """Return the dtype of a name; ``"auto"`` stays.
-
-    Raises:
-        ValueError: PyTorch has no floating-point type of that name.
-    """
-    if not isinstance(dtype, str) or dtype == "auto":
-        return dtype
-    resolved = getattr(torch, dtype, None)
-    if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
-        raise ValueError(f"unknown dtype {dtype!r}. Known: auto, float32, bfloat16, float16.")
-    return resolved
 
 
 def to_device(device: str | torch.device | None) -> torch.device:
@@ -152,6 +163,4 @@ def check_path(path: Path, given: str) -> None:
 
 def tokenizer_source(path: Path, source: str) -> str:
     """Return the source, or for an adapter saved without a tokenizer, its base model."""
-    if (path / ADAPTER_CONFIG).is_file() and not (path / "tokenizer_config.json").is_file():
-        return str(json.loads((path / ADAPTER_CONFIG).read_text())["base_model_name_or_path"])
-    return source
+    return source if (path / "tokenizer_config.json").is_file() else weights_source(path)

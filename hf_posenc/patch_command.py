@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_posenc.arguments import ExtensionArguments, ModelArguments
 from hf_posenc.checkpoint import save_extended
+from hf_posenc.dtypes import AUTO, CHECKPOINT
 from hf_posenc.loading import load_model
 from hf_posenc.patching import is_patched, patch_model, unpatch_model, verify_model
 from hf_posenc.rows import refuse_extended
@@ -34,6 +35,8 @@ def run_patch(
     Raises:
         ValueError, TypeError: The model and the request do not go together.
     """
+    if loading.dtype == AUTO:
+        loading.dtype = CHECKPOINT  # nothing is computed here but positions
     model, tokenizer = load_model(name, **vars(loading))
     refuse_extended(model, name, extension.on_scaled)
     if is_patched(model):

@@ -126,3 +126,15 @@ def whole_run(run_base: Path) -> Path:
 
     assert main(command(run_base, run_base.with_name("whole"))) == 0
     return run_base.with_name("whole")
+
+
+@pytest.fixture
+def cpu_with_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Makes PyTorch and oneDNN say that this CPU has instructions for bfloat16, or that it has not."""
+
+    def fake(native: bool) -> None:
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: native, raising=False)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512" if native else "AVX2")
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: native)
+
+    return fake

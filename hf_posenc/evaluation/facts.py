@@ -16,6 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.masks import inner_name
+from hf_posenc.dtypes import dtype_name, dtype_of_checkpoint
 from hf_posenc.evaluation.documents import hash_token_ids
 from hf_posenc.evaluation.plans import Run
 from hf_posenc.extension import plain_spec
@@ -27,7 +28,7 @@ _ROWS_AT_ONCE = 1024  # 8 MB: what is computed on the way needs no more memory t
 
 
 # Told for the reader and no part of what decides a number: a result is the same one whatever they say.
-_TOLD = ("rope", "command")
+_TOLD = ("rope", "command", "checkpoint_dtype")
 
 
 def model_facts(
@@ -42,7 +43,8 @@ def model_facts(
         "model": model_name or base.config.name_or_path or type(base).__name__,
         **{name: description[name] for name in shared},
         "tokens_trained": tokens_trained,
-        "dtype": str(base.dtype).removeprefix("torch."),
+        "dtype": dtype_name(base.dtype),
+        "checkpoint_dtype": dtype_name(dtype_of_checkpoint(base)),
         "attn_implementation": inner_name(str(base.config._attn_implementation)),
         "versions": {
             "hf_posenc": __version__,

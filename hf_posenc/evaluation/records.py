@@ -74,7 +74,8 @@ class Record(JsonRecord):
     in records of version 0.1.0's first days.
 
     ``rope`` has ``rotary_dim``, ``rope_theta`` and ``still_pairs`` of the model as it was trained, and is empty where
-    there is no rotary embedding; ``command`` is what was typed, empty from Python. Neither is part of the key.
+    there is no rotary embedding; ``command`` is what was typed, empty from Python; ``checkpoint_dtype`` is what the
+    weights are stored in, where ``dtype`` is what was computed in. None of them is part of the key.
     """
 
     model: str
@@ -115,6 +116,7 @@ class Record(JsonRecord):
     position_tokens: list[int] = field(default_factory=list, repr=False)
     rope: dict[str, Any] = field(default_factory=dict)
     command: str = ""
+    checkpoint_dtype: str = ""
 
     MARK = "perplexity"
 

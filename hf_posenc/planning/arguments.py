@@ -42,8 +42,15 @@ class PlanArguments:
     server: bool = field(default=False, metadata={"help": "a server is to run it, which only static rules can"})
     lora: bool = field(default=False, metadata={"help": "train adapters, the embedding and the norms only"})
     gradient_checkpointing: bool = field(default=False, metadata={"help": "recompute each layer in the backward pass"})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "of the weights; auto: the checkpoint's own with --gpu-memory, else what this machine computes "
+            "natively, as for eval and finetune"
+        },
+    )
     bf16: bool | None = field(
-        default=None, metadata={"help": "compute in bfloat16; default: if the checkpoint is in half precision"}
+        default=None, metadata={"help": "compute in bfloat16; default: if the weights are in half precision"}
     )
     micro_batch_size: int = field(default=1, metadata={"help": "blocks per forward"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "forwards per optimizer step"})

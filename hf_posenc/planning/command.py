@@ -17,7 +17,7 @@ def run_plan(model: str, what: PlanArguments) -> str:
         ValueError, TypeError: As ``plan``.
     """
     settings = ("lora", "gradient_checkpointing", "bf16", "micro_batch_size", "gradient_accumulation_steps")
-    shared = ("gpu_memory", "token_budget", "original_max_position_embeddings", "server", "whole_documents")
+    shared = ("gpu_memory", "token_budget", "original_max_position_embeddings", "server", "whole_documents", "dtype")
     made = plan(
         model,
         what.context_length,

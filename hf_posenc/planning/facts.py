@@ -11,11 +11,11 @@ import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.checkpoint import ADAPTER_CONFIG
+from hf_posenc.dtypes import config_dtype
 from hf_posenc.extension import describe_config, head_dim_of
 from hf_posenc.loading import check_path
 from hf_posenc.manifest import is_encoding, read_manifest
 from hf_posenc.planning.shapes import (
-    checkpoint_dtype,
     fill_with_fake,
     layer_repeat,
     meta_model,
@@ -37,7 +37,7 @@ class ModelFacts:
         name: As it was given.
         model_type: The family.
         parameters: All of them.
-        weight_bytes: Of the checkpoint, in its dtype.
+        weight_bytes: Of the weights, in ``dtype``.
         matrix_parameters: Those that multiply each token: not the embedding, of experts those a token sees.
         head_parameters: Those of them that make logits.
         num_layers, hidden_size, num_heads, num_kv_heads, head_dim, vocab_size: Of the text model.
@@ -46,7 +46,7 @@ class ModelFacts:
         reads: Tokens it reads as it is: what it was trained on, or where its scaling goes.
         method: The scaling it has, ``"none"`` for none.
         factor: Of that scaling.
-        dtype: Of the checkpoint.
+        dtype: What they are loaded in: the checkpoint's, or another that the plan counts with.
     """
 
     name: str
@@ -167,7 +167,7 @@ def _windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
 
 
 def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
-    """Return the bytes of Transformers' own cache of one sequence, in the checkpoint's dtype.
+    """Return the bytes of Transformers' own cache of one sequence, in the config's dtype.
 
     The cache is filled by a model without data, so windows, latent attention and layers that keep no keys count as
     they are. Of deep models two and three repeats of the layers are run.
@@ -189,4 +189,4 @@ def _cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
         ids = torch.zeros(1, num_tokens, dtype=torch.int64)
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     held = (value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor))
-    return sum(math.prod(tensor.shape) for tensor in held if tensor.dim() > 2) * checkpoint_dtype(config).itemsize
+    return sum(math.prod(tensor.shape) for tensor in held if tensor.dim() > 2) * config_dtype(config).itemsize

@@ -26,8 +26,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_posenc.dtypes import config_dtype
 from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
-from hf_posenc.planning.shapes import checkpoint_dtype, layer_repeat, meta_model, with_layers
+from hf_posenc.planning.shapes import layer_repeat, meta_model, with_layers
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.packing import PackedDataset
@@ -127,7 +128,7 @@ def _train(
     config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, steps: int, packed: bool, how: Trains
 ) -> _Clock:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = checkpoint_dtype(config)
+    dtype = config_dtype(config)
     model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     model.to(device)
     hash_weights(model)  # so that all of it is in memory

@@ -8,15 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 
 from hf_posenc.config import check_length, check_number
+from hf_posenc.dtypes import DtypeChoice, choose_dtype, config_dtype
 from hf_posenc.planning.arguments import MemorySize
 from hf_posenc.planning.facts import ModelFacts, kv_cache_bytes, model_facts, read_config
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.levers import Lever, Sharding, levers, shard
 from hf_posenc.planning.measuring import MeasuredTraining, measure_training
 from hf_posenc.planning.rules import Advice, Situation, advise
+from hf_posenc.planning.shapes import in_dtype
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.units import TokenCount, length_name
 
@@ -32,7 +35,7 @@ class Plan:
         target: Tokens it is to read.
         factor: Target / original length.
         advice: Method and recipe, with reasons.
-        kv_cache: Bytes of one sequence's keys and values at the target, in the checkpoint's dtype.
+        kv_cache: Bytes of one sequence's keys and values at the target, in the dtype computed in.
         levers: Ways to train, up to the first that fits; all of them where none does or no memory was given.
         chosen: Which of them: the first that fits, else the last but for the memory as asked.
         gpu_memory: Bytes of one device; None: not given.
@@ -42,6 +45,7 @@ class Plan:
         tokens_per_second: Speed of training the chosen way; None: not known.
         rate: Where the speed is from.
         measured: What ``measure`` gave.
+        dtype: What the weights are loaded in, and why where that is not the checkpoint's dtype.
     """
 
     model: ModelFacts
@@ -58,6 +62,7 @@ class Plan:
     tokens_per_second: float | None = None
     rate: str = "not known: give --tokens-per-second, --tflops or --measure"
     measured: MeasuredTraining | None = field(default=None)
+    dtype: DtypeChoice = field(kw_only=True)
 
     @property
     def lever(self) -> Lever:
@@ -91,7 +96,8 @@ class Plan:
         told = {name: getattr(self, name) for name in ("inference", "tokens_per_second", "rate", "hours", "chosen")}
         nested = {name: getattr(self, name) for name in ("model", "advice", "flops", "sharding", "measured")}
         nested = {name: None if value is None else dataclasses.asdict(value) for name, value in nested.items()}
-        return {**nested, **plain, **told, "levers": rows}
+        dtype = {"dtype": self.model.dtype, "dtype_reason": self.dtype.reason}
+        return {**nested, **plain, **told, **dtype, "levers": rows}
 
     def _fits(self, lever: Lever) -> bool | None:
         return None if self.gpu_memory is None else lever.fits(self.gpu_memory)
@@ -117,6 +123,7 @@ def plan(
     tokens_per_second: float | None = None,
     tflops: float | None = None,
     measure_length: int | None = None,
+    dtype: str | torch.dtype = "auto",
 ) -> Plan:
     """Say what reading ``context_length`` tokens costs; only the config is read.
 
@@ -132,6 +139,8 @@ def plan(
         tokens_per_second: Measured speed of training at the target.
         tflops: Sustained speed of the device, in 10^12 operations a second.
         measure_length: Train a few steps of random weights on this machine, in blocks of so many tokens.
+        dtype: Of the weights: ``"auto"`` is the checkpoint's own where ``gpu_memory``, which is a GPU's, is given, else
+            what this machine computes natively (see ``hf_posenc.dtypes.choose_dtype``).
 
     Raises:
         ValueError, TypeError: A value is out of range, the config cannot be read, its original length is not known, or
@@ -141,6 +150,8 @@ def plan(
     memory = None if gpu_memory is None else MemorySize(gpu_memory)
     run = run or FinetuneConfig("plan")
     config = model if isinstance(model, PreTrainedConfig) else read_config(model)
+    choice = choose_dtype(dtype, config_dtype(config), None if memory is None else "cuda")
+    config = in_dtype(config, choice)
     name = str(config.name_or_path or config.model_type) if isinstance(model, PreTrainedConfig) else str(model)
     facts = model_facts(config, name, original_max_position_embeddings)
     original = _known_original(facts)
@@ -172,6 +183,7 @@ def plan(
         sharding=shard(full, memory, facts.num_layers) if unfit and memory is not None else None,
         token_budget=token_budget or DEFAULT_BUDGET,
         flops=_flops(facts, rows[chosen], token_budget),
+        dtype=choice,
     )
     return _with_speed(made, config, tokens_per_second, tflops, measure_length)
 

@@ -13,6 +13,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.dtypes import DtypeChoice, config_dtype
+
 
 def meta_model(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, attention: str | None = None
@@ -24,7 +26,7 @@ def meta_model(
     asked = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call,no-any-return]  # Transformers leaves it untyped
-            copy.deepcopy(config), dtype=dtype or checkpoint_dtype(config), **asked
+            copy.deepcopy(config), dtype=dtype or config_dtype(config), **asked
         )
 
 
@@ -67,10 +69,11 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
         log.setLevel(level)
 
 
-def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
-    """Return the dtype of a checkpoint by its config; float32 where it does not say."""
-    dtype = getattr(config, "dtype", None) or getattr(text_config(config), "dtype", None)
-    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype or "float32"))
+def in_dtype(config: PreTrainedConfig, choice: DtypeChoice) -> PreTrainedConfig:
+    """Return a copy of a config that says its weights are in the chosen dtype."""
+    changed = copy.deepcopy(config)
+    changed.dtype = choice.dtype
+    return changed
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_posenc.dtypes import dtype_name
 from hf_posenc.planning.levers import RESERVE, Lever
 from hf_posenc.planning.planner import Plan
 from hf_posenc.planning.training_memory import TrainingMemory
@@ -25,10 +26,13 @@ def plan_text(plan: Plan) -> str:
 
 def _model(plan: Plan) -> list[str]:
     facts = plan.model
+    dtype = facts.dtype
+    if plan.dtype.reason and plan.dtype.checkpoint is not None:
+        dtype += f" here, the checkpoint is in {dtype_name(plan.dtype.checkpoint)}"
     windows = sorted({window for window in facts.windows if window is not None})
     scaled = "" if facts.method == "none" else f", scaled already: {facts.method}, factor {facts.factor:g}"
     lines = [
-        f"{facts.name}: {facts.model_type}, {_count(facts.parameters)} parameters ({facts.dtype}), "
+        f"{facts.name}: {facts.model_type}, {_count(facts.parameters)} parameters ({dtype}), "
         f"{facts.num_layers} layers of {facts.hidden_size}, {facts.num_heads} heads of {facts.head_dim}, "
         f"{facts.num_kv_heads} of keys and values",
         f"trained on {length_name(facts.original or 0)} tokens{scaled}, reads {length_name(facts.reads)}; asked for: "

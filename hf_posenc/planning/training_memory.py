@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.dtypes import HALF, config_dtype
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import decoder_body
 from hf_posenc.planning.shapes import (
-    checkpoint_dtype,
     fill_with_fake,
     layer_repeat,
     meta_model,
@@ -31,7 +31,7 @@ from hf_posenc.training import positions
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
-from hf_posenc.training.precision import HALF, float32_weights
+from hf_posenc.training.precision import float32_weights
 
 _STATES = 2  # of AdamW, in the weights' own dtype
 FORWARD, LOSS, LOSS_BACKWARD, LAYERS_BACKWARD, EMBEDDING_BACKWARD = (
@@ -158,7 +158,7 @@ def _model_to_train(model: PreTrainedModel, run: FinetuneConfig) -> Any:
 
 
 def computes_in_half(config: PreTrainedConfig, run: FinetuneConfig) -> bool:
-    return checkpoint_dtype(config) in HALF if run.bf16 is None else run.bf16
+    return config_dtype(config) in HALF if run.bf16 is None else run.bf16
 
 
 def _sizes(model: Any) -> dict[str, int]:

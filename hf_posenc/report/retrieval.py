@@ -8,7 +8,7 @@ from functools import cached_property
 
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
 from hf_posenc.evaluation.rows import is_unpatched
-from hf_posenc.report.tables import group_rows, length_name
+from hf_posenc.report.tables import computed_in, group_rows, length_name
 
 BY = {"forced": "teacher-forced", "written": "written"}
 _EXPLAINED = {
@@ -122,7 +122,7 @@ def grid_facts(grid: Grid) -> list[tuple[str, str]]:
         ("Chat template", "yes" if records[0].chat else "no"),
         ("Model", all_of("model")),
         ("Tokenizer hash", records[0].tokenizer_hash),
-        ("Weights and attention", f"{all_of('dtype')}, {all_of('attn_implementation')}"),
+        ("Computed in", computed_in(records)),
         ("Versions", ", ".join(versions)),
     ]
 

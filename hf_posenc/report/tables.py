@@ -216,6 +216,17 @@ def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRec
     return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
 
 
+def computed_in(records: Sequence[AnyRecord]) -> str:
+    """Return all dtypes and attentions, such as ``float32 (the checkpoint is in bfloat16), sdpa attention``."""
+
+    def words(record: AnyRecord) -> str:
+        narrower = record.checkpoint_dtype not in ("", record.dtype)
+        note = f" (the checkpoint is in {record.checkpoint_dtype})" if narrower else ""
+        return f"{record.dtype}{note}, {record.attn_implementation} attention"
+
+    return "; ".join(dict.fromkeys(map(words, records)))
+
+
 def rule_name(record: Record | RetrievalRecord) -> str:
     """Return how a model was extended, such as ``yarn x4 (beta_fast=16)``."""
     name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"

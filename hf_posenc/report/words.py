@@ -9,7 +9,7 @@ from hf_posenc.evaluation.protocols import in_words, rule_of
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.report.retrieval import grid_lines
-from hf_posenc.report.tables import Row, Table, length_name, make_rows, number_name
+from hf_posenc.report.tables import Row, Table, computed_in, length_name, make_rows, number_name
 
 
 def column_names(table: Table) -> list[str]:
@@ -88,7 +88,7 @@ def measured(table: Table) -> list[tuple[str, str]]:
         ("Documents", all_of("num_documents")),
         ("BOS token", all_of("bos")),
         ("Tokenizer hash", first.tokenizer_hash),
-        ("Weights and attention", f"{all_of('dtype')}, {all_of('attn_implementation')}"),
+        ("Computed in", computed_in(records)),
         ("Versions", ", ".join(versions)),
     ]
     if first.stride is not None:

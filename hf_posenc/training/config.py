@@ -139,8 +139,8 @@ class FinetuneConfig:
     bf16: bool | None = field(
         default=None,
         metadata={
-            "help": "compute in bfloat16 (autocast); default: if the checkpoint is in half precision. Trained weights "
-            "are float32 either way, and saved as they came"
+            "help": "compute in bfloat16 (autocast); default: if the checkpoint is in half precision and the hardware "
+            "has instructions for bfloat16. Trained weights are float32 either way, and saved as they came"
         },
     )
     seed: int = field(default=0, metadata={"help": "of the order of the documents and blocks, and of new weights"})

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-HALF = (torch.bfloat16, torch.float16)
+from hf_posenc.dtypes import HALF
 
 
 def is_half(model: nn.Module) -> bool:

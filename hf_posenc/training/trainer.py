@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, ProgressCallback, TrainerCallback, Tra
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint import config_values
+from hf_posenc.dtypes import computes_natively, round_to_stored
 from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.families import unwrap
 from hf_posenc.manifest import MANIFEST, make_manifest
@@ -40,7 +41,9 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
     """Return Trainer's settings; making them joins the process group of a distributed run."""
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
-    on_cpu = unwrap(model).device.type == "cpu"
+    device = unwrap(model).device
+    on_cpu = device.type == "cpu"
+    in_bf16 = is_half(model) and computes_natively(torch.bfloat16, device)
     values: dict[str, Any] = dict(  # noqa: C408  # names of keywords, not of keys
         output_dir=config.output_dir,
         max_steps=1,  # set when the number of devices is known
@@ -52,7 +55,7 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
         max_grad_norm=config.max_grad_norm,
-        bf16=is_half(model) if config.bf16 is None else config.bf16,
+        bf16=in_bf16 if config.bf16 is None else config.bf16,
         seed=config.seed,
         save_strategy="steps",
         save_steps=config.save_steps,
@@ -175,6 +178,7 @@ def train(
     finally:
         console.close()
         base.config.use_cache = use_cache  # Trainer may switch it off for checkpointing
+    round_to_stored(base)
     model.eval()
     logger.info("trained in %.0f s", time.perf_counter() - began)
 

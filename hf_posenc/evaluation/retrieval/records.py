@@ -23,7 +23,8 @@ class RetrievalRecord(JsonRecord):
     wherever a token holds a character of it, which leaves out the word before it (None where the order is free);
     ``num_written`` stand in the greedy answer. ``n_tokens`` are the tokens that hold an answer, ``n_right`` of them
     were the likeliest, ``nll_sum`` is their loss in nats. ``text_hash`` is of the token ids of prompt and answer;
-    ``run_key`` of all that decides the result, weights included; ``rope`` and ``command`` as in ``Record``.
+    ``run_key`` of all that decides the result, weights included; ``rope``, ``command`` and ``checkpoint_dtype`` as in
+    ``Record``.
     """
 
     model: str
@@ -59,6 +60,7 @@ class RetrievalRecord(JsonRecord):
     label: str = ""
     rope: dict[str, Any] = field(default_factory=dict)
     command: str = ""
+    checkpoint_dtype: str = ""
 
     MARK = "task"
 
