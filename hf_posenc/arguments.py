@@ -193,7 +193,8 @@ class DemoArguments:
     """How long the demo may train, and where its files go."""
 
     output_dir: str = field(default="outputs/demo", metadata={"help": "folder for results, report and trained model"})
-    token_budget: TokenCount = field(default=TokenCount("300k"), metadata={"help": "tokens to fine-tune on"})
+    token_budget: TokenCount = field(default=TokenCount("100k"), metadata={"help": "tokens to fine-tune on"})
+    dtype: str = field(default="auto", metadata={"help": "as for eval; auto is what the hardware computes natively"})
 
 
 def parse(

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.console import without_weight_bars
 from hf_posenc.dtypes import as_stored
 from hf_posenc.encodings.install import MODULE, load_parameters, refuse_adapter
 from hf_posenc.extension import MARK, Extension
@@ -128,7 +129,7 @@ def save_extended(
     partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with as_stored(base):
+    with as_stored(base), without_weight_bars():
         if whole:
             base.save_pretrained(partial)
             _rewrite_config(partial / CONFIG, base, manifest)

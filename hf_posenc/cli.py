@@ -200,11 +200,11 @@ def recipes(argv: Sequence[str]) -> None:
 
 
 def demo(argv: Sequence[str]) -> None:
-    """Show the whole line on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores."""
+    """Show the full pipeline on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores."""
     _, chosen = args_.parse("demo", _first_line(demo), argv, (args_.DemoArguments,), {})
     from hf_posenc.demo import run_demo
 
-    run_demo(Path(chosen.output_dir), chosen.token_budget)
+    run_demo(Path(chosen.output_dir), chosen.token_budget, dtype=chosen.dtype)
 
 
 def lm_eval(argv: Sequence[str]) -> None:

@@ -100,6 +100,13 @@ def computes_natively(dtype: torch.dtype, device: str | torch.device | None = No
     return torch.cpu._is_avx512_bf16_supported() if has_avx512 else True
 
 
+def slow_dtype_advice(model: PreTrainedModel) -> str:
+    """Return what to write against a dtype that a model's device has to emulate, before other advice; else ""."""
+    if computes_natively(model.dtype, model.device):
+        return ""
+    return f"--dtype float32 ({dtype_name(model.dtype)} is emulated here), "
+
+
 def _device_type(device: str | torch.device | None) -> str:
     if device is None or device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,6 +12,7 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint import ADAPTER_CONFIG, load_extended
+from hf_posenc.console import without_weight_bars
 from hf_posenc.dtypes import DtypeChoice, checkpoint_dtype, choose_dtype, parse_dtype, remember_choice
 from hf_posenc.families import unwrap
 from hf_posenc.launching import own_device
@@ -68,7 +69,8 @@ def load_model(
         if load_in_4bit:
             kwargs |= _in_4bit(source, choice)
             kwargs.setdefault("device_map", {"": device})
-        model = load_extended(path, **kwargs) if (path / MANIFEST).is_file() else load_weights(source, **kwargs)
+        with without_weight_bars():
+            model = load_extended(path, **kwargs) if (path / MANIFEST).is_file() else load_weights(source, **kwargs)
         remember_choice(unwrap(model), choice)
         tokenizer = load_tokenizer(tokenizer_source(path, source), model)
     except OSError as error:

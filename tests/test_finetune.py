@@ -141,8 +141,13 @@ def test_lora_trains_embedding_and_norms_and_reloads_and_merges_to_the_same(
 
 
 def test_a_half_precision_checkpoint_is_trained_in_float32_and_comes_back(
-    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tiny_llama: Build,
+    tokenizer: Any,
+    documents: list[torch.Tensor],
+    cpu_with_bfloat16: Callable[[bool], None],
 ):
+    cpu_with_bfloat16(True)  # elsewhere it is computed in float32 too: test_dtypes.py
     tiny_llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     seen: list[set[torch.dtype]] = []

@@ -52,8 +52,8 @@ def measured_and_predicted(model: Path, cases: list[tuple[dict[str, Any], int, b
 
 @LINUX
 def test_the_prediction_is_within_15_percent_of_the_measured_peak() -> None:
-    # In bfloat16 autocast, as the checkpoint is in half precision, and with the mask of packed documents.
-    ((measured, predicted),) = measured_and_predicted(tiny_model_path(), [({}, 768, True)])
+    # With the mask of packed documents.
+    ((measured, predicted),) = measured_and_predicted(tiny_model_path(), [({"bf16": False}, 768, True)])
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
@@ -61,9 +61,10 @@ def test_the_prediction_is_within_15_percent_of_the_measured_peak() -> None:
 @pytest.mark.slow
 def test_the_prediction_holds_for_other_settings() -> None:
     cases: list[tuple[dict[str, Any], int, bool]] = [
+        ({"bf16": True}, 768, True),  # slow where bfloat16 is emulated
         ({"bf16": False, "gradient_checkpointing": True}, 1024, False),
         ({"bf16": False, "gradient_accumulation_steps": 2}, 1024, True),
-        ({"lora": True}, 2048, True),
+        ({"lora": True, "bf16": False}, 2048, True),
     ]
     results = measured_and_predicted(tiny_model_path(), cases)
     assert len(results) == len(cases)

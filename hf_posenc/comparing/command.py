@@ -15,6 +15,8 @@ from hf_posenc.comparing.arguments import CompareArguments
 from hf_posenc.comparing.candidates import STATIC, kind_of
 from hf_posenc.comparing.planning import AnyRecord, Plan, Step, make_plan
 from hf_posenc.comparing.recommending import Recommendation, recommend
+from hf_posenc.console import LONG
+from hf_posenc.dtypes import slow_dtype_advice
 from hf_posenc.evaluation import perplexity, reach_lines, read_records, read_retrieval_records, retrieval
 from hf_posenc.evaluation.records import check_output
 from hf_posenc.evaluation.tallies import default_bucket
@@ -49,6 +51,11 @@ def compare(name: str, documents: Sequence[str], what: CompareArguments, loading
     if what.budget is not None:
         plan = plan.within(what.budget)
     print(plan.text(), flush=True)
+    if plan.seconds > LONG and what.budget is None:
+        advice = (
+            slow_dtype_advice(model) + "--budget 10m leaves out the dearest rows, or give a shorter --context-length"
+        )
+        print(f"This takes long on this machine. Shorter: {advice}.", flush=True)
     if what.dry_run:
         return
     sweep = _Sweep(model, tokenizer, documents, what, plan)

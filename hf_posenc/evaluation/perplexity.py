@@ -12,6 +12,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.dtypes import slow_dtype_advice
 from hf_posenc.evaluation.documents import Document, hash_tokenizer, to_token_ids
 from hf_posenc.evaluation.facts import (
     hash_weights,
@@ -183,7 +184,8 @@ def perplexity(
         needs = [memory_need(one, fed, prefill_chunk, logits_chunk, batch_size) for one in models]
         need = replace(max(needs, key=lambda one: one.beyond_model), model=sum(one.model for one in needs))
         with memory_told(model, need, tell=evaluation.processes.is_main and len(evaluation.records) < len(runs)):
-            evaluation.measure(passes, partial(peak_memory, model), progress)
+            shorter = slow_dtype_advice(model) + "fewer documents (--max-documents), or shorter --context-lengths"
+            evaluation.measure(passes, partial(peak_memory, model), progress, shorter)
     return [evaluation.records[run] for run in runs if run in evaluation.records]
 
 

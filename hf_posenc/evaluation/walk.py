@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
+from hf_posenc.console import Progress
 from hf_posenc.evaluation.facts import hash_json
 from hf_posenc.evaluation.key_tokens import KeyTokenFinder, short_windows
 from hf_posenc.evaluation.losses import Advance
@@ -73,8 +73,13 @@ class Evaluation:
         if self.records:
             logger.warning("%d of %d results are already in %s: not repeated.", len(self.records), len(keys), output)
 
-    def measure(self, passes: list[Pass], peak_memory_bytes: Callable[[], int], show_progress: bool) -> None:
-        """Walk over every document of every pass that has a record to give, and append the records."""
+    def measure(
+        self, passes: list[Pass], peak_memory_bytes: Callable[[], int], show_progress: bool, shorter: str
+    ) -> None:
+        """Walk over every document of every pass that has a record to give, and append the records.
+
+        Of work that takes long ``shorter`` is said (see ``hf_posenc.console.Progress``).
+        """
         keys = [self._key(one) for one in passes]  # of those with their records too: a kill may have left their lines
         passes = [one for one in passes if any(run not in self.records for run in one.runs)]
         todo = [
@@ -82,14 +87,8 @@ class Evaluation:
         ]
         total = sum(portion.num_tokens_fed for *_, portion in todo)
         done = sum(portion.num_tokens_fed for _, key, index, portion in todo if self.progress.get(key, index))
-        with tqdm(
-            desc="perplexity",
-            total=total,
-            initial=done,
-            unit="tok",
-            unit_scale=True,
-            disable=not (show_progress and todo and self.processes.is_main),
-        ) as bar:
+        shown = show_progress and self.processes.is_main
+        with Progress("perplexity", total, done=done, shown=shown, shorter=shorter) as bar:
             for one in passes:
                 num_portions = self._walk(one, bar.update)
                 self._finish(one, num_portions, max(self.processes.gather(peak_memory_bytes())))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -28,8 +29,10 @@ def chunked_causal_lm_loss(
 ) -> torch.Tensor:
     """Return the mean loss in nats, with gradients, holding the logits of one chunk of rows at a time.
 
-    Each chunk's logits are made again in the backward pass (activation checkpointing). That suits every head
-    ``head_logits`` knows, soft-capped ones too, which torch's fused ``linear_cross_entropy`` does not.
+    Each chunk's gradient is taken as soon as its logits are there, so they are made once (as the Triton kernels of Hsu
+    et al. 2024, Liger Kernel, arXiv:2410.10989, section 3.2). That suits every head ``head_logits`` knows, soft-capped
+    ones too, which torch's fused ``linear_cross_entropy`` does not. A head whose weights are whole only while it runs
+    (FSDP2, ZeRO-3) has its logits made again in the backward pass instead, by activation checkpointing.
 
     Args:
         model: The causal language model whose head is used.
@@ -49,13 +52,70 @@ def chunked_causal_lm_loss(
         logits = head_logits(model, rows)
         return nn.functional.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED, reduction="sum")
 
-    losses: list[torch.Tensor] = [
-        checkpoint(chunk_loss, rows[chunk], targets[chunk], use_reentrant=False, preserve_rng_state=False)
-        for chunk in row_chunks(len(targets), rows_per_chunk)
-    ]
-    total = torch.stack(losses).sum()
+    head: Any = unwrap(model).get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    weights = list(head.parameters())
+    if torch.is_grad_enabled() and not any(_is_gathered_when_called(weight) for weight in weights):
+        trained = [weight for weight in weights if weight.requires_grad]
+        total: torch.Tensor = _GradientsAtOnce.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            chunk_loss, rows_per_chunk, targets, rows, *trained
+        )
+    else:
+        total = torch.stack(
+            [
+                checkpoint(chunk_loss, rows[chunk], targets[chunk], use_reentrant=False, preserve_rng_state=False)
+                for chunk in row_chunks(len(targets), rows_per_chunk)
+            ]
+        ).sum()
     items = torch.as_tensor((targets != IGNORED).sum() if num_items is None else num_items)
     return total / items.to(total.device).clamp(min=1)
+
+
+class _GradientsAtOnce(torch.autograd.Function):
+    """The sum of the losses of all chunks, whose gradients are taken in the forward pass and kept for the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        rows_per_chunk: int,
+        targets: torch.Tensor,
+        rows: torch.Tensor,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        total = torch.zeros((), device=rows.device)
+        of_rows, of_weights = torch.empty_like(rows), [torch.zeros_like(weight) for weight in weights]
+        for chunk in row_chunks(len(targets), rows_per_chunk):
+            of_rows[chunk], loss = _add_gradients(loss_of, rows[chunk], targets[chunk], weights, of_weights)
+            total += loss
+        ctx.save_for_backward(of_rows, *of_weights)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = gradients
+        return None, None, None, *(kept * gradient.to(kept.device) for kept in ctx.saved_tensors)
+
+
+def _add_gradients(
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    sums: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of the rows of a chunk, and its loss; add the gradients of the weights to ``sums``."""
+    with torch.enable_grad():
+        part = rows.detach().requires_grad_()
+        loss = loss_of(part, targets)
+    of_rows, *found = torch.autograd.grad(loss, (part, *weights), allow_unused=True, materialize_grads=True)
+    for kept, new in zip(sums, found, strict=True):
+        kept.add_(new)
+    return of_rows, loss.detach().to(rows.device)
+
+
+def _is_gathered_when_called(weight: torch.Tensor) -> bool:
+    """Say whether a weight is only whole while its module runs: FSDP2's are DTensors, ZeRO-3's have a ``ds_id``."""
+    return isinstance(weight, DTensor) or hasattr(weight, "ds_id")
 
 
 @contextmanager

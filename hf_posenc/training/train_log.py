@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_posenc.console import Progress
 from hf_posenc.files import write_whole
 from hf_posenc.training.writing import how_to_go_on
 
@@ -80,17 +81,34 @@ class LossLog(TrainerCallback):
 
 
 class Console(ProgressCallback):
-    """Trainer's progress bar with the losses of some steps only, and without its final summary.
+    """How far the training is, and the losses of some steps; without Trainer's final summary.
 
     That one's mean loss covers only the steps since the last resume.
 
     Args:
         every: Steps between the losses shown.
+        shorter: What would make the training shorter.
     """
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, shorter: str = "") -> None:
         super().__init__()
-        self.every = every
+        self.every, self.shorter = every, shorter
+        self.progress: Progress | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.current_step = state.global_step
+        if state.is_world_process_zero:
+            self.progress = Progress(
+                "training", state.max_steps, unit="steps", done=state.global_step, shorter=self.shorter
+            )
+            self.training_bar = self.progress.bar  # through which the losses are written
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.progress is not None:
+            self.progress.update(state.global_step - self.current_step)
+        self.current_step = state.global_step
 
     def on_log(
         self,
@@ -105,8 +123,8 @@ class Console(ProgressCallback):
 
     def close(self) -> None:
         """End the line of a bar that an error or Ctrl-C left open, so that the message stands on its own."""
-        if self.training_bar is not None:
-            self.training_bar.close()
+        if self.progress is not None:
+            self.progress.close()
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

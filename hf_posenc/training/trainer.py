@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, ProgressCallback, TrainerCallback, Tra
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint import config_values
+from hf_posenc.console import without_weight_bars
 from hf_posenc.dtypes import computes_natively, round_to_stored
 from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.families import unwrap
@@ -152,7 +153,7 @@ def train(
     base = unwrap(model)
     use_cache = base.config.use_cache
     autocast = torch.autocast(base.device.type, torch.bfloat16) if args.bf16 else nullcontext()
-    console = Console(config.logging_steps)
+    console = Console(config.logging_steps, _shorter(config, args))
     began = time.perf_counter()
     sparse = nullcontext() if group is None else shifted_sparse_attention(model, group)
     try:
@@ -172,7 +173,7 @@ def train(
             if not args.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)
                 trainer.add_callback(console)
-            with base_not_looked_up():
+            with base_not_looked_up(), without_weight_bars():
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
             make_whole(model, modules, dtypes)
     finally:
@@ -181,6 +182,16 @@ def train(
     round_to_stored(base)
     model.eval()
     logger.info("trained in %.0f s", time.perf_counter() - began)
+
+
+def _shorter(config: FinetuneConfig, args: TrainingArguments) -> str:
+    """Return what would make a training shorter, in the words of the command line."""
+    ways = ["a smaller --token-budget"]
+    if config.position_schedule == "full" and config.method != "nope":
+        ways.insert(0, "--position-schedule pose, whose blocks have the original length")
+    if args.bf16 and not computes_natively(torch.bfloat16, args.device):
+        ways.insert(0, "--bf16 false (bfloat16 is emulated here)")
+    return ", ".join(ways)
 
 
 def _first_loss_check(

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.console import Progress
+from hf_posenc.dtypes import slow_dtype_advice
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
 from hf_posenc.evaluation.facts import hash_weights, make_run_key, model_facts, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.losses import Advance, evaluation_mode, length_dependent_rope_types
@@ -139,8 +140,9 @@ class _Asking:
             logger.warning("%d of %d results are already in %s: not repeated.", there, len(prompts), self.output)
         reset_peak_memory(self.model)
         total = sum(identities[at]["num_prompt_tokens"] for at in todo)
-        off, alone = not (progress and todo and self.processes.is_main), self.processes.count == 1
-        with tqdm(desc="retrieval", total=total, unit="tok", unit_scale=True, disable=off) as bar:
+        shown, alone = progress and self.processes.is_main, self.processes.count == 1
+        shorter = slow_dtype_advice(self.model) + "fewer --samples or --depths, or shorter --context-lengths"
+        with Progress("retrieval", total, shown=shown, shorter=shorter) as bar:
             inside = bar.update if alone else None
             asked = self.processes.share(todo, lambda at: self._ask_one(prompts[at](), identities[at], inside))
             for at, record in asked:
