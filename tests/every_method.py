@@ -20,6 +20,7 @@ STATIC = {
 STAGED = {key: (key.partition("-")[0], options) for key, options in STAGED_RULES.items() if "geometric" not in key}
 DISTANCE = {key: request for key, request in DISTANCE_RULES.items() if key != "rerope-log_n"}
 ENCODED = {key: request for key, request in ENCODINGS.items() if key != "rope-partial"}
+ENCODED["xpos"] = ("xpos", {"scale_base": 64})  # which float16 has numbers for
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {**STATIC, **STAGED, **DISTANCE, **ENCODED}
 FACTOR = 4
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from doors import IDS, in_chunks, left_padded, sharp_model
+from doors import IDS, left_padded, sharp_model
 from every_method import METHODS, missing_methods, patch
 from simulated_cuda import CUDA, MixedDevicesError, SimulatedCuda, simulated_cuda
 from tiny_models import assert_same_state, logits, state
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
-from hf_posenc import load_extended, patch_model, perplexity, save_extended, unpatch_model, verify_model
+from hf_posenc import load_extended, perplexity, save_extended, unpatch_model, verify_model
 from hf_posenc.attention.rotation import angles_at
 from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.training.chunked_loss import chunked_lm_loss
