@@ -13,10 +13,11 @@ DEVICE = os.environ.get("HF_POSENC_TEST_DEVICE", "cuda")
 
 
 @pytest.fixture(autouse=True)
-def device() -> torch.device:
+def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the model under test is."""
     if DEVICE == "cuda" and not torch.cuda.is_available():
         built = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "is built without CUDA"
+        request.session.shouldfail = "no CUDA device"  # once is enough
         pytest.fail(
             f"the GPU tests need a CUDA device and PyTorch sees none (torch {torch.__version__} {built}). "
             "Run scripts/test without --gpu for the tests of the CPU.",

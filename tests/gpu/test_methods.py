@@ -17,6 +17,7 @@ from hf_posenc import unpatch_model, verify_model
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),  # torch's compiler
     pytest.mark.filterwarnings(
         "ignore:_compile flag on create_block_mask:DeprecationWarning"
     ),  # Transformers' own call
