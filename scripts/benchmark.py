@@ -6,7 +6,8 @@
     python scripts/benchmark.py evaluation  # the YaRN authors' procedure, lm-eval and evaluate against perplexity
     python scripts/benchmark.py training --tokens 8192  # a training step against plain Trainer's: memory and speed
     python scripts/benchmark.py longest   # the longest training block in a memory, ours and plain, as predicted
-    python scripts/benchmark.py all       # but longest
+    python scripts/benchmark.py gpu       # on a CUDA device, bfloat16: patched and staged, decoding with each rule
+    python scripts/benchmark.py all       # but longest and gpu
 
 Prints one JSON line for each ratio, then a table.
 """
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 from benchmark_evaluation import benchmark_evaluation, print_comparison
-from benchmark_staged import benchmark_staged
+from benchmark_staged import DISTANCE_RULES, benchmark_staged
 from benchmark_training import benchmark_training, longest_ratio
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -63,6 +64,8 @@ def main() -> None:
         results += benchmark_training(args.model, args.dtype, args.tokens, max(2, args.rounds // 10))
     if args.what == "longest":
         results.append(longest_ratio(args.model, args.dtype == "bfloat16", args.memory, args.train_longest))
+    if args.what == "gpu":
+        results += benchmark_on_gpu(args)
     for result in results:
         print(json.dumps(result))
     print_table(results)
@@ -72,7 +75,9 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("curve", "patched", "staged", "evaluation", "training", "longest", "all"))
+    parser.add_argument(
+        "what", choices=("curve", "patched", "staged", "evaluation", "training", "longest", "gpu", "all")
+    )
     parser.add_argument("--model", default=str(tiny_model_path()), help="name, folder or .gguf; the tiny model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--points", type=int, default=64, help="lengths of the curve")
@@ -235,6 +240,21 @@ def alternate(one: Callable[[], object], other: Callable[[], object], rounds: in
         "seconds_native": statistics.median(b for _, b in times),
         "rounds": rounds,
     }
+
+
+# ---- gpu --------------------------------------------------------------------------------------------------------
+
+
+def benchmark_on_gpu(args: argparse.Namespace) -> list[Result]:
+    """Compare static, staged and distance methods with native attention on the GPU, in bfloat16."""
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmark.py gpu needs a CUDA device, and PyTorch sees none.")
+    args.dtype, args.tokens = "bfloat16", 4096
+    decoding = ("dynamic_yarn", *DISTANCE_RULES)
+    return [
+        *benchmark_patched(args),
+        *benchmark_staged(torch.bfloat16, args.rounds // 2, alternate, facts, decoding),
+    ]
 
 
 # ---- shared -----------------------------------------------------------------------------------------------------
