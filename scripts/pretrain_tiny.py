@@ -1,8 +1,9 @@
 """Train the tiny Llama of ``hf_posenc/assets/tiny`` from nothing, on five Austen novels at context 256 (or longer).
 
-The sixth novel is held out. The model and the gradients are bf16, which two CPU cores do about twice as
-fast as float32; AdamW steps on a float32 copy, so that small updates are not rounded away. The same seed,
-thread count and machine give the same weights, also of a run that was killed and started again.
+The sixth novel is held out. The model and the gradients are bfloat16 where the hardware has instructions for it, which
+two such CPU cores do about twice as fast as float32, and float32 elsewhere; AdamW steps on a float32 copy, so that
+small updates are not rounded away. The model is saved in bfloat16. The same seed, thread count and machine give
+the same weights, also of a run that was killed and started again.
 
     python scripts/pretrain_tiny.py --output-dir hf_posenc/assets/tiny
 """
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+from hf_posenc.dtypes import computes_natively
 from hf_posenc.files import write_whole
 
 CONTEXT = 256  # of the model in the package
@@ -48,7 +50,9 @@ def train_tokenizer(texts: list[str], context_length: int = CONTEXT) -> PreTrain
     )
 
 
-def build_model(context_length: int = CONTEXT) -> LlamaForCausalLM:
+def build_model(context_length: int = CONTEXT, device: str = "cpu") -> LlamaForCausalLM:
+    """Return the model with random weights, in bfloat16 if the device computes that natively, else in float32."""
+    dtype = torch.bfloat16 if computes_natively(torch.bfloat16, device) else torch.float32
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=256,
@@ -62,10 +66,10 @@ def build_model(context_length: int = CONTEXT) -> LlamaForCausalLM:
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=0,
-        dtype=torch.bfloat16,
+        dtype=dtype,
         attn_implementation="eager" if context_length <= CONTEXT else "sdpa",  # the faster one on a CPU
     )
-    return LlamaForCausalLM(config).to(torch.bfloat16)
+    return LlamaForCausalLM(config).to(device, dtype)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -87,7 +91,7 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespac
     """Train a model in place.
 
     Args:
-        model: Of bfloat16 weights.
+        model: From ``build_model``.
         stream: Token ids, one text after the other.
         args: Those of this script.
         unfinished: The file that a killed run goes on from; remove it once the model is saved.
@@ -104,6 +108,7 @@ def train(model: LlamaForCausalLM, stream: torch.Tensor, args: argparse.Namespac
     context, batch_size = args.context_length, max(1, args.step_tokens // args.context_length)
     num_steps = args.tokens // (batch_size * context)
     settings = {name: str(value) for name, value in vars(args).items() if name != "output_dir"}
+    settings["dtype"] = str(model.dtype)
     first = go_on(unfinished, settings, masters, optimizer)
     with torch.no_grad():
         for param, master in zip(model.parameters(), masters, strict=True):
@@ -202,7 +207,7 @@ def main() -> None:
     tokenizer = train_tokenizer(texts, args.context_length)
     stream = torch.tensor([token for text in texts for token in encode(tokenizer, text)])
     held_out = torch.tensor(encode(tokenizer, load_novel(HELD_OUT_NOVEL)))
-    model = build_model(args.context_length).to(args.device)
+    model = build_model(args.context_length, args.device)
     num_params = sum(p.numel() for p in model.parameters())
     print(f"{num_params:,} parameters, {len(stream):,} training tokens, {len(held_out):,} held out", flush=True)
 
@@ -219,7 +224,7 @@ def main() -> None:
         "minutes": round(minutes, 1),
         "perplexity": perplexities,
     }
-    save(args.output_dir, model, tokenizer, facts)
+    save(args.output_dir, model.to(torch.bfloat16), tokenizer, facts)
     unfinished_of(args.output_dir).unlink(missing_ok=True)
 
 

@@ -22,9 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from pydoc_data.topics import topics
 
+import torch
 from study_folder import claim, passkeys_right
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+from hf_posenc.dtypes import computes_natively
 from hf_posenc.evaluation import read_records
 from hf_posenc.files import write_whole
 from hf_posenc.manifest import MANIFEST
@@ -41,9 +43,12 @@ TRAINING = (
     *METHOD,
     *("--position-schedule", "pose", "--seq-len", "1024", "--gradient-accumulation-steps", "4"),
     *("--token-budget", "300k", "--learning-rate", "5e-5", "--lr-schedule", "linear", "--warmup-steps", "8"),
-    *("--eval-documents", "0", "--save-steps", "10", "--bf16", "true"),
+    *("--eval-documents", "0", "--save-steps", "10"),
 )
-MEASURED = ("--dtype", "bfloat16", "--model-name", "SmolLM2")
+# The folder holds float32 weights, so "auto" would take that: bfloat16 where it is faster.
+IN_BF16 = computes_natively(torch.bfloat16)
+TRAINED_IN = ("--bf16", str(IN_BF16).lower())
+MEASURED = ("--dtype", "bfloat16" if IN_BF16 else "float32", "--model-name", "SmolLM2")
 PASSKEY = (*MEASURED, "--tasks", "passkey", "--depths", "0", "50", "100")
 
 
@@ -56,10 +61,13 @@ def main() -> None:
     base, trained, texts = str(args.model), args.output_dir / "model", args.output_dir / "texts"
     write_texts(texts)
     trained_on = hashlib.sha256((texts / "train.jsonl").read_bytes()).hexdigest()
-    claim(args.output_dir, {"model": base, "training": TRAINING, "trained_on": trained_on, "python": sys.version})
+    claim(
+        args.output_dir,
+        {"model": base, "training": (*TRAINING, *TRAINED_IN), "trained_on": trained_on, "python": sys.version},
+    )
     if not (trained / MANIFEST).is_file():
         words = ["finetune", base, "--output-dir", str(trained), "--documents", str(texts / "train.jsonl")]
-        run([*words, *TRAINING, "--resume"])
+        run([*words, *TRAINING, *TRAINED_IN, "--resume"])
     for text in ("novel", "reference", "module"):
         measured = [*MEASURED, "--documents", str(texts / f"{text}.txt")]
         measured += ["--output", str(args.output_dir / f"{text}.jsonl"), "--context-lengths", *map(str, LENGTHS)]

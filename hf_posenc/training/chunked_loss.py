@@ -48,26 +48,25 @@ def chunked_causal_lm_loss(
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     targets = shift_labels.reshape(-1)
 
+    items = torch.as_tensor((targets != IGNORED).sum() if num_items is None else num_items).clamp(min=1)
+
     def chunk_loss(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = head_logits(model, rows)
-        return nn.functional.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED, reduction="sum")
+        nll = nn.functional.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED, reduction="sum")
+        return nll / items.to(nll.device)  # here, so that gradients are rounded as those of a mean are
 
     head: Any = unwrap(model).get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     weights = list(head.parameters())
     if torch.is_grad_enabled() and not any(_is_gathered_when_called(weight) for weight in weights):
         trained = [weight for weight in weights if weight.requires_grad]
-        total: torch.Tensor = _GradientsAtOnce.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return _GradientsAtOnce.apply(  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
             chunk_loss, rows_per_chunk, targets, rows, *trained
         )
-    else:
-        total = torch.stack(
-            [
-                checkpoint(chunk_loss, rows[chunk], targets[chunk], use_reentrant=False, preserve_rng_state=False)
-                for chunk in row_chunks(len(targets), rows_per_chunk)
-            ]
-        ).sum()
-    items = torch.as_tensor((targets != IGNORED).sum() if num_items is None else num_items)
-    return total / items.to(total.device).clamp(min=1)
+    losses: list[torch.Tensor] = [
+        checkpoint(chunk_loss, rows[chunk], targets[chunk], use_reentrant=False, preserve_rng_state=False)
+        for chunk in row_chunks(len(targets), rows_per_chunk)
+    ]
+    return torch.stack(losses).sum()
 
 
 class _GradientsAtOnce(torch.autograd.Function):
