@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -55,10 +55,9 @@ def chunked_causal_lm_loss(
         nll = nn.functional.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED, reduction="sum")
         return nll / items.to(nll.device)  # here, so that gradients are rounded as those of a mean are
 
-    head: Any = unwrap(model).get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-    weights = list(head.parameters())
-    if torch.is_grad_enabled() and not any(_is_gathered_when_called(weight) for weight in weights):
-        trained = [weight for weight in weights if weight.requires_grad]
+    if torch.is_grad_enabled() and not _is_whole_only_when_called(model):
+        head: Any = unwrap(model).get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+        trained = [weight for weight in head.parameters() if weight.requires_grad]
         return _GradientsAtOnce.apply(  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
             chunk_loss, rows_per_chunk, targets, rows, *trained
         )
@@ -112,9 +111,11 @@ def _add_gradients(
     return of_rows, loss.detach().to(rows.device)
 
 
-def _is_gathered_when_called(weight: torch.Tensor) -> bool:
-    """Say whether a weight is only whole while its module runs: FSDP2's are DTensors, ZeRO-3's have a ``ds_id``."""
-    return isinstance(weight, DTensor) or hasattr(weight, "ds_id")
+def _is_whole_only_when_called(model: PreTrainedModel) -> bool:
+    """Say whether FSDP2 or ZeRO-3 gathers weights only while their module runs, and autograd in between would fail."""
+    base = unwrap(model)
+    sharded = any(isinstance(module, FSDPModule) for module in base.modules())
+    return sharded or any(hasattr(weight, "ds_id") for weight in base.parameters())
 
 
 @contextmanager
