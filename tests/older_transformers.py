@@ -26,13 +26,15 @@ OTHERWISE_IN_5_0 = {
     **dict.fromkeys(("musicgen", "musicgen_melody"), "has no config without those of its parts"),
     **dict.fromkeys(("bamba", "falcon_h1"), "takes 8 GiB in any size"),
     **dict.fromkeys(("glm4v", "qwen3_vl_moe"), "its text config has no pad_token_id"),
-    **dict.fromkeys(("diffllama",), "its attention does not go through AttentionInterface"),
-    **dict.fromkeys(("nemotron",), "its layers have rotary modules of their own"),
+    "diffllama": "its attention does not go through AttentionInterface",
+    "deepseek_v2": "has a softmax scale that yarn does not reach",
+    "phimoe": "runs longrope alone",
+    "nemotron": "its layers have rotary modules of their own",
     **dict.fromkeys(("fuyu", "mllama", "persimmon", "stablelm"), "does not run with a rule in its attention"),
     **dict.fromkeys(
         ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "modernbert-decoder"), "refuses yarn by layer type"
     ),
-    **dict.fromkeys(("olmo3",), "has one rule for all layers"),
+    "olmo3": "has one rule for all layers",
     **dict.fromkeys(("lfm2_moe", "minimax", "qwen3_next"), "needs a cache of its own"),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "takes no positions without images"),
 }

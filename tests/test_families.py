@@ -175,7 +175,8 @@ def test_deepseek_v4_scales_what_reads_the_whole_context_compressed(tmp_path: Pa
 
 
 def test_llama_4_in_chunks_smaller_than_the_text(tmp_path: Path) -> None:
-    options = {"attention_chunk_size": 32, "floor_scale": 16}  # a query's temperature grows every 16 tokens
+    # A query's temperature grows every 16 tokens.
+    options = {"attention_chunk_size": 32, "floor_scale": 16, "num_key_value_heads": 4}
     with pytest.raises(ValueError, match=r"layers in chunks \(of 32 tokens\) are rotary, and they never look out"):
         patch_model(tiny("llama4_text", **options), "yarn", 4)
     layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 1]}

@@ -150,7 +150,7 @@ def test_a_scaled_checkpoint_is_told_so() -> None:
 
 
 def test_the_first_lever_that_fits_is_taken() -> None:
-    config = LlamaConfig(**{**TINY_SIZES, "num_hidden_layers": 1})
+    config = LlamaConfig(**{**TINY_SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4})
     ways = list(levers(config, RUN, 1024, 64, packed=True))
     names = ["as asked", "bf16", "gradient checkpointing", "no mask", "LoRA+", "PoSE window", "PoSE window, LoRA+"]
     assert [way.name for way in ways] == names

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from census import IDS, tiny_model
-from older_transformers import skip_on_5_0
 from tiny_models import logits
 from transformers import AutoModelForCausalLM
 
@@ -28,8 +27,6 @@ PLAIN = (16 + 16) ** -0.5  # of heads with 16 turning and 16 other features
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "deepseek_v3", "minicpm3", "longcat_flash"])
 def test_yarn_multiplies_whole_logits_by_the_square_of_its_factor(model_type: str) -> None:
-    if model_type == "deepseek_v2":
-        skip_on_5_0("does not multiply this family's softmax scale")
     model = tiny_model(model_type)
     before = [m.scaling for m in model.modules() if hasattr(m, "qk_head_dim")]
     assert before == pytest.approx([PLAIN] * len(before), rel=1e-12)
@@ -48,7 +45,6 @@ def test_an_attention_factor_of_the_users_stays_on_the_rotated_part_as_published
 
 
 def test_deepseeks_own_pair_is_kept(tmp_path) -> None:
-    skip_on_5_0("does not multiply this family's softmax scale")
     model = patch_model(tiny_model("deepseek_v2"), "yarn", 40, mscale=0.707, mscale_all_dim=0.707, **REQUEST)
     scale = model.model.layers[0].self_attn.scaling
     assert scale == pytest.approx(PLAIN * (0.1 * 0.707 * math.log(40) + 1) ** 2, rel=1e-12)
