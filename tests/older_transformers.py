@@ -30,7 +30,7 @@ OTHERWISE_IN_5_0 = {
     "deepseek_v2": "has a softmax scale that yarn does not reach",
     "phimoe": "runs longrope alone",
     "nemotron": "its layers have rotary modules of their own",
-    **dict.fromkeys(("fuyu", "mllama", "persimmon", "stablelm"), "does not run with a rule in its attention"),
+    **dict.fromkeys(("fuyu", "mllama", "persimmon", "stablelm"), "makes masks of its own, without documents or caches"),
     **dict.fromkeys(
         ("gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "modernbert-decoder"), "refuses yarn by layer type"
     ),
