@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -102,11 +103,10 @@ def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
 
 def _load_gguf(path: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
     refuse_gguf_scaling(path)
-    from transformers import GgufConfig
-
     if kwargs.get("dtype", "auto") == "auto":
         kwargs = {**kwargs, "dtype": torch.float32}  # the weights' scales are float16 times small integers
-    kwargs = {**kwargs, "quantization_config": GgufConfig(dequantize=True)}
+    if hasattr(transformers, "GgufConfig"):  # 5.0 has none: it always dequantises
+        kwargs = {**kwargs, "quantization_config": transformers.GgufConfig(dequantize=True)}
     model: Any = _from_pretrained(path.parent, gguf_file=path.name, **kwargs)
     # The weights are plain tensors now; with these marks left, save_pretrained and training refuse.
     model.hf_quantizer = None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from census import IDS, patch_behind_door, rotary_types, sharp_model, tiny_model
 from doors import in_chunks
+from older_transformers import OTHERWISE_IN_5_0
 from tiny_models import logits, native, state
 from transformers import PreTrainedModel, StaticCache
 
@@ -80,6 +81,7 @@ BEHIND_DOOR: dict[str, dict[str, int]] = {"dynamic_yarn": {"stage": 16}, "self_e
 STATIC = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "smollm3")
 
 if __name__ == "__main__":
+    OTHERWISE_IN_5_0.clear()  # here they are looked at too
     resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30,) * 2)  # a type that does not come out small fails at once
     warnings.simplefilter("ignore")
     for model_type in rotary_types():

@@ -30,7 +30,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def small(tmp_path: Path, tiny_llama: Callable[..., LlamaForCausalLM]) -> str:
-    tiny_llama(vocab_size=2048, max_position_embeddings=4096).save_pretrained(tmp_path / "small")
+    tiny_llama(vocab_size=2048, max_position_embeddings=4096, num_key_value_heads=4).save_pretrained(tmp_path / "small")
     return str(tmp_path / "small")
 
 

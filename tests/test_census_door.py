@@ -10,20 +10,21 @@ import pytest
 import torch
 from census import (
     REQUEST,
-    causal_types,
+    config_class_of,
     patch_behind_door,
     reason_not_behind_door,
     rotary_types,
     sharp_model,
     sharpened,
+    tabled_types,
     tiny_config,
     tiny_model,
 )
 from doors import in_chunks
+from older_transformers import known_here
 from tiny_models import assert_same_state, logits, native, state, token_ids
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
@@ -145,8 +146,10 @@ def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> 
 
 
 def test_the_table_is_true_for_every_type() -> None:
-    extended = [model_type for model_type in causal_types() if capabilities()[model_type] is None]
-    assert {model_type: reason_not_behind_door(model_type) for model_type in extended} == door_capabilities()
+    extended = [model_type for model_type in tabled_types() if capabilities()[model_type] is None]
+    assert {model_type: reason_not_behind_door(model_type) for model_type in extended} == known_here(
+        door_capabilities()
+    )
     assert len([reason for reason in door_capabilities().values() if reason is None]) > 80
 
 
@@ -169,10 +172,10 @@ def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytes
 
 def cohere_whose_last_layer_has_no_positions() -> PreTrainedModel:
     """Cohere 2 MoE: the first layer reads everything and turns, the second is in a window, the third has none."""
-    given = tiny_config(CONFIG_MAPPING["cohere2_moe"]).to_dict()
+    given = tiny_config(config_class_of("cohere2_moe")).to_dict()
     layer_types = ["full_attention", "sliding_attention", "full_attention"]
     layers = {"num_hidden_layers": 3, "layer_types": layer_types, "mlp_layer_types": ["dense", "sparse", "sparse"]}
-    return sharpened(AutoModelForCausalLM.from_config(CONFIG_MAPPING["cohere2_moe"](**{**given, **layers})).eval())
+    return sharpened(AutoModelForCausalLM.from_config(config_class_of("cohere2_moe")(**{**given, **layers})).eval())
 
 
 @torch.no_grad()

@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from census import REQUEST, patch_behind_door, rotary_types, sharp_model, sharpened, tiny_config, tiny_model
+from census import (
+    REQUEST,
+    config_class_of,
+    patch_behind_door,
+    rotary_types,
+    sharp_model,
+    sharpened,
+    tiny_config,
+    tiny_model,
+)
 from doors import in_chunks
 from encodings_by_hand import sinusoid, slope
+from older_transformers import skip_if_left_out
 from test_census_door import NEIGHBOURS
 from tiny_models import assert_same_state, logits, state, token_ids
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, MllamaForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.families import door_capabilities, rotary_modules
@@ -64,7 +73,7 @@ def test_alibi_is_a_mask_of_numbers_on_a_model_that_does_not_turn(model_type: st
 
 
 def test_a_window_cuts_off_the_bias_too() -> None:
-    config = tiny_config(CONFIG_MAPPING["gemma2"])
+    config = tiny_config(config_class_of("gemma2"))
     config.layer_types, config.sliding_window = ["sliding_attention"] * 2, 32
     model, reference = (sharpened(tiny_model("gemma2", config)) for _ in range(2))
     expected = as_a_mask(reference, window=32)
@@ -78,7 +87,7 @@ def test_a_window_cuts_off_the_bias_too() -> None:
 
 def test_layers_without_positions_stay_so() -> None:
     """SmolLM3's last layer of two, as a mask that is causal and no more."""
-    config = tiny_config(CONFIG_MAPPING["smollm3"])
+    config = tiny_config(config_class_of("smollm3"))
     config.no_rope_layers = [1, 0]
     model, reference = (sharpened(tiny_model("smollm3", config)) for _ in range(2))
     with_bias = as_a_mask(reference)
@@ -94,6 +103,7 @@ def test_layers_without_positions_stay_so() -> None:
 
 def test_layer_types_with_a_rope_each_are_all_stilled(tmp_path: Path) -> None:
     """Gemma 3: its windows must not keep their RoPE beside the bias, and get it back."""
+    skip_if_left_out("gemma3_text")
     types = ["sliding_attention", "full_attention"]
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Gemma3TextConfig(vocab_size=128, head_dim=16, num_hidden_layers=2, layer_types=types, **sizes)
@@ -123,7 +133,7 @@ def test_layer_types_with_a_rope_each_are_all_stilled(tmp_path: Path) -> None:
 
 def test_layer_types_that_turn_otherwise_want_one_value() -> None:
     """Laguna: another base and another share of the head in its windows."""
-    config = tiny_config(CONFIG_MAPPING["laguna"])
+    config = tiny_config(config_class_of("laguna"))
     config.layer_types = ["sliding_attention", "full_attention"]
     model = tiny_model("laguna", config)
     with pytest.raises(ValueError, match=r"of rope_theta 10000\.0, 500000\.0, and all would get one: give rope_theta"):
@@ -143,7 +153,7 @@ def test_layer_types_that_turn_otherwise_want_one_value() -> None:
 @pytest.mark.parametrize(("method", "options"), [("alibi", {}), ("rope", {}), ("dynamic_yarn", {"stage": 8})])
 def test_images_that_a_text_attends_to_stand_nowhere_in_it(method: str, options: dict[str, Any]) -> None:
     """Mllama's cross-attention: neither turned nor biased, so the order of an image's parts says nothing."""
-    config = tiny_config(CONFIG_MAPPING["mllama"]).get_text_config()
+    config = tiny_config(config_class_of("mllama")).get_text_config()
     config.cross_attention_layers = [1]
     torch.manual_seed(0)
     model = MllamaForCausalLM(config).eval()

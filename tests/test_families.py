@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from census import IDS, tiny_config, tiny_model
+from census import IDS, config_class_of, tiny_config, tiny_model
 from tiny_models import assert_same_state, logits, native, state
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_posenc import (
     describe,
@@ -37,8 +36,8 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def tiny(model_type: str, **overrides: Any) -> PreTrainedModel:
     torch.manual_seed(0)
-    config_class = CONFIG_MAPPING[model_type]
-    return AutoModelForCausalLM.from_config(config_class(**{**tiny_config(config_class).to_dict(), **overrides})).eval()
+    kind = config_class_of(model_type)
+    return AutoModelForCausalLM.from_config(kind(**{**tiny_config(kind).to_dict(), **overrides})).eval()
 
 
 def assert_patched_saved_and_undone(model: PreTrainedModel, path: Path, method: str, **options: Any) -> torch.Tensor:
@@ -103,9 +102,9 @@ def test_gemma_4_is_divided_by_transformers_own_proportional_rule(method: str, t
 
 @pytest.mark.parametrize("model_type", ["gemma4", "gemma4_unified"])
 def test_gemma_4_assistants_are_refused_by_their_config(model_type: str) -> None:
-    text = tiny_config(CONFIG_MAPPING[f"{model_type}_text"]).to_dict()
+    text = tiny_config(config_class_of(f"{model_type}_text")).to_dict()
     alone = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2}
-    config = CONFIG_MAPPING[f"{model_type}_assistant"](text_config={**text, **alone})
+    config = config_class_of(f"{model_type}_assistant")(text_config={**text, **alone})
     with pytest.raises(ValueError, match="all its layers read the keys of the model it drafts for"):
         extend_config(config, "linear", 4)
 
@@ -136,7 +135,7 @@ def test_a_proportional_checkpoint_with_a_factor_is_scaled_already() -> None:
 def test_odd_rotary_widths(rotary_dim: int, method: str, tmp_path: Path) -> None:
     # Transformers' own yarn cannot be built: it counts the pairs of such a width in two ways.
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": (rotary_dim + 0.1) / 16}
-    model = tiny("glm4_moe", rope_parameters=rope)
+    model = tiny("glm4_moe", rope_parameters=rope, partial_rotary_factor=rope["partial_rotary_factor"])
     assert_patched_saved_and_undone(model, tmp_path / "model", method, **METHODS[method])
     patch_model(model, method, 4, **REQUEST, **METHODS[method])
     inv_freq = model.model.rotary_emb.inv_freq.double()
@@ -176,7 +175,8 @@ def test_deepseek_v4_scales_what_reads_the_whole_context_compressed(tmp_path: Pa
 
 
 def test_llama_4_in_chunks_smaller_than_the_text(tmp_path: Path) -> None:
-    options = {"attention_chunk_size": 32, "floor_scale": 16}  # a query's temperature grows every 16 tokens
+    # A query's temperature grows every 16 tokens.
+    options = {"attention_chunk_size": 32, "floor_scale": 16, "num_key_value_heads": 4}
     with pytest.raises(ValueError, match=r"layers in chunks \(of 32 tokens\) are rotary, and they never look out"):
         patch_model(tiny("llama4_text", **options), "yarn", 4)
     layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 1]}

@@ -288,13 +288,13 @@ def spoil_gradient(patch: pytest.MonkeyPatch) -> None:
 
 
 def spoil_weights(patch: pytest.MonkeyPatch) -> None:
-    """The update itself overflows: loss and gradient of the step say nothing of it."""
+    """The update itself is not finite, 0 / 0 where a gradient is 0: loss and gradient of the step say nothing of it."""
     step = Trainer.training_step
 
     def spoiled(self: Any, model: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self.state.global_step == 11:
             for group in self.optimizer.param_groups:
-                group["lr"] = 1e39
+                group["eps"] = 0.0
         return step(self, model, *args, **kwargs)
 
     patch.setattr(Trainer, "training_step", spoiled)

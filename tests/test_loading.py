@@ -47,10 +47,10 @@ def write_gguf(path: Path, model: LlamaForCausalLM, **scaling: str | float) -> P
         add(f"llama.rope.scaling.{name}", value)
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(
-        [chr(code) for code in range(33, 33 + 94)] + ["ab", *(f"<{i}>" for i in range(config.vocab_size - 95))]
+        [chr(code) for code in range(33, 33 + 94)] + ["ab", *(f"<{i}>" for i in range(config.vocab_size - 96)), "ba"]
     )
     writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges(["a b"])
+    writer.add_token_merges(["a b", "b a"])  # Transformers 5.0 takes no single one
     writer.add_bos_token_id(95)
     writer.add_eos_token_id(96)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from census import IDS, tiny_config
+from census import IDS, config_class_of, tiny_config
 from doors import in_chunks
 from tiny_models import assert_same_state, logits, native, state
 from transformers import AutoModelForImageTextToText, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
 
@@ -28,7 +27,7 @@ _VISION = {
 
 def tiny_vision_model(model_type: str, **rope: Any) -> PreTrainedModel:
     """Return a random model with its vision tower; ``rope`` is merged into the decoder's rotary settings."""
-    config = tiny_config(CONFIG_MAPPING[model_type])
+    config = tiny_config(config_class_of(model_type))
     for name, value in _VISION.get(model_type, {}).items():
         setattr(config.vision_config, name, value)
     text = config.get_text_config(decoder=True)

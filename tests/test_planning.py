@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY_SIZES
+from tiny_models import recompute_activations
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     DynamicCache,
@@ -87,7 +88,7 @@ def test_operations_are_those_that_pytorch_counts(checkpointing: bool) -> None:
     config = LlamaConfig(**TINY_SIZES, attn_implementation="eager", tie_word_embeddings=True)
     model = LlamaForCausalLM(config).train()
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model, use_reentrant=False)
     ids = torch.arange(100)[None]
     with chunked_lm_loss(model), FlopCounterMode(display=False) as counter:
         model(input_ids=ids, position_ids=ids, labels=ids).loss.backward()
@@ -149,7 +150,7 @@ def test_a_scaled_checkpoint_is_told_so() -> None:
 
 
 def test_the_first_lever_that_fits_is_taken() -> None:
-    config = LlamaConfig(**{**TINY_SIZES, "num_hidden_layers": 1})
+    config = LlamaConfig(**{**TINY_SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4})
     ways = list(levers(config, RUN, 1024, 64, packed=True))
     names = ["as asked", "bf16", "gradient checkpointing", "no mask", "LoRA+", "PoSE window", "PoSE window, LoRA+"]
     assert [way.name for way in ways] == names

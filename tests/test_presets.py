@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from census import tiny_config
+from older_transformers import skip_on_5_0
 from tiny_models import logits, make_model, token_ids
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
@@ -29,7 +30,10 @@ def model_for(preset: Preset, model_type: str) -> PreTrainedModel:
     if preset.method == "longrope":
         facts = checkpoints()[preset.checkpoints[0]]
         config.hidden_size = config.num_attention_heads * facts.head_dim
-        config.rope_parameters["partial_rotary_factor"] = facts.rotary_dim / facts.head_dim
+        share = facts.rotary_dim / facts.head_dim
+        config.rope_parameters["partial_rotary_factor"] = share
+        if hasattr(config, "partial_rotary_factor"):  # Transformers 5.0 writes it over the other
+            config.partial_rotary_factor = share
         config.rope_parameters["rope_theta"] = facts.rope_theta
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
@@ -42,6 +46,8 @@ def test_a_preset_is_what_its_numbers_say_and_loads_in_plain_transformers(
     name: str, model_type: str, tmp_path: Path
 ) -> None:
     preset = presets()[name]
+    if model_type == "deepseek_v2":
+        skip_on_5_0("does not multiply this family's softmax scale")
     model = patch_model(model_for(preset, model_type), preset=name)
     window = preset.sliding_window or "keep"
     spelled_out = patch_model(

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from older_transformers import IS_5_0
 from transformers import AutoModelForCausalLM, PhiConfig
 
 from hf_posenc import patch_model, save_extended
@@ -98,7 +99,13 @@ def test_a_rule_that_a_model_brings_is_refused_for_what_it_is():
 def test_what_no_config_can_say_of_an_extended_model_is_known(tmp_path: Path):
     config = PhiConfig(
         **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1},
-        **{"num_attention_heads": 2, "max_position_embeddings": 64, "eos_token_id": 0, "bos_token_id": 0},
+        **{
+            "num_attention_heads": 2,
+            "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            "eos_token_id": 0,
+            "bos_token_id": 0,
+        },
     )
     model = patch_model(AutoModelForCausalLM.from_config(config), "yarn", 2, temperature="logits")
     save_extended(model, tmp_path / "phi")
@@ -113,6 +120,7 @@ def test_an_attention_that_is_not_installed_is_left_to_the_loading(tmp_path: Pat
     file = tmp_path / "flash/config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "flash_attention_2"}))
     wrong = FinetuneConfig(str(tmp_path / "run"), factor=2.0, seq_len=513)
-    rehearse(str(tmp_path / "flash"), wrong)
+    if not IS_5_0:  # which takes another implementation then
+        rehearse(str(tmp_path / "flash"), wrong)
     with pytest.raises(ValueError, match="seq_len 513 is longer than the target length, 512 tokens"):
         rehearse(str(tmp_path / "flash"), wrong, attention="eager")

@@ -13,7 +13,7 @@ from census import tiny_model
 from doors import IDS, sharp_model
 from groups_by_hand import as_mask, ids_of, positions_of, seen_by_hand
 from peft import LoraConfig, get_peft_model
-from tiny_models import assert_same_state, logits, state
+from tiny_models import assert_same_state, logits, recompute_activations, state
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel, masking_utils
 from transformers.models.llama import modeling_llama
 
@@ -169,19 +169,13 @@ def test_the_authors_wrap_would_be_found() -> None:
     assert (ours - wrapped)[:, :4].abs().max() > 1e-3  # of the first half-group, and of those that see it
 
 
-def checkpointing(model: PreTrainedModel) -> None:
-    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # of Transformers 5.23, and before
-    enable = next(getattr(model, name) for name in names if hasattr(model, name))
-    enable({"use_reentrant": False})
-
-
 @pytest.mark.parametrize("family", ["Llama", "Mixtral"])
 def test_gradient_checkpointing(family: str) -> None:
     model = sharp_model(family).train()
     inputs = {"ids": ids_of(DOCUMENTS), "position_ids": positions_of(DOCUMENTS)}
     with shifted_sparse_attention(model, 10):
         expected = gradients(model, **inputs)
-        checkpointing(model)
+        recompute_activations(model, use_reentrant=False)
         found = gradients(model, **inputs)
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-6)
 

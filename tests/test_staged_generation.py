@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from doors import IDS, ORIGINAL, in_chunks, left_padded, sharp_model, staged
+from older_transformers import skip_on_5_0
 from tiny_models import logits, make_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -32,9 +33,10 @@ class TestGeneration:
         expected = self.recomputed(model, self.PROMPT, 80)
         assert torch.equal(self.generate(model), expected)
         assert torch.equal(self.generate(model, cache_implementation="static", disable_compile=True), expected)
-        assert torch.equal(self.generate(model, prompt_lookup_num_tokens=4), expected)
         assistant = make_model("Llama", num_hidden_layers=1)
         assert torch.equal(self.generate(model, assistant_model=assistant), expected)
+        skip_on_5_0("fails in prompt lookup without an end-of-sequence token")
+        assert torch.equal(self.generate(model, prompt_lookup_num_tokens=4), expected)
 
     def test_beams(self) -> None:
         model = staged()

@@ -23,6 +23,8 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Transformers 5.0 reads the share of the features that rotate outside of these settings alone.
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": None},
@@ -35,9 +37,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma2": {"head_dim": 16, "sliding_window": 32},
     "Phi3": {"original_max_position_embeddings": 64},
     "SmolLM3": {},
-    "GPTNeoX": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "GPTNeoX": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}, "rotary_pct": 0.5},
     "Olmo2": {},
-    "StableLm": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "StableLm": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}, "partial_rotary_factor": 0.5},
 }
 
 STATIC_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -103,3 +105,10 @@ def native(model: PreTrainedModel, method: str, factor: float, **options: Any) -
         owner, buffer = name.rsplit(".", 1)
         built.get_submodule(owner)._buffers[buffer] = value
     return built
+
+
+def recompute_activations(model: Any, **settings: Any) -> None:
+    """Turn gradient checkpointing on, by the name it has in Transformers 5.23 or by the one before."""
+    names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    enable = next(getattr(model, name) for name in names if hasattr(model, name))
+    enable(settings or None)

@@ -25,9 +25,11 @@ def meta_model(
     """
     asked = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call,no-any-return]  # Transformers leaves it untyped
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
             copy.deepcopy(config), dtype=dtype or config_dtype(config), **asked
         )
+        model.tie_weights()  # Transformers 5.0 does not on this device
+    return model
 
 
 def fill_with_fake(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -252,6 +253,9 @@ def finished_masks(config: PreTrainedConfig, embedded: torch.Tensor, position_id
 
     told: dict[str, Any] = {"config": config, "inputs_embeds": embedded, "position_ids": position_ids}
     told |= {"attention_mask": None, "past_key_values": None}
+    if "cache_position" in inspect.signature(masking_utils.create_causal_mask).parameters:  # Transformers 5.0
+        order = torch.arange(embedded.shape[1], device=embedded.device)
+        told |= {"input_embeds": told.pop("inputs_embeds"), "cache_position": order}
     if position_ids is None or getattr(config, "alibi", False):  # alibi makes its bias of the mask
         return None
     if config.model_type in _TAKES_ONE_MASK:
