@@ -101,7 +101,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         if is_gguf(pretrained):
             pretrained, where = str(path.parent), {"gguf_file": path.name}
         elif (path / ADAPTER_CONFIG).is_file():
-            pretrained = weights_source(path)
+            pretrained = weights_source(path) or pretrained
         self._config = AutoConfig.from_pretrained(pretrained, **where)
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **kwargs: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from hf_posenc.families import unwrap
 from hf_posenc.launching import own_device
 from hf_posenc.manifest import MANIFEST
 from hf_posenc.pretrained import is_gguf, load_tokenizer, load_weights
-
-logger = logging.getLogger(__name__)
 
 
 def load_model(
@@ -94,15 +91,17 @@ def choose_dtype_of(source: str | Path, dtype: str | torch.dtype, device: str | 
         ValueError: An unknown dtype.
     """
     weights = weights_source(source)
-    return choose_dtype(dtype, None if is_gguf(weights) else checkpoint_dtype(weights), device)
+    readable = weights is not None and not is_gguf(weights)
+    return choose_dtype(dtype, checkpoint_dtype(str(weights)) if readable else None, device)
 
 
-def weights_source(source: str | Path) -> str:
-    """Return the source of the weights: of an adapter's folder, the base model that it names."""
+def weights_source(source: str | Path) -> str | None:
+    """Return the source of the weights: of an adapter's folder the base model, None if it does not name one."""
     adapter = Path(source) / ADAPTER_CONFIG
-    if adapter.is_file():
-        return str(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
-    return str(source)
+    if not adapter.is_file():
+        return str(source)
+    named = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return str(named) if named else None
 
 
 def check_4bit(name_or_path: str | Path, lora: bool) -> None:
@@ -165,4 +164,4 @@ def check_path(path: Path, given: str) -> None:
 
 def tokenizer_source(path: Path, source: str) -> str:
     """Return the source, or for an adapter saved without a tokenizer, its base model."""
-    return source if (path / "tokenizer_config.json").is_file() else weights_source(path)
+    return source if (path / "tokenizer_config.json").is_file() else weights_source(source) or source

@@ -44,7 +44,6 @@ SUBSTITUTIONS = {
     "--context-lengths 512 2k 8k 16k": "--context-lengths 64 288",
     "context_lengths=[512, 2048, 8192]": "context_lengths=[64, 128, 256]",
     # The weights are bfloat16, in which CPUs without it take ten times as long to train.
-    "--documents books/ --method yarn": "--documents books/ --dtype float32 --method yarn",
     "--token-budget 1M": "--token-budget 1k",
     "--dtype bfloat16": "--dtype float32",
 }

@@ -156,6 +156,7 @@ def figure_files(figure: Figure, kinds: Sequence[str] = (".png", ".svg")) -> dic
         buffer = io.BytesIO()
         figure.savefig(buffer, format=suffix[1:], **arguments[suffix])
         files[suffix] = buffer.getvalue()
+        figure.set_layout_engine("none")  # the next one is laid out as this one
     return files
 
 
