@@ -148,7 +148,7 @@ def test_lora_trains_what_peft_says(tiny_llama: Callable[..., LlamaForCausalLM])
 
 
 def test_each_lever_saves_its_own_part() -> None:
-    config = llama(num_hidden_layers=1, vocab_size=4096)
+    config = llama(num_hidden_layers=1, vocab_size=4096, num_key_value_heads=4)
 
     def peak(seq_len: int = 512, packed: bool = False, **told: Any) -> Any:
         return predict_training_memory(config, settings(**told), seq_len, packed=packed)
