@@ -28,7 +28,7 @@ _find_python() {
             return
         fi
     done
-    echo "hf_posenc needs Python 3.11 or newer with venv; ${HF_POSENC_PYTHON:-nothing on PATH} is that." >&2
+    echo "hf_posenc needs Python 3.11 or newer with venv; none was found as ${names[*]}." >&2
     return 1
 }
 
