@@ -104,7 +104,7 @@ def _add_gradients(
     """Return the gradient of the rows of a chunk, and its loss; add the gradients of the weights to ``sums``."""
     with torch.enable_grad():
         part = rows.detach().requires_grad_()
-        loss = loss_of(part, targets)
+        loss = loss_of(part.view_as(part), targets)  # no leaf: on one, the hooks of module trackers would fail here
     of_rows, *found = torch.autograd.grad(loss, (part, *weights), allow_unused=True, materialize_grads=True)
     for kept, new in zip(sums, found, strict=True):
         kept.add_(new)
