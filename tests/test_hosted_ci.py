@@ -40,7 +40,7 @@ def lines_that_run(script: Path) -> str:
 def combinations() -> list[tuple[str, str, bool]]:
     """Return Python, dependencies and whether it may fail, of each job of the matrix, as GitHub expands it."""
     matrix = JOBS["test"]["strategy"]["matrix"]
-    left_out = [(one["python"], one["dependencies"]) for one in matrix["exclude"]]
+    left_out = [(one["python"], one["dependencies"]) for one in matrix.get("exclude", [])]
     crossed = itertools.product(matrix["python"], matrix["dependencies"], matrix["experimental"])
     added = [(one["python"], one["dependencies"], one["experimental"]) for one in matrix["include"]]
     return [one for one in crossed if one[:2] not in left_out] + added

@@ -26,13 +26,13 @@ def training_flops(facts: ModelFacts, run: FinetuneConfig, seq_len: int, num_tok
     """Count the operations of training on ``num_tokens`` tokens in blocks of ``seq_len``.
 
     A weight costs two operations for a token in the forward pass, two for the gradient of its input, and two for its
-    own if it is trained (Kaplan et al. 2020, section 2.1). The loss in chunks makes its logits twice, and
-    gradient checkpointing makes the layers twice. Attention is counted as causal kernels do it, half of the square.
-    Adapters are left out: they are a few percent.
+    own if it is trained (Kaplan et al. 2020, section 2.1). Gradient checkpointing makes the layers twice. Attention
+    is counted as causal kernels do it, half of the square. Left out are adapters, a few percent, and that under FSDP2
+    and ZeRO-3 the loss makes its logits twice.
     """
     layers = facts.matrix_parameters - facts.head_parameters
     trained = facts.head_parameters if run.lora else facts.matrix_parameters
-    again = facts.head_parameters + (layers if run.gradient_checkpointing else 0)
+    again = layers if run.gradient_checkpointing else 0
     parameters = 2.0 * (2 * facts.matrix_parameters + trained + again)
     passes = 1 + _BACKWARD_ATTENTION + run.gradient_checkpointing
     attention = passes * sum(_attention_forward(facts, window, run, seq_len) for window in facts.windows)
