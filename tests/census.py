@@ -60,6 +60,7 @@ _SIZES: dict[str, Any] = {
     "attention_window_size": 32,
 }
 # What the sizes above do not fit, by model type, of sub-configs too.
+_MAMBA = {"mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_state": 16, "mamba_chunk_size": 32}
 _MLA_HEADS = {"num_key_value_heads": 4}
 _DOTS3_LAYER = {
     "head_dim": 32,
@@ -78,7 +79,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     ),
     **dict.fromkeys(("minicpm3", "youtu", "mistral4", "hy_v4"), _MLA_HEADS),
     "bailing_hybrid": {**_MLA_HEADS, "layer_group_size": 2},
-    "bamba": {"attn_layer_indices": [1]},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 512},  # 500,002 would be 192 million weights
     "blt_local_encoder": {"hidden_size_global": 64},
     "blt_local_decoder": {"hidden_size_global": 64},
@@ -98,6 +99,7 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "per_layer_config": dict.fromkeys((0, 1), _DOTS3_LAYER),
     },
+    "falcon_h1": _MAMBA,
     "gemma3n_text": {"num_kv_shared_layers": 0},
     "granitemoehybrid": {
         "layer_types": ["linear_attention", "full_attention"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 
@@ -21,6 +22,16 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 torch.set_num_threads(2)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is imported and collected by now, a million objects, out of every later garbage collection.
+
+    Trainer asks for one at each start, and half of a short run was spent in it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(autouse=True)

@@ -49,6 +49,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow  # half a minute: five commands, one after the other; comparing itself is tested below
 def test_from_the_estimate_to_the_commands_that_make_what_it_recommends(
     book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -188,6 +188,7 @@ def asked(**changes: Any) -> CompareArguments:
     return CompareArguments(**{**usual, **changes})
 
 
+@pytest.mark.slow  # times passes, so that it wants a quiet machine
 def test_the_estimate_is_of_the_right_size() -> None:
     model, tokenizer = load_model(tiny_model_path(), dtype="float32")
     documents = [load_novel(HELD_OUT_NOVEL)[:20_000]]

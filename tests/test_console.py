@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from hf_posenc import console, finetune, patch_model, perplexity, save_extended
+from hf_posenc.cli import main
 from hf_posenc.console import LONG, Progress, without_weight_bars
 from hf_posenc.loading import load_model
 
@@ -145,15 +145,17 @@ def test_texts_beyond_the_tokenizers_length_are_no_warning(
     assert "Token indices sequence length is longer" not in capfd.readouterr().err
 
 
-def test_a_run_in_a_log_file_draws_no_bar(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """The real command, its output in a file: losses and lines, and nothing that is drawn over."""
+def test_a_run_in_a_log_file_draws_no_bar(
+    tmp_path: Path, tiny_checkpoint: Path, capfd: pytest.CaptureFixture[str], said: Any
+) -> None:
+    """The whole command, its output in a file: losses and lines, and nothing that is drawn over."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    words = [sys.executable, "-m", "hf_posenc.cli", "finetune", str(tiny_checkpoint)]
+    words = ["finetune", str(tiny_checkpoint)]
     words += ["--documents", str(tmp_path / "text.txt"), "--output-dir", str(tmp_path / "run"), "--factor", "4"]
     words += ["--token-budget", "1024", "--device", "cpu", "--save-steps", "2", "--warmup-steps", "0"]
-    ran = subprocess.run(words, capture_output=True, text=True, check=True)
-    assert "'loss':" in ran.stdout
-    assert "\r" not in ran.stdout + ran.stderr
-    assert "%|" not in ran.stdout + ran.stderr
-    assert "Writing model shards" not in ran.stderr
-    assert "Loading weights" not in ran.stderr
+    capfd.readouterr()
+    assert main(words) == 0
+    out, err = capfd.readouterr()
+    assert "'loss':" in out
+    for drawn in ("\r", "%|", "Writing model shards", "Loading weights"):
+        assert drawn not in out + err

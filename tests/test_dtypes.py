@@ -14,7 +14,7 @@ from conftest import make_tiny_llama, make_tiny_tokenizer
 from safetensors import safe_open
 from tiny_runs import config, make_documents, make_tokenizer
 
-from hf_posenc import finetune, load_extended, patch_model, perplexity, save_extended
+from hf_posenc import FinetuneConfig, finetune, load_extended, patch_model, perplexity, save_extended
 from hf_posenc.cli import main
 from hf_posenc.dtypes import checkpoint_dtype, choose_dtype, computes_natively
 from hf_posenc.evaluation import read_records
@@ -235,8 +235,10 @@ def test_the_plan_counts_with_what_this_machine_computes_in(
     half_checkpoint: Path, cpu_with_bfloat16: Fake, native: bool
 ) -> None:
     cpu_with_bfloat16(native)
-    here, on_a_gpu = plan(half_checkpoint, 256), plan(half_checkpoint, 256, gpu_memory="24GB")
-    asked = plan(half_checkpoint, 256, dtype="bfloat16")
+    run = FinetuneConfig("unused", lora=True, gradient_checkpointing=True, position_schedule="pose")  # one row to count
+    small: dict[str, Any] = {"run": run, "whole_documents": True}
+    here, on_a_gpu = plan(half_checkpoint, 64, **small), plan(half_checkpoint, 64, gpu_memory="24GB", **small)
+    asked = plan(half_checkpoint, 64, dtype="bfloat16", **small)
     assert on_a_gpu.model.dtype == asked.model.dtype == "bfloat16"
     assert here.model.dtype == ("bfloat16" if native else "float32")
     times = 1 if native else 2

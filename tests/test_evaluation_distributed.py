@@ -13,6 +13,7 @@ from test_evaluation_killed import kill_when
 from hf_posenc.processes import Processes, join_processes
 
 
+@pytest.mark.slow  # half a minute: four processes that import everything
 def test_two_processes_give_the_record_of_one(tmp_path: Path) -> None:
     documents = write_documents(tmp_path / "documents.jsonl", 5)  # the last round has work for one only
     for name, launcher in (("one", CLI), ("two", TORCHRUN)):

@@ -173,6 +173,7 @@ def test_lengths_are_named_as_they_are() -> None:
     ]
 
 
+@pytest.mark.slow  # half a minute: 68 drawings; the tests above hold each kind of them
 def test_the_gallery_is_one_page_and_asks_for_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "gallery"
     assert main(["gallery", "--output-dir", str(folder)]) == 0
