@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from tiny_models import make_model, token_ids
 from transformers import DynamicCache, PreTrainedModel
@@ -19,6 +20,19 @@ RULES: dict[str, dict[str, Any]] = {
     "dynamic_yarn-geometric": {"stage": 48, "growth": "geometric"},
     "dynamic_yarn-log_n": {"stage": 32, "log_n": True},
 }
+
+
+def families_and_rules(families: Iterable[str], rules: Iterable[str]) -> list[Any]:
+    """Return all pairs for ``parametrize``; those but of the first family or the first rule are slow ones.
+
+    A rule knows no family and a family no rule, so what one pair breaks another does too; all pairs take a minute.
+    """
+    families, rules = list(families), list(rules)
+    return [
+        pytest.param(family, rule, marks=() if family == families[0] or rule == rules[0] else pytest.mark.slow)
+        for family in families
+        for rule in rules
+    ]
 
 
 def sharp_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from distance_rules import RULES, by_hand, patched_model
-from doors import IDS, in_chunks, left_padded, sharp_model
+from doors import IDS, families_and_rules, in_chunks, left_padded, sharp_model
 from older_transformers import skip_if_left_out
 from tiny_models import FAMILIES, logits
 from transformers import DynamicCache, StaticCache
@@ -28,8 +28,7 @@ def test_attention_is_the_definition_pair_by_pair(rule: str, gradients: bool) ->
     torch.testing.assert_close(found[0][0].double(), by_hand(model, ids, rule), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "rule"), families_and_rules(FAMILIES, RULES))
 def test_full_forward_equals_chunked_prefill_and_steps(family: str, rule: str) -> None:
     if family == "StableLm":
         skip_if_left_out("stablelm")

@@ -57,14 +57,13 @@ for dtype, num_tokens, chunk in json.loads(sys.argv[1]):
 """
 
 
-FLOAT32 = [("float32", 1024, None), ("float32", 2048, None), ("float32", 2048, 256)]
-BFLOAT16 = [("bfloat16", 2048, None)]  # takes long on a CPU that emulates it
+FLOAT32 = [("float32", 1024, None), ("float32", 2048, 256)]
+# Twice the length, and a dtype that takes long on a CPU that emulates it.
+LONGER = [("float32", 2048, None), ("bfloat16", 2048, None)]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux lets a process' peak start again")
-@pytest.mark.parametrize(
-    "cases", [FLOAT32, pytest.param(BFLOAT16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
-)
+@pytest.mark.parametrize("cases", [FLOAT32, pytest.param(LONGER, marks=pytest.mark.slow)], ids=["float32", "longer"])
 def test_the_prediction_is_within_15_percent_of_the_measured_peak(cases: list[tuple[str, int, int | None]]) -> None:
     # So that glibc gives back what is freed, and the peak is that of tensors.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}

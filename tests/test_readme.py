@@ -43,7 +43,6 @@ SUBSTITUTIONS = {
     "MODEL": TINY,
     "--context-lengths 512 2k 8k 16k": "--context-lengths 64 288",
     "context_lengths=[512, 2048, 8192]": "context_lengths=[64, 128, 256]",
-    # The weights are bfloat16, in which CPUs without it take ten times as long to train.
     "--token-budget 1M": "--token-budget 1k",
     "--dtype bfloat16": "--dtype float32",
 }
