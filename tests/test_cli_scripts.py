@@ -12,8 +12,10 @@ SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
 @pytest.fixture
-def repository(tmp_path: Path) -> Path:
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A repository of scripts only, whose Python says where it is and what it was given."""
+    for name in ("HF_POSENC_PYTHON", "HF_POSENC_VERSIONS"):  # which made the environment that these tests run in
+        monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "repo"
     shutil.copytree(SCRIPTS, folder / "scripts")
     for name in ("pyproject.toml", "constraints.txt"):
