@@ -260,6 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_posenc").setLevel(logging.INFO)
+    # PEFT imports bitsandbytes where it is installed, which warns of an optional kernel that no command needs.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         return _command(words) or 0
     except BrokenPipeError:  # a reader such as `head` has had enough
