@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.standard_saving import install as _install
 from hf_posenc.version import __version__
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ __all__ = [
     "unpatch_model",
     "verify_model",
 ]
+
+_install()
 
 
 def __getattr__(name: str) -> Any:

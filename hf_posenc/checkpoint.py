@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -12,17 +13,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posenc.console import without_weight_bars
 from hf_posenc.dtypes import as_stored
 from hf_posenc.encodings.install import MODULE, load_parameters, refuse_adapter
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
+from hf_posenc.files import write_whole
 from hf_posenc.manifest import MANIFEST, apply_manifest, is_encoding, is_on_attention_door, make_manifest, read_manifest
 from hf_posenc.patching import describe, unextended_config, verify_model
-from hf_posenc.pretrained import expecting_keys, load_weights
+from hf_posenc.pretrained import expecting_keys, load_weights, model_class
 from hf_posenc.quantised import refuse_unsaveable
 from hf_posenc.spelling import mark_encoding
 from hf_posenc.windows import KEEP
@@ -31,6 +35,12 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG = "adapter_config.json"
 CONFIG = "config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# The classes of PEFT that build the base model of an adapter with a head that the base's checkpoint does not have.
+_CLASSIFIERS = {
+    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
+    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+}
 # The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
 _CHECKPOINT_FILES = (
     MANIFEST,
@@ -108,7 +118,9 @@ def save_extended(
     base = unwrap(model)
     whole = isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config")
     refuse_unsaveable(base, whole=whole)
-    if not whole:
+    if whole:
+        _refuse_class(base)
+    else:
         refuse_adapter(base, "Merge it (model.merge_and_unload()) and save the whole model.")
     manifest = make_manifest(base, tokens_trained=tokens_trained, base_model=base_model)
     verify_model(base)
@@ -120,7 +132,7 @@ def save_extended(
         )
     if is_on_attention_door(manifest):
         logger.warning(
-            "%s: %s is in %s alone; load_extended applies it, plain Transformers %s.",
+            "%s: %s is in %s alone; load_extended applies it, Transformers without hf_posenc %s.",
             path,
             manifest["method"],
             MANIFEST,
@@ -131,17 +143,90 @@ def save_extended(
     partial.mkdir(parents=True)
     with as_stored(base), without_weight_bars():
         if whole:
-            base.save_pretrained(partial)
-            _rewrite_config(partial / CONFIG, base, manifest)
+            type(base).save_pretrained(base, partial)
         else:
             model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes it for a tensor
     if tokenizer is not None:
         _save_tokenizer(tokenizer, partial, manifest["context_length"])
     if card is not None:
         (partial / "README.md").write_text(card, encoding="utf-8")
-    (partial / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    _write_manifest(partial, base, manifest)
     _move_into(partial, target)
     return target
+
+
+def write_extension(
+    model: PreTrainedModel, folder: Path, *, tokens_trained: int | None = None, base_model: str | None = None
+) -> None:
+    """Write the extension of a model beside weights, or an adapter, that others have saved in a folder.
+
+    Args:
+        model: The extended model, not its wrapper.
+        folder: Where it was saved.
+        tokens_trained: Tokens it was fine-tuned on since; None where that is not known.
+        base_model: Where the unextended model came from; None to take it from the config.
+
+    Raises:
+        RotaryMismatchError: The live model does not hold what would be written.
+        ValueError: An adapter cannot hold it.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        refuse_adapter(model, "Merge it (model.merge_and_unload()) and save the whole model.")
+    manifest = make_manifest(model, tokens_trained=tokens_trained, base_model=base_model)
+    verify_model(model)
+    _write_manifest(folder, model, manifest)
+    raise_tokenizer_limit(folder)
+
+
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write the config of a model into the folder that its weights alone were saved to."""
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__.removeprefix("FSDP")], model.dtype
+    config.save_pretrained(folder)
+
+
+def raise_tokenizer_limit(folder: Path) -> None:
+    """Set ``model_max_length`` of a tokenizer saved in a folder to the manifest's target, where it is below."""
+    file, manifest = folder / TOKENIZER_CONFIG, read_manifest(folder)
+    if manifest is None or not file.is_file():
+        return
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    limit = settings.get("model_max_length")
+    if limit is not None and limit < manifest["context_length"]:
+        settings["model_max_length"] = manifest["context_length"]
+        write_whole(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_manifest(folder: Path, model: PreTrainedModel, manifest: dict[str, Any]) -> None:
+    """Write what there is to say of an extension into the config of a model or an adapter, and the manifest, last."""
+    adapter = folder / ADAPTER_CONFIG
+    if adapter.is_file():
+        # PEFT itself warns of a key that it does not know, which is all that those without hf_posenc can be told.
+        said = json.loads(adapter.read_text(encoding="utf-8")) | {MARK: {key: manifest[key] for key in Extension.FACTS}}
+        write_whole(adapter, json.dumps(said, indent=2, sort_keys=True) + "\n")
+    elif (folder / CONFIG).is_file():  # a checkpoint of sharded training has none
+        _rewrite_config(folder / CONFIG, model, manifest)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _refuse_class(model: PreTrainedModel) -> None:
+    """Refuse a model of a class that ``load_extended`` could not build again: one that Transformers does not have."""
+    name = type(model).__name__.removeprefix("FSDP")
+    if model_class(name) is not None:
+        return
+    known = next(cls for cls in type(model).__mro__ if model_class(cls.__name__) is cls)
+    own: list[str] = []
+    if known is not PreTrainedModel:
+        with torch.device("meta"):
+            own = sorted(model.state_dict().keys() - known(model.config).state_dict().keys())
+        if not own and known.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            return  # the same weights: it is loaded as what it derives from
+    beside = f", and {known.__name__} has no {own[0]}" if own else ""
+    raise ValueError(
+        f"load_extended could not build a {name} again: Transformers has no such class{beside}. Save it with "
+        f"model.save_pretrained, which writes its extension too, and load it with {name}.from_pretrained with "
+        "hf_posenc imported."
+    )
 
 
 def partial_of(path: Path) -> Path:
@@ -150,11 +235,11 @@ def partial_of(path: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
-def config_values(model: PreTrainedModel, manifest: dict[str, Any]) -> dict[str, Any]:
+def _config_values(model: PreTrainedModel, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return what the text config on disk has otherwise than the live one."""
     if not is_on_attention_door(manifest):
         return {MARK: {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}}
-    values = unextended_config(model)
+    values = {MARK: None, **unextended_config(model)}  # None: taken out
     if is_encoding(manifest):
         label = rope_label(model.config.get_text_config(decoder=True))
         mark_encoding(values["rope_parameters"], label, manifest["method"])
@@ -165,13 +250,17 @@ def _rewrite_config(file: Path, model: PreTrainedModel, manifest: dict[str, Any]
     saved = json.loads(file.read_text(encoding="utf-8"))
     config = model.config
     text_config = config.get_text_config(decoder=True)
-    changed = config_values(model, manifest)
+    changed = _config_values(model, manifest)
     if text_config is config:
-        saved = both_spellings({**saved, **changed})
+        saved = _in_both({**saved, **changed})
     else:
         name = next(key for key in config.sub_configs if getattr(config, key) is text_config)
-        saved[name] = both_spellings({**saved[name], **changed})
-    file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        saved[name] = _in_both({**saved[name], **changed})
+    write_whole(file, json.dumps(saved, indent=2, sort_keys=True) + "\n")
+
+
+def _in_both(text: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in both_spellings(text).items() if (key, value) != (MARK, None)}
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: Path, length: int) -> None:
@@ -215,10 +304,10 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
         RotaryMismatchError: The loaded model does not hold what the manifest says.
     """
     manifest = read_manifest(path)
-    if manifest is None:
-        raise FileNotFoundError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
     if (Path(path) / ADAPTER_CONFIG).is_file():
         return _load_adapter(Path(path), manifest, base, kwargs)
+    if manifest is None:
+        raise FileNotFoundError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
     if base is not None:
         raise ValueError(f"{path} holds a whole model, not an adapter: it takes no base.")
     if is_encoding(manifest):
@@ -259,20 +348,58 @@ def _plain_config(file: Path, base: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(**saved)
 
 
-def _load_adapter(path: Path, manifest: dict[str, Any], base: PreTrainedModel | None, kwargs: dict[str, Any]) -> Any:
+def _load_adapter(
+    path: Path, manifest: dict[str, Any] | None, base: PreTrainedModel | None, kwargs: dict[str, Any]
+) -> Any:
+    """Put an adapter on its base model, which PEFT's own loading extends then, as ``standard_saving`` has it."""
+    import peft
     from peft import PeftConfig, PeftModel
 
-    if base is None:
-        source = PeftConfig.from_pretrained(str(path)).base_model_name_or_path
-        if not source:
-            raise ValueError(f"{path / ADAPTER_CONFIG} does not name its base model: load that and pass it as base.")
-        base = load_weights(source, **kwargs)
+    settings = PeftConfig.from_pretrained(str(path))
+    source = settings.base_model_name_or_path
+    if manifest is None and _mark_of_adapter(path) is None:
+        logger.warning("%s: the adapter does not say whether its base was extended; it is taken as it is.", path)
+    elif manifest is None:
+        raise ValueError(f"{path}: {ADAPTER_CONFIG} says that its base was extended, and {MANIFEST} is gone.")
+    if base is None and not source:
+        raise ValueError(f"{path / ADAPTER_CONFIG} does not name its base model: load that and pass it as base.")
+    task = settings.task_type
+    with peft_renamed_attribute():
+        if base is None and task in _CLASSIFIERS:
+            if manifest is not None:
+                kwargs = {"num_labels": manifest["num_labels"], **kwargs}
+            model = getattr(peft, _CLASSIFIERS[task]).from_pretrained(str(path), **kwargs)
+        else:
+            if base is None:
+                base = load_extended(source, **kwargs) if read_manifest(source) else load_weights(source, **kwargs)
+            model = PeftModel.from_pretrained(base, str(path))
+    if manifest is not None:
+        _check_loaded(unwrap(model), manifest, path)
+    return model
+
+
+def _mark_of_adapter(path: Path) -> dict[str, Any] | None:
+    mark: dict[str, Any] | None = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get(MARK)
+    return mark
+
+
+def base_as_adapter_needs(base: Any, manifest: dict[str, Any], path: Path) -> None:
+    """Extend a plain base model as the manifest of an adapter says; see that an extended one is so already.
+
+    Args:
+        base: What the adapter is about to be put on.
+        manifest: Of the adapter.
+        path: Its folder, for messages.
+
+    Raises:
+        ValueError: The base is extended in another way, or has an encoding of its own whose parameters are needed.
+        RotaryMismatchError: The base does not hold what the manifest says.
+    """
+    base = unwrap(base)
     if describe(base)["method"] == "none":
         apply_manifest(base, manifest)
         refuse_adapter(base, "Pass the model it was trained on, which holds them: base=load_extended(...).")
     _check_loaded(base, manifest, path)
-    with peft_renamed_attribute():
-        return PeftModel.from_pretrained(base, str(path))
 
 
 @contextmanager

@@ -298,7 +298,7 @@ def _tokens_trained(model: str) -> int:
     """Return how many tokens a model was fine-tuned on by us, as its folder says; 0 for any other."""
     from hf_posenc.manifest import read_manifest
 
-    return int((read_manifest(Path(model).expanduser()) or {}).get("tokens_trained", 0))
+    return int((read_manifest(Path(model).expanduser()) or {}).get("tokens_trained") or 0)
 
 
 def _is_for_the_user(error: BaseException) -> bool:

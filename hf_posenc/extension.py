@@ -12,6 +12,7 @@ from hf_posenc.config import RopeScaling, RopeSpec, check_length
 from hf_posenc.families import refuse_family, rope_label
 from hf_posenc.registry import METHODS, get_method, make_scaling
 from hf_posenc.spelling import ENCODING_MARK, NEVER_TURNS
+from hf_posenc.standard_saving import MARK as MARK  # here for all who read configs
 
 # What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
 SCALING_KEYS = frozenset(
@@ -36,8 +37,6 @@ SCALING_KEYS = frozenset(
         "finetuned",
     }
 )
-# config.context_extension, written by save_extended: what a plain load of an extended checkpoint knows about itself.
-MARK = "context_extension"
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,10 @@ class Extension:
             ),
             "context_length": self.context_length,
         }
+
+    def mark(self) -> dict[str, Any]:
+        """Return what a config says of the extension to whoever has only the config, under ``MARK``."""
+        return {**self.describe(), "rope_theta": self.spec.rope_theta}
 
 
 def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:

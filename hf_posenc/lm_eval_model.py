@@ -134,7 +134,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         if peft is not None:
             model = _with_adapter(model, peft)
         for folder in (pretrained, peft):
-            self._tokens_trained += int((read_manifest(folder) or {}).get("tokens_trained", 0)) if folder else 0
+            self._tokens_trained += int((read_manifest(folder) or {}).get("tokens_trained") or 0) if folder else 0
         if self._row is not None:
             refuse_extended(model, pretrained, str(self._row["on_scaled"]))
             if is_patched(model):

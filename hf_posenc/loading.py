@@ -16,7 +16,7 @@ from hf_posenc.dtypes import DtypeChoice, checkpoint_dtype, choose_dtype, parse_
 from hf_posenc.families import unwrap
 from hf_posenc.launching import own_device
 from hf_posenc.manifest import MANIFEST
-from hf_posenc.pretrained import is_gguf, load_tokenizer, load_weights
+from hf_posenc.pretrained import is_gguf, load_tokenizer, load_weights, refuse_without_tokens
 
 
 def load_model(
@@ -29,8 +29,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, in evaluation mode.
 
-    A folder written by ``save_extended`` comes back extended. Weights are read from safetensors only, and a
-    checkpoint's own Python code is not run. The weights of a ``.gguf`` file are dequantised.
+    A folder written by ``save_extended`` comes back extended, an adapter on its base model. Weights are read from
+    safetensors only, and a checkpoint's own Python code is not run. Those of a ``.gguf`` file are dequantised.
 
     Args:
         name_or_path: What ``from_pretrained`` takes, or the path of a ``.gguf`` file.
@@ -66,8 +66,13 @@ def load_model(
         if load_in_4bit:
             kwargs |= _in_4bit(source, choice)
             kwargs.setdefault("device_map", {"": device})
+        if (weights := weights_source(source)) is not None:
+            refuse_without_tokens(weights)
         with without_weight_bars():
-            model = load_extended(path, **kwargs) if (path / MANIFEST).is_file() else load_weights(source, **kwargs)
+            if (path / ADAPTER_CONFIG).is_file() or (path / MANIFEST).is_file():
+                model = load_extended(path, **kwargs)
+            else:
+                model = load_weights(source, **kwargs)
         remember_choice(unwrap(model), choice)
         tokenizer = load_tokenizer(tokenizer_source(path, source), model)
     except OSError as error:
@@ -78,7 +83,7 @@ def load_model(
     except ImportError as error:  # Transformers' own, for FlashAttention and quantised models, name what is missing
         raise ImportError(f"cannot load {str(name_or_path)!r}: {str(error).strip()}") from error
     if device != "auto" and not load_in_4bit:  # which are where they were quantised
-        model.to(device)  # type: ignore[arg-type]  # mypy takes it for an unbound method
+        model.to(device)
     model.train(False)
     return model, tokenizer
 

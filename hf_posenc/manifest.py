@@ -22,8 +22,14 @@ MANIFEST = "context_extension.json"
 FORMAT = 1
 
 
-def make_manifest(model: nn.Module, *, tokens_trained: int, base_model: str | None) -> dict[str, Any]:
-    """Return the manifest: what was asked, of what, how long it was trained, and with which versions."""
+def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: str | None) -> dict[str, Any]:
+    """Return the manifest: what was asked, of what, how long it was trained, and with which versions.
+
+    Args:
+        model: The extended model.
+        tokens_trained: Tokens it was fine-tuned on since; None where others trained it, and did not say.
+        base_model: Where the unextended model came from; None to take it from the config.
+    """
     base = unwrap(model)
     extension = extension_of(base)
     if extension is None:
@@ -36,6 +42,8 @@ def make_manifest(model: nn.Module, *, tokens_trained: int, base_model: str | No
     window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
     # What config.json keeps of the base model, so that a later change of it is found.
     kept = {"base_config": unextended_config(base)} if extension.scaling.on_attention_door else {}
+    # What an adapter's folder does not say of the head that it was trained with.
+    head = {"num_labels": base.config.num_labels} if hasattr(base, "num_labels") else {}
     return {
         "format": FORMAT,
         **extension.describe(),
@@ -45,6 +53,7 @@ def make_manifest(model: nn.Module, *, tokens_trained: int, base_model: str | No
         "tokens_trained": tokens_trained,
         "rope_parameters": base.config.get_text_config(decoder=True).rope_parameters,
         **kept,
+        **head,
         "versions": {"hf_posenc": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
     }
 

@@ -26,6 +26,7 @@ from hf_posenc.softmax_scale import (
     partial_attentions,
 )
 from hf_posenc.spelling import mark_encoding
+from hf_posenc.standard_saving import carry_extension, drop_extension
 from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary, check_scale
 from hf_posenc.windows import KEEP
 
@@ -146,6 +147,7 @@ def patch_model(
     for name, module in attentions.items():
         module.__dict__["scaling"] = scales[name]
     base.__dict__[_RECORD] = record
+    carry_extension(base)
     try:
         if extension.scaling.is_encoding:
             record.encoding = put_in(base, extension)
@@ -188,6 +190,7 @@ def unpatch_model(model: ModelT) -> ModelT:
                 setattr(config, name, values[name])
             else:
                 config.__dict__.pop(name, None)
+    drop_extension(base)
     del base.__dict__[_RECORD]
     return model
 

@@ -23,6 +23,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from hf_posenc.standard_saving import plain_loading
+
 # llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.
 _SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -74,7 +76,8 @@ def load_tokenizer(source: str | Path, model: PreTrainedModel) -> PreTrainedToke
 def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
     """Load weights; Transformers makes up those that are missing, with a log line, which is no use here."""
     try:
-        loaded: Any = auto_class(source, kwargs).from_pretrained(source, output_loading_info=True, **kwargs)
+        with plain_loading():
+            loaded: Any = auto_class(source, kwargs).from_pretrained(source, output_loading_info=True, **kwargs)
     except SafetensorError as error:
         raise ValueError(
             f"the weights of {str(source)!r} cannot be read ({error}): a file is damaged or was cut off. Get it again."
@@ -89,7 +92,15 @@ def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
 
 
 def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
-    """Return the auto class whose models are of the checkpoint's own class: with its vision tower, if it has one."""
+    """Return what loads a checkpoint as the class that was saved: a classifier with its head, a vision tower with it.
+
+    Args:
+        source: What ``from_pretrained`` takes.
+        kwargs: ``from_pretrained``'s; a ``config`` in them is taken instead of the checkpoint's.
+
+    Returns:
+        An auto class for models that predict tokens, else the class itself.
+    """
     if "gguf_file" in kwargs:
         return AutoModelForCausalLM
     where = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
@@ -97,8 +108,32 @@ def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
     named = (getattr(config, "architectures", None) or [None])[0]
     if named in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return AutoModelForCausalLM
-    reads_images = named in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    if named in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        return AutoModelForImageTextToText
+    return model_class(named) or AutoModelForCausalLM
+
+
+def model_class(name: str | None) -> type[PreTrainedModel] | None:
+    """Return Transformers' model class of a name; None if it has none."""
+    found = getattr(transformers, name, None) if name else None
+    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+
+
+def refuse_without_tokens(source: str | Path) -> None:
+    """Refuse a checkpoint that predicts no tokens, before its weights are loaded.
+
+    Raises:
+        OSError: There is no config.
+        ValueError: It is a classifier, a reward model, a bare decoder or the like.
+    """
+    if is_gguf(source):
+        return
+    found = auto_class(source, {})
+    if found not in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        raise ValueError(
+            f"{str(source)!r} holds a {found.__name__}, which predicts no tokens, so there is no perplexity, no text "
+            "and no training on text. Give a causal language model; load_extended loads this one."
+        )
 
 
 def _load_gguf(path: Path, kwargs: dict[str, Any]) -> PreTrainedModel:

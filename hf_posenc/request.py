@@ -174,8 +174,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
         config.head_dim = head_dim_of(config)
     if extension.sliding_window != KEEP:
         config.sliding_window = choose_window(config, extension.sliding_window, extension.context_length)
-    if hasattr(config, MARK):
-        delattr(config, MARK)
+    setattr(config, MARK, extension.mark())  # which a config saved alone keeps
     try:
         config.validate_rope()
     except (KeyError, RuntimeError) as error:  # as on families whose values differ by layer, or by layer type

@@ -5,6 +5,7 @@
 
 Prints ``name==version`` for the lower bound of each dependency and of each package of the ``smollm2`` extra. The tools
 of the ``dev`` extra stay at the versions of constraints.txt: the bounds of what users install are tested, not pytest's.
+TRL alone goes with the dependencies, as its newer versions need newer ones of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 EXTRAS = ("smollm2",)
+LOWEST_TOOLS = ("trl",)
 # One lower bound, perhaps an upper one.
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)\s*>=\s*([0-9][0-9a-z.]*)(?:\s*,\s*<\s*[0-9.]+)?")
 
@@ -30,6 +32,7 @@ def main() -> None:
     except ValueError as error:
         sys.exit(f"pyproject.toml: {error}")
     pins = pinned(ROOT / "constraints.txt")
+    floors |= {name: tools[name] for name in LOWEST_TOOLS}
     kept = {name: pins[name] for name in tools if name in pins and name not in floors}
     for name, version in {**floors, **kept}.items():
         print(f"{name}=={version}")

@@ -17,7 +17,7 @@ from packaging.version import Version
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from floors import lower_bounds  # noqa: E402
+from floors import LOWEST_TOOLS, lower_bounds  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,9 @@ def test_every_dependency_is_tested_at_its_lower_bound(project: dict[str, Any], 
 
 def test_tools_stay_at_the_pinned_versions(project: dict[str, Any], floors: dict[str, str]) -> None:
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
-    tools = [Requirement(text).name for text in project["optional-dependencies"]["dev"]]
+    bounds = lower_bounds(project["optional-dependencies"]["dev"])
+    assert {name: floors[name] for name in LOWEST_TOOLS} == {name: bounds[name] for name in LOWEST_TOOLS}
+    tools = bounds.keys() - LOWEST_TOOLS
     assert {name: floors[name] for name in tools if name in pins} == {
         name: pins[name] for name in tools if name in pins
     }

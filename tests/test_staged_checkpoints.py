@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import describe, load_extended, patch_model, save_extended
 from hf_posenc.manifest import MANIFEST
+from hf_posenc.standard_saving import plain_loading
 
 
 def staged(family: str = "Llama") -> PreTrainedModel:
@@ -27,7 +28,8 @@ def test_load_extended_gives_the_model_and_plain_transformers_its_base(family: s
     loaded = load_extended(tmp_path / "model").eval()
     assert torch.equal(logits(loaded, IDS), expected)
     assert describe(loaded) == describe(model)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    with plain_loading():
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
     assert base.config.max_position_embeddings == ORIGINAL
     assert torch.equal(logits(base, IDS), plain)
     assert torch.equal(logits(load_extended(save_extended(loaded, tmp_path / "again")).eval(), IDS), expected)

@@ -289,14 +289,14 @@ def _plain_until(extension: Extension) -> int:
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, num_tokens: int) -> torch.Tensor | None:
-    """Return the logits of a few tokens, to see that a short text reads the same behind the door; None on meta."""
+    """Return what a model makes of a few tokens, to see that it reads a short text as before; None on meta."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     modes = {module: module.training for module in model.modules()}
     try:
         ids = torch.arange(1, 1 + num_tokens, device=model.device)[None]
         model.train(False)
-        output: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+        output: torch.Tensor = model(input_ids=ids, use_cache=False)[0]
         return output
     finally:
         for module, training in modes.items():

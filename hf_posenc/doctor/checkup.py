@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG
+from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, TOKENIZER_CONFIG
+from hf_posenc.doctor.adapter import look_at_adapter
 from hf_posenc.doctor.attention_rule import base_config, check_base, check_mark, check_tokenizer_limit, manifest_lines
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import read_dialect
@@ -20,7 +21,7 @@ from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.doctor.gguf_file import look_at_gguf
-from hf_posenc.doctor.live_model import against_meaning, held_by_modules, load_live, look_at_modules
+from hf_posenc.doctor.live_model import against_meaning, check_applied, held_by_modules, load_live, look_at_modules
 from hf_posenc.doctor.mending import mended
 from hf_posenc.doctor.reach import look_at_reach
 from hf_posenc.extension import MARK, Extension
@@ -29,7 +30,6 @@ from hf_posenc.files import write_whole
 from hf_posenc.manifest import is_encoding, is_on_attention_door, read_manifest
 from hf_posenc.pretrained import is_gguf
 
-_TOKENIZER = "tokenizer_config.json"
 _UNLIMITED = 1e9  # Transformers writes 1e30 for a tokenizer without a limit
 
 
@@ -148,7 +148,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
     findings += hidden
     if file is not None and dialect.rope is not None:
         findings += _check_tokenizer(
-            file.parent / _TOKENIZER, dialect.rope.rope_type, dialect.target, dialect.model_type
+            file.parent / TOKENIZER_CONFIG, dialect.rope.rope_type, dialect.target, dialect.model_type
         )
     return Diagnosis(name, dialect.model_type, tuple(lines), tuple(findings), config, known, file)
 
@@ -165,7 +165,7 @@ def _of_attention_rule(
 
 
 def _tokenizer_limit(file: Path) -> Any:
-    tokenizer = file.parent / _TOKENIZER
+    tokenizer = file.parent / TOKENIZER_CONFIG
     return _read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
 
 
@@ -186,7 +186,7 @@ def _check_tokenizer(file: Path, rope_type: str, target: int | None, model_type:
             "warning",
             f"the tokenizer's model_max_length is {limit:g}, the target {target}",
             "Texts are cut there, or a warning says that the model cannot read them.",
-            f"--fix FOLDER writes {_TOKENIZER} too.",
+            f"--fix FOLDER writes {TOKENIZER_CONFIG} too.",
         )
     elif rope_type == "default" and limit > target and model_type == "llama":
         yield Finding(
@@ -200,19 +200,8 @@ def _check_tokenizer(file: Path, rope_type: str, target: int | None, model_type:
 
 
 def _of_adapter(path: Path) -> Diagnosis:
-    base = _read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
-    manifest = read_manifest(path)
-    if manifest is not None:
-        said = f"{manifest['method']} x{manifest['factor']:g}, {manifest['context_length']} tokens, in its manifest"
-        return Diagnosis(str(path), "adapter", (("declared", f"{said}, for {base}"),), ())
-    finding = Finding(
-        "bare-adapter",
-        "note",
-        "the adapter says nothing about positions",
-        "PEFT saves none: an adapter trained on an extended base reads wrong on the plain one.",
-        "Save it with save_extended, which puts a manifest beside it.",
-    )
-    return Diagnosis(str(path), "adapter", (("declared", f"nothing, for {base}"),), (finding,))
+    lines, findings = look_at_adapter(path)
+    return Diagnosis(str(path), "adapter", tuple(lines), tuple(findings))
 
 
 def _of_gguf(path: Path, known: Known) -> Diagnosis:
@@ -242,7 +231,7 @@ def _of_model(model: nn.Module) -> Diagnosis:
     loaded = [("loaded", held) for held in held_by_modules(base)]
     lines = (("declared", said or "nothing that can be told"), *loaded, ("holds", holds))
     model_type = base.config.get_text_config(decoder=True).model_type
-    return Diagnosis(type(base).__name__, model_type, lines, tuple(findings))
+    return Diagnosis(type(base).__name__, model_type, lines, (*findings, *check_applied(base)))
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:
@@ -279,12 +268,14 @@ def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
     into_folder = target.suffix != ".json"
     contents = {target / CONFIG if into_folder else target: fixed}
     if into_folder and any(found.code == "tokenizer-limit" for found in diagnosis.findings) and diagnosis.file:
-        tokenizer = _read_json(diagnosis.file.parent / _TOKENIZER)
+        tokenizer = _read_json(diagnosis.file.parent / TOKENIZER_CONFIG)
         limit = text_config(fixed)[1]["max_position_embeddings"]
-        contents[target / _TOKENIZER] = {**tokenizer, "model_max_length": limit}
+        contents[target / TOKENIZER_CONFIG] = {**tokenizer, "model_max_length": limit}
     own = diagnosis.file.resolve().parent if diagnosis.file else None
     for file in contents:
-        _make_room(file, (file.resolve().parent == own and file.name in (CONFIG, _TOKENIZER)) or file == diagnosis.file)
+        _make_room(
+            file, (file.resolve().parent == own and file.name in (CONFIG, TOKENIZER_CONFIG)) or file == diagnosis.file
+        )
     for file, content in contents.items():
         write_whole(file, json.dumps(content, indent=2) + "\n")
     return list(contents)

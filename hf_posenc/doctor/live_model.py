@@ -21,9 +21,12 @@ from hf_posenc.config import ENCODINGS, RopeScaling, RopeSpec
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.families import label_prefix, rope_label, rotary_modules
-from hf_posenc.patching import describe, is_on_attention_door, verify_model
+from hf_posenc.manifest import MANIFEST, read_manifest
+from hf_posenc.manifest import is_on_attention_door as manifest_alone_has
+from hf_posenc.patching import describe, is_on_attention_door, is_patched, verify_model
 from hf_posenc.pretrained import is_gguf, load_weights
 from hf_posenc.registry import METHODS, make_scaling
+from hf_posenc.standard_saving import plain_loading
 from hf_posenc.verification import RotaryMismatchError, check_rotary
 
 _RELOAD = "Reload the model, and change its positions with patch_model only."
@@ -39,17 +42,21 @@ def load_live(source: str | Path) -> PreTrainedModel:
     if path.is_file() and path.suffix == ".json":
         path = path.parent
     try:
-        if is_gguf(path):  # also a scaled one, which load_weights refuses: what is dropped is the question here
-            return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        where = str(path if path.exists() else source)
-        config = AutoConfig.from_pretrained(where)
-        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            return load_weights(where, dtype="auto")
-        return AutoModelForImageTextToText.from_pretrained(where, dtype="auto", use_safetensors=True)
+        with plain_loading():
+            return _load(path, str(path if path.exists() else source))
     except (OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         # A missing file, or a config that no model can be built from: this is what anyone meets who loads it.
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise ValueError(f"{str(source)!r} cannot be loaded to look at it live: {reason}") from error
+
+
+def _load(path: Path, where: str) -> PreTrainedModel:
+    if is_gguf(path):  # also a scaled one, which load_weights refuses: what is dropped is the question here
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    config = AutoConfig.from_pretrained(where)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return load_weights(where, dtype="auto")
+    return AutoModelForImageTextToText.from_pretrained(where, dtype="auto", use_safetensors=True)
 
 
 def held_by_modules(base: PreTrainedModel) -> list[str]:
@@ -120,6 +127,18 @@ def look_at_modules(base: PreTrainedModel) -> tuple[dict[str, Any], str, list[Fi
     if is_on_attention_door(base):
         return declared, "the rule, in every attention layer; saved, it is in the manifest alone", findings
     return declared, "what the config says, compared with the closed form", findings
+
+
+def check_applied(base: PreTrainedModel) -> list[Finding]:
+    """Return whether a model came from a folder whose manifest has a rule that it does not run."""
+    source = Path(str(base.name_or_path or "")).expanduser()
+    manifest = read_manifest(source) if str(base.name_or_path) and source.is_dir() else None
+    if manifest is None or not manifest_alone_has(manifest) or is_patched(base):
+        return []
+    what = f"{MANIFEST} of {source} says {manifest['method']} x{manifest['factor']:g}, and the model does not run it"
+    why = "Transformers loaded the base model: no config can say this rule."
+    todo = "Load it with load_extended, or import hf_posenc before from_pretrained."
+    return [Finding("extension-not-applied", "error", what, why, todo, mendable=False)]
 
 
 def _check_modules(base: PreTrainedModel) -> Iterator[Finding]:

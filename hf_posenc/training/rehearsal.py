@@ -64,8 +64,8 @@ def _go_through(model: PreTrainedModel, config: FinetuneConfig) -> None:
 def _build(source: str, attention: str | None) -> PreTrainedModel | None:
     try:
         config = AutoConfig.from_pretrained(source)
-        reads_images = auto_class(source, {"config": config}) is not AutoModelForCausalLM
-        return None if reads_images else meta_model(config, attention=attention)
+        other = auto_class(source, {"config": config}) is not AutoModelForCausalLM
+        return None if other else meta_model(config, attention=attention)
     except (OSError, ImportError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         return None
 

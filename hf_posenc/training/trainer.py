@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from contextlib import nullcontext
@@ -14,12 +13,11 @@ import torch
 from transformers import PreTrainedModel, ProgressCallback, TrainerCallback, TrainingArguments
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
-from hf_posenc.checkpoint import config_values
+from hf_posenc.checkpoint import write_extension
 from hf_posenc.console import without_weight_bars
 from hf_posenc.dtypes import computes_natively, round_to_stored
 from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.families import unwrap
-from hf_posenc.manifest import MANIFEST, make_manifest
 from hf_posenc.training.checkpoints import KEPT
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
@@ -144,7 +142,7 @@ def train(
 
     def mark(folder: Path, step: int) -> None:
         trained = tokens_before + step * tokens_per_step(args, packed)
-        _mark_checkpoint(folder, model, tokens_trained=trained, base_model=base_model)
+        write_extension(unwrap(model), folder, tokens_trained=trained, base_model=base_model)
 
     group = config.group(packed.seq_len)
     schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
@@ -210,22 +208,3 @@ def _first_loss_check(
         expected = expected_first_loss(model, (schedule[index] for index in own), config.logits_chunk)
     tolerance = tolerance_of(model, autocast=args.bf16)
     return FirstLossCheck(model, expected, known_loss, tolerance, judges=config.check_first_loss)
-
-
-def _mark_checkpoint(folder: Path, model: Any, *, tokens_trained: int, base_model: str) -> None:
-    """Write into a checkpoint of Trainer what it is extended by: without it an ``ntk`` one looks like a plain model.
-
-    The spelling of Transformers 4 is only in the finished model: when Trainer resumes it reads this ``config.json``
-    as a config of no family, and fails where both spellings are there.
-    """
-    manifest = make_manifest(model, tokens_trained=tokens_trained, base_model=base_model)
-    file = folder / "config.json"
-    if file.is_file():  # an adapter has none
-        config = unwrap(model).config
-        text_config = config.get_text_config(decoder=True)
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        names = [key for key in config.sub_configs if getattr(config, key) is text_config]
-        section = saved[names[0]] if names else saved
-        section |= config_values(unwrap(model), manifest)
-        file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

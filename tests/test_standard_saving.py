@@ -1,0 +1,414 @@
+"""What Trainer, TRL, PEFT and accelerate save of a patched model, read again in processes of their own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import make_tiny_llama, make_tiny_tokenizer
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from reload_logits import WITH_US
+from safetensors.torch import load_file, save_file
+from tiny_models import logits
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorForLanguageModeling,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model
+from hf_posenc.doctor.checkup import diagnose
+from hf_posenc.manifest import MANIFEST, read_manifest
+from hf_posenc.standard_saving import plain_loading
+
+# TRL's defaults use names that the newest Transformers has others for.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
+
+ORIGINAL, FACTOR = 64, 4
+TARGET = ORIGINAL * FACTOR
+IDS = torch.arange(200)[None] * 7 % 90 + 2  # past the original length, where a lost extension shows
+METHODS = {"yarn": "static", "dynamic_yarn": "staged", "dca": "distance"}
+TEXTS = [" ".join(f"word {number} follows {number - 1}." for number in range(start, start + 30)) for start in range(24)]
+
+
+def sharp_llama() -> PreTrainedModel:
+    """The tiny Llama with an attention that is not nearly uniform, so that positions are felt."""
+    model = make_tiny_llama(tie_word_embeddings=True)
+    for name, parameter in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "base"
+    sharp_llama().save_pretrained(folder)
+    make_tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def patched_base(base: Path, method: str) -> Any:
+    return patch_model(AutoModelForCausalLM.from_pretrained(base), method, FACTOR)
+
+
+def five_steps(output_dir: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "output_dir": str(output_dir),
+        "max_steps": 5,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        **more,
+    }
+
+
+def by_trainer(base: Path, method: str, folder: Path) -> Any:
+    """Trainer, whose last checkpoint is a folder of its own too."""
+    model, tokenizer = patched_base(base, method), make_tiny_tokenizer()
+    rows = Dataset.from_list([dict(tokenizer(text, truncation=True, max_length=200)) for text in TEXTS])
+    tokenizer.pad_token = tokenizer.eos_token
+    trainer = Trainer(
+        model,
+        TrainingArguments(**five_steps(folder.parent / "run", save_strategy="steps", save_steps=5)),
+        train_dataset=rows,
+        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
+        processing_class=tokenizer,
+    )
+    trainer.train()
+    trainer.save_model(str(folder))
+    shutil.copytree(folder.parent / "run" / "checkpoint-5", folder.with_name(folder.name + "-checkpoint"))
+    return model
+
+
+def by_trl(base: Path, method: str, folder: Path, *, packing: bool = False, peft_config: Any = None) -> Any:
+    from trl import SFTConfig, SFTTrainer
+
+    args = SFTConfig(**five_steps(folder.parent / "run"), max_length=200, packing=packing, bf16=False)
+    trainer = SFTTrainer(
+        patched_base(base, method),
+        args,
+        train_dataset=Dataset.from_dict({"text": TEXTS}),
+        processing_class=make_tiny_tokenizer(),
+        peft_config=peft_config,
+    )
+    trainer.train()
+    trainer.save_model(str(folder))
+    return trainer.model
+
+
+def by_trl_packing(base: Path, method: str, folder: Path) -> Any:
+    return by_trl(base, method, folder, packing=True)
+
+
+def by_trl_lora(base: Path, method: str, folder: Path) -> Any:
+    return by_trl(base, method, folder, peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+
+
+def by_peft(base: Path, method: str, folder: Path) -> Any:
+    settings = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = get_peft_model(patched_base(base, method), settings)
+    model.save_pretrained(str(folder))
+    return model
+
+
+def by_merging(base: Path, method: str, folder: Path) -> Any:
+    settings = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model: Any = get_peft_model(patched_base(base, method), settings).merge_and_unload()
+    model.save_pretrained(folder)
+    return model
+
+
+def by_accelerate(base: Path, method: str, folder: Path) -> Any:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(patched_base(base, method))
+    accelerator.save_model(model, folder)
+    return accelerator.unwrap_model(model)
+
+
+def by_pushing(base: Path, method: str, folder: Path) -> Any:
+    """push_to_hub, up to the upload itself: there is no Hub here."""
+    model = patched_base(base, method)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *a, **k: _Card())
+        patch.setattr("transformers.utils.hub.hf_api", _Api, raising=False)
+        upload = lambda self, source, *a, **k: shutil.copytree(source, folder)  # noqa: E731
+        patch.setattr(type(model), "_upload_modified_files", upload)
+        model.save_pretrained(folder.with_name("pushed"), push_to_hub=True, repo_id="someone/model")
+    return model
+
+
+class _Card:
+    def save(self, path: str) -> None:
+        Path(path).write_text("a card")
+
+
+class _Api:
+    def create_repo(self, repo_id: str, **kwargs: Any) -> Any:
+        assert repo_id == "someone/model"
+        return type("Url", (), {"repo_id": repo_id})()
+
+
+WAYS: tuple[Callable[[Path, str, Path], Any], ...] = (
+    by_trainer,
+    by_trl,
+    by_trl_packing,
+    by_trl_lora,
+    by_peft,
+    by_merging,
+    by_accelerate,
+    by_pushing,
+)
+ADAPTERS = ("by_trl_lora", "by_peft")
+SAVED = [(way.__name__, method) for way in WAYS for method in METHODS]
+SAVED += [("by_trainer-checkpoint", method) for method in METHODS]
+
+
+@dataclass
+class Reloaded:
+    """What was saved, and the logits of it: live, and of fresh processes without and with hf_posenc imported."""
+
+    root: Path
+    live: dict[str, torch.Tensor]
+    plain: dict[str, torch.Tensor]
+    with_us: dict[str, torch.Tensor]
+
+    def folder(self, way: str, method: str) -> Path:
+        return self.root / f"{way}-{method}" / way
+
+
+@pytest.fixture(scope="module")
+def reloaded(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Reloaded:
+    root = tmp_path_factory.mktemp("saved")
+    found = Reloaded(root, {}, {}, {})
+    for way in WAYS:
+        for method in METHODS:
+            folder = found.folder(way.__name__, method)
+            folder.parent.mkdir()
+            model = way(base, method, folder)
+            found.live[str(folder)] = logits(model.eval(), IDS)
+            if (checkpoint := folder.with_name(folder.name + "-checkpoint")).is_dir():
+                moved = found.folder(checkpoint.name, method)
+                moved.parent.mkdir()
+                checkpoint.rename(moved)
+                found.live[str(moved)] = found.live[str(folder)]
+    save_file({"ids": IDS}, root / "ids.safetensors")
+    for out, words in ((found.plain, []), (found.with_us, [WITH_US])):
+        script = Path(__file__).with_name("reload_logits.py")
+        file = root / "logits.safetensors"
+        command = [sys.executable, str(script), str(root / "ids.safetensors"), str(file), *words, *found.live]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        out.update(load_file(file))
+        out["stderr"] = done.stderr  # type: ignore[assignment]
+    return found
+
+
+@pytest.mark.parametrize(("way", "method"), SAVED)
+def test_what_was_saved_is_read_back(reloaded: Reloaded, way: str, method: str) -> None:
+    folder = str(reloaded.folder(way, method))
+    live = reloaded.live[folder]
+    torch.testing.assert_close(reloaded.with_us[folder], live, rtol=1e-4, atol=1e-4)
+    off = (reloaded.plain[folder] - live).abs().max()
+    if METHODS[method] == "static" and way not in ADAPTERS:
+        assert off < 1e-4
+        assert reloaded.plain[f"{folder}.length"] == TARGET
+    else:  # no file of plain Transformers or PEFT can say it; at least none claims the length
+        assert off > 0.1
+        assert reloaded.plain[f"{folder}.length"] == ORIGINAL
+
+
+@pytest.mark.parametrize(("way", "method"), SAVED)
+def test_the_folder_says_what_it_is(reloaded: Reloaded, way: str, method: str) -> None:
+    folder = reloaded.folder(way, method)
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert (manifest["method"], manifest["context_length"], manifest["original_max_position_embeddings"]) == (
+        method,
+        TARGET,
+        ORIGINAL,
+    )
+    assert manifest["tokens_trained"] is None  # whoever trained it did not say
+    tokenizer = folder / "tokenizer_config.json"
+    assert tokenizer.is_file() == (
+        way in ("by_trainer", "by_trainer-checkpoint", "by_trl", "by_trl_packing", "by_trl_lora")
+    )
+    if tokenizer.is_file():
+        assert json.loads(tokenizer.read_text())["model_max_length"] == TARGET
+    found = diagnose(folder)
+    assert found.sound, found.findings
+    if way in ADAPTERS:
+        assert json.loads((folder / "adapter_config.json").read_text())["context_extension"]["method"] == method
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        assert config["rope_theta"] == 10000.0  # Transformers 4's serialization beside Transformers 5's
+        assert "rope_scaling" in config
+
+
+def test_peft_alone_is_told_that_something_is_missing(reloaded: Reloaded) -> None:
+    assert "Unexpected keyword arguments ['context_extension']" in str(reloaded.plain["stderr"])
+    assert "Unexpected keyword arguments" not in str(reloaded.with_us["stderr"])
+
+
+def test_what_is_put_in_while_loading_is_said(reloaded: Reloaded) -> None:
+    said = str(reloaded.with_us["stderr"])
+    for way, method in SAVED:
+        if METHODS[method] != "static" and way not in ADAPTERS:
+            assert f"{reloaded.folder(way, method)}: {method} to {TARGET} tokens" in said
+    assert "yarn to" not in str(reloaded.plain["stderr"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_save_extended_writes_the_same(base: Path, method: str, tmp_path: Path) -> None:
+    model = patched_base(base, method)
+    model.save_pretrained(tmp_path / "standard")
+    save_extended(model, tmp_path / "ours")
+    for name in ("config.json", MANIFEST):
+        ours, standard = (json.loads((tmp_path / way / name).read_text()) for way in ("ours", "standard"))
+        assert {**standard, "tokens_trained": 0} == {**ours, "tokens_trained": 0}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_second_rule_counts_from_the_original_length(base: Path, method: str, tmp_path: Path) -> None:
+    """The third row of the issue: it counted from the target, 1024 to 4096 for 256 to 1024."""
+    patched_base(base, method).save_pretrained(tmp_path / "saved")
+    with plain_loading():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    patch_model(again, "yarn", FACTOR, on_scaled="replace")
+    assert describe(again)["original_max_position_embeddings"] == ORIGINAL
+    assert describe(again)["context_length"] == TARGET
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_config_saved_alone_does_not_hide_the_rule(base: Path, method: str, tmp_path: Path) -> None:
+    model = patched_base(base, method)
+    model.config.save_pretrained(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["context_extension"]
+    assert (said["method"], said["original_max_position_embeddings"]) == (method, ORIGINAL)
+
+
+def test_unpatched_it_saves_as_any_model(base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.save_pretrained(tmp_path / "before")
+    unpatch_model(patch_model(model, "dynamic_yarn", FACTOR))
+    model.save_pretrained(tmp_path / "after")
+    assert sorted(file.name for file in (tmp_path / "after").iterdir()) == sorted(
+        file.name for file in (tmp_path / "before").iterdir()
+    )
+    assert (tmp_path / "after" / "config.json").read_text() == (tmp_path / "before" / "config.json").read_text()
+    assert "save_pretrained" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_saves_itself(base: Path, copied: Callable[[Any], Any], tmp_path: Path) -> None:
+    model = patched_base(base, "yarn")
+    other = copied(model)
+    with torch.no_grad():
+        other.model.norm.weight.fill_(2.0)
+    other.save_pretrained(tmp_path)
+    again = load_extended(tmp_path)
+    assert torch.equal(again.model.norm.weight, torch.full_like(again.model.norm.weight, 2.0))
+    assert describe(again) == describe(model)
+    unpatch_model(other)
+    assert describe(model)["method"] == "yarn"
+    assert "save_pretrained" in vars(model)
+
+
+def test_trainer_resumes_from_its_checkpoint(base: Path, tmp_path: Path) -> None:
+    """Transformers reads a checkpoint's config as one of no family, which fails on both serializations of yarn."""
+    by_trainer(base, "yarn", tmp_path / "model")
+    args = TrainingArguments(**five_steps(tmp_path / "run", max_steps=6))
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = Dataset.from_list([dict(tokenizer(text, truncation=True, max_length=200)) for text in TEXTS])
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    trainer = Trainer(patched_base(base, "yarn"), args, train_dataset=rows, data_collator=collator)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-5"))
+    assert trainer.state.global_step == 6
+
+
+def test_another_process_writes_nothing(base: Path, tmp_path: Path) -> None:
+    patched_base(base, "yarn").save_pretrained(tmp_path, is_main_process=False)
+    assert not (tmp_path / MANIFEST).exists()
+
+
+def test_what_cannot_be_said_is_warned_about(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = patched_base(base, "yarn")
+    model.model.rotary_emb.inv_freq.mul_(1.1)
+    model.save_pretrained(tmp_path)
+    assert "saved WITHOUT its extension" in caplog.text
+    assert f"save_extended(model, {str(tmp_path)!r})" in caplog.text
+    assert not (tmp_path / MANIFEST).exists()
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_accelerate_warns_of_adapters(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    Accelerator(cpu=True).save_model(get_peft_model(patched_base(base, "yarn"), settings), tmp_path)
+    assert "without its extension" in caplog.text
+    assert not (tmp_path / MANIFEST).exists()
+
+
+def test_an_adapter_does_not_go_onto_another_rule(base: Path, tmp_path: Path) -> None:
+    by_peft(base, "yarn", tmp_path / "adapter")
+    other = patched_base(base, "linear")
+    with pytest.raises(ValueError, match="method is 'linear', the manifest says 'yarn'"):
+        PeftModel.from_pretrained(other, str(tmp_path / "adapter"))
+
+
+def test_transformers_own_adapters(base: Path, tmp_path: Path) -> None:
+    """from_pretrained on an adapter's folder, and add_adapter with save_pretrained."""
+    model = patched_base(base, "yarn")
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert describe(again) == describe(model)
+    torch.testing.assert_close(logits(again, IDS), logits(model.eval(), IDS), rtol=1e-5, atol=1e-5)
+
+
+def test_doctor_fails_a_model_that_was_loaded_without_its_rule(base: Path, tmp_path: Path) -> None:
+    patched_base(base, "dynamic_yarn").save_pretrained(tmp_path)
+    with plain_loading():
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    found = diagnose(plain)
+    assert not found.sound
+    assert any(finding.code == "extension-not-applied" for finding in found.findings)
+    assert diagnose(load_extended(tmp_path)).sound
+
+
+def test_doctor_on_an_adapter_without_a_manifest(base: Path, tmp_path: Path) -> None:
+    by_peft(base, "yarn", tmp_path)
+    (tmp_path / MANIFEST).unlink()
+    found = diagnose(tmp_path)
+    assert not found.sound  # adapter_config.json still says what it was trained on
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    del config["context_extension"]
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    found = diagnose(tmp_path)
+    assert found.sound
+    assert "cannot be known" in " ".join(f"{finding.what} {finding.why}" for finding in found.findings)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": TARGET}))
+    found = diagnose(tmp_path)  # trained on 256 tokens, with a base of 64
+    assert not found.sound
+    assert any(finding.code == "adapter-without-extension" for finding in found.findings)
