@@ -65,8 +65,7 @@ def test_an_adapter_of_a_classifier_brings_its_head(num_labels: int, tmp_path: P
     LlamaForCausalLM(LlamaConfig(**TINY_SIZES, pad_token_id=0)).save_pretrained(tmp_path / "base")
     base = LlamaForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=num_labels)
     settings = LoraConfig(task_type="SEQ_CLS", init_lora_weights=False)
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
-        model = get_peft_model(patch_model(base, "yarn", 4), settings).eval()
+    model = get_peft_model(patch_model(base, "yarn", 4), settings).eval()
     again = load_extended(save_extended(model, tmp_path / "adapter"))
     assert type(again.get_base_model()) is LlamaForSequenceClassification
     assert torch.equal(outputs(again.eval()), outputs(model))
@@ -108,8 +107,7 @@ def test_eval_of_an_adapter_loads_its_base(tmp_path: Path, capsys: pytest.Captur
     make(LlamaForCausalLM).save_pretrained(tmp_path / "base")
     make_tiny_tokenizer().save_pretrained(tmp_path / "base")
     base = LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    with pytest.warns(FutureWarning, match="is_gradient_checkpointing"):
-        tuned = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
+    tuned = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)).eval()
     tuned.save_pretrained(str(tmp_path / "adapter"))
     model, _ = load_model(tmp_path / "adapter", dtype="float32")
     assert torch.equal(outputs(model), outputs(tuned))
