@@ -65,6 +65,13 @@ class ExtensionArguments:
     preset: str | None = field(
         default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
     )
+    rope_scaling: str | None = field(
+        default=None,
+        metadata={
+            "help": "a dictionary as vLLM, LLaMA-Factory and Transformers take it, instead of method, factor and "
+            """options: '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'"""
+        },
+    )
     factor: float | None = field(
         default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,42 @@ def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: 
         get_preset(extension.preset).refuse_besides(method=", ".join(named) or None, **given, options=rules)
 
 
+def in_our_words(
+    methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]
+) -> tuple[list[str], ExtensionArguments, dict[str, Any]]:
+    """Return a request whose ``--rope-scaling``, if there is one, is said by method, factor, length and options.
+
+    Args:
+        methods: Names; "none" is no method.
+        extension: How far.
+        rules: The options of the method.
+
+    Raises:
+        TypeError, ValueError: The dictionary is wrong, or what it says was given as well.
+    """
+    if extension.rope_scaling is None:
+        return list(methods), extension, rules
+    from hf_posenc.rope_scaling import read_rope_scaling, refuse_besides
+
+    asked = read_rope_scaling(extension.rope_scaling)
+    named = ", ".join(method for method in methods if method != NONE)
+    length = extension.original_max_position_embeddings
+    refuse_besides(
+        method=named or None,
+        preset=extension.preset,
+        factor=extension.factor,
+        original_max_position_embeddings=length,
+        options=rules,
+    )
+    extension = dataclasses.replace(
+        extension,
+        rope_scaling=None,
+        factor=asked.factor,
+        original_max_position_embeddings=asked.original_max_position_embeddings,
+    )
+    return [*methods, asked.method], extension, asked.options
+
+
 def rows_to_measure(
     methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]
 ) -> list[dict[str, Any] | None]:
@@ -69,6 +106,7 @@ def rows_to_measure(
     Raises:
         TypeError, ValueError: As for ``check_request``, or there is nothing that the request is for.
     """
+    methods, extension, rules = in_our_words(methods, extension, rules)
     check_request(methods, extension, rules)
     told = {**vars(extension), **rules}
     rows = [None if method == NONE else {"method": method, **told} for method in methods]

@@ -22,6 +22,7 @@ from hf_posenc.arguments import TRACEBACK
 from hf_posenc.checks import (
     check_folder,
     check_request,
+    in_our_words,
     perplexity_settings,
     retrieval_settings,
     rows_to_measure,
@@ -49,13 +50,15 @@ def patch(argv: Sequence[str]) -> None:
     places = {"model": "name on the Hub, folder or .gguf file", "output": "folder to write"}
     known = (args_.PatchArguments, args_.ExtensionArguments, args_.OptionArguments, args_.ModelArguments)
     given, which, extension, options, loading = args_.parse("patch", _first_line(patch), argv, known, places)
-    rules = args_.parse_options(options.option)
-    check_request([which.method or "yarn"] if which.method or not extension.preset else [], extension, rules)
+    named = [which.method] if which.method else []
+    named, extension, rules = in_our_words(named, extension, args_.parse_options(options.option))
+    methods = named or ([] if extension.preset else ["yarn"])
+    check_request(methods, extension, rules)
     check_folder(given.model, given.output, may_hold_files=False)
     from hf_posenc.patch_command import run_patch
 
     trained = _tokens_trained(given.model)
-    run_patch(given.model, given.output, which.method or "yarn", extension, rules, loading, trained)
+    run_patch(given.model, given.output, (*methods, "yarn")[0], extension, rules, loading, trained)
 
 
 def evaluate(argv: Sequence[str]) -> None:

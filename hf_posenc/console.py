@@ -85,6 +85,20 @@ class Progress:
 
 
 @contextmanager
+def quiet(*names: str, level: int = logging.WARNING) -> Iterator[None]:
+    """While open, loggers of these names say nothing below ``level``."""
+    logs = [logging.getLogger(name) for name in names]
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(level)
+    try:
+        yield
+    finally:
+        for log, was in zip(logs, before, strict=True):
+            log.setLevel(was)
+
+
+@contextmanager
 def without_weight_bars() -> Iterator[None]:
     """While open, Transformers draws no bars for weights that it loads and writes; those of downloads stay."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
+from hf_posenc.console import quiet
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.loading import load_model
 from hf_posenc.patching import patched
@@ -24,7 +24,7 @@ FACTOR = 4
 ORIGINAL = 256
 _TITLE = "A 256-token Llama made to read 1024 tokens"
 # What the commands tell besides the progress: settings, memory, checks. The demo has a line for each result instead.
-_DETAILS = ("hf_posenc.evaluation", "hf_posenc.training")
+_DETAILS = ("hf_posenc.evaluation", "hf_posenc.training", "hf_posenc.patching")
 
 
 def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype: str = "auto") -> ReportPaths:
@@ -51,7 +51,7 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype
         command=shlex.join(words),
     )
     stations = _Stations(len(METHODS) + 4)
-    with _without_details():
+    with quiet(*_DETAILS):
         model, tokenizer = load_model(tiny_model_path(), dtype=dtype)
         records: list[Record] = []
         for method in (None, *METHODS):
@@ -109,16 +109,3 @@ def _perplexities(records: Sequence[Record]) -> str:
     """Return the perplexities at the original length, the target and the longest."""
     shown = [one for one in records if one.context_length in (ORIGINAL, ORIGINAL * FACTOR, LENGTHS[-1])]
     return "perplexity " + ", ".join(f"{one.perplexity:.1f} at {one.context_length}" for one in shown)
-
-
-@contextmanager
-def _without_details() -> Iterator[None]:
-    logs = [logging.getLogger(name) for name in _DETAILS]
-    levels = [log.level for log in logs]
-    for log in logs:
-        log.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for log, level in zip(logs, levels, strict=True):
-            log.setLevel(level)

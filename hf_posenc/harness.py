@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from hf_posenc.arguments import ExtensionArguments, ModelArguments, OptionArguments, parse, parse_options
-from hf_posenc.checks import rows_to_measure
+from hf_posenc.checks import in_our_words, rows_to_measure
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 
@@ -37,13 +37,14 @@ def run_harness(summary: str, argv: Sequence[str]) -> None:
     ours, theirs = split_flags(argv, known)
     places = {"model": "name on the Hub, folder or .gguf file; first, before all flags"}
     given, which, extension, options, loading = parse("lm-eval", summary, ours, known, places)
-    rules = parse_options(options.option)
-    rows_to_measure([] if which.method is None else [which.method], extension, rules)
+    named = [] if which.method is None else [which.method]
+    named, extension, rules = in_our_words(named, extension, parse_options(options.option))
+    rows_to_measure(named, extension, rules)
     if {"--model", "-M"} & {word.partition("=")[0] for word in theirs}:
         raise ValueError("--model is always hf_posenc here; other model classes of lm-eval are run by lm_eval itself.")
     if find_spec("lm_eval") is None:
         raise ImportError("lm-eval is not installed. It comes with: pip install 'hf_posenc[lm-eval]'")
-    told = model_args(given.model, which.method, extension, rules, loading)
+    told = model_args(given.model, named[0] if named else None, extension, rules, loading)
     device = [] if loading.device in (None, "auto") else ["--device", loading.device]
     call_lm_eval(["run", "--model", "hf_posenc", "--model_args", json.dumps(told), *device, *theirs])
 

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import AutoConfig
 
 from hf_posenc.config import ENCODINGS
+from hf_posenc.extension import Extension, describe_config
 from hf_posenc.families import unwrap
 from hf_posenc.patching import extension_of, patch_model, unextended_config
 from hf_posenc.registry import get_method, make_scaling
@@ -75,6 +77,24 @@ def read_manifest(path: str | Path) -> dict[str, Any] | None:
     if newer:
         raise ValueError(f"{file} was written by a newer hf_posenc (format {manifest['format']}). Upgrade hf_posenc.")
     return manifest
+
+
+def describe_folder(source: str | Path) -> dict[str, Any]:
+    """Return ``describe`` of what is in a folder, or on the Hub under a name: by its manifest, else by its config.
+
+    Raises:
+        OSError: There is no config.
+        ValueError: The manifest is damaged.
+    """
+    path = Path(source).expanduser()
+    path = path.parent if path.name == "config.json" else path
+    manifest = read_manifest(path)
+    if manifest is not None:
+        return {key: manifest[key] for key in Extension.FACTS}
+    adapter = path / "adapter_config.json"
+    if adapter.is_file():
+        return describe_folder(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    return describe_config(AutoConfig.from_pretrained(path if path.is_dir() else str(source)))
 
 
 def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = "refuse") -> None:

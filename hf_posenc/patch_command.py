@@ -6,10 +6,12 @@ from typing import Any
 
 from hf_posenc.arguments import ExtensionArguments, ModelArguments
 from hf_posenc.checkpoint import save_extended
+from hf_posenc.console import quiet
 from hf_posenc.dtypes import AUTO, CHECKPOINT
 from hf_posenc.loading import load_model
 from hf_posenc.patching import is_patched, patch_model, unpatch_model, verify_model
 from hf_posenc.rows import refuse_extended
+from hf_posenc.verification import extension_words
 
 
 def run_patch(
@@ -41,15 +43,8 @@ def run_patch(
     refuse_extended(model, name, extension.on_scaled)
     if is_patched(model):
         unpatch_model(model)
-    patch_model(model, method, **vars(extension), **options)
+    with quiet(patch_model.__module__):  # it is printed below
+        patch_model(model, method, **vars(extension), **options, tokenizer=tokenizer)
     verification = verify_model(model)
     save_extended(model, output, tokenizer, tokens_trained=tokens_trained, base_model=name)
-    done = verification.extension
-    verified = "every attention layer runs the rule; load_extended and hf-posenc eval apply it"
-    if verification.modules:
-        worst = max(check.inv_freq_error for check in verification.modules)
-        verified = f"frequencies differ from the closed form by at most {worst:.1e}"
-    print(
-        f"{done['method']} x{done['factor']:g}: {done['original_max_position_embeddings']} -> {done['context_length']} "
-        f"tokens\nverified: {verified}\nsaved: {output}"
-    )
+    print(f"{extension_words(verification.extension)}\nverified: {verification.found}\nsaved: {output}")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.attention.doorway import layers_behind
 from hf_posenc.attention.install import OpenDoor, check_door, close_door, door_problem, put_behind_door
 from hf_posenc.encodings.install import PutIn, check_encoding, put_in
 from hf_posenc.extension import Extension, declared_scaling, describe_config, plain_spec
@@ -27,8 +30,17 @@ from hf_posenc.softmax_scale import (
 )
 from hf_posenc.spelling import mark_encoding
 from hf_posenc.standard_saving import carry_extension, drop_extension
-from hf_posenc.verification import RotaryCheck, RotaryMismatchError, Verification, check_rotary, check_scale
+from hf_posenc.verification import (
+    RotaryCheck,
+    RotaryMismatchError,
+    Verification,
+    check_rotary,
+    check_scale,
+    extension_words,
+)
 from hf_posenc.windows import KEEP
+
+logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -55,6 +67,7 @@ class _Record:
     config_values: list[dict[str, Any]]
     door: OpenDoor | None = None
     encoding: PutIn | None = None
+    tokenizer: tuple[PreTrainedTokenizerBase, int] | None = None  # and its limit before
 
 
 def patch_model(
@@ -65,15 +78,18 @@ def patch_model(
     context_length: int | None = None,
     original_max_position_embeddings: int | None = None,
     preset: str | None = None,
+    rope_scaling: Mapping[str, Any] | str | None = None,
     sliding_window: str | int = KEEP,
     on_scaled: str = "refuse",
+    tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Any,
 ) -> ModelT:
     """Extend a loaded model: swap its rotary frequencies, in place, verified and undoable.
 
     Works on any device or several, quantised or not, before or after ``torch.compile`` or PEFT. The model gets a
     config of its own, so another model built from the same config object is not touched. A KV cache filled before the
-    call holds keys at the old frequencies: drop it (a rule of the attention door takes it as it is).
+    call holds keys at the old frequencies: drop it (a rule of the attention door takes it as it is). A line of the
+    log, at INFO, says what was done.
 
     Args:
         model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.
@@ -83,10 +99,15 @@ def patch_model(
         context_length: The target in tokens, instead of ``factor``.
         original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
         preset: A name of ``hf-posenc presets``, instead of all the above: how a published checkpoint is extended.
+        rope_scaling: A dictionary as Transformers, vLLM, LLaMA-Factory and Axolotl take it, instead of method, factor,
+            original length and options: ``{"rope_type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 32768}``; JSON too. Their ``dynamic`` is ``scope="sequence"`` here.
         sliding_window: What becomes of a window that every layer has (Mistral 0.1, Phi-3): ``"keep"``, ``"off"`` or a
             number of tokens.
         on_scaled: ``"replace"`` to put the rule in place of one the checkpoint already has (Llama 3.1, Yarn-...);
             lengths still count from the original length.
+        tokenizer: Its ``model_max_length`` is set to the target, and put back by ``unpatch_model``; saved with the
+            model it gets the target in any case.
         **options: The method's own, such as ``beta_fast`` or ``rope_theta``.
 
     Returns:
@@ -113,6 +134,7 @@ def patch_model(
         context_length=context_length,
         original_max_position_embeddings=original_max_position_embeddings,
         preset=preset,
+        rope_scaling=rope_scaling,
         sliding_window=sliding_window,
         on_scaled=on_scaled,
     )
@@ -142,8 +164,9 @@ def patch_model(
         write_config(config, extension)
         if extension.scaling.is_encoding:  # which save_pretrained alone must not lose
             mark_encoding(config.rope_parameters, rope_label(config), extension.scaling.method)
+    said = extension_words(extension.describe())
     for name, module in modules.items():
-        write_rotary(module, values[name])
+        write_rotary(module, values[name], said)
     for name, module in attentions.items():
         module.__dict__["scaling"] = scales[name]
     base.__dict__[_RECORD] = record
@@ -153,7 +176,7 @@ def patch_model(
             record.encoding = put_in(base, extension)
         elif rotation is not None:
             record.door = put_behind_door(base, extension, next(iter(values.values())), rotation)
-        verify_model(base)
+        verified = verify_model(base)
     except RotaryMismatchError:
         unpatch_model(base)
         raise
@@ -163,6 +186,12 @@ def patch_model(
             f"Transformers cannot run {type(base).__name__} with this rule ({type(error).__name__}: {error}). "
             f"Take another method for model_type {text_config.model_type!r}."
         ) from error
+    limit = "the tokenizer's limit is not changed"
+    if tokenizer is not None:
+        record.tokenizer = (tokenizer, tokenizer.model_max_length)
+        tokenizer.model_max_length = extension.context_length
+        limit = f"the tokenizer's limit is {extension.context_length}"
+    logger.info("%s; %s", verified, limit)
     return model
 
 
@@ -190,6 +219,9 @@ def unpatch_model(model: ModelT) -> ModelT:
                 setattr(config, name, values[name])
             else:
                 config.__dict__.pop(name, None)
+    if record.tokenizer is not None:
+        tokenizer, limit = record.tokenizer
+        tokenizer.model_max_length = limit
     drop_extension(base)
     del base.__dict__[_RECORD]
     return model
@@ -219,16 +251,18 @@ def verify_model(model: nn.Module) -> Verification:
 
 
 def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
-    record = base.__dict__.get(_RECORD)
+    record, layers = base.__dict__.get(_RECORD), 0
     if record is not None and (record.door is not None or record.encoding is not None):
         problem = door_problem(base, record.door) if record.door is not None else record.encoding.problem(base)
         if problem is not None:
             raise RotaryMismatchError(f"{describe(base)['method']} is no longer in place: {problem}.")
-        if record.door is not None:
-            return Verification(describe(base), ())
+        layers = record.encoding.layers(base) if record.encoding else layers_behind(base, record.door.door)
     extension = extension_of(base)
+    if extension is not None and extension.scaling.is_encoding:
+        return Verification(describe(base), (), layers)
     spec = extension.spec if extension is not None else plain_spec(base.config.get_text_config(decoder=True))
-    scaling = extension.scaling if extension is not None else None
+    # Behind a door queries and keys come rotated by the model's own frequencies.
+    scaling = extension.scaling if extension is not None and not layers else None
     label = rope_label(base.config.get_text_config(decoder=True))
     checks: list[RotaryCheck] = []
     for name, module in rotary_modules(base).items():
@@ -240,7 +274,7 @@ def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
         factor = attention_factor_of(extension)
         for name, scale in base.__dict__[_RECORD].scales.items():
             check_scale(name, live_scale(base.get_submodule(name)), scale * factor**2)
-    return Verification(describe(base), tuple(checks))
+    return Verification(describe(base), tuple(checks), layers)
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -271,10 +305,24 @@ def unextended_config(model: PreTrainedModel) -> dict[str, Any]:
     return {name: values[name] for name in _CONFIG_VALUES if name in values}
 
 
-def describe(model: nn.Module) -> dict[str, Any]:
-    """Return method, factor, options, original and target length of a model; method ``"none"`` for a plain one."""
-    extension = patched_extension(model)
-    return describe_config(unwrap(model).config) if extension is None else extension.describe()
+def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
+    """Return method, factor, options, original and target length; method ``"none"`` for what is not extended.
+
+    Args:
+        source: A model, wrapped or not; a config; a checkpoint's folder, an adapter's too, or a name on the Hub.
+
+    Raises:
+        OSError: There is no such folder, and no such name on the Hub.
+        TypeError: It is none of these.
+    """
+    if isinstance(source, PreTrainedConfig):
+        return describe_config(source)
+    if isinstance(source, (str, Path)):
+        from hf_posenc.manifest import describe_folder
+
+        return describe_folder(source)
+    extension = patched_extension(source)
+    return describe_config(unwrap(source).config) if extension is None else extension.describe()
 
 
 def _new_scales(

@@ -23,6 +23,7 @@ from hf_posenc.extension import (
 from hf_posenc.families import LONGROPE_ONLY, MLA, ROTATED_VALUES, refuse_family, rope_label
 from hf_posenc.presets import choose_preset
 from hf_posenc.registry import METHODS, get_method, make_scaling
+from hf_posenc.rope_scaling import read_rope_scaling, refuse_besides
 from hf_posenc.spelling import OnDisk, longrope_spelling
 from hf_posenc.windows import KEEP, choose_window, warn_about_window
 
@@ -81,10 +82,22 @@ def resolve(
     context_length: int | None = None,
     original_max_position_embeddings: int | None = None,
     preset: str | None = None,
+    rope_scaling: Mapping[str, Any] | str | None = None,
     sliding_window: str | int = KEEP,
     on_scaled: str = "refuse",
 ) -> Extension:
     """Check a request against a text config before anything is touched; arguments as ``patch_model``'s."""
+    if rope_scaling is not None:
+        asked = read_rope_scaling(rope_scaling, declared_rope(config))
+        refuse_besides(
+            method=None if method in ("yarn", asked.method) else method,
+            factor=factor,
+            original_max_position_embeddings=original_max_position_embeddings,
+            preset=preset,
+            options=dict(options),
+        )
+        method, factor, options = asked.method, asked.factor, asked.options
+        original_max_position_embeddings = asked.original_max_position_embeddings
     if preset is not None:
         chosen = choose_preset(
             preset,
@@ -204,6 +217,7 @@ def extend_config(
     context_length: int | None = None,
     original_max_position_embeddings: int | None = None,
     preset: str | None = None,
+    rope_scaling: Mapping[str, Any] | str | None = None,
     sliding_window: str | int = KEEP,
     on_scaled: str = "refuse",
     **options: Any,
@@ -222,6 +236,7 @@ def extend_config(
         context_length=context_length,
         original_max_position_embeddings=original_max_position_embeddings,
         preset=preset,
+        rope_scaling=rope_scaling,
         sliding_window=sliding_window,
         on_scaled=on_scaled,
     )

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 _BUFFERS = ("inv_freq",)
 _ATTRIBUTES = ("attention_scaling", "rope_type", "rope_init_fn", "max_seq_len_cached", "original_max_seq_len")
 _KEPT = "_hf_posenc_float32"
+_SAID = "_hf_posenc_extension"
 
 
 class _Float32Rotary(nn.Module):
@@ -30,6 +31,10 @@ class _Float32Rotary(nn.Module):
         if self.rope_type == "dynamic":  # the buffers are those of the original length again
             self.max_seq_len_cached = self.original_max_seq_len
         return self
+
+    def extra_repr(self) -> str:
+        """Say in ``repr(model)`` what the model is extended by."""
+        return str(self.__dict__.get(_SAID, ""))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # The guarded class is made at run time, so a pickle names the class it was made from.
@@ -130,15 +135,24 @@ def zero_other_layer_types(saved: SavedRotary, label: str | None) -> None:
             saved.attributes[name] = 1.0
 
 
-def write_rotary(module: nn.Module, saved: SavedRotary) -> None:
-    """Make the module hold ``saved``, float32, and keep it so through later casts."""
+def write_rotary(module: nn.Module, saved: SavedRotary, said: str | None = None) -> None:
+    """Make the module hold ``saved``, float32, and keep it so through later casts.
+
+    Args:
+        module: The rotary module.
+        saved: What it is to hold.
+        said: What the model is extended by, in words, for ``repr``; None leaves what was said before.
+    """
     _write(module, saved)
     module.__dict__[_KEPT] = saved.buffers
+    if said is not None:
+        module.__dict__[_SAID] = said
     module.__class__ = _guarded(rotary_class(module))
 
 
 def restore_rotary(module: nn.Module, saved: SavedRotary) -> None:
     """Undo ``write_rotary``: class, buffers and attributes as they were."""
     module.__class__ = rotary_class(module)
-    module.__dict__.pop(_KEPT, None)
+    for name in (_KEPT, _SAID):
+        module.__dict__.pop(name, None)
     _write(module, saved)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.config import ENCODINGS, RopeScaling, RopeSpec
 from hf_posenc.families import label_prefix
 from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.registry import METHODS
@@ -49,11 +50,46 @@ class Verification:
 
     Attributes:
         extension: Method, factor, options, original and target length.
-        modules: One entry per rotary module; empty for a model on the meta device.
+        modules: One entry per rotary module; empty for a model on the meta device, and for an encoding in the place
+            of RoPE, under which they rotate nothing.
+        attention_layers: How many layers run the rule in their attention; 0 for a static rule.
     """
 
     extension: dict[str, Any]
     modules: tuple[RotaryCheck, ...]
+    attention_layers: int = 0
+
+    def __str__(self) -> str:
+        """Return the extension and what was found, in words."""
+        return f"{extension_words(self.extension)}; verified: {self.found}"
+
+    @property
+    def found(self) -> str:
+        """What was compared, and how closely it agrees, in words."""
+        found = []
+        if self.attention_layers:
+            found.append(f"run by {count(self.attention_layers, 'attention layer')}")
+        if self.modules:
+            error = max(check.inv_freq_error for check in self.modules)
+            held = "the model's own frequencies" if self.attention_layers else "the closed form"
+            found.append(f"{count(len(self.modules), 'rotary module')} within {error:.1g} of {held}")
+        if not found:
+            added = self.extension["method"] in ENCODINGS
+            found = ["it is added to the embeddings" if added else "nothing, as there is no data yet"]
+        return ", ".join(found)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with a noun, in the plural where it is not one."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def extension_words(extension: Mapping[str, Any]) -> str:
+    """Return method, factor and lengths of what ``describe`` returns, in words."""
+    if extension["method"] == "none":
+        return f"not extended: {extension['context_length']} tokens"
+    lengths = f"{extension['original_max_position_embeddings']} -> {extension['context_length']} tokens"
+    return f"{extension['method']} x{extension['factor']:g}: {lengths}"
 
 
 def _live_rope_type(module: nn.Module, label: str | None) -> str:
@@ -154,7 +190,7 @@ def _check_output(
     """Run the module at a few positions: what it hands out must come from the frequencies it holds."""
     device = module.get_buffer(f"{label_prefix(label)}inv_freq").device
     # Within the original length, where rules that depend on the length of a forward are at rest.
-    positions = [p for p in _PROBES if p < spec.original_max_position_embeddings - 1]
+    positions = [p for p in _PROBES if p < spec.original_max_position_embeddings - 1] or [0]
     probes = torch.tensor(positions, device=device).unsqueeze(0)
     cos, sin = _cos_and_sin(module, label, probes)
     alpha = module._buffers.get("alpha")  # Mistral Large 4 has a learned logarithm of each frequency's multiple

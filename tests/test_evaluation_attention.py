@@ -106,7 +106,7 @@ def test_patch_eval_and_what_replaces_a_loaded_rule(
     words = ["--method", "dynamic_yarn", "--factor", "4"]
     assert main(["patch", str(tiny_checkpoint), str(folder), *words, "--option", "stage=32", "log_n=true"]) == 0
     shown = capsys.readouterr().out
-    assert "dynamic_yarn x4: 64 -> 256 tokens\nverified: every attention layer runs the rule" in shown
+    assert "dynamic_yarn x4: 64 -> 256 tokens\nverified: run by 2 attention layers" in shown
     assert describe(load_extended(folder))["options"] == {"stage": 32, "log_n": True}
     on_base = evaluated(
         tiny_checkpoint, text, tmp_path / "base.jsonl", *words, "--option", "stage=32", "log_n=true"

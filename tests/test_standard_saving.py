@@ -144,26 +144,19 @@ def by_accelerate(base: Path, method: str, folder: Path) -> Any:
 
 
 def by_pushing(base: Path, method: str, folder: Path) -> Any:
-    """push_to_hub, up to the upload itself: there is no Hub here."""
+    """save_pretrained(push_to_hub=True), up to the upload itself: there is no Hub here."""
     model = patched_base(base, method)
+
+    def push_to_hub(pushed: Any, repo_id: str, **kwargs: Any) -> None:
+        assert (repo_id, kwargs["commit_message"]) == ("someone/model", "a message")
+        pushed.save_pretrained(folder)  # as Transformers' own does, into a temporary folder that it uploads then
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *a, **k: _Card())
-        patch.setattr("transformers.utils.hub.hf_api", _Api, raising=False)
-        upload = lambda self, source, *a, **k: shutil.copytree(source, folder)  # noqa: E731
-        patch.setattr(type(model), "_upload_modified_files", upload)
-        model.save_pretrained(folder.with_name("pushed"), push_to_hub=True, repo_id="someone/model")
+        patch.setattr(type(model), "push_to_hub", push_to_hub)
+        kwargs = {"repo_id": "someone/model", "commit_message": "a message"}
+        model.save_pretrained(folder.with_name("pushed"), push_to_hub=True, **kwargs)
+    assert (folder.with_name("pushed") / MANIFEST).is_file()
     return model
-
-
-class _Card:
-    def save(self, path: str) -> None:
-        Path(path).write_text("a card")
-
-
-class _Api:
-    def create_repo(self, repo_id: str, **kwargs: Any) -> Any:
-        assert repo_id == "someone/model"
-        return type("Url", (), {"repo_id": repo_id})()
 
 
 WAYS: tuple[Callable[[Path, str, Path], Any], ...] = (

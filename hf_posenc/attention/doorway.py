@@ -146,3 +146,9 @@ def door_of(module: nn.Module) -> Doorway[Any] | None:
     """Return the door of an attention layer, if it has one."""
     found = module.__dict__.get(_DOOR)
     return found[0] if found else None
+
+
+def layers_behind(model: nn.Module, door: Doorway[Any]) -> int:
+    """Return how many attention layers of a model run the rule of a door."""
+    found = (module.__dict__.get(_DOOR) for module in model.modules())
+    return sum(put is not None and put[0] is door and put[1] == FULL for put in found)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.attention.doorway import CROSS, FULL, PASS, put_door, register, take_door
+from hf_posenc.attention.doorway import CROSS, FULL, PASS, layers_behind, put_door, register, take_door
 from hf_posenc.attention.install import (
     attends_to_text,
     attention_layers,
@@ -67,6 +67,10 @@ class PutIn:
             if buffer.endswith("inv_freq") and not frequencies.is_meta and frequencies.any():
                 return f"{name} still rotates queries and keys ({buffer})"
         return None
+
+    def layers(self, model: PreTrainedModel) -> int:
+        """Return how many attention layers ask for it; 0 where it is added to the embeddings."""
+        return layers_behind(model, self.asked) if isinstance(self.asked, EncodingDoor) else 0
 
     def take_out(self, model: PreTrainedModel) -> None:
         """Undo ``put_in``."""

@@ -40,6 +40,8 @@ def run_explain(
     Raises:
         ValueError, TypeError: The name is unknown, the request does not fit the model, or the folder is a file.
     """
+    if extension.rope_scaling is not None:
+        raise ValueError("--rope-scaling: explain is told the method by its name, and how far by --factor.")
     encoding = encoding_of(name)
     if encoding is None:
         _check_method(name, extension, options)

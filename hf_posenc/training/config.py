@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.presets import get_preset
 from hf_posenc.registry import get_method, make_scaling
+from hf_posenc.rope_scaling import read_rope_scaling, refuse_besides
 from hf_posenc.training.positions import check_rule
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.training.setting_checks import LR_SCHEDULES, check_count, check_numbers, check_words
@@ -45,6 +46,14 @@ class FinetuneConfig:
     )
     preset: str | None = field(
         default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
+    )
+    # Put into method, factor, original length and options when the run is made, and None from then on.
+    rope_scaling: str | None = field(
+        default=None,
+        metadata={
+            "help": "a dictionary as vLLM, LLaMA-Factory and Transformers take it, instead of method, factor and "
+            """options: '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'"""
+        },
     )
     factor: float | None = field(
         default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
@@ -182,6 +191,8 @@ class FinetuneConfig:
             if not isinstance(self.eval_lengths, (list, tuple)):
                 raise TypeError(f"eval_lengths must be a list of lengths in tokens, got {self.eval_lengths!r}.")
             self._set("eval_lengths", [check_count("eval_lengths", n, ContextLength) for n in self.eval_lengths])
+        if self.rope_scaling is not None:
+            self._read_rope_scaling()
         self._check_method()
         for name, value in check_numbers(vars(self)).items():
             self._set(name, value)
@@ -204,6 +215,12 @@ class FinetuneConfig:
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
+
+    def _read_rope_scaling(self) -> None:
+        asked = dataclasses.asdict(read_rope_scaling(self.rope_scaling))  # type: ignore[arg-type]  # it is there
+        refuse_besides(preset=self.preset, **{name: getattr(self, name) for name in asked})
+        for name, value in {**asked, "rope_scaling": None}.items():
+            self._set(name, value)
 
     def _check_method(self) -> None:
         factor = 1.0 if self.factor is None else self.factor

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc.checkpoint import ADAPTER_CONFIG, add_to_config
+from hf_posenc.console import quiet
 from hf_posenc.manifest import is_encoding, read_manifest
 from hf_posenc.patching import is_patched, unpatch_model
 from hf_posenc.planning.shapes import meta_model
@@ -40,7 +39,7 @@ def rehearse(name: str, config: FinetuneConfig, *, attention: str | None = None)
     manifest = read_manifest(path)
     if manifest is not None and is_encoding(manifest):
         return
-    with _quietly():  # the run itself will say it all
+    with quiet("hf_posenc", level=logging.ERROR):  # the run itself will say it all
         model = _build(str(path) if path.exists() else name, attention)
         if model is None:
             return
@@ -68,14 +67,3 @@ def _build(source: str, attention: str | None) -> PreTrainedModel | None:
         return None if other else meta_model(config, attention=attention)
     except (OSError, ImportError, ValueError, KeyError, TypeError, AttributeError, RuntimeError):
         return None
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    log = logging.getLogger("hf_posenc")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
