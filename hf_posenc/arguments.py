@@ -6,13 +6,17 @@ And the parser that fills them; ``checks`` has what can be said of them before a
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
 from hf_posenc.units import ContextLength, TokenCount
 
+# The arguments of the command that was parsed last, for its messages.
+_FLAGS: set[str] = set()
 TRACEBACK, TRACEBACK_HELP = "--traceback", "show where an error came from"
 # The same as in exports.stacks, which imports PyTorch too.
 STACKS = ("vllm", "sglang", "llama.cpp", "tgi")
@@ -235,7 +239,12 @@ def parse(
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
+            message = re.sub(r"--\w+/(--[\w-]+)", r"\1", message)  # a flag once, with dashes
             raise ValueError(f"{message} (hf-posenc {command} --help lists the flags)")
+
+        def _get_option_tuples(self, option_string: str) -> list[Any]:
+            # A flag and its spelling with underscores are one: an abbreviation of both is not ambiguous.
+            return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
 
     usage = " ".join(
         ["hf-posenc", command, *(name.upper() + (" ..." if several else "") for name in places), "[flags]"]
@@ -244,11 +253,66 @@ def parse(
     for name, help_text in places.items():
         parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
     parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)  # for main, which looks for the word
+    _group_flags(parser, known)
+    check_flags(command, argv, parser)
     parser.set_defaults(command=command)  # so that there is a namespace even where nothing is positional
     if defaults is not None and not {"-h", "--help"} & set(argv):
         _put_defaults(parser, argv, defaults)
     *filled, given = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     return given, *filled
+
+
+def _group_flags(parser: argparse.ArgumentParser, known: Sequence[Any]) -> None:
+    """List the flags in the help by what they are about: those of a dataclass, or of each of its ``HELP_GROUPS``."""
+    flags = parser._optionals._group_actions
+    for kind in known:
+        names = tuple(one.name for one in fields(kind))
+        for title, of_group in getattr(kind, "HELP_GROUPS", {_first_line(kind): names}).items():
+            group = parser.add_argument_group(title)
+            for action in [action for action in flags if action.dest in of_group]:
+                flags.remove(action)
+                group._group_actions.append(action)
+
+
+def _first_line(kind: Any) -> str:
+    return str(kind.__doc__).splitlines()[0].rstrip(".")
+
+
+def check_flags(command: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse a flag that a command does not have, with the one it may stand for, before any other mistake is told.
+
+    Raises:
+        ValueError: There is one.
+    """
+    known = [flag for flag in parser._option_string_actions if flag.startswith("--") and "_" not in flag]
+    for word in argv:
+        name = word.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and len(name) > 2 and not any(flag.startswith(name) for flag in known):
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ValueError(f"there is no flag {name}.{hint} (hf-posenc {command} --help lists the flags)")
+    _FLAGS.update(flag.removeprefix("--").replace("-", "_") for flag in known)
+
+
+def in_flags(message: str) -> str:
+    """Return a message of the library with its arguments named as the flags of the command that was parsed.
+
+    ``text_field=`` becomes ``--text-field``, ``sliding_window='off'`` ``--sliding-window off``, and a name at the
+    beginning of a sentence or after "pass" or "give" the flag; all else is left alone.
+    """
+    names = "|".join(sorted((name for name in _FLAGS if "_" in name), key=len, reverse=True))
+    if not names:
+        return message
+    # With a value, or with the dots or nothing that stand for one.
+    named = re.compile(rf"(?<![\w-])(?P<name>{names})=(?:'(?P<word>[^']*)'|(?P<number>\w[\w.]*)|\.\.\.|)")
+    message = named.sub(_as_flag, message)
+    return re.sub(rf"(?P<before>^|[Pp]ass |[Gg]ive |[Ll]eave )(?P<name>{names})(?=[ ,.:])", _as_flag, message)
+
+
+def _as_flag(found: re.Match[str]) -> str:
+    parts = found.groupdict()
+    value = parts.get("word") or parts.get("number")
+    return f"{parts.get('before', '')}--{found['name'].replace('_', '-')}{f' {value}' if value else ''}"
 
 
 def _put_defaults(

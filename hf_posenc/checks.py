@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,20 @@ def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[s
     return {**vars(asked), **{name: getattr(what, name) for name in shared}, "progress": not what.hide_progress}
 
 
+def check_writable(output: str) -> None:
+    """Check that a folder can be made, or be written to where it is there.
+
+    Raises:
+        ValueError: It is a file, or below one, or this user may not write there.
+    """
+    folder = Path(output).expanduser().resolve()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ValueError(f"{str(there)!r} is a file, so {output!r} cannot be a folder. Give another to write to.")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"{str(there)!r} cannot be written to by this user. Give another folder than {output!r}.")
+
+
 def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
     """Check a folder to write a model to.
 
@@ -212,8 +227,7 @@ def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
     folder = Path(output).expanduser().resolve()
     if Path(model).expanduser().resolve() == folder:
         raise ValueError("the output folder is the model's own. Give another, so that the original is kept.")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{output!r} is a file. Give a folder to write the model to.")
+    check_writable(output)
     if may_hold_files or not folder.is_dir() or (folder / MANIFEST).is_file():
         return
     if found := sorted(path.name for path in folder.iterdir()):

@@ -22,11 +22,13 @@ from hf_posenc.arguments import TRACEBACK
 from hf_posenc.checks import (
     check_folder,
     check_request,
+    check_writable,
     in_our_words,
     perplexity_settings,
     retrieval_settings,
     rows_to_measure,
 )
+from hf_posenc.config import unknown_name
 from hf_posenc.eval_arguments import EvalArguments, RetrievalArguments
 from hf_posenc.launching import LaunchArguments, launch_words, relaunch
 from hf_posenc.sources import read
@@ -135,6 +137,7 @@ def report(argv: Sequence[str]) -> None:
     for path in given.results:
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
+    check_writable(where.output_dir)
     from hf_posenc.evaluation import read_records, read_retrieval_records
     from hf_posenc.report import report as write
 
@@ -205,6 +208,7 @@ def recipes(argv: Sequence[str]) -> None:
 def demo(argv: Sequence[str]) -> None:
     """Show the full pipeline on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores."""
     _, chosen = args_.parse("demo", _first_line(demo), argv, (args_.DemoArguments,), {})
+    check_writable(chosen.output_dir)
     from hf_posenc.demo import run_demo
 
     run_demo(Path(chosen.output_dir), chosen.token_budget, dtype=chosen.dtype)
@@ -272,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
         if TRACEBACK in words or not _is_for_the_user(error):
             raise
-        print(f"hf-posenc: error: {error}", file=sys.stderr)
+        print(f"hf-posenc: error: {_in_words(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("hf-posenc: interrupted", file=sys.stderr)
@@ -288,13 +292,16 @@ def _command(words: list[str]) -> int | None:
         epilog=f"commands:\n{listing}\n\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", metavar="COMMAND", help="one of those below")
     parser.add_argument("--version", action="version", version=f"hf-posenc {_version()}")
     parser.add_argument(TRACEBACK, action="store_true", help=args_.TRACEBACK_HELP)
     own = next((index + 1 for index, word in enumerate(words) if not word.startswith("-")), len(words))
     # After the command, so that a launcher's processes get it too; once.
     after = [word for word in words[own:] if word != TRACEBACK] + [TRACEBACK] * (TRACEBACK in words)
-    return COMMANDS[parser.parse_args(words[:own]).command](after)
+    name = parser.parse_args(words[:own]).command
+    if name not in COMMANDS:
+        raise unknown_name("command", name, COMMANDS)
+    return COMMANDS[name](after)
 
 
 def _tokens_trained(model: str) -> int:
@@ -309,6 +316,14 @@ def _is_for_the_user(error: BaseException) -> bool:
     where = traceback.extract_tb(error.__traceback__)[-1]
     ours = where.filename.startswith(str(Path(__file__).parent)) and (where.line or "").startswith("raise")
     return ours or isinstance(error, (ValueError, OSError))
+
+
+def _in_words(error: BaseException) -> str:
+    """Return a message with flags for arguments, and without the number that the system has for it."""
+    if isinstance(error, OSError) and error.errno is not None and error.strerror:
+        where = f"{str(error.filename)!r} cannot be used: " if error.filename is not None else ""
+        return f"{where}{error.strerror.lower()}."
+    return args_.in_flags(str(error))
 
 
 def _first_line(run: Callable[[Sequence[str]], int | None]) -> str:

@@ -37,7 +37,8 @@ def read_documents(
         config_name: The configuration of a dataset, for those that have several.
 
     Returns:
-        The documents that hold more than blanks, in the order of the source.
+        The documents that hold more than blanks, in the order of the source. Their lines end with a line feed, however
+        they did in the source, and a byte order mark is left out.
 
     Raises:
         FileNotFoundError: ``source`` looks like a path and there is nothing.
@@ -90,7 +91,7 @@ def _read(
     source: str, text_field: str, split: str, config_name: str | None, *, streaming: bool = False
 ) -> Iterable[str]:
     if source == "-":
-        return [sys.stdin.read()]
+        return [_with_plain_line_ends(sys.stdin.read())]
     if source.startswith(_NOVEL):
         from hf_posenc.assets import load_novel
 
@@ -118,11 +119,16 @@ def _kind(path: Path) -> str:
 def _read_text(path: Path) -> str:
     try:
         content = _OPENERS.get(path.suffix, bytes)(path.read_bytes())
-        return content.decode("utf-8")
+        return _with_plain_line_ends(content.decode("utf-8-sig"))
     except _DAMAGED as error:
         raise ValueError(f"{str(path)!r} is damaged or no {path.suffix} file ({error}). Get it again.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is not UTF-8 text ({error}). Convert it, or give {_FORMS}.") from error
+
+
+def _with_plain_line_ends(text: str) -> str:
+    """Return a text whose lines end as models were trained on them: Windows' and old Macs' ends cost it dearly."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _read_jsonl(path: Path, text_field: str) -> Iterable[str]:
@@ -167,4 +173,4 @@ def _text_of(row: Any, text_field: str, where: str) -> str:
     if not isinstance(text, str):
         fields = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
         raise ValueError(f"{where} has no text in field {text_field!r}; it has: {fields}. Name it with text_field=.")
-    return text
+    return _with_plain_line_ends(text)

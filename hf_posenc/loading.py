@@ -16,7 +16,7 @@ from hf_posenc.dtypes import DtypeChoice, checkpoint_dtype, choose_dtype, parse_
 from hf_posenc.families import unwrap
 from hf_posenc.launching import own_device
 from hf_posenc.manifest import MANIFEST
-from hf_posenc.pretrained import is_gguf, load_tokenizer, load_weights, refuse_without_tokens
+from hf_posenc.pretrained import check_hub, is_gguf, load_tokenizer, load_weights, refuse_without_tokens
 
 
 def load_model(
@@ -165,6 +165,8 @@ def check_path(path: Path, given: str) -> None:
             raise ValueError(f"{given!r} is a file. Give the folder it is in; only .gguf files are read alone.")
     elif path.suffix == ".gguf" or given[:1] in "./~" or given.count("/") > 1:
         raise FileNotFoundError(f"there is no {'file' if path.suffix else 'file or folder'} {given!r}.")
+    else:
+        check_hub(given)
 
 
 def tokenizer_source(path: Path, source: str) -> str:

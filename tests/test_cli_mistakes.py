@@ -65,7 +65,7 @@ def test_requests_are_checked_before_loading(
         assert "takes no option 'beta_fast'" in refused(capsys, *linear)
     assert "invalid float value: 'four'" in refused(capsys, *patch, "--factor", "four")
     assert "name=value" in refused(capsys, *patch, "--factor", 4, "--option", "beta_fast")
-    assert "original_max_position_embeddings must be >= 1" in refused(
+    assert "--original-max-position-embeddings must be >= 1" in refused(
         capsys, *patch, "--original-max-position-embeddings", 0
     )
     assert "need a --method" in refused(capsys, *measure, "--factor", 4)
@@ -143,7 +143,7 @@ def test_errors_of_the_operating_system_are_one_line(
         raise PermissionError(13, "Permission denied", "/r.jsonl")
 
     monkeypatch.setitem(COMMANDS, "methods", read_only)
-    assert "[Errno 13] Permission denied: '/r.jsonl'" in refused(capsys, "methods")
+    assert "'/r.jsonl' cannot be used: permission denied." in refused(capsys, "methods")
 
 
 @pytest.mark.usefixtures("nothing_measured")
@@ -155,7 +155,7 @@ def test_what_the_model_refuses_is_said_before_anything_is_measured(
     rest = ("--documents", text_file, "--context-lengths", "64", "--output", tmp_path / "r.jsonl", "--method", "none")
     message = refused(capsys, "eval", tmp_path / "scaled", *rest, "linear", "--factor", 4)
     assert "already scaled: yarn, factor 2" in message
-    assert "on_scaled='replace'" in message
+    assert "--on-scaled replace" in message
     assert "at least the original length" in refused(
         capsys, "eval", tiny_checkpoint, *rest, "yarn", "--context-length", 32
     )

@@ -230,7 +230,10 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
         (["nowhere/at/all", "--context-length", "1k"], "there is no"),
         ([str(tiny_model_path())], "--context-length"),
         ([str(tiny_model_path()), "--context-length", "1k", "--gpu-memory", "24 apples"], "gpu-memory"),
-        ([str(tiny_model_path()), "--context-length", "1k", "--tokens-per-second", "0"], "tokens_per_second"),
+        (
+            [str(tiny_model_path()), "--context-length", "1k", "--tokens-per-second", "0"],
+            "--tokens-per-second must be greater than 0",
+        ),
     ],
 )
 def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import unwrap
 from hf_posenc.files import write_whole
 from hf_posenc.manifest import is_encoding, is_on_attention_door, read_manifest
-from hf_posenc.pretrained import is_gguf
+from hf_posenc.pretrained import check_hub, is_gguf
 
 _UNLIMITED = 1e9  # Transformers writes 1e30 for a tokenizer without a limit
 
@@ -103,6 +103,7 @@ def _config_file(path: Path, given: str) -> Path:
         raise FileNotFoundError(f"there is no file or folder {given!r}.")
     from transformers.utils.hub import cached_file
 
+    check_hub(given)
     try:
         return Path(str(cached_file(given, CONFIG)))
     except OSError as error:

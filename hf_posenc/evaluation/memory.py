@@ -14,6 +14,7 @@ from hf_posenc.evaluation.facts import memory_in_use, peak_memory, reset_peak_me
 from hf_posenc.extension import Extension
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
+from hf_posenc.patching import describe
 
 logger = logging.getLogger(__name__)
 
@@ -151,9 +152,12 @@ def memory_told(model: PreTrainedModel, need: MemoryNeed, *, tell: bool = True) 
     parts |= {"rule": need.rule} if need.rule else {}
     words = ", ".join(f"{name} {value / 1e6:,.0f}" for name, value in parts.items())
     predicted = (memory_in_use(model) or need.model) + need.beyond_model
+    method = describe(model)["method"]
+    where = "" if method == "none" else f", {method}"
     if tell:
-        logger.info("memory in MB: %s; peak of all in use, predicted: %.0f", words, predicted / 1e6)
+        logger.info("memory in MB%s: %s; peak of all in use, predicted: %.0f", where, words, predicted / 1e6)
     reset_peak_memory(model)
     yield
     if tell:
-        logger.info("memory in MB: peak, measured: %.0f, predicted: %.0f", peak_memory(model) / 1e6, predicted / 1e6)
+        measured = peak_memory(model)
+        logger.info("memory in MB%s: peak, measured: %.0f, predicted: %.0f", where, measured / 1e6, predicted / 1e6)

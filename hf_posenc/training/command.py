@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from hf_posenc.arguments import FinetuneModelArguments, TrainingDocumentArguments
 from hf_posenc.launching import own_device
-from hf_posenc.loading import check_4bit, load_model
+from hf_posenc.loading import check_4bit, check_path, load_model
 from hf_posenc.report import text_table
 from hf_posenc.sources import read, stream
 from hf_posenc.training.config import FinetuneConfig
@@ -39,6 +40,7 @@ def run_finetune(
     loading.device = own_device(loading.device)
     if loading.load_in_4bit:
         check_4bit(name, config.lora)
+    check_path(Path(name).expanduser(), name)
     rehearse(name, config, attention=loading.attn_implementation)
     documents = stream(source) if source.streaming and source.documents != "-" else read(source)
     model, tokenizer = load_model(name, **vars(loading))

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.presets import get_preset
@@ -34,6 +34,26 @@ class FinetuneConfig:
     Raises:
         ValueError, TypeError: A value is out of range, unknown, or contradicts another.
     """
+
+    # Headings of ``hf-posenc finetune --help``; every field stands under one.
+    HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "The run": ("output_dir", "recipe", "seed", "resume", "save_steps", "check_first_loss"),
+        "How the model is extended": (
+            *("method", "preset", "rope_scaling", "factor", "context_length", "original_max_position_embeddings"),
+            *("sliding_window", "on_scaled", "options", "stages"),
+        ),
+        "Blocks of tokens and their positions": (
+            *("token_budget", "seq_len", "position_schedule", "pose_chunks", "short_share", "length_upsampling"),
+            *("shifted_sparse_attention", "group_share"),
+        ),
+        "Steps of the optimizer": (
+            *("micro_batch_size", "gradient_accumulation_steps", "learning_rate", "lr_schedule", "warmup_steps"),
+            *("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"),
+        ),
+        "Adapters": ("lora", "lora_rank", "lora_alpha", "lora_targets", "lora_embeddings"),
+        "Memory and precision": ("gradient_checkpointing", "bf16", "logits_chunk"),
+        "What is measured and logged": ("eval_lengths", "eval_documents", "logging_steps", "report_to", "run_name"),
+    }
 
     output_dir: str = field(metadata={"help": "folder for checkpoints, logs, results and the trained model"})
     # Only the name: the values are put in by ``from_recipe``, and by the command line.
