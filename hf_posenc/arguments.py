@@ -303,6 +303,8 @@ def in_flags(message: str) -> str:
     names = "|".join(sorted((name for name in _FLAGS if "_" in name), key=len, reverse=True))
     if not names:
         return message
+    # Where a message names both, the flag is enough: "a smaller seq_len (--seq-len)".
+    message = re.sub(rf"(?<![\w-])(?:{names})(?:=[\w.'-]+)? \((--[^)]*)\)", r"\1", message)
     # With a value, or with the dots or nothing that stand for one.
     named = re.compile(rf"(?<![\w-])(?P<name>{names})=(?:'(?P<word>[^']*)'|(?P<number>\w[\w.]*)|\.\.\.|)")
     message = named.sub(_as_flag, message)

@@ -78,7 +78,10 @@ def test_finetune_takes_a_preset(declared_8k: Path, text_file: Path, tmp_path: P
         (("--preset", PRESET, "--factor", "2"), "decides factor"),
         (("--preset", PRESET, "--context-length", "16k"), "decides context_length"),
         (("--preset", PRESET, "--option", "beta_fast=16"), "decides options"),
-        (("--method", "yarn", "--sliding-window", "of"), "sliding_window must be 'keep', 'off' or a number of tokens"),
+        (
+            ("--method", "yarn", "--sliding-window", "of"),
+            "--sliding-window must be 'keep', 'off' or a number of tokens",
+        ),
     ],
 )
 def test_what_contradicts_a_preset_is_refused_before_loading(

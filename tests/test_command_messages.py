@@ -54,6 +54,8 @@ def test_an_abbreviated_flag_is_taken() -> None:
         ("context_length must be at least 2, got 1.", "--context-length must be at least 2, got 1."),
         ("Give original_max_position_embeddings, with", "Give --original-max-position-embeddings, with"),
         ("context_length=512.", "--context-length 512."),
+        ("or a smaller context_length (--context-length).", "or a smaller --context-length."),
+        ("without it: max_tokens=0 (--max-tokens 0).", "without it: --max-tokens 0."),
         # Keys of a config, and options of a method, are no flags.
         ("config.json has no original_max_position_embeddings", "config.json has no original_max_position_embeddings"),
         ("beta_fast=16 is no number", "beta_fast=16 is no number"),

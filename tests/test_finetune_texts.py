@@ -50,14 +50,14 @@ def test_an_empty_dataset(run_base: Path, tmp_path: Path, capsys: pytest.Capture
             [30, 20, 9, 500],  # the last one is held out
             [],
             "the 3 documents to train on hold 59 tokens in all, 46.1 % of one block of 128: the model would read the "
-            "same words over and over within a block. Give more text, or a smaller seq_len (--seq-len).",
+            "same words over and over within a block. Give more text, or a smaller --seq-len.",
         ),
         (
             [200, 200, 31],
             [],
             "nothing can be measured: the longest held-out text has 31 tokens, the shortest length to be measured is "
             "32. Give longer documents, shorter lengths (--eval-lengths), or train without measuring: "
-            "eval_documents=0 (--eval-documents 0).",
+            "--eval-documents 0.",
         ),
         ([400, 60], ["--eval-lengths", "64"], "nothing can be measured: the longest held-out text has 60 tokens, "),
         ([1], ["--eval-lengths", "2"], "the 1 document to train on hold 1 tokens in all, 0.8 % of one block"),

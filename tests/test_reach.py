@@ -17,6 +17,7 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli import main
 from hf_posenc.evaluation import Record, reach, reach_lines
 from hf_posenc.evaluation.reach import LossReach
+from hf_posenc.report import report
 
 ORIGINAL, LONGEST, WIDTH = 8192, 16384, 256
 
@@ -146,7 +147,7 @@ def test_what_was_not_measured_is_said() -> None:
     other_text = smollm2("yarn", text_hash="other")
     assert "cost on short texts not measured" in reach_lines([*smollm2("none"), *other_text])[1]
     unsure = [replace(one, ci_low=one.perplexity / 9, ci_high=one.perplexity * 9) for one in smollm2("none")]
-    assert re.search(r"within \d{3,} %", reach_lines(unsure)[0])
+    assert re.search(r"too little text: with 16,383 tokens scored, \d{4} % more or less is", reach_lines(unsure)[0])
     assert "original length is not known" in reach_lines(smollm2("none", original_max_position_embeddings=None))[0]
     assert "no protocol" in reach_lines(smollm2("none", protocol="of tomorrow"))[0]
     (retrieved,) = reach_lines([make_answer("none", 256, 0.0, 0, True)])
@@ -216,7 +217,7 @@ def test_each_task_is_told_and_written_answers_count_where_their_order_is_free()
 
 def test_eval_ends_with_how_far_each_row_reaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["eval", str(tiny_model_path()), "--documents", "novel:persuasion", "--context-lengths", "128", "256"]
-    argv += ["1k", "--cut", "--max-documents", "8", "--method", "none", "yarn", "--factor", "4", "--hide-progress"]
+    argv += ["1k", "--cut", "--max-documents", "32", "--method", "none", "yarn", "--factor", "4", "--hide-progress"]
     assert main([*argv, "--output", str(tmp_path / "r.jsonl")]) == 0
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if ": " in line and "retrieval not measured" in line]
@@ -224,6 +225,69 @@ def test_eval_ends_with_how_far_each_row_reaches(tmp_path: Path, capsys: pytest.
     assert told is not None
     assert 256 <= int(told[1]) <= 384  # it was trained on 256, and is lost soon after
     assert "yarn x4: worse than unpatched at 256 already" in lines[1]  # as the demo shows: it wants fine-tuning
+
+
+def of_buckets(*means: float, documents: int = 1, last: int = 16, factor: float = 1.0, method: str = "none") -> Record:
+    """A record of buckets of 16 tokens, with ``last`` tokens in the last one, of a model trained on 128."""
+    tokens = [16 * documents] * (len(means) - 1) + [last]
+    nats = [mean * count for mean, count in zip(means, tokens, strict=True)]
+    length = 16 * len(means)
+    facts = {"num_documents": documents, "original_max_position_embeddings": 128, "factor": factor}
+    buckets = {"position_bucket": 16, "position_nll": nats, "position_tokens": tokens, "n_tokens": sum(tokens)}
+    mean = sum(nats) / sum(tokens)
+    return make_record(method, length, math.exp(mean), nll_sum=sum(nats), **facts, **buckets)  # type: ignore[arg-type]  # mixed
+
+
+def test_with_too_little_text_no_verdict_is_given_and_it_is_said_how_much_is_needed() -> None:
+    """ "reads to 304 (within 157 %)" was said of such."""
+    little = of_buckets(*[3.0, 4.2] * 16)
+    line = reach_lines([little])[0]
+    assert "reads to" not in line
+    told = re.search(r"with 512 tokens scored, (\d+) % more or less is chance; about ([\d,]+) tokens are", line)
+    assert told is not None
+    # By hand: the buckets of the usual stretch have 0.69 nats between them, of 16 tokens each.
+    needed = int(told[2].replace(",", ""))
+    excused = math.log1p(int(told[1]) / 100)
+    assert needed == pytest.approx(512 * (excused / math.log(1.2)) ** 2, rel=0.1)
+    enough = of_buckets(*[3.0, 3.1] * 16)
+    assert "reads to at least 512" in reach_lines([enough])[0]
+
+
+def test_the_verdicts_stand_at_the_top_of_a_report(tmp_path: Path) -> None:
+    records = [*smollm2("none"), *smollm2("yarn"), *answers(256, 19)]
+    paths = report(records, tmp_path)
+    sentences = ["unpatched: reads to 8k (perplexity by length, within 13 %).", "yarn x2: reads to at least 16k ("]
+    for file in (paths.html, paths.markdown):
+        text = file.read_text()
+        places = [text.index(words) for words in ("In short", *sentences, "retrieves to at least 256 (passkey")]
+        assert places == sorted(places)
+        assert places[-1] < text.index("Perplexity: ", places[0] + 200)
+    only = report(smollm2("none"), tmp_path / "no-retrieval").markdown.read_text()
+    assert "How far it retrieves" not in only
+    asked = report(answers(256, 19), tmp_path / "no-perplexity").markdown.read_text()
+    assert "How far it reads" not in asked
+
+
+def test_no_verdict_goes_beyond_what_was_measured() -> None:
+    """Documents of 506 tokens end within the bucket from 496 to 511."""
+    assert "reads to at least 506 (" in reach_lines([of_buckets(*[3.0, 3.05] * 16, last=10)])[0]
+    ten = of_buckets(*[3.0, 3.05] * 16, documents=10, last=100)
+    assert "reads to at least 506 (" in reach_lines([ten])[0]
+
+
+@pytest.mark.parametrize(
+    ("factor", "broken_from", "expected"),
+    [
+        (4, 32, "reads to at least 512 ("),
+        (2, 32, "reads to at least 512, past its target of 256 ("),
+        (8, 32, "reads to at least 512, the longest measured; its target is 1k ("),
+        (4, 16, "reads to 256, short of its target of 512 ("),
+    ],
+)
+def test_a_verdict_is_held_against_the_target(factor: float, broken_from: int, expected: str) -> None:
+    means = [(3.0, 3.02)[at % 2] + (2 if at >= broken_from else 0) for at in range(32)]
+    plain, row = of_buckets(*means), of_buckets(*means, factor=factor, method="yarn")
+    assert expected in reach_lines([plain, row])[1]
 
 
 @pytest.mark.parametrize("changes", [{"average": "windows"}, {"key_tokens": {"chosen_by": "another model"}}])

@@ -14,7 +14,7 @@ from hf_posenc.comparing.recommending import difference, recommend
 from hf_posenc.evaluation import Record
 
 BUCKETS = 32
-TEXT = [3.0 + 0.5 * math.sin(7 * at) for at in range(BUCKETS)]  # nats of the buckets of 16k tokens
+TEXT = [3.0 + 0.15 * math.sin(7 * at) for at in range(BUCKETS)]  # nats of the buckets of 16k tokens
 
 
 def row(method: str, *more: float, jitter: float = 0.0, right: tuple[int, int] | None = None) -> list[Any]:
@@ -116,6 +116,19 @@ def test_a_model_that_needs_no_method_is_left_as_it_is() -> None:
     assert better_beyond.method == "yarn"
 
 
+def test_too_little_text_is_no_verdict_on_how_far_it_reads() -> None:
+    noisy = [0.6 * (-1) ** (at // 4) for at in range(BUCKETS)]
+
+    def of(method: str) -> list[Any]:
+        one = row(method, 0, 0)[-1]
+        nats = [512 * (3 + more) for more in noisy]
+        return [replace(one, position_nll=nats, unit_nll=nats, nll_sum=sum(nats), perplexity=math.exp(3))]
+
+    found = take(none=of("none"), yarn=of("yarn"))
+    assert found.method == "none"
+    assert found.holds is None
+
+
 def test_who_retrieves_less_is_out() -> None:
     found = take(
         none=[*BROKEN, *row("none", 0, 2, right=(0, 20))[2:]],
@@ -134,7 +147,7 @@ def test_it_says_where_the_best_ends() -> None:
     assert found.method == "yarn"
     assert any("worse than unpatched at the original length already: fine-tune it" in line for line in found.lines)
     ends = take(none=BROKEN, yarn=row("yarn", 0.0, 1.0))
-    assert any("without training it reads to 8.5k only: fine-tune it" in line for line in ends.lines)
+    assert any("without training it reads to 8k only: fine-tune it" in line for line in ends.lines)
 
 
 def test_nothing_to_choose_by() -> None:

@@ -42,13 +42,13 @@ def said(capsys: pytest.CaptureFixture[str], base: Path, *flags: str) -> str:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--factor 2 --seq-len 64k", "seq_len 65536 is longer than the target length, 512 tokens"),
+        ("--factor 2 --seq-len 64k", "--seq-len 65536 is longer than the target length, 512 tokens"),
         ("--factor 1 --position-schedule pose", "the target is 256 tokens and the model was trained on 256"),
         ("--factor 2 --position-schedule pose --seq-len 512", "'pose' has nothing to skip in blocks of seq_len 512"),
         ("--stages 128:100k 512:100k", "stages: the model was trained on 256 tokens, and 128 are not beyond them"),
         ("--stages 512:10 1024:10", "stages: 10 tokens for the stage of 512 are less than one step, 512 tokens"),
-        ("--stages 512:9k 1024:9k --seq-len 600", "seq_len 600 is longer than the target length, 512 tokens"),
-        ("--recipe longlora --factor 4 --group-share 0.001", "group_share 0.001 of a block of 1024 tokens gives"),
+        ("--stages 512:9k 1024:9k --seq-len 600", "--seq-len 600 is longer than the target length, 512 tokens"),
+        ("--recipe longlora --factor 4 --group-share 0.001", "--group-share 0.001 of a block of 1024 tokens gives"),
         ("--recipe abf --context-length 2M", "no base was published for 2097152 tokens"),
     ],
 )

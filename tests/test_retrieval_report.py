@@ -122,6 +122,7 @@ def test_eval_asks_for_each_method_and_the_report_takes_both_kinds(
     assert main(["report", str(output), "--output-dir", str(tmp_path / "page")]) == 0
     page = (tmp_path / "page" / "report.html").read_text()
     assert re.findall(r"<h2>(.*)</h2>", page) == [
+        "In short",
         "Perplexity: First N tokens",
         "Loss by position: First N tokens",
         "Retrieval: passkey",

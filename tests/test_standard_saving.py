@@ -208,7 +208,7 @@ def reloaded(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Reloaded:
     save_file({"ids": IDS}, root / "ids.safetensors")
     for out, words in ((found.plain, []), (found.with_us, [WITH_US])):
         script = Path(__file__).with_name("reload_logits.py")
-        file = root / "logits.safetensors"
+        file = root / f"logits{len(words)}.safetensors"  # one each: what is read may still be the file itself
         command = [sys.executable, str(script), str(root / "ids.safetensors"), str(file), *words, *found.live]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

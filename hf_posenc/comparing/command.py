@@ -142,6 +142,8 @@ def _next(name: str, what: CompareArguments, model: PreTrainedModel, taken: Reco
         longer = ["--documents", "LONGER_TEXTS", "--context-length", 2 * int(what.context_length)]
         words = shlex.join(map(str, ["hf-posenc", "compare", name, *longer]))
         return [f"nothing to do: it reads {length} as it is. For longer texts, compare there:", f"  {words}"]
+    if taken.method == "none" and taken.holds is None:
+        return ["next: measure on more text, as the table alone does not tell how far it reads"]
     method = "yarn" if taken.method == "none" else taken.method
     far: list[Any] = ["--context-length", int(what.context_length)]
     for flag, usual in (

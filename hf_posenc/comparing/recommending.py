@@ -53,7 +53,7 @@ class Recommendation:
         ties: Methods that tie with the best, itself included.
         served: The method of the lowest perplexity among those that servers run; None if there is none.
         lines: Why, in words.
-        holds: Whether it reads as far as was measured.
+        holds: Whether it reads as far as was measured; None where that cannot be told.
     """
 
     method: str
@@ -61,7 +61,7 @@ class Recommendation:
     ties: tuple[str, ...]
     served: str | None
     lines: tuple[str, ...]
-    holds: bool
+    holds: bool | None
 
 
 AnyRecord = Record | RetrievalRecord
@@ -92,7 +92,7 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]]) -> Recommendation:
     static = [method for method in able if kind_of(method) == STATIC]
     served = min(static, key=lambda method: able[method].perplexity, default=None)
     loss = reach([*rows.get("none", ()), *rows[taken]])[-1].loss
-    holds = isinstance(loss, LossReach) and loss.length is not None and loss.is_longest
+    holds = None if isinstance(loss, str) else loss.length is not None and loss.is_longest
     lines = [_why(taken, best, longest, above, scores), *_price(taken, rows)]
     if others := [f"{_name(method)} {above[method]}" for method in ties if method not in (taken, best)]:
         lines.append(f"as good as the lowest within the noise: {', '.join(others)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_posenc.evaluation.records import Record
 
@@ -92,12 +92,18 @@ def _from_buckets(record: Record, original: int) -> Curve:
         for at, (nll_sum, n_tokens) in enumerate(zip(record.position_nll, record.position_tokens, strict=True))
         if n_tokens
     )
+    segments = (*segments[:-1], _as_far_as_measured(segments[-1], record.num_documents))
     # Beginnings are hard for want of context, and what is beyond may be broken: neither is the text's own variation.
     usual = [one for one in segments if one.begin >= original / 4 and one.end <= original]
     if len(usual) < _MIN_BUCKETS:
         return Curve("loss by position", segments, _spread_of_interval(record))
     tokens = statistics.fmean(one.n_tokens for one in usual)
     return Curve("loss by position", segments, statistics.stdev(one.mean for one in usual) * math.sqrt(tokens))
+
+
+def _as_far_as_measured(last: Segment, num_documents: int) -> Segment:
+    """Return the last bucket, ended where documents surely reach: the bucket is wider than what is left of them."""
+    return replace(last, end=min(last.end, last.begin + math.ceil(last.n_tokens / num_documents)))
 
 
 def _spread_of_interval(record: Record) -> float:

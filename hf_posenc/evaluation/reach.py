@@ -13,8 +13,10 @@ from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_inter
 from hf_posenc.evaluation.rows import AnyRecord, is_unpatched, row_key
 from hf_posenc.units import length_name
 
+NOT_MEASURED = "loss not measured"
 RETRIEVED = 0.85  # the share of answers from which a length counts as retrieved
 _Z = 1.959964  # of a normal distribution's central 95 %
+MOST_TOLERATED = 20.0  # percent of perplexity: a verdict that lets more pass as the text's own variation is none
 _LEAST = math.log(1.01)  # nats: less than 1 % of perplexity is no worse, however sure
 
 
@@ -59,7 +61,8 @@ class RetrievalReach:
 class Reach:
     """One row: a model as it was extended and trained.
 
-    ``loss`` is a reason in words where it cannot be told. ``short_cost`` is the percent of perplexity above the
+    ``target`` is how far it was asked to read, None for a row that was not extended. ``loss`` is a reason in words
+    where it cannot be told. ``short_cost`` is the percent of perplexity above the
     unpatched row at ``short_length``, the longest up to the original; None where that was not measured, and for the
     unpatched row itself.
     """
@@ -68,6 +71,7 @@ class Reach:
     model: str
     is_unpatched: bool
     original: int | None
+    target: int | None
     loss: LossReach | str
     retrieval: tuple[RetrievalReach, ...]
     short_cost: float | None
@@ -79,6 +83,16 @@ class Reach:
         if not self.retrieval:
             parts.append("retrieval not measured")
         return f"{self.name}: {', '.join([*parts, *_short_words(self)])}"
+
+    def loss_sentence(self) -> str:
+        """Return how far it reads and what short texts pay, in one sentence; empty where no loss was measured."""
+        if self.loss == NOT_MEASURED:
+            return ""
+        return f"{self.name}: {', '.join([_loss_words(self), *_short_words(self)])}."
+
+    def retrieval_sentences(self) -> list[str]:
+        """Return how far it retrieves, in a sentence for each task that was measured."""
+        return [f"{self.name}: {_retrieval_words(found)}." for found in self.retrieval]
 
 
 def reach(records: Sequence[AnyRecord]) -> list[Reach]:
@@ -128,11 +142,18 @@ def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], with_mod
         model=first.model,
         is_unpatched=is_unpatched(first),
         original=first.original_max_position_embeddings,
+        target=None if is_unpatched(first) else _target(first),
         loss=_loss_reach(own, base or own, "unpatched" if base or is_unpatched(first) else "itself"),
         retrieval=tuple(_retrieval_reach(group)),
         short_cost=cost,
         short_length=short,
     )
+
+
+def _target(record: AnyRecord) -> int | None:
+    """Return how far the row was asked to read; None where that is not more than it was trained on, or not known."""
+    original = record.original_max_position_embeddings
+    return round(original * record.factor) if original is not None and record.factor > 1 else None
 
 
 def _unpatched_of(own: Sequence[Record], records: Sequence[AnyRecord]) -> list[Record]:
@@ -160,7 +181,7 @@ def _short_cost(own: Sequence[Record], base: Sequence[Record]) -> tuple[float | 
 
 def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -> LossReach | str:
     if not own:
-        return "loss not measured"
+        return NOT_MEASURED
     original = own[0].original_max_position_embeddings
     if original is None:
         return "loss cannot be judged (the original length is not known)"
@@ -181,14 +202,31 @@ def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -
     good = [end for end, windows in tried.items() if all(map(judge.is_no_worse, windows))]
     holds = at_original.end in good
     at = max(good) if holds else at_original.end
+    tolerance = 100 * math.expm1(judge.excused(tried[at][0]))
+    if holds and tolerance > MOST_TOLERATED:
+        return _too_little_text(judge.excused(tried[at][0]), max(one.n_tokens for one in (*own, *base)))
     return LossReach(
         length=at if holds else None,
         is_longest=at == max(tried),
         by=curve.by if curve.by == plain.by else "perplexity by length",
-        tolerance=100 * math.expm1(judge.excused(tried[at][0])),
+        tolerance=tolerance,
         change=100 * math.expm1(judge.excess(tried[at][0])),
         reference=reference,
     )
+
+
+def _too_little_text(excused: float, n_tokens: int) -> str:
+    """Say that a text varies too much from place to place, and how much would be enough: noise falls as 1/sqrt(n).
+
+    Args:
+        excused: Nats that the text explains.
+        n_tokens: Tokens that were scored.
+    """
+    needed = n_tokens * (excused / math.log1p(MOST_TOLERATED / 100)) ** 2
+    step = 10 ** max(math.floor(math.log10(needed)) - 1, 0)
+    chance = f"with {n_tokens:,} tokens scored, {100 * math.expm1(excused):.0f} % more or less is chance"
+    enough = f"about {math.ceil(needed / step) * step:,} tokens are needed"
+    return f"loss cannot be judged (too little text: {chance}; {enough})"
 
 
 @dataclass(frozen=True)
@@ -245,7 +283,18 @@ def _loss_words(row: Reach) -> str:
     if loss.length is None:
         original = length_name(row.original or 0)
         return f"worse than unpatched at {original} already ({loss.change:+.0f} %; {how})"
-    return f"reads to {'at least ' if loss.is_longest else ''}{length_name(loss.length)} ({how})"
+    return f"reads to {'at least ' if loss.is_longest else ''}{length_name(loss.length)}{_of_target(row, loss)} ({how})"
+
+
+def _of_target(row: Reach, loss: LossReach) -> str:
+    """Say how a verdict relates to how far the row was asked to read."""
+    if row.target is None or loss.length is None or loss.length == row.target:
+        return ""
+    if loss.length > row.target:
+        return f", past its target of {length_name(row.target)}"
+    if loss.is_longest:
+        return f", the longest measured; its target is {length_name(row.target)}"
+    return f", short of its target of {length_name(row.target)}"
 
 
 def _retrieval_words(found: RetrievalReach) -> str:

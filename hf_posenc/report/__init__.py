@@ -19,6 +19,7 @@ from hf_posenc.report.pieces import Panel
 from hf_posenc.report.positions import position_panel
 from hf_posenc.report.retrieval import make_grids
 from hf_posenc.report.tables import make_tables
+from hf_posenc.report.verdicts import verdict_panel
 from hf_posenc.report.words import text_table
 
 __all__ = ["ReportPaths", "report", "text_table"]
@@ -41,9 +42,10 @@ def report(
 ) -> ReportPaths:
     """Write records as a Markdown table, plots and one self-contained HTML page.
 
-    Rows are methods (with what they were fine-tuned on), columns context lengths; each protocol and each retrieval task
-    has its own table, the protocols losses by position where records have them, the tasks heat maps of depth by length.
-    Then what each method does to the frequencies, what it took, and the commands to measure it all again.
+    At the top stands how far each row reads and retrieves. Rows are methods (with what they were fine-tuned on),
+    columns context lengths; each protocol and each retrieval task has its own table, the protocols losses by position
+    where records have them, the tasks heat maps of depth by length. Then what each method does to the frequencies, what
+    it took, and the commands to measure it all again.
 
     Args:
         records: Of any number of models, from ``perplexity``, ``retrieval``, ``read_records`` or
@@ -84,4 +86,4 @@ def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> l
     panels += map(grid_panel, grids)
     panels += frequency_panels(records)
     panels += [*map(cost_panel, tables), *map(cost_panel, grids)]
-    return [*panels, command_panel(records, command)]
+    return [verdict_panel(records), *panels, command_panel(records, command)]

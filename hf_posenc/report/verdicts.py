@@ -1,0 +1,30 @@
+"""The panel at the top of a report: how far each row reads and retrieves, a sentence each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from hf_posenc.evaluation.reach import reach
+from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.report.pieces import Panel
+
+
+def verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:
+    """Return the panel; of what was not measured it says nothing."""
+    rows = reach(records)
+    of_loss = [row.loss_sentence() for row in rows if any(isinstance(record, Record) for record in records)]
+    parts = {
+        "How far it reads": [sentence for sentence in of_loss if sentence],
+        "How far it retrieves": [sentence for row in rows for sentence in row.retrieval_sentences()],
+    }
+    told = {title: sentences for title, sentences in parts.items() if sentences}
+    html = "\n".join(
+        f"<h3>{title}</h3>\n<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
+        for title, sentences in told.items()
+    )
+    markdown = "\n\n".join(
+        f"**{title}**\n\n" + "\n".join(f"- {sentence}" for sentence in sentences) for title, sentences in told.items()
+    )
+    return Panel("verdict", "In short", html, markdown)
