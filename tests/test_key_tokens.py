@@ -95,8 +95,7 @@ def test_the_record_says_who_chose_and_reports_do_not_mix(tiny_llama: Make, text
     assert measure(model, texts, [51], evaluator=tiny_llama(num_hidden_layers=1))[0].run_key == again.run_key
     with patched(model, "linear", 2):
         (mixed,) = measure(model, texts, [51])
-    with pytest.raises(ValueError, match="key_tokens is"):
-        make_tables([chosen, mixed])
+    assert [len(table.rows) for table in make_tables([chosen, mixed])] == [1, 1]
 
 
 def test_without_key_tokens_there_is_no_number(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import xml.etree.ElementTree as ET
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -135,16 +136,51 @@ def test_same_records_give_the_same_files(tmp_path: Path) -> None:
         ("average", "windows"),
     ],
 )
-def test_refuses_what_cannot_be_compared(tmp_path: Path, field: str, value: Any) -> None:
+def test_what_cannot_be_compared_stands_in_a_table_of_its_own(tmp_path: Path, field: str, value: Any) -> None:
     odd = dataclasses.replace(make_record("ntk", 256, 55.0), **{field: value})
-    with pytest.raises(ValueError, match=rf"cannot be compared.*{field} is .* for .* and {value!r} for ntk x4"):
-        report([*make_records(), odd], tmp_path / "report")
-    assert not (tmp_path / "report").exists()
+    records = [*make_records(), odd]
+    first, second = make_tables(records)
+    assert "ntk x4" not in [row.name for row in first.rows]
+    assert [row.name for row in second.rows] == ["ntk x4"]
+    assert first.notes == ()
+    (why,) = second.notes
+    assert re.match(rf"ntk x4 is apart from the first table: the \w.* differ: .*{field} is .* and {value!r} for", why)
+    text = report(records, tmp_path / "report").markdown.read_text()
+    assert text.index(first.title) < text.index(second.title) < text.index(why)
+    assert why in unescape((tmp_path / "report" / "report.html").read_text())
+
+
+def test_the_reason_is_the_one_that_tells_most() -> None:
+    """It said that weights, versions or seed differ, where the texts did."""
+    first = make_record("none", 256, 40.0, run_key="a")
+    again = dataclasses.replace(first, text_hash="other", n_tokens=99, num_documents=9, perplexity=50.0, run_key="b")
+    _, second = make_tables([first, again])
+    assert second.notes[0].startswith("unpatched is apart from the first table: the texts differ: at 256 tokens")
+
+
+def test_all_numbers_of_another_text_stand_together() -> None:
+    """Of a row that was measured on two texts, none of the second is put beside the first."""
+    texts = {
+        text: [
+            make_record(
+                method, length, 40.0 + length / 100, text_hash=f"{text}{length}", run_key=f"{text}{method}{length}"
+            )
+            for method in ("none", "yarn")
+            for length in lengths
+        ]
+        for text, lengths in (("a", (128, 256)), ("b", (256, 1024)))
+    }
+    first, second = make_tables([*texts["a"], *texts["b"]])
+    for table, text, lengths in ((first, "a", (128, 256)), (second, "b", (256, 1024))):
+        assert [row.name for row in table.rows] == ["unpatched", "yarn x4"]
+        assert [tuple(row.records) for row in table.rows] == [lengths, lengths]
+        assert {one.text_hash[0] for row in table.rows for one in row.records.values()} == {text}
+    assert (second.slug, second.title) == ("truncated_2", "First N tokens, table 2")
 
 
 def test_refuses_a_report_of_long_texts_only(tmp_path: Path) -> None:
     long_only = [record for record in make_records() if record.context_length > 256]
-    with pytest.raises(ValueError, match="evaluated for unpatched is 1024 tokens, above the original 256"):
+    with pytest.raises(ValueError, match="unpatched is left out: the shortest length evaluated is 1024 tokens, above"):
         report(long_only, tmp_path)
     with pytest.raises(ValueError, match="no records"):
         report([], tmp_path)
@@ -152,21 +188,28 @@ def test_refuses_a_report_of_long_texts_only(tmp_path: Path) -> None:
 
 def test_every_row_has_to_show_what_short_texts_pay(tmp_path: Path) -> None:
     baseline = [make_record("none", length) for length in (256, 1024)]
-    with pytest.raises(ValueError, match=r"for yarn x4, zero-shot is 1024 tokens, above the original 256: .* at 256"):
-        report([*baseline, make_record("yarn", 1024)], tmp_path)
+    (table,) = make_tables([*baseline, make_record("yarn", 1024)])
+    assert [row.name for row in table.rows] == ["unpatched"]
+    (note,) = table.notes
+    assert note.startswith("yarn x4, zero-shot is left out: the shortest length evaluated is 1024 tokens, above the")
+    assert "Evaluate it at 256 tokens or fewer too (truncated)." in note
+    assert note in report([*baseline, make_record("yarn", 1024)], tmp_path).markdown.read_text()
     longer = {"model": "big", "original_max_position_embeddings": 1024}
     (table,) = make_tables([*baseline, make_record("none", 1024, **longer)])  # each row has its own original length
     assert [row.name for row in table.rows] == ["unpatched · tiny", "unpatched · big"]
 
 
-def test_two_runs_of_one_row_are_refused_and_a_repeat_is_not(tmp_path: Path) -> None:
+def test_two_runs_of_one_row_are_apart_and_a_repeat_replaces(tmp_path: Path) -> None:
     runs = [
         make_record("yarn", 256, perplexity, tokens_trained=100, run_key=key)
         for key, perplexity in (("rate 1e-4", 40.0), ("rate 2e-5", 41.5))
     ]
-    with pytest.raises(ValueError, match=r"row 'yarn x4' of model 'tiny': .* 40 and the other 41\.5\..*--label"):
-        report(runs, tmp_path / "report")
-    assert not (tmp_path / "report").exists()
+    first, second = make_tables(runs)
+    assert (first.rows[0].records[256].perplexity, second.rows[0].records[256].perplexity) == (40.0, 41.5)
+    assert "one has perplexity 40 and the other 41.5 on the same text, so weights, versions or seed" in second.notes[0]
+    assert "--label" in second.notes[0]
+    (only,) = make_tables([runs[0], dataclasses.replace(runs[0], perplexity=39.0)])
+    assert only.rows[0].records[256].perplexity == 39.0
     (table,) = make_tables([runs[0], dataclasses.replace(runs[1], label="2e-5")])
     assert [row.records[256].perplexity for row in table.rows] == [40.0, 41.5]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_posenc.evaluation.retrieval.tasks import TASKS as KNOWN_TASKS
 from hf_posenc.loading import load_model
 from hf_posenc.patching import patched
 from hf_posenc.report import report, text_table
+from hf_posenc.report.retrieval import make_grids
 
 
 def make_records() -> list[RetrievalRecord]:
@@ -77,20 +79,37 @@ def test_the_terminal_shows_shares_by_length() -> None:
     assert lines[3].split("zero-shot")[1].split() == ["100", "%", "75", "%"]
 
 
-def test_what_was_not_asked_alike_is_refused(tmp_path: Path) -> None:
+def test_what_was_not_asked_alike_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
     records = make_records()
-    for changes, message in (
-        ({"text_hash": "other"}, "the prompts at 1024 tokens differ between 'unpatched' and 'yarn x4, zero-shot'"),
-        ({"tokenizer_hash": "other"}, "tokenizer_hash differ"),
-        ({"chat": True}, "chat differ"),
+    at_1024 = "of the prompts at 1024 tokens differ between 'unpatched' and 'yarn x4, zero-shot'"
+    for number, (changed, message) in enumerate(
+        (
+            ([*records[:-1], dataclasses.replace(records[-1], text_hash="other")], f"the texts {at_1024}"),
+            (
+                [*records[:-1], dataclasses.replace(records[-1], tokenizer_hash="other")],
+                "the tokenizers differ between",
+            ),
+            ([*records[:-1], dataclasses.replace(records[-1], chat=True)], "the chat templates differ between"),
+            (records[:-1], f"the depths or samples {at_1024}"),
+        )
     ):
-        with pytest.raises(ValueError, match=message):
-            report([*records[:-1], dataclasses.replace(records[-1], **changes)], tmp_path)
-    with pytest.raises(ValueError, match="the prompts at 1024 tokens differ"):
-        report(records[:-1], tmp_path)
-    with pytest.raises(ValueError, match="two runs would share the row 'yarn x4, zero-shot'"):
-        report([*records, dataclasses.replace(records[-1], run_key="other")], tmp_path)
-    report([*records, records[-1]], tmp_path)  # a repeat is none
+        first, second = make_grids(changed)
+        assert [row.name for row in first.rows] == ["unpatched"]
+        assert [row.name for row in second.rows] == ["yarn x4"]
+        assert (first.note, first.slug, second.slug) == ("", "retrieval_passkey", "retrieval_passkey_2")
+        assert second.note.startswith(f"yarn x4, zero-shot is apart from the first table: {message}")
+        paths = report(changed, tmp_path / str(number))
+        for text in (paths.markdown.read_text(), unescape(paths.html.read_text())):
+            assert text.index(first.title) < text.index(second.title) < text.index(second.note)
+
+
+def test_another_run_of_a_row_is_apart_and_a_repeat_is_none() -> None:
+    records = make_records()
+    first, second = make_grids([*records, dataclasses.replace(records[-1], run_key="other")])
+    assert [row.name for row in first.rows] == ["unpatched", "yarn x4"]
+    assert "it is another run of the same row, so weights, versions or seed differ" in second.note
+    (only,) = make_grids([*records, records[-1]])
+    assert len(only.rows) == 2
 
 
 def test_eval_asks_for_each_method_and_the_report_takes_both_kinds(

@@ -56,9 +56,11 @@ def report(
         title: The heading.
         command: What was typed to make the report, for its last line.
 
+    What cannot be compared with the first table of its protocol or task stands in one of its own, and a row without a
+    number at or below its original length is left out; the report says which, and why.
+
     Raises:
-        ValueError: No records; numbers that cannot be compared, with the difference named; two runs that would share
-            a row; a row without a number at or below its original length; or ``output_dir`` is a file.
+        ValueError: No records, none that can stand in a table, or ``output_dir`` is a file.
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():

@@ -73,7 +73,8 @@ def grid_panel(grid: Grid) -> Panel:
     drawing = draw_heat_map(grid)
     maps = "\n".join(_map(grid, row, by) for row in grid.rows for by in grid.scorings)
     by_depth = f'<h3>Percent right, depth by length</h3>\n<div class="maps">{maps}</div>' if grid.has_depths else ""
-    html = f"""{_by_length(grid)}
+    note = f'<p class="note">{escape(grid.note)}</p>\n' if grid.note else ""
+    html = f"""{note}{_by_length(grid)}
 {quiet(grid_legend(grid))}
 {by_depth}
 <h3>How it was measured</h3>
@@ -104,7 +105,8 @@ def _markdown(grid: Grid) -> str:
             rows.append([row.name, row.training, BY[by], *cells])
     lines = markdown_lines(["method", "fine-tuning", "scored", *map(length_name, grid.lengths)], rows, texts=3)
     image = f"![Depth and length]({grid.slug}.png)"
-    return "\n\n".join([lines, grid_legend(grid), image, markdown_facts(grid_facts(grid))])
+    parts = [grid.note, lines, grid_legend(grid), image, markdown_facts(grid_facts(grid))]
+    return "\n\n".join(part for part in parts if part)
 
 
 def _map(grid: Grid, row: GridRow, by: str) -> str:

@@ -45,6 +45,7 @@ th:first-child, td:first-child { position: sticky; left: 0; background: var(--pa
 th[scope=row] { font-weight: 400 }
 .best { font-weight: 700 }
 small { display: block; color: var(--quiet); font-size: .8em; font-weight: 400 }
+p.note { border-left: 3px solid var(--line); padding-left: .75rem }
 p.quiet { color: var(--quiet); font-size: .9rem }
 table.map { margin: 0 0 1.25rem; print-color-adjust: exact }
 table.map small { color: inherit }

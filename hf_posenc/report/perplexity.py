@@ -18,13 +18,14 @@ def perplexity_panel(results: Table) -> Panel:
     figure = inline(drawing, slug, f"Perplexity by context length: {results.title}")
     lead = headline(results)
     html = f"""<p>{escape(lead)}</p>
+{"".join(f'<p class="note">{escape(note)}</p>' for note in results.notes)}
 {figure}
 {_numbers(results, slug)}
 {quiet(legend(results))}
 <h3>How it was measured</h3>
 {facts(measured(results))}
 {_scored(results, slug)}"""
-    parts = [lead, _markdown_table(results), legend(results), f"![Perplexity by length]({slug}.png)"]
+    parts = [lead, *results.notes, _markdown_table(results), legend(results), f"![Perplexity by length]({slug}.png)"]
     parts += [markdown_facts(measured(results)), _markdown_scored(results)]
     return Panel(slug, f"Perplexity: {results.title}", html, "\n\n".join(part for part in parts if part), drawing)
 

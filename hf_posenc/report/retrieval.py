@@ -44,20 +44,22 @@ class GridRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """The rows of one task, all asked the same."""
+    """Rows of one task, all asked the same; ``note`` says why they are apart from its first grid, ``number`` 1."""
 
     task: str
     lengths: tuple[int, ...]
     depths: tuple[float | None, ...]
     rows: tuple[GridRow, ...]
+    number: int = 1
+    note: str = ""
 
     @property
     def title(self) -> str:
-        return f"Retrieval: {self.task}"
+        return f"Retrieval: {self.task}" + (f", table {self.number}" if self.number > 1 else "")
 
     @property
     def slug(self) -> str:
-        return f"retrieval_{self.task}"
+        return f"retrieval_{self.task}" + (f"_{self.number}" if self.number > 1 else "")
 
     @property
     def has_depths(self) -> bool:
@@ -71,15 +73,14 @@ class Grid:
 
 
 def make_grids(records: Sequence[RetrievalRecord]) -> list[Grid]:
-    """Sort records into a grid per task; of a repeated measurement (equal ``run_key``) the later record counts.
+    """Sort records into a grid per task, and another for rows that were not asked the same as those of the first.
 
-    Raises:
-        ValueError: Records that cannot be compared: another tokenizer, chat template or text, or other prompts.
+    Of a repeated measurement (equal ``run_key``) the later record counts.
     """
     tasks: dict[str, dict[str, RetrievalRecord]] = {}
     for record in records:
         tasks.setdefault(record.task, {})[record.run_key] = record
-    return [_make_grid(task, list(group.values())) for task, group in tasks.items()]
+    return [grid for task, group in tasks.items() for grid in _grids_of(task, list(group.values()))]
 
 
 def share_name(scores: Sequence[float]) -> str:
@@ -143,38 +144,59 @@ def grid_lines(records: Sequence[RetrievalRecord]) -> list[str]:
     return [head, *(f"{name:<{width}}" + "".join(f"{cell:>9}" for cell in cells) for name, cells in lines)]
 
 
-def _make_grid(task: str, records: list[RetrievalRecord]) -> Grid:
-    rows = tuple(GridRow(name, training, tuple(group)) for name, training, group in group_rows(records))
-    _refuse_incomparable(task, rows)
+def _grids_of(task: str, records: list[RetrievalRecord]) -> list[Grid]:
+    groups: list[list[GridRow]] = []
+    notes: list[str] = []
+    for name, training, found in group_rows(records):
+        for run in _runs(found):
+            row = GridRow(name, training, run)
+            why = [_difference([*group, row]) for group in groups]
+            if None in why:
+                groups[why.index(None)].append(row)
+            else:
+                groups.append([row])
+                notes.append(f"{row.full_name} is apart from the first table: {why[0]}." if why else "")
+    return [_make_grid(task, *one) for one in zip(groups, range(1, len(groups) + 1), notes, strict=True)]
+
+
+def _runs(records: Sequence[RetrievalRecord]) -> list[tuple[RetrievalRecord, ...]]:
+    """Return the records of a row, each prompt once: what was asked again in another run is another row."""
+    runs: list[dict[tuple[object, ...], RetrievalRecord]] = [{}]
+    for record in records:
+        prompt = (record.context_length, record.depth, record.seed)
+        if prompt in runs[-1]:
+            runs.append({})
+        runs[-1][prompt] = record
+    return [tuple(run.values()) for run in runs]
+
+
+def _make_grid(task: str, rows: Sequence[GridRow], number: int, note: str) -> Grid:
+    records = [record for row in rows for record in row.records]
     lengths = tuple(sorted({record.context_length for record in records}))
     depths = tuple(sorted({record.depth for record in records}, key=lambda depth: -1.0 if depth is None else depth))
-    return Grid(task, lengths, depths, rows)
+    return Grid(task, lengths, depths, tuple(rows), number, note)
 
 
-def _refuse_incomparable(task: str, rows: Sequence[GridRow]) -> None:
-    """Raise unless all rows were asked the same prompts at each length they share, and each prompt once."""
+def _difference(rows: Sequence[GridRow]) -> str | None:
+    """Return why rows cannot stand in one table: not the same prompts at each length they share; or None."""
     first = rows[0].records[0]
     asked: dict[int, tuple[GridRow, dict[tuple[float | None, int], str]]] = {}
+    names: set[str] = set()
     for row in rows:
+        between = f"between {rows[0].full_name!r} and {row.full_name!r}"
+        if row.full_name in names:
+            return "it is another run of the same row, so weights, versions or seed differ; --label tells them apart"
+        names.add(row.full_name)
         for record in row.records:
-            for name in ("tokenizer_hash", "chat"):
+            for name, words in (("tokenizer_hash", "the tokenizers"), ("chat", "the chat templates")):
                 if getattr(record, name) != getattr(first, name):
-                    raise _incomparable(task, rows[0], row, name)
+                    return f"{words} differ {between}"
         for length in sorted({record.context_length for record in row.records}):
             here = [record for record in row.records if record.context_length == length]
             prompts = {(record.depth, record.seed): record.text_hash for record in here}
-            if len(prompts) < len(here):
-                raise ValueError(
-                    f"two runs would share the row {row.full_name!r} of task {task!r} at {length} tokens: weights or "
-                    "versions differ. Tell them apart with --label or --model-name of hf-posenc eval."
-                )
             other, theirs = asked.setdefault(length, (row, prompts))
             if prompts != theirs:
-                raise _incomparable(task, other, row, f"the prompts at {length} tokens")
-
-
-def _incomparable(task: str, one: GridRow, other: GridRow, what: str) -> ValueError:
-    return ValueError(
-        f"records cannot be compared: in task {task!r}, {what} differ between {one.full_name!r} and "
-        f"{other.full_name!r}. Ask both the same depths, samples and texts, or make two reports."
-    )
+                between = f"between {other.full_name!r} and {row.full_name!r}"
+                what = "depths or samples" if prompts.keys() != theirs.keys() else "texts"
+                return f"the {what} of the prompts at {length} tokens differ {between}"
+    return None

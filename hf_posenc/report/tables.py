@@ -1,10 +1,10 @@
-"""Records sorted into tables of comparable numbers, or refused with the difference that makes them incomparable."""
+"""Records sorted into tables of comparable numbers; what is apart from the first table is, with the reason named."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,14 +12,26 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.evaluation.rows import is_unpatched, row_key
 
-# What must be equal among the numbers of one column; and the tokenizer, among those of a whole table.
-_PER_LENGTH = ("bos", "average", "key_tokens", "window", "stride", "num_documents", "n_tokens", "text_hash")
+# What must be equal among the numbers of one column, the reason that tells most first; and in words.
+_PER_LENGTH = ("text_hash", "num_documents", "n_tokens", "bos", "average", "key_tokens", "window", "stride")
+_DIFFERS = {
+    "text_hash": "the texts differ",
+    "num_documents": "the numbers of documents differ",
+    "n_tokens": "the tokens scored differ",
+    "bos": "the rules for BOS differ",
+    "average": "the averages differ",
+    "key_tokens": "the key tokens differ",
+    "window": "the windows differ",
+    "stride": "the strides differ",
+    "tokenizer_hash": "the tokenizers differ",
+    "position_bucket": "the buckets of positions differ",
+    "position_tokens": "the tokens scored by position differ",
+}
 _TITLES = {
     "truncated": "First N tokens",
     "sliding_window": "Sliding window of N tokens",
     "same_tokens": "The same tokens at every N",
 }
-_ADVICE = "Evaluate both in the same way, or make two reports."
 AnyRecord = TypeVar("AnyRecord", Record, RetrievalRecord)
 
 
@@ -46,13 +58,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """Comparable numbers: the rows of one protocol."""
+    """Comparable numbers: rows of one protocol.
+
+    ``notes`` are sentences: why it is apart from the first table of its protocol, and which rows were left out.
+    """
 
     slug: str
     title: str
     lengths: tuple[int, ...]
     originals: tuple[int, ...]
     rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
 
     def baseline(self, row: Row) -> Row | None:
         """Return the unpatched row of the same model to measure against; None if there is not exactly one."""
@@ -84,20 +100,64 @@ class Table:
 
 
 def make_tables(records: Sequence[Record]) -> list[Table]:
-    """Sort records into one table per protocol.
+    """Sort records into tables: one per protocol, and another for rows that cannot be compared with those of the first.
 
-    Of a repeated measurement (equal ``run_key``) the later record counts.
+    Of a repeated measurement (equal ``run_key``) the later record counts. A row without a length up to its original one
+    is left out, as it does not show what short texts pay. Both are said in ``Table.notes``.
 
     Raises:
-        ValueError: No records; records of a table that cannot be compared, or of two runs that would share a row; a
-            row without a length up to its original one.
+        ValueError: No records, or no row that can stand in a table.
     """
     if not records:
         raise ValueError("there are no records to report. hf-posenc eval --output results.jsonl writes them.")
     protocols: dict[tuple[str, int | None], list[Record]] = {}
     for record in records:
         protocols.setdefault((record.protocol, record.last_k), []).append(record)
-    return [_make_table(group) for group in protocols.values()]
+    tables, left_out = [], []
+    for group in protocols.values():
+        found, notes = _tables_of(group)
+        tables += found
+        left_out += notes
+    if not tables:
+        raise ValueError(" ".join(left_out))
+    return [replace(tables[0], notes=(*tables[0].notes, *left_out)), *tables[1:]]
+
+
+def _tables_of(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
+    """Return the tables of one protocol, and what is said of rows that are left out."""
+    groups: list[list[Record]] = []
+    reasons: list[str] = []
+    left_out = []
+    for row in _runs(records):
+        if note := _long_only(row):
+            left_out.append(note)
+            continue
+        why = [_difference([*group, *row]) for group in groups]
+        if None in why:
+            groups[why.index(None)] += row
+        else:
+            groups.append(row)
+            reasons.append("" if not why else f"{_row_name(row[0], ())} is apart from the first table: {why[0]}.")
+    return [
+        _make_table(group, number, reason)
+        for number, (group, reason) in enumerate(zip(groups, reasons, strict=True), 1)
+    ], left_out
+
+
+def _runs(records: Sequence[Record]) -> list[list[Record]]:
+    """Return the records of each row, in order; a row that was measured in two ways, or of two models, is two."""
+    rows: dict[tuple[object, ...], list[dict[int, Record]]] = {}
+    for record in records:
+        runs = rows.setdefault(row_key(record), [{}])
+        there = runs[-1].get(record.context_length)
+        repeated = next((one for one in runs if record.run_key in {other.run_key for other in one.values()}), None)
+        if repeated is not None:
+            repeated[record.context_length] = record
+        elif there is not None or _difference([*runs[-1].values(), record]) is not None:
+            runs.append({record.context_length: record})
+        else:
+            runs[-1][record.context_length] = record
+    return [list(run.values()) for runs in rows.values() for run in runs]
 
 
 def length_name(length: int) -> str:
@@ -118,20 +178,15 @@ def number_name(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
-def _make_table(records: Sequence[Record]) -> Table:
-    _refuse_shared_rows(records)
-    records = list({(*row_key(record), record.context_length): record for record in records}.values())
-    refuse_incomparable(records)
-    rows = make_rows(records)
-    for row in rows:
-        _refuse_long_only(row)
-    first = records[0]
+def _make_table(records: Sequence[Record], number: int, reason: str) -> Table:
     lengths = tuple(sorted({record.context_length for record in records}))
     originals = tuple(
         sorted({r.original_max_position_embeddings for r in records if r.original_max_position_embeddings})
     )
-    slug, title = _protocol_names(first)
-    return Table(slug, title, lengths, originals, rows)
+    slug, title = _protocol_names(records[0])
+    if number > 1:
+        slug, title = f"{slug}_{number}", f"{title}, table {number}"
+    return Table(slug, title, lengths, originals, make_rows(records), (reason,) if reason else ())
 
 
 def _protocol_names(record: Record) -> tuple[str, str]:
@@ -143,52 +198,54 @@ def _protocol_names(record: Record) -> tuple[str, str]:
     return slug, title + (", mean of window means" if record.average == "windows" else "")
 
 
-def refuse_incomparable(records: Sequence[Record]) -> None:
-    """Raise if numbers that would stand in one table were measured on different text or in different ways."""
+def _difference(records: Sequence[Record]) -> str | None:
+    """Return why numbers cannot stand in one table, in words: other text, another way, two runs of one row; or None."""
     seen: dict[int, Record] = {}
     by_position: dict[int, Record] = {}
+    rows: dict[tuple[object, ...], Record] = {}
     for record in records:
-        _refuse_difference(records[0], record, ("tokenizer_hash", "average"))
+        found = _differing(records[0], record, ("tokenizer_hash", "average"))
+        other = seen.setdefault(record.context_length, record)
+        found = found or _differing(other, record, _PER_LENGTH)
         if record.position_bucket is not None:  # older files have none
             other = by_position.setdefault(record.context_length, record)
-            _refuse_difference(other, record, ("position_bucket", "position_tokens"))
-        other = seen.setdefault(record.context_length, record)
-        _refuse_difference(other, record, _PER_LENGTH)
-
-
-def _refuse_shared_rows(records: Iterable[Record]) -> None:
-    """Raise if one run would replace another's number: two models of one name, say, trained at two learning rates."""
-    seen: dict[tuple[object, ...], Record] = {}
-    for record in records:
-        other = seen.setdefault((*row_key(record), record.context_length), record)
-        if other.run_key != record.run_key:
-            raise ValueError(
-                f"two runs would share the row {_row_name(record, ())!r} of model {record.model!r}: at "
-                f"{record.context_length} tokens ({record.protocol}) one has perplexity {other.perplexity:.6g} and the "
-                f"other {record.perplexity:.6g}. Weights, versions or seed differ. Tell them apart with --label or "
-                "--model-name of hf-posenc eval (label= and model_name= of perplexity), or leave one out."
+            found = found or _differing(other, record, ("position_bucket", "position_tokens"))
+        one = rows.setdefault((*row_key(record), record.context_length), record)
+        if found is None and one.run_key != record.run_key:
+            found = (
+                f"it is another run of the same row: at {record.context_length} tokens ({record.protocol}) one has "
+                f"perplexity {one.perplexity:.6g} and the other {record.perplexity:.6g} on the same text, so weights, "
+                "versions or seed differ. --label or --model-name of hf-posenc eval (label= and model_name= of "
+                "perplexity) tell them apart"
             )
+        if found is not None:
+            return found
+    return None
 
 
-def _refuse_long_only(row: Row) -> None:
-    """Raise for a row that does not show what short texts pay; one whose original length is unknown may pass."""
-    original, shortest = row.first.original_max_position_embeddings, min(row.records)
-    if original is not None and shortest > original:
-        raise ValueError(
-            f"the shortest length evaluated for {row.full_name} is {shortest} tokens, above the original {original}: a "
-            f"report has to show what short texts pay. Evaluate it at {original} tokens or fewer too "
-            f"({row.first.protocol})."
-        )
-
-
-def _refuse_difference(one: Record, other: Record, names: Iterable[str]) -> None:
+def _differing(one: Record, other: Record, names: Iterable[str]) -> str | None:
     for name in names:
         if getattr(one, name) != getattr(other, name):
-            raise ValueError(
-                f"records cannot be compared: at {other.context_length} tokens ({other.protocol}), {name} is "
+            return (
+                f"{_DIFFERS[name]}: at {other.context_length} tokens ({other.protocol}), {name} is "
                 f"{getattr(one, name)!r} for {_row_name(one, ())} and {getattr(other, name)!r} for "
-                f"{_row_name(other, ())}. {_ADVICE}"
+                f"{_row_name(other, ())}"
             )
+    return None
+
+
+def _long_only(records: Sequence[Record]) -> str | None:
+    """Return that a row is left out as it does not show what short texts pay; None of another, and of one whose
+    original length is not known."""
+    original, shortest = records[0].original_max_position_embeddings, min(one.context_length for one in records)
+    if original is None or shortest <= original:
+        return None
+    (row,) = make_rows(records)
+    return (
+        f"{row.full_name} is left out: the shortest length evaluated is {shortest} tokens, above the original "
+        f"{original}, and a report has to show what short texts pay. Evaluate it at {original} tokens or fewer too "
+        f"({row.first.protocol})."
+    )
 
 
 def make_rows(records: Sequence[Record]) -> tuple[Row, ...]:
