@@ -44,7 +44,7 @@ def test_markdown_holds_every_number_once_with_interval_original_and_change(tmp_
     assert head == ["method", "fine-tuning", "128", "256 (original)", "1k (x4)", "short cost"]
     assert rows[0] == [
         "unpatched",
-        "zero-shot",
+        "",
         "**60.00** (57.00–63.00)",
         "50.00 (47.50–52.50)",
         "1,234 (1,173–1,296)",

@@ -91,7 +91,7 @@ def test_the_browser_shows_what_the_file_says_and_asks_for_nothing(browser: Brow
             browser.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
             assert rows(browser, name) == body, name
     assert rows(browser, TABLE)[0] == [
-        "unpatched zero-shot",
+        "unpatched",
         "60.00 57.00–63.00",
         "50.00 47.50–52.50",
         "1,234 1,173–1,296",

@@ -188,9 +188,9 @@ def test_costs_of_passes_and_prompts_are_on_the_page(tmp_path: Path) -> None:
     tables = read_page(paths.html.read_text()).tables
     assert tables["cost_truncated_table"] == [
         ["method", "128", "256"],
-        ["unpatched zero-shot", "in the 256 pass", "12.5 s 1.00 GiB"],
+        ["unpatched", "in the 256 pass", "12.5 s 1.00 GiB"],
     ]
-    assert tables["cost_retrieval_passkey_table"][1] == ["unpatched zero-shot", "1.5 s 2 MiB", "2.5 s 2 MiB"]
+    assert tables["cost_retrieval_passkey_table"][1] == ["unpatched", "1.5 s 2 MiB", "2.5 s 2 MiB"]
     assert not (tmp_path / "cost_truncated.png").exists()  # one point is no line
     assert (tmp_path / "cost_retrieval_passkey.png").exists()
     assert "| unpatched | 1.5 s, 2 MiB | 2.5 s, 2 MiB |" in paths.markdown.read_text()

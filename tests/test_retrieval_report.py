@@ -42,7 +42,7 @@ def test_the_page_holds_shares_intervals_and_a_map_for_each_row(tmp_path: Path) 
     maps = {caption: rows for caption, rows in tables.items() if "_" not in caption}
     low, high = wilson_interval([1, 1, 1, 0])
     assert by_length[0] == ["method", "256", "1k"]
-    assert by_length[1] == ["unpatched zero-shot, teacher-forced", "100 % 51–100", "0 % 0–49"]
+    assert by_length[1] == ["unpatched teacher-forced", "100 % 51–100", "0 % 0–49"]
     assert by_length[3][2] == f"75 % {100 * low:.0f}–{100 * high:.0f}" == "75 % 30–95"
     assert by_length[4] == ["yarn x4 zero-shot, written", "0 % 0–49", "0 % 0–49"]
     assert len(maps) == 4  # two rows, scored in two ways
@@ -67,7 +67,7 @@ def test_tasks_without_depths_or_an_order_show_no_more_than_there_is(tmp_path: P
     assert set(tables) == {"retrieval_cwe_table", "cost_retrieval_cwe_table"}
     assert tables["retrieval_cwe_table"] == [
         ["method", "256"],
-        ["unpatched zero-shot, written", "50 % 9–91"],
+        ["unpatched written", "50 % 9–91"],
     ]
     assert text_table(records).splitlines()[1:] == ["cwe, written  unpatched     50 %"]
 

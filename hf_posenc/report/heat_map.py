@@ -85,7 +85,10 @@ def grid_panel(grid: Grid) -> Panel:
 def _by_length(grid: Grid) -> str:
     heads = [Cell("method"), *(Cell(length_name(n)) for n in grid.lengths)]
     rows = [
-        [Cell(row.name, (f"{row.training}, {BY[by]}",)), *(_cell(row.scores(by, length)) for length in grid.lengths)]
+        [
+            Cell(row.name, (", ".join(filter(None, (row.training, BY[by]))),)),
+            *(_cell(row.scores(by, length)) for length in grid.lengths),
+        ]
         for row in grid.rows
         for by in grid.scorings
     ]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
-from hf_posenc.evaluation.rows import is_unpatched
 from hf_posenc.report.tables import computed_in, group_rows, length_name
 
 BY = {"forced": "teacher-forced", "written": "written"}
@@ -34,7 +33,7 @@ class GridRow:
 
     @cached_property
     def full_name(self) -> str:
-        return self.name if is_unpatched(self.first) else f"{self.name}, {self.training}"
+        return ", ".join(filter(None, (self.name, self.training)))
 
     def scores(self, by: str, length: int, depth: float | str | None = "all") -> list[float]:
         """Return the scores of the prompts of a length, of one depth or all."""

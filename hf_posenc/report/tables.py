@@ -53,7 +53,7 @@ class Row:
 
     @property
     def full_name(self) -> str:
-        return self.name if self.is_unpatched else f"{self.name}, {self.training}"
+        return ", ".join(filter(None, (self.name, self.training)))
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,10 @@ def make_rows(records: Sequence[Record]) -> tuple[Row, ...]:
 
 
 def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRecord]]]:
-    """Return (name, training, records) of each model, extension and training, in the order of ``make_rows``."""
+    """Return (name, training, records) of each model, extension and training, in the order of ``make_rows``.
+
+    The unpatched model's training is empty: there is nothing that it does without one.
+    """
     groups: dict[tuple[object, ...], list[AnyRecord]] = {}
     for record in records:
         groups.setdefault(row_key(record), []).append(record)
@@ -268,7 +271,7 @@ def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRec
     rows = []
     for group in groups.values():
         trained = group[0].tokens_trained
-        training = f"after {tokens_name(trained)} tokens" if trained else "zero-shot"
+        training = f"after {tokens_name(trained)} tokens" if trained else "" if is_unpatched(group[0]) else "zero-shot"
         rows.append((_row_name(group[0], extras), training, group))
     return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
 
