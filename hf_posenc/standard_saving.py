@@ -73,7 +73,12 @@ def _save_carrying(model: PreTrainedModel, save_directory: str | os.PathLike[str
     bound = inspect.signature(save).bind(model, save_directory, *args, **kwargs)
     pushed = bound.arguments.pop("push_to_hub", False)  # after the extension is there
     result = save(*bound.args, **bound.kwargs)
-    if bound.arguments.get("is_main_process", True):
+    writes = bound.arguments.get("is_main_process", True)
+    if hasattr(
+        model, "should_save_on_this_rank"
+    ):  # tensor parallel models save on every rank, newer Transformers on one
+        writes = model.should_save_on_this_rank(writes)
+    if writes:
         _write_beside(model, model, Path(save_directory))
         if pushed:
             _push(model, save_directory, bound)
@@ -223,10 +228,18 @@ def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> No
     from hf_posenc.patching import is_patched
 
     was = is_patched(model)
-    if (folder / ADAPTER_CONFIG).is_file():
-        base_as_adapter_needs(model, manifest, folder)
-    else:
-        add_to_config(model, manifest)
+    try:
+        if (folder / ADAPTER_CONFIG).is_file():
+            base_as_adapter_needs(model, manifest, folder)
+        else:
+            add_to_config(model, manifest)
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # Transformers has loaded the weights, which someone may want as they are
+        what = f"{manifest['method']} x{manifest['factor']:g}"
+        logger.warning("%s: %s, which %s says, was NOT put in: %s", folder, what, MANIFEST, error)
+        return
     if is_patched(model) and not was:
         method, length = manifest["method"], manifest["context_length"]
         logger.warning("%s: %s to %d tokens, which %s says, was put in.", folder, method, length, MANIFEST)
@@ -249,7 +262,11 @@ def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any],
         if found is None:
             return None
         folder = Path(found).parent
-    manifest = read_manifest(folder)
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        logger.warning("%s. If the checkpoint needs it, it is read as another model.", str(error).rstrip("."))
+        return None
     return None if manifest is None else (manifest, folder)
 
 

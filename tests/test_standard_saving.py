@@ -361,6 +361,33 @@ def test_what_cannot_be_said_is_warned_about(base: Path, tmp_path: Path, caplog:
     assert (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [("{not JSON", "is damaged"), ('{"format": 99}', "written by a newer hf_posenc")],
+)
+def test_a_manifest_that_cannot_be_read_does_not_stop_loading(
+    base: Path, written: str, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    patched_base(base, "yarn").save_pretrained(tmp_path)
+    (tmp_path / MANIFEST).write_text(written)
+    assert describe(AutoModelForCausalLM.from_pretrained(tmp_path))["method"] == "yarn"  # its config says so too
+    assert message in caplog.text
+    with pytest.raises(ValueError, match=message):
+        load_extended(tmp_path)
+
+
+def test_a_rule_that_cannot_be_put_in_is_told_while_loading(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    patched_base(base, "dynamic_yarn").save_pretrained(tmp_path)
+    manifest = json.loads((tmp_path / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "context_length": 1}))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert describe(plain)["method"] == "none"
+    assert "dynamic_yarn x4, which context_extension.json says, was NOT put in" in caplog.text
+    assert not diagnose(plain).sound
+
+
 def test_accelerate_warns_of_adapters(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     Accelerator(cpu=True).save_model(get_peft_model(patched_base(base, "yarn"), settings), tmp_path)
