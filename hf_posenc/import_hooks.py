@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 Hook = Callable[[ModuleType], None]
@@ -22,31 +21,39 @@ def when_imported(name: str, hook: Hook) -> None:
     module = sys.modules.get(name)
     if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
         hook(module)
-    else:
-        sys.meta_path.insert(0, _Finder(name, hook))
+        return
+    _FINDER.hooks[name] = hook
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module where Python would have found it, and calls the hook after it was executed."""
+    """Finds modules where Python would have found them, and has their hooks called after they were executed.
 
-    def __init__(self, name: str, hook: Hook) -> None:
-        self.name, self.hook = name, hook
+    It stays where it is put: other threads may be walking through ``sys.meta_path``.
+    """
+
+    def __init__(self) -> None:
+        self.hooks: dict[str, Hook] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.name:
+        if fullname not in self.hooks:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self.hook)
+            spec.loader = _Loader(spec.loader, fullname)
         return spec
 
 
+_FINDER = _Finder()
+
+
 class _Loader(Loader):
-    def __init__(self, loader: Loader, hook: Hook) -> None:
-        self.loader, self.hook = loader, hook
+    def __init__(self, loader: Loader, name: str) -> None:
+        self.loader, self.name = loader, name
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -56,4 +63,6 @@ class _Loader(Loader):
         if spec is not None:  # the module keeps the loader that Python would have given it
             spec.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        self.hook(module)
+        hook = _FINDER.hooks.pop(self.name, None)  # not before: an import that fails is tried again
+        if hook is not None:
+            hook(module)

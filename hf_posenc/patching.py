@@ -119,6 +119,9 @@ def patch_model(
         RotaryMismatchError: The live frequencies are not what the config says, before or after patching.
     """
     base = unwrap(model)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
+        raise TypeError(f"tokenizer must be a tokenizer or a processor, got {type(tokenizer).__name__}.")
     if _RECORD in base.__dict__:
         there = describe(base)
         raise ValueError(

@@ -41,6 +41,7 @@ def install() -> None:
     when_imported("transformers.tokenization_utils_base", _wrap_tokenizer_saving)
     when_imported("peft.peft_model", _wrap_adapters)
     when_imported("peft.config", _wrap_adapter_config)
+    when_imported("transformers.integrations.peft", _wrap_adapters_of_transformers)
     when_imported("accelerate.accelerator", _wrap_accelerator)
 
 
@@ -116,7 +117,10 @@ def _wrap_tokenizer_saving(module: ModuleType) -> None:
         if (Path(save_directory) / MANIFEST).is_file():
             from hf_posenc.checkpoint import raise_tokenizer_limit
 
-            raise_tokenizer_limit(Path(save_directory))
+            try:
+                raise_tokenizer_limit(Path(save_directory))
+            except ValueError as error:  # a damaged manifest: the tokenizer is saved all the same
+                logger.warning("%s The tokenizer's limit is left as it was.", error)
         return result
 
     _wrap(module.PreTrainedTokenizerBase, _SAVE, save)
@@ -160,15 +164,50 @@ def _wrap_adapters(module: ModuleType) -> None:
         return result
 
     def load(original: Callable[..., Any], cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        found = None if _plain.get() else _find_manifest(model_id, kwargs)
-        if found is not None:
-            from hf_posenc.checkpoint import base_as_adapter_needs
-
-            base_as_adapter_needs(model, *found)
+        _extend_for_adapter(model, model_id, kwargs)
         return original(cls, model, model_id, *args, **kwargs)
+
+    def add(original: Callable[..., Any], model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        _extend_for_adapter(model, model_id, kwargs)
+        return original(model, model_id, *args, **kwargs)
 
     _wrap(module.PeftModel, _SAVE, save)
     _wrap(module.PeftModel, "from_pretrained", load)
+    _wrap(module.PeftModel, "load_adapter", add)
+
+
+def _wrap_adapters_of_transformers(module: ModuleType) -> None:
+    def add(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        source = args[0] if args else kwargs.get("peft_model_id")
+        if source is not None:
+            _extend_for_adapter(model, source, kwargs)
+        return original(model, *args, **kwargs)
+
+    _wrap(module.PeftAdapterMixin, "load_adapter", add)
+
+
+def _extend_for_adapter(model: Any, source: Any, kwargs: dict[str, Any]) -> None:
+    """Extend the base that an adapter is about to be put on, as the adapter's manifest says.
+
+    Raises:
+        ValueError: It is extended in another way.
+    """
+    found = None if _plain.get() else _find_manifest(source, kwargs)
+    if found is None:
+        return
+    from hf_posenc.checkpoint import base_as_adapter_needs
+
+    was = _patched_inside(model) is not None
+    base_as_adapter_needs(model, *found)
+    if not was and _patched_inside(model) is not None:
+        _say_put_in(*found)
+
+
+def _say_put_in(manifest: dict[str, Any], folder: Path) -> None:
+    from hf_posenc.manifest import MANIFEST
+
+    method, length = manifest["method"], manifest["context_length"]
+    logger.warning("%s: %s to %d tokens, which %s says, was put in.", folder, method, length, MANIFEST)
 
 
 def _wrap_adapter_config(module: ModuleType) -> None:
@@ -195,10 +234,11 @@ def _patched_inside(model: Any) -> PreTrainedModel | None:
 
 
 def _wrap_model_loading(module: ModuleType) -> None:
-    def load(original: Callable[..., Any], cls: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    def load(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+        source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         # The auto classes turn an adapter's folder into that of its base, and say here where it was.
         adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
-        loaded = original(cls, source, *args, **kwargs)
+        loaded = original(cls, *args, **kwargs)
         for place in (source, adapter):
             found = None if place is None or _plain.get() else _find_manifest(place, kwargs)
             if found is not None:
@@ -233,16 +273,13 @@ def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> No
             base_as_adapter_needs(model, manifest, folder)
         else:
             add_to_config(model, manifest)
-    except (
-        ValueError,
-        RuntimeError,
-    ) as error:  # Transformers has loaded the weights, which someone may want as they are
-        what = f"{manifest['method']} x{manifest['factor']:g}"
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        # Transformers has loaded the weights, which someone may want as they are.
+        what = str(manifest.get("method"))
         logger.warning("%s: %s, which %s says, was NOT put in: %s", folder, what, MANIFEST, error)
         return
     if is_patched(model) and not was:
-        method, length = manifest["method"], manifest["context_length"]
-        logger.warning("%s: %s to %d tokens, which %s says, was put in.", folder, method, length, MANIFEST)
+        _say_put_in(manifest, folder)
 
 
 def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Path] | None:
@@ -253,7 +290,11 @@ def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any],
     if not Path(str(source)).expanduser().is_dir():
         from transformers.utils.hub import cached_file
 
-        where = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if kwargs.get(key)}
+        where = {
+            key: kwargs[key]
+            for key in ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+            if kwargs.get(key)
+        }
         quietly = {f"_raise_exceptions_for_{what}": False for what in _NO_ERRORS_FOR}
         try:
             found = cached_file(str(source), MANIFEST, **where, **quietly)

@@ -56,6 +56,13 @@ def test_the_tokenizers_limit_goes_with_the_model(caplog: pytest.LogCaptureFixtu
     assert tokenizer.model_max_length == 64
 
 
+def test_what_is_no_tokenizer_is_refused_before_anything_is_changed() -> None:
+    model = make_tiny_llama()
+    with pytest.raises(TypeError, match="tokenizer must be a tokenizer or a processor, got object"):
+        patch_model(model, "yarn", 4, tokenizer=object())  # type: ignore[arg-type]
+    assert describe(model)["method"] == "none"
+
+
 def test_a_refused_request_leaves_the_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = make_tiny_tokenizer()
     with pytest.raises(ValueError, match="factor must be >= 1"), caplog.at_level(logging.INFO, "hf_posenc"):

@@ -384,8 +384,70 @@ def test_a_rule_that_cannot_be_put_in_is_told_while_loading(
     (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "context_length": 1}))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert describe(plain)["method"] == "none"
-    assert "dynamic_yarn x4, which context_extension.json says, was NOT put in" in caplog.text
+    assert "dynamic_yarn, which context_extension.json says, was NOT put in" in caplog.text
     assert not diagnose(plain).sound
+
+
+def test_loading_by_keyword(base: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert type(type(plain).from_pretrained(pretrained_model_name_or_path=str(base))) is type(plain)
+
+
+@pytest.mark.parametrize("way", ["peft", "transformers"])
+def test_an_adapter_loaded_onto_a_model_extends_it(base: Path, way: str, tmp_path: Path) -> None:
+    tuned = by_peft(base, "yarn", tmp_path / "adapter").eval()
+    plain: Any = AutoModelForCausalLM.from_pretrained(base)
+    if way == "peft":
+        settings = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+        plain = get_peft_model(plain, settings, adapter_name="first")
+        plain.load_adapter(str(tmp_path / "adapter"), "second")
+        plain.set_adapter("second")
+    else:
+        plain.load_adapter(str(tmp_path / "adapter"))
+    assert describe(plain)["method"] == "yarn"
+    torch.testing.assert_close(logits(plain.eval(), IDS), logits(tuned, IDS), rtol=1e-5, atol=1e-5)
+
+
+_HOOKED = """
+import importlib, importlib.util, sys
+from pathlib import Path
+from hf_posenc.import_hooks import when_imported
+folder = Path(sys.argv[1])
+sys.path.insert(0, str(folder))
+(folder / "somewhere.py").write_text("raise RuntimeError('not yet')")
+called = []
+when_imported("somewhere", called.append)
+assert importlib.util.find_spec("somewhere") is not None
+try:
+    import somewhere
+except RuntimeError:
+    pass
+assert called == []
+(folder / "somewhere.py").write_text("value = 'something else by now'")
+importlib.invalidate_caches()
+import somewhere
+assert called == [somewhere] and somewhere.value
+when_imported("somewhere", called.append)
+assert called == [somewhere, somewhere]
+"""
+
+
+def test_a_hook_waits_for_the_import_itself(tmp_path: Path) -> None:
+    """Looking for a module, or an import that fails, does not use it up."""
+    words = [sys.executable, "-B", "-c", _HOOKED, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_limit_that_the_bases_own_tokenizer_has_is_no_sign_of_an_extension(base: Path, tmp_path: Path) -> None:
+    """Qwen2.5's tokenizers say 131072, and its models 32768."""
+    shutil.copytree(base, tmp_path / "base")
+    settings = json.loads((tmp_path / "base" / "tokenizer_config.json").read_text())
+    (tmp_path / "base" / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": TARGET}))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(str(tmp_path / "adapter"))
+    shutil.copy(tmp_path / "base" / "tokenizer_config.json", tmp_path / "adapter")
+    assert diagnose(tmp_path / "adapter").sound
 
 
 def test_accelerate_warns_of_adapters(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

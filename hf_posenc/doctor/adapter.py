@@ -36,7 +36,9 @@ def look_at_adapter(path: Path) -> tuple[list[tuple[str, str]], list[Finding]]:
         return [("declared", f"{mark['method']} x{mark['factor']:g}, for {base}")], [_lost(what)]
     length = _length_of(str(base))
     trained = limit if isinstance(limit, (int, float)) and limit < _UNLIMITED else None
-    if length is not None and trained is not None and trained > length:
+    own = _read(Path(str(base)).expanduser() / TOKENIZER_CONFIG).get("model_max_length")
+    as_base = isinstance(own, (int, float)) and trained is not None and own >= trained  # Qwen's say more than the model
+    if length is not None and trained is not None and trained > length and not as_base:
         what = f"its tokenizer was set to {trained:g} tokens, and its base model {base} reads {length}"
         return [("declared", f"nothing, for {base}")], [_lost(f"{what}: the base was extended in training")]
     against = f"its tokenizer says {trained or 'no length'}, its base {length or 'is not here to be looked at'}"
