@@ -75,9 +75,7 @@ def _save_carrying(model: PreTrainedModel, save_directory: str | os.PathLike[str
     pushed = bound.arguments.pop("push_to_hub", False)  # after the extension is there
     result = save(*bound.args, **bound.kwargs)
     writes = bound.arguments.get("is_main_process", True)
-    if hasattr(
-        model, "should_save_on_this_rank"
-    ):  # tensor parallel models save on every rank, newer Transformers on one
+    if hasattr(model, "should_save_on_this_rank"):  # newer Transformers: of tensor parallel ranks one writes
         writes = model.should_save_on_this_rank(writes)
     if writes:
         _write_beside(model, model, Path(save_directory))
@@ -236,13 +234,10 @@ def _patched_inside(model: Any) -> PreTrainedModel | None:
 def _wrap_model_loading(module: ModuleType) -> None:
     def load(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        # The auto classes turn an adapter's folder into that of its base, and say here where it was.
-        adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
-        loaded = original(cls, *args, **kwargs)
-        for place in (source, adapter):
-            found = None if place is None or _plain.get() else _find_manifest(place, kwargs)
-            if found is not None:
-                _apply(loaded[0] if isinstance(loaded, tuple) else loaded, *found)
+        loaded = original(cls, *args, **kwargs)  # an adapter goes through load_adapter in it
+        found = None if source is None or _plain.get() else _find_manifest(source, kwargs)
+        if found is not None:
+            _apply(loaded[0] if isinstance(loaded, tuple) else loaded, *found)
         return loaded
 
     _wrap(module.PreTrainedModel, "from_pretrained", load)
@@ -263,22 +258,20 @@ def _wrap_config_of_no_family(module: ModuleType) -> None:
 
 def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> None:
     """Patch a model that plain Transformers loaded with what only its manifest says."""
-    from hf_posenc.checkpoint import ADAPTER_CONFIG, add_to_config, base_as_adapter_needs
+    from hf_posenc.checkpoint import add_to_config
     from hf_posenc.manifest import MANIFEST
     from hf_posenc.patching import is_patched
 
-    was = is_patched(model)
+    if is_patched(model):  # by its adapter
+        return
     try:
-        if (folder / ADAPTER_CONFIG).is_file():
-            base_as_adapter_needs(model, manifest, folder)
-        else:
-            add_to_config(model, manifest)
+        add_to_config(model, manifest)
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         # Transformers has loaded the weights, which someone may want as they are.
         what = str(manifest.get("method"))
         logger.warning("%s: %s, which %s says, was NOT put in: %s", folder, what, MANIFEST, error)
         return
-    if is_patched(model) and not was:
+    if is_patched(model):
         _say_put_in(manifest, folder)
 
 

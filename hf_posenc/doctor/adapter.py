@@ -16,7 +16,7 @@ from hf_posenc.manifest import MANIFEST, read_manifest
 
 _WHY = "PEFT puts the adapter on the plain base model, for whose positions it was not trained: it reads wrong."
 _TODO = "Save it again from the patched model; or patch the base as in training, put the adapter on, and save_extended."
-_UNLIMITED = 1e9  # Transformers writes 1e30 for a tokenizer without a limit
+UNLIMITED = 1e9  # Transformers writes 1e30 for a tokenizer without a limit
 
 
 def look_at_adapter(path: Path) -> tuple[list[tuple[str, str]], list[Finding]]:
@@ -35,7 +35,7 @@ def look_at_adapter(path: Path) -> tuple[list[tuple[str, str]], list[Finding]]:
         what = f"{ADAPTER_CONFIG} says it was trained with {mark['method']} x{mark['factor']:g}, and {MANIFEST} is gone"
         return [("declared", f"{mark['method']} x{mark['factor']:g}, for {base}")], [_lost(what)]
     length = _length_of(str(base))
-    trained = limit if isinstance(limit, (int, float)) and limit < _UNLIMITED else None
+    trained = limit if isinstance(limit, (int, float)) and limit < UNLIMITED else None
     own = _read(Path(str(base)).expanduser() / TOKENIZER_CONFIG).get("model_max_length")
     as_base = isinstance(own, (int, float)) and trained is not None and own >= trained  # Qwen's say more than the model
     if length is not None and trained is not None and trained > length and not as_base:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, TOKENIZER_CONFIG
-from hf_posenc.doctor.adapter import look_at_adapter
+from hf_posenc.doctor.adapter import UNLIMITED, look_at_adapter
 from hf_posenc.doctor.attention_rule import base_config, check_base, check_mark, check_tokenizer_limit, manifest_lines
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import read_dialect
@@ -29,8 +29,6 @@ from hf_posenc.families import unwrap
 from hf_posenc.files import write_whole
 from hf_posenc.manifest import is_encoding, is_on_attention_door, read_manifest
 from hf_posenc.pretrained import check_hub, is_gguf
-
-_UNLIMITED = 1e9  # Transformers writes 1e30 for a tokenizer without a limit
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,7 @@ def _reading(version: str, text: dict[str, Any]) -> str:
 
 def _check_tokenizer(file: Path, rope_type: str, target: int | None, model_type: str) -> Iterator[Finding]:
     limit = _read_json(file).get("model_max_length") if file.is_file() else None
-    if not isinstance(limit, (int, float)) or limit > _UNLIMITED or target is None:
+    if not isinstance(limit, (int, float)) or limit > UNLIMITED or target is None:
         return
     if rope_type not in ("default", "dynamic") and limit < target:
         yield Finding(

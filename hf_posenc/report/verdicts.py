@@ -14,9 +14,8 @@ from hf_posenc.report.pieces import Panel
 def verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:
     """Return the panel; of what was not measured it says nothing."""
     rows = reach(records)
-    of_loss = [row.loss_sentence() for row in rows if any(isinstance(record, Record) for record in records)]
     parts = {
-        "How far it reads": [sentence for sentence in of_loss if sentence],
+        "How far it reads": [sentence for row in rows if (sentence := row.loss_sentence())],
         "How far it retrieves": [sentence for row in rows for sentence in row.retrieval_sentences()],
     }
     told = {title: sentences for title, sentences in parts.items() if sentences}
