@@ -24,22 +24,37 @@ from hf_posenc.encodings.install import MODULE, load_parameters, refuse_adapter
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
 from hf_posenc.files import write_whole
-from hf_posenc.manifest import MANIFEST, apply_manifest, is_encoding, is_on_attention_door, make_manifest, read_manifest
+from hf_posenc.hub_files import folder_with
+from hf_posenc.manifest import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    MANIFEST,
+    apply_manifest,
+    find_manifest,
+    is_encoding,
+    is_on_attention_door,
+    is_saved_by_us,
+    make_manifest,
+    mark_from,
+    mark_of,
+    read_manifest,
+)
 from hf_posenc.patching import describe, unextended_config, verify_model
 from hf_posenc.pretrained import expecting_keys, load_weights, model_class
 from hf_posenc.quantised import refuse_unsaveable
 from hf_posenc.spelling import mark_encoding
+from hf_posenc.standard_saving import carry_extension
 from hf_posenc.windows import KEEP
 
 logger = logging.getLogger(__name__)
 
-ADAPTER_CONFIG = "adapter_config.json"
-CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 # The classes of PEFT that build the base model of an adapter with a head that the base's checkpoint does not have.
-_CLASSIFIERS = {
+_CLASSES_OF_TASKS = {
     "SEQ_CLS": "AutoPeftModelForSequenceClassification",
     "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+    "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
 }
 # The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
 _CHECKPOINT_FILES = (
@@ -87,7 +102,7 @@ def save_extended(
     path: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
-    tokens_trained: int = 0,
+    tokens_trained: int | None = 0,
     base_model: str | None = None,
     card: str | None = None,
 ) -> Path:
@@ -101,7 +116,7 @@ def save_extended(
             float32 for a CPU without bfloat16 is saved in its checkpoint's dtype.
         path: The folder; the files of an earlier checkpoint in it are replaced, others are left alone.
         tokenizer: Saved too, with ``model_max_length`` set to the target.
-        tokens_trained: Tokens it was fine-tuned on since, for the manifest.
+        tokens_trained: Tokens it was fine-tuned on since, for the manifest; None if that is not known.
         base_model: Where the unextended model came from; None to take it from the config.
         card: Text of the model card, README.md.
 
@@ -150,19 +165,25 @@ def save_extended(
         _save_tokenizer(tokenizer, partial, manifest["context_length"])
     if card is not None:
         (partial / "README.md").write_text(card, encoding="utf-8")
-    _write_manifest(partial, base, manifest)
+    _write_manifest(partial, base, manifest, adapter=not whole)
     _move_into(partial, target)
     return target
 
 
 def write_extension(
-    model: PreTrainedModel, folder: Path, *, tokens_trained: int | None = None, base_model: str | None = None
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    adapter: bool,
+    tokens_trained: int | None = None,
+    base_model: str | None = None,
 ) -> None:
     """Write the extension of a model beside weights, or an adapter, that others have saved in a folder.
 
     Args:
         model: The extended model, not its wrapper.
         folder: Where it was saved.
+        adapter: Whether an adapter of it was saved, not the whole.
         tokens_trained: Tokens it was fine-tuned on since; None where that is not known.
         base_model: Where the unextended model came from; None to take it from the config.
 
@@ -170,11 +191,18 @@ def write_extension(
         RotaryMismatchError: The live model does not hold what would be written.
         ValueError: An adapter cannot hold it.
     """
-    if (folder / ADAPTER_CONFIG).is_file():
+    if adapter:
         refuse_adapter(model, "Merge it (model.merge_and_unload()) and save the whole model.")
+    elif (folder / ADAPTER_CONFIG).is_file():
+        logger.warning(
+            "%s: an adapter was saved there before, and Transformers will put it on the model that is there now. "
+            "Remove %s, or save the model into a folder of its own.",
+            folder,
+            ADAPTER_CONFIG,
+        )
     manifest = make_manifest(model, tokens_trained=tokens_trained, base_model=base_model)
     verify_model(model)
-    _write_manifest(folder, model, manifest)
+    _write_manifest(folder, model, manifest, adapter=adapter)
     raise_tokenizer_limit(folder)
 
 
@@ -197,13 +225,13 @@ def raise_tokenizer_limit(folder: Path) -> None:
         write_whole(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-def _write_manifest(folder: Path, model: PreTrainedModel, manifest: dict[str, Any]) -> None:
+def _write_manifest(folder: Path, model: PreTrainedModel, manifest: dict[str, Any], *, adapter: bool) -> None:
     """Write what there is to say of an extension into the config of a model or an adapter, and the manifest, last."""
-    adapter = folder / ADAPTER_CONFIG
-    if adapter.is_file():
+    if adapter:
         # PEFT itself warns of a key that it does not know, which is all that those without hf_posenc can be told.
-        said = json.loads(adapter.read_text(encoding="utf-8")) | {MARK: {key: manifest[key] for key in Extension.FACTS}}
-        write_whole(adapter, json.dumps(said, indent=2, sort_keys=True) + "\n")
+        file, mark = folder / ADAPTER_CONFIG, {MARK: {key: manifest[key] for key in Extension.FACTS}}
+        said = json.loads(file.read_text(encoding="utf-8")) | mark
+        write_whole(file, json.dumps(said, indent=2, sort_keys=True) + "\n")
     elif (folder / CONFIG).is_file():  # a checkpoint of sharded training has none
         _rewrite_config(folder / CONFIG, model, manifest)
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
@@ -237,9 +265,10 @@ def partial_of(path: Path) -> Path:
 
 def _config_values(model: PreTrainedModel, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return what the text config on disk has otherwise than the live one."""
+    mark = mark_from(manifest)
     if not is_on_attention_door(manifest):
-        return {MARK: {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}}
-    values = {MARK: None, **unextended_config(model)}  # None: taken out
+        return mark
+    values = {**unextended_config(model), **mark}  # by which it is known that there was a manifest
     if is_encoding(manifest):
         label = rope_label(model.config.get_text_config(decoder=True))
         mark_encoding(values["rope_parameters"], label, manifest["method"])
@@ -252,15 +281,11 @@ def _rewrite_config(file: Path, model: PreTrainedModel, manifest: dict[str, Any]
     text_config = config.get_text_config(decoder=True)
     changed = _config_values(model, manifest)
     if text_config is config:
-        saved = _in_both({**saved, **changed})
+        saved = both_spellings({**saved, **changed})
     else:
         name = next(key for key in config.sub_configs if getattr(config, key) is text_config)
-        saved[name] = _in_both({**saved[name], **changed})
+        saved[name] = both_spellings({**saved[name], **changed})
     write_whole(file, json.dumps(saved, indent=2, sort_keys=True) + "\n")
-
-
-def _in_both(text: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in both_spellings(text).items() if (key, value) != (MARK, None)}
 
 
 def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: Path, length: int) -> None:
@@ -292,7 +317,7 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
     """Load what ``save_extended`` wrote, verified: a model, or a base model with its adapter.
 
     Args:
-        path: The folder.
+        path: The folder, or the name of one on the Hub.
         base: The base model of an adapter, loaded already, extended or not; None loads the one the adapter names, in
             its own precision even if the adapter was trained on 4-bit weights (QLoRA): ``quantization_config``
             quantises it again.
@@ -303,38 +328,46 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
         ValueError: The adapter's base is already extended in another way, or a base came with a whole model.
         RotaryMismatchError: The loaded model does not hold what the manifest says.
     """
-    manifest = read_manifest(path)
-    if (Path(path) / ADAPTER_CONFIG).is_file():
-        return _load_adapter(Path(path), manifest, base, kwargs)
-    if manifest is None:
+    found = find_manifest(path, kwargs)
+    if (adapter := folder_with(path, (ADAPTER_CONFIG,))) is not None:
+        return _load_adapter(path, adapter, None if found is None else found[0], base, kwargs)
+    if found is None:
         raise FileNotFoundError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
     if base is not None:
         raise ValueError(f"{path} holds a whole model, not an adapter: it takes no base.")
+    manifest, folder = found
     if is_encoding(manifest):
-        model = _load_encoded(path, manifest, kwargs)
-        _check_loaded(model, manifest, path)
-        return model
-    model = load_weights(path, **kwargs)
-    add_to_config(model, manifest)
+        model = _load_encoded(path, folder, manifest, kwargs)
+    else:
+        model = load_weights(path, **kwargs)
+        add_to_config(model, manifest)
     _check_loaded(model, manifest, path)
     return model
 
 
 def add_to_config(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
-    """Patch a model, built as ``config.json`` says, with what of its manifest no config can say: nothing, mostly."""
-    if manifest["options"].get("temperature") == "logits":  # of which config.json says as much as it can
-        apply_manifest(model, {**manifest, "sliding_window": KEEP}, on_scaled="replace")
-    elif is_on_attention_door(manifest):
+    """Patch a model, built as ``config.json`` says, with what of its manifest no config can say: nothing, mostly.
+
+    What the model's own ``save_pretrained`` writes is extended too.
+    """
+    if is_on_attention_door(manifest):
+        config = model.config.get_text_config(decoder=True).__dict__
+        config.pop(MARK, None)  # undone, the model is the base
+        config |= {key: value for key, value in manifest["base_config"].items() if key == MARK}
         apply_manifest(model, manifest, on_scaled="replace")
+    elif manifest["options"].get("temperature") == "logits":  # of which config.json says as much as it can
+        apply_manifest(model, {**manifest, "sliding_window": KEEP}, on_scaled="replace")
+    else:
+        carry_extension(model)
 
 
-def _load_encoded(path: str | Path, manifest: dict[str, Any], kwargs: dict[str, Any]) -> PreTrainedModel:
+def _load_encoded(path: str | Path, folder: Path, manifest: dict[str, Any], kwargs: dict[str, Any]) -> PreTrainedModel:
     """Load a model that another encoding takes the place of RoPE in, with the parameters of the encoding."""
-    config = _plain_config(Path(path) / CONFIG, manifest["base_config"])
+    config = _plain_config(folder / CONFIG, manifest["base_config"])
     with expecting_keys(rf"(^|\.){MODULE}\."):
         model = load_weights(path, **{**kwargs, "config": config})
     apply_manifest(model, manifest)
-    load_parameters(model, Path(path))
+    load_parameters(model, folder)
     return model
 
 
@@ -342,14 +375,18 @@ def _plain_config(file: Path, base: dict[str, Any]) -> PreTrainedConfig:
     """Return the config of a file with the base model's RoPE, before Transformers can meet a name it does not know."""
     saved = json.loads(file.read_text(encoding="utf-8"))
     section = next((s for s in (saved, *saved.values()) if isinstance(s, dict) and "rope_parameters" in s), saved)
-    for key in ("rope_scaling", "rope_theta"):
+    for key in ("rope_scaling", "rope_theta", MARK):
         section.pop(key, None)
     section |= base
     return AutoConfig.for_model(**saved)
 
 
 def _load_adapter(
-    path: Path, manifest: dict[str, Any] | None, base: PreTrainedModel | None, kwargs: dict[str, Any]
+    path: str | Path,
+    folder: Path,
+    manifest: dict[str, Any] | None,
+    base: PreTrainedModel | None,
+    kwargs: dict[str, Any],
 ) -> Any:
     """Put an adapter on its base model, which PEFT's own loading extends then, as ``standard_saving`` has it."""
     import peft
@@ -357,30 +394,25 @@ def _load_adapter(
 
     settings = PeftConfig.from_pretrained(str(path))
     source = settings.base_model_name_or_path
-    if manifest is None and _mark_of_adapter(path) is None:
+    if manifest is None and mark_of(folder / ADAPTER_CONFIG) is None:
         logger.warning("%s: the adapter does not say whether its base was extended; it is taken as it is.", path)
     elif manifest is None:
         raise ValueError(f"{path}: {ADAPTER_CONFIG} says that its base was extended, and {MANIFEST} is gone.")
     if base is None and not source:
-        raise ValueError(f"{path / ADAPTER_CONFIG} does not name its base model: load that and pass it as base.")
+        raise ValueError(f"{folder / ADAPTER_CONFIG} does not name its base model: load that and pass it as base.")
     task = settings.task_type
     with peft_renamed_attribute():
-        if base is None and task in _CLASSIFIERS:
-            if manifest is not None:
+        if base is None and task in _CLASSES_OF_TASKS:
+            if manifest is not None and task.endswith("_CLS"):
                 kwargs = {"num_labels": manifest["num_labels"], **kwargs}
-            model = getattr(peft, _CLASSIFIERS[task]).from_pretrained(str(path), **kwargs)
+            model = getattr(peft, _CLASSES_OF_TASKS[task]).from_pretrained(str(path), **kwargs)
         else:
             if base is None:
-                base = load_extended(source, **kwargs) if read_manifest(source) else load_weights(source, **kwargs)
+                base = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
             model = PeftModel.from_pretrained(base, str(path))
     if manifest is not None:
         _check_loaded(unwrap(model), manifest, path)
     return model
-
-
-def _mark_of_adapter(path: Path) -> dict[str, Any] | None:
-    mark: dict[str, Any] | None = json.loads((path / ADAPTER_CONFIG).read_text(encoding="utf-8")).get(MARK)
-    return mark
 
 
 def base_as_adapter_needs(base: Any, manifest: dict[str, Any], path: Path) -> None:

@@ -304,11 +304,12 @@ def _command(words: list[str]) -> int | None:
     return COMMANDS[name](after)
 
 
-def _tokens_trained(model: str) -> int:
-    """Return how many tokens a model was fine-tuned on by us, as its folder says; 0 for any other."""
-    from hf_posenc.manifest import read_manifest
+def _tokens_trained(model: str) -> int | None:
+    """Return how many tokens a model was fine-tuned on, as its manifest says; 0 for one without, None if unknown."""
+    from hf_posenc.manifest import find_manifest
 
-    return int((read_manifest(Path(model).expanduser()) or {}).get("tokens_trained") or 0)
+    found = find_manifest(model)
+    return 0 if found is None else found[0]["tokens_trained"]
 
 
 def _is_for_the_user(error: BaseException) -> bool:

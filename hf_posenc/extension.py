@@ -135,7 +135,7 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
     """
     parameters = declared_rope(config)
     mark = getattr(config, MARK, None)
-    if mark is not None:
+    if mark is not None and not rule_is_elsewhere(mark):
         spec = _spec(config, {**parameters, **mark}, mark["original_max_position_embeddings"])
         # A temperature on whole logits is not in a config: load_extended applies it, and says so.
         options = {name: value for name, value in mark["options"].items() if name != "temperature"}
@@ -166,6 +166,11 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
     return Extension(spec, make_scaling(rope_type, float(factor), given), target, known)
 
 
+def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
+    """Return whether what a config says of an extension is a rule that it cannot hold: a manifest beside it has it."""
+    return make_scaling(mark["method"], mark["factor"], mark["options"]).on_attention_door
+
+
 def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any) -> RopeSpec:
     length = check_length("original_max_position_embeddings", original)
     rotary_dim, still_pairs = rotary_width(head_dim_of(config), parameters)
@@ -174,7 +179,9 @@ def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any
 
 def plain_spec(config: PreTrainedConfig) -> RopeSpec:
     """Return what an unscaled config says the model was trained with."""
-    return _spec(config, declared_rope(config), config.max_position_embeddings)
+    mark = getattr(config, MARK, None) or {}  # of a rule that is elsewhere; the target may be in the config
+    original = mark.get("original_max_position_embeddings") or config.max_position_embeddings
+    return _spec(config, declared_rope(config), original)
 
 
 def _has_frequencies(config: PreTrainedConfig) -> bool:

@@ -15,12 +15,12 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoConfig
 
 from hf_posenc.arguments import ExtensionArguments
-from hf_posenc.checkpoint import ADAPTER_CONFIG, load_extended, peft_renamed_attribute
+from hf_posenc.checkpoint import load_extended, peft_renamed_attribute
 from hf_posenc.checks import rows_to_measure
 from hf_posenc.dtypes import remember_choice
 from hf_posenc.families import unwrap
 from hf_posenc.loading import check_path, choose_dtype_of, to_device, tokenizer_source, weights_source
-from hf_posenc.manifest import MANIFEST, read_manifest
+from hf_posenc.manifest import find_manifest, is_saved_by_us
 from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model
 from hf_posenc.pretrained import is_gguf, load_weights
 from hf_posenc.rows import refuse_extended
@@ -89,7 +89,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         (self._row,) = rows_to_measure([] if method is None else [method], extension, options or {})
         if self._row is not None and not isinstance(pretrained, str):
             raise ValueError("pretrained is a loaded model: call patch_model on it yourself, and leave method out.")
-        self._tokens_trained = 0
+        self._tokens_trained: int | None = 0
         super().__init__(pretrained, device=str(to_device(device)), **kwargs)
         if describe(self.model)["method"] != "none":
             self.tokenizer.model_max_length = self.max_length  # where truncation=True cuts
@@ -100,15 +100,15 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         where = {"revision": revision, "subfolder": subfolder}
         if is_gguf(pretrained):
             pretrained, where = str(path.parent), {"gguf_file": path.name}
-        elif (path / ADAPTER_CONFIG).is_file():
-            pretrained = weights_source(path) or pretrained
+        else:
+            pretrained = weights_source(pretrained) or pretrained
         self._config = AutoConfig.from_pretrained(pretrained, **where)
 
     def _create_tokenizer(self, pretrained: Any, tokenizer: Any, **kwargs: Any) -> None:
         if isinstance(pretrained, str) and is_gguf(pretrained):
             pretrained, kwargs["gguf_file"] = str(Path(pretrained).parent), Path(pretrained).name
         elif isinstance(pretrained, str):
-            pretrained = tokenizer_source(Path(pretrained), pretrained)
+            pretrained = tokenizer_source(pretrained)
         super()._create_tokenizer(pretrained, tokenizer, **kwargs)
 
     def _create_model(
@@ -128,13 +128,13 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
             kwargs["quantization_config"] = quantization_config
         choice = choose_dtype_of(pretrained, dtype, None if "device_map" in placed else self._device)
         kwargs |= {"dtype": choice.dtype, **placed}
-        saved = (Path(pretrained) / MANIFEST).is_file()
-        model: Any = load_extended(pretrained, **kwargs) if saved else load_weights(pretrained, **kwargs)
+        model: Any = (load_extended if is_saved_by_us(pretrained) else load_weights)(pretrained, **kwargs)
         remember_choice(unwrap(model), choice)
         if peft is not None:
             model = _with_adapter(model, peft)
-        for folder in (pretrained, peft):
-            self._tokens_trained += int((read_manifest(folder) or {}).get("tokens_trained") or 0) if folder else 0
+        manifests = [found[0] for source in (pretrained, peft) if source and (found := find_manifest(source))]
+        counts = [manifest["tokens_trained"] for manifest in manifests]
+        self._tokens_trained = None if None in counts else sum(counts)
         if self._row is not None:
             refuse_extended(model, pretrained, str(self._row["on_scaled"]))
             if is_patched(model):
@@ -155,7 +155,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
 
 
 def _with_adapter(base: Any, adapter: str) -> Any:
-    if (Path(adapter) / MANIFEST).is_file():
+    if find_manifest(adapter) is not None:
         return load_extended(adapter, base=base)
     from peft import PeftModel
 

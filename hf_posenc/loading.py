@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,14 @@ from typing import Any
 import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, load_extended
+from hf_posenc.checkpoint import TOKENIZER_CONFIG, load_extended
 from hf_posenc.console import without_weight_bars
 from hf_posenc.dtypes import DtypeChoice, checkpoint_dtype, choose_dtype, parse_dtype, remember_choice
 from hf_posenc.families import unwrap
+from hf_posenc.hub_files import check_hub, folder_with
 from hf_posenc.launching import own_device
-from hf_posenc.manifest import MANIFEST
-from hf_posenc.pretrained import check_hub, is_gguf, load_tokenizer, load_weights, refuse_without_tokens
+from hf_posenc.manifest import ADAPTER_CONFIG, base_of_adapter, is_saved_by_us
+from hf_posenc.pretrained import is_gguf, load_tokenizer, load_weights, refuse_without_tokens
 
 
 def load_model(
@@ -69,12 +69,9 @@ def load_model(
         if (weights := weights_source(source)) is not None:
             refuse_without_tokens(weights)
         with without_weight_bars():
-            if (path / ADAPTER_CONFIG).is_file() or (path / MANIFEST).is_file():
-                model = load_extended(path, **kwargs)
-            else:
-                model = load_weights(source, **kwargs)
+            model = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
         remember_choice(unwrap(model), choice)
-        tokenizer = load_tokenizer(tokenizer_source(path, source), model)
+        tokenizer = load_tokenizer(tokenizer_source(source), model)
     except OSError as error:
         raise ValueError(
             f"cannot load {str(name_or_path)!r}: {str(error).strip().splitlines()[0]} "
@@ -83,7 +80,7 @@ def load_model(
     except ImportError as error:  # Transformers' own, for FlashAttention and quantised models, name what is missing
         raise ImportError(f"cannot load {str(name_or_path)!r}: {str(error).strip()}") from error
     if device != "auto" and not load_in_4bit:  # which are where they were quantised
-        model.to(device)
+        model.to(device)  # type: ignore[arg-type]  # mypy takes Transformers' wrapper for a plain function
     model.train(False)
     return model, tokenizer
 
@@ -102,11 +99,8 @@ def choose_dtype_of(source: str | Path, dtype: str | torch.dtype, device: str | 
 
 def weights_source(source: str | Path) -> str | None:
     """Return the source of the weights: of an adapter's folder the base model, None if it does not name one."""
-    adapter = Path(source) / ADAPTER_CONFIG
-    if not adapter.is_file():
-        return str(source)
-    named = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    return str(named) if named else None
+    base = base_of_adapter(source)
+    return str(source) if base is None else base or None
 
 
 def check_4bit(name_or_path: str | Path, lora: bool) -> None:
@@ -169,6 +163,6 @@ def check_path(path: Path, given: str) -> None:
         check_hub(given)
 
 
-def tokenizer_source(path: Path, source: str) -> str:
+def tokenizer_source(source: str) -> str:
     """Return the source, or for an adapter saved without a tokenizer, its base model."""
-    return source if (path / "tokenizer_config.json").is_file() else weights_source(source) or source
+    return source if folder_with(source, (TOKENIZER_CONFIG,)) is not None else weights_source(source) or source

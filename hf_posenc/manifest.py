@@ -13,15 +13,20 @@ from torch import nn
 from transformers import AutoConfig
 
 from hf_posenc.config import ENCODINGS
-from hf_posenc.extension import Extension, describe_config
-from hf_posenc.families import unwrap
+from hf_posenc.extension import MARK, Extension, describe_config
+from hf_posenc.families import text_configs, unwrap
+from hf_posenc.hub_files import folder_with
 from hf_posenc.patching import extension_of, patch_model, unextended_config
 from hf_posenc.registry import get_method, make_scaling
 from hf_posenc.version import __version__
 from hf_posenc.windows import KEEP
 
 MANIFEST = "context_extension.json"
-FORMAT = 1
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+# 2: the config beside it, a model's or an adapter's, says the same under MARK, so that one saved over it is found.
+FORMAT = 2
+_NEEDED = (*Extension.FACTS, "rope_theta", "base_model", "tokens_trained")
 
 
 def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: str | None) -> dict[str, Any]:
@@ -44,6 +49,7 @@ def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: s
     window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
     # What config.json keeps of the base model, so that a later change of it is found.
     kept = {"base_config": unextended_config(base)} if extension.scaling.on_attention_door else {}
+    mark = getattr(base.config.get_text_config(decoder=True), MARK, {})  # of one that was loaded extended
     # What an adapter's folder does not say of the head that it was trained with.
     head = {"num_labels": base.config.num_labels} if hasattr(base, "num_labels") else {}
     return {
@@ -51,7 +57,7 @@ def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: s
         **extension.describe(),
         **window,
         "rope_theta": extension.spec.rope_theta,
-        "base_model": base_model or getattr(base.config, "_name_or_path", "") or None,
+        "base_model": base_model or mark.get("base_model", getattr(base.config, "_name_or_path", "") or None),
         "tokens_trained": tokens_trained,
         "rope_parameters": base.config.get_text_config(decoder=True).rope_parameters,
         **kept,
@@ -64,7 +70,7 @@ def read_manifest(path: str | Path) -> dict[str, Any] | None:
     """Return the manifest of a folder; None if it has none.
 
     Raises:
-        ValueError: It is damaged or of a newer format.
+        ValueError: It is damaged, of a newer format, or of a model that another one was saved over.
     """
     file = Path(path) / MANIFEST
     if not file.is_file():
@@ -72,11 +78,67 @@ def read_manifest(path: str | Path) -> dict[str, Any] | None:
     try:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         newer = int(manifest["format"]) > FORMAT
+        if not newer and (lacking := [key for key in _NEEDED if key not in manifest]):
+            raise ValueError(f"it has no {', '.join(lacking)}")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}). Save the model again with save_extended.") from error
     if newer:
         raise ValueError(f"{file} was written by a newer hf_posenc (format {manifest['format']}). Upgrade hf_posenc.")
+    _refuse_stale(file, manifest)
     return manifest
+
+
+def _refuse_stale(file: Path, manifest: dict[str, Any]) -> None:
+    """Refuse a manifest that is left of an earlier model: the config saved since does not say the same.
+
+    Raises:
+        ValueError: It is.
+    """
+    there = [name for name in (CONFIG, ADAPTER_CONFIG) if (file.parent / name).is_file()]
+    if manifest["format"] < 2 or not there:  # before, configs of rules that only a manifest can say said nothing
+        return
+    facts = {key: manifest[key] for key in Extension.FACTS}
+    for name in there:
+        mark = mark_of(file.parent / name)
+        if mark is not None and facts.items() <= mark.items():
+            return
+    raise ValueError(
+        f"{file} says {manifest['method']} to {manifest['context_length']} tokens, and {there[0]} beside it does not: "
+        f"another model was saved into the folder since. Remove {MANIFEST} if that one is not extended; else save it "
+        "again with save_extended."
+    )
+
+
+def mark_from(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what the text config beside a manifest says of the extension, by its key."""
+    return {MARK: {key: manifest[key] for key in (*Extension.FACTS, "rope_theta", "base_model")}}
+
+
+def mark_of(file: Path) -> dict[str, Any] | None:
+    """Return what a config.json or adapter_config.json says of an extension, None if nothing or it cannot be read."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    sections = [config, *(value for value in config.values() if isinstance(value, dict))]  # text_config and the like
+    return next((section[MARK] for section in sections if isinstance(section.get(MARK), dict)), None)
+
+
+def find_manifest(source: str | Path, kwargs: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], Path] | None:
+    """Return the manifest of a checkpoint and the folder it is in, here or on the Hub; None if it has none.
+
+    Args:
+        source: A folder, or a name on the Hub.
+        kwargs: ``from_pretrained``'s, which may say a revision and the like.
+
+    Raises:
+        ValueError: As ``read_manifest``.
+    """
+    folder = folder_with(source, (MANIFEST, CONFIG, ADAPTER_CONFIG), kwargs)
+    manifest = None if folder is None else read_manifest(folder)
+    return None if folder is None or manifest is None else (manifest, folder)
 
 
 def describe_folder(source: str | Path) -> dict[str, Any]:
@@ -87,14 +149,28 @@ def describe_folder(source: str | Path) -> dict[str, Any]:
         ValueError: The manifest is damaged.
     """
     path = Path(source).expanduser()
-    path = path.parent if path.name == "config.json" else path
-    manifest = read_manifest(path)
-    if manifest is not None:
-        return {key: manifest[key] for key in Extension.FACTS}
-    adapter = path / "adapter_config.json"
-    if adapter.is_file():
-        return describe_folder(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+    path = path.parent if path.name == CONFIG else path
+    found = find_manifest(path if path.is_dir() else source)
+    if found is not None:
+        return {key: found[0][key] for key in Extension.FACTS}
+    if (base := base_of_adapter(path if path.is_dir() else source)) is not None:
+        if not base:
+            raise ValueError(f"{str(source)!r} is an adapter that does not name its base model: describe that.")
+        return describe_folder(base)
     return describe_config(AutoConfig.from_pretrained(path if path.is_dir() else str(source)))
+
+
+def base_of_adapter(source: str | Path) -> str | None:
+    """Return the base model that an adapter names, ``""`` if it names none; None for what is no adapter."""
+    folder = folder_with(source, (ADAPTER_CONFIG,))
+    if folder is None:
+        return None
+    return json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+
+
+def is_saved_by_us(source: str | Path) -> bool:
+    """Return whether ``load_extended`` is what loads a folder or name: an adapter, or a model with a manifest."""
+    return base_of_adapter(source) is not None or find_manifest(source) is not None
 
 
 def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = "refuse") -> None:
@@ -108,6 +184,8 @@ def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = 
         on_scaled=on_scaled,
         **manifest["options"],
     )
+    for config in text_configs(unwrap(model)):  # the model's own name is that of the extended one
+        getattr(config, MARK)["base_model"] = manifest["base_model"]
 
 
 def is_on_attention_door(manifest: dict[str, Any]) -> bool:

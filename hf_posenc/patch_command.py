@@ -21,7 +21,7 @@ def run_patch(
     extension: ExtensionArguments,
     options: dict[str, Any],
     loading: ModelArguments,
-    tokens_trained: int,
+    tokens_trained: int | None,
 ) -> None:
     """Save a model extended, and print how far and how well it agrees with the closed form.
 
@@ -32,7 +32,7 @@ def run_patch(
         extension: How far.
         options: Of the rule.
         loading: How the model is loaded.
-        tokens_trained: Tokens it was fine-tuned on before.
+        tokens_trained: Tokens it was fine-tuned on before; None if that is not known.
 
     Raises:
         ValueError, TypeError: The model and the request do not go together.

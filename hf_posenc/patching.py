@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from hf_posenc.attention.doorway import layers_behind
 from hf_posenc.attention.install import OpenDoor, check_door, close_door, door_problem, put_behind_door
 from hf_posenc.encodings.install import PutIn, check_encoding, put_in
-from hf_posenc.extension import Extension, declared_scaling, describe_config, plain_spec
+from hf_posenc.extension import MARK, Extension, declared_scaling, describe_config, plain_spec
 from hf_posenc.families import label_prefix, rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.request import resolve, warn_about_limits, write_config
 from hf_posenc.rotary import SavedRotary, instantiate, read_rotary, restore_rotary, write_rotary, zero_other_layer_types
@@ -29,7 +29,7 @@ from hf_posenc.softmax_scale import (
     partial_attentions,
 )
 from hf_posenc.spelling import mark_encoding
-from hf_posenc.standard_saving import carry_extension, drop_extension
+from hf_posenc.standard_saving import carries_extension, carry_extension, drop_extension
 from hf_posenc.verification import (
     RotaryCheck,
     RotaryMismatchError,
@@ -53,7 +53,7 @@ _CONFIG_VALUES = (
     "head_dim",
     "layer_rope_theta",
     "sliding_window",
-    "context_extension",
+    MARK,
 )
 # How far a cast to bfloat16 before patching can have rounded the frequencies of an otherwise right model.
 _BF16_ROUNDING = 2.0**-8
@@ -68,6 +68,7 @@ class _Record:
     door: OpenDoor | None = None
     encoding: PutIn | None = None
     tokenizer: tuple[PreTrainedTokenizerBase, int] | None = None  # and its limit before
+    carried_before: bool = False  # loaded extended, it is saved so without this patch too
 
 
 def patch_model(
@@ -162,6 +163,7 @@ def patch_model(
         {name: _undoable(module, text_config) for name, module in modules.items()},
         {name: live_scale(module) for name, module in attentions.items()},
         _read_configs(base),
+        carried_before=carries_extension(base),
     )
     for config in text_configs(base):
         write_config(config, extension)
@@ -225,7 +227,8 @@ def unpatch_model(model: ModelT) -> ModelT:
     if record.tokenizer is not None:
         tokenizer, limit = record.tokenizer
         tokenizer.model_max_length = limit
-    drop_extension(base)
+    if not record.carried_before:
+        drop_extension(base)
     del base.__dict__[_RECORD]
     return model
 
@@ -318,8 +321,9 @@ def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any
         OSError: There is no such folder, and no such name on the Hub.
         TypeError: It is none of these.
     """
-    if isinstance(source, PreTrainedConfig):
-        return describe_config(source)
+    if isinstance(source, PreTrainedConfig):  # of a patched model, maybe, whose rule no config can hold
+        mark = getattr(source.get_text_config(decoder=True), MARK, None)
+        return {key: mark[key] for key in Extension.FACTS} if mark else describe_config(source)
     if isinstance(source, (str, Path)):
         from hf_posenc.manifest import describe_folder
 

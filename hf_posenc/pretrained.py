@@ -25,7 +25,6 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_posenc.standard_saving import plain_loading
 
-_HUB_SECONDS = 5.0  # that the Hub may take to answer at all
 # llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.
 _SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -49,29 +48,6 @@ def load_weights(source: str | Path, **kwargs: Any) -> PreTrainedModel:
     if is_gguf(source):
         return _load_gguf(Path(source), kwargs)
     return _from_pretrained(source, **{"use_safetensors": True, **kwargs})
-
-
-def check_hub(name: str) -> None:
-    """See that the Hub can be reached for a model that is not on this machine, before anything asks for many files.
-
-    Raises:
-        ValueError: It cannot, and the model's config was not downloaded before.
-    """
-    import huggingface_hub as hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    if hub.constants.HF_HUB_OFFLINE or isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
-        return
-    try:
-        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
-    except (HfHubHTTPError, HFValidationError):
-        return  # it answered, or the name is none: what loads the model says what is wrong
-    except Exception as error:  # of whichever library the Hub's client speaks HTTP with
-        raise ValueError(
-            f"{name!r} is no file or folder here, and the Hugging Face Hub cannot be reached to look for it "
-            f"({str(error).strip() or type(error).__name__}). Give a folder with config.json and *.safetensors, or a "
-            ".gguf file."
-        ) from error
 
 
 @contextmanager

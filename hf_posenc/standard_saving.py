@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 # What a config, a model's or an adapter's, says of its extension to those who have only it.
 MARK = "context_extension"
 _SAVE = "save_pretrained"
-_NO_ERRORS_FOR = ("missing_entries", "connection_errors", "gated_repo")
+_UPLOAD = "_upload_modified_files"
 _plain: ContextVar[bool] = ContextVar("plain_loading", default=False)
 
 
@@ -48,6 +48,11 @@ def install() -> None:
 def carry_extension(model: PreTrainedModel) -> None:
     """Make a patched model's own ``save_pretrained`` write the extension too, until ``drop_extension``."""
     model.__dict__[_SAVE] = functools.partial(_save_carrying, model)
+
+
+def carries_extension(model: PreTrainedModel) -> bool:
+    """Return whether ``carry_extension`` was called for a model."""
+    return _SAVE in model.__dict__
 
 
 def drop_extension(model: PreTrainedModel) -> None:
@@ -72,32 +77,43 @@ def _save_carrying(model: PreTrainedModel, save_directory: str | os.PathLike[str
     """Save a patched model as its class does, then write its extension beside the weights."""
     save = getattr(type(model), _SAVE)
     bound = inspect.signature(save).bind(model, save_directory, *args, **kwargs)
-    pushed = bound.arguments.pop("push_to_hub", False)  # after the extension is there
-    result = save(*bound.args, **bound.kwargs)
     writes = bound.arguments.get("is_main_process", True)
     if hasattr(model, "should_save_on_this_rank"):  # newer Transformers: of tensor parallel ranks one writes
         writes = model.should_save_on_this_rank(writes)
+    # Transformers' own add_adapter was called: it saves the adapter alone.
+    adapter = bool(getattr(model, "_hf_peft_config_loaded", False))
+    write = functools.partial(_write_beside, model, adapter=adapter)
+    with _before_upload(model, write):
+        result = save(*bound.args, **bound.kwargs)
     if writes:
-        _write_beside(model, model, Path(save_directory))
-        if pushed:
-            _push(model, save_directory, bound)
+        write(Path(save_directory))
     return result
 
 
-def _push(model: PreTrainedModel, folder: str | os.PathLike[str], bound: inspect.BoundArguments) -> None:
-    more = dict(bound.arguments.get("kwargs", {}))
-    where = more.pop("repo_id", Path(folder).name)
-    model.push_to_hub(where, token=bound.arguments.get("token"), **more)
+@contextmanager
+def _before_upload(model: PreTrainedModel, write: Callable[[Path], None]) -> Iterator[None]:
+    """While open, ``save_pretrained(push_to_hub=True)`` uploads what ``write`` put into the folder, too."""
+    upload = model._upload_modified_files
+
+    def write_first(working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        write(Path(working_dir))
+        return upload(working_dir, *args, **kwargs)
+
+    model.__dict__[_UPLOAD] = write_first
+    try:
+        yield
+    finally:
+        del model.__dict__[_UPLOAD]
 
 
-def _write_beside(wrapped: Any, base: PreTrainedModel, folder: Path) -> None:
-    """Write the extension of ``base`` into the folder that ``wrapped`` was saved to; say what to do if that fails."""
+def _write_beside(base: PreTrainedModel, folder: Path, *, adapter: bool) -> None:
+    """Write the extension into the folder that a model or its adapter was saved to; say what to do if that fails."""
     from hf_posenc.checkpoint import write_extension
 
     try:
-        write_extension(base, folder)
+        write_extension(base, folder, adapter=adapter)
     except Exception as error:  # the weights are saved by now, and losing them would be worse
-        what = "the model" if wrapped is base else "the adapter"
+        what = "the adapter" if adapter else "the model"
         logger.warning(
             "%s: %s was saved WITHOUT its extension (%s). Save it again with hf_posenc.save_extended(model, %r).",
             folder,
@@ -127,7 +143,7 @@ def _wrap_tokenizer_saving(module: ModuleType) -> None:
 def _wrap_accelerator(module: ModuleType) -> None:
     def save_model(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(accelerator, model, *args, **kwargs)
-        base = _patched_inside(model)
+        base = _carrying_inside(model)
         folder = Path(args[0] if args else kwargs["save_directory"])
         if base is None or not accelerator.is_main_process or not folder.is_dir():
             return result
@@ -141,7 +157,7 @@ def _wrap_accelerator(module: ModuleType) -> None:
         from hf_posenc.checkpoint import save_config
 
         save_config(base, folder)
-        _write_beside(base, base, folder)
+        _write_beside(base, folder, adapter=False)
         return result
 
     _wrap(module.Accelerator, "save_model", save_model)
@@ -153,12 +169,12 @@ def _wrap_accelerator(module: ModuleType) -> None:
 def _wrap_adapters(module: ModuleType) -> None:
     def save(original: Callable[..., Any], model: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
         result = original(model, save_directory, *args, **kwargs)
-        base = _patched_inside(model)
+        base = _carrying_inside(model)
         bound = inspect.signature(original).bind(model, save_directory, *args, **kwargs)
         if base is not None and bound.arguments.get("is_main_process", True):
             for name in bound.arguments.get("selected_adapters") or list(model.peft_config):
                 folder = Path(save_directory)
-                _write_beside(model, base, folder if name == "default" else folder / name)
+                _write_beside(base, folder if name == "default" else folder / name, adapter=True)
         return result
 
     def load(original: Callable[..., Any], cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,15 +206,23 @@ def _extend_for_adapter(model: Any, source: Any, kwargs: dict[str, Any]) -> None
     Raises:
         ValueError: It is extended in another way.
     """
-    found = None if _plain.get() else _find_manifest(source, kwargs)
-    if found is None:
+    if _plain.get():
         return
-    from hf_posenc.checkpoint import base_as_adapter_needs
+    base, found = _carrying_inside(model), _find_manifest(source, kwargs)
+    if found is not None:
+        from hf_posenc.checkpoint import base_as_adapter_needs
 
-    was = _patched_inside(model) is not None
-    base_as_adapter_needs(model, *found)
-    if not was and _patched_inside(model) is not None:
-        _say_put_in(*found)
+        base_as_adapter_needs(model, *found)
+        if base is None:
+            _say_put_in(*found)
+    elif base is not None:
+        from hf_posenc.patching import describe
+
+        logger.warning(
+            "%s: the adapter does not say that its base was extended in training, and is put on one that is (%s).",
+            source,
+            describe(base)["method"],
+        )
 
 
 def _say_put_in(manifest: dict[str, Any], folder: Path) -> None:
@@ -217,15 +241,15 @@ def _wrap_adapter_config(module: ModuleType) -> None:
     _wrap(module.PeftConfigMixin, "from_pretrained", load)
 
 
-def _patched_inside(model: Any) -> PreTrainedModel | None:
+def _carrying_inside(model: Any) -> PreTrainedModel | None:
+    """Return the model inside wrappers if its extension is to be saved with it."""
     from hf_posenc.families import unwrap
-    from hf_posenc.patching import is_patched
 
     try:
         base = unwrap(model)
     except TypeError:  # not a Transformers model
         return None
-    return base if is_patched(base) else None
+    return base if carries_extension(base) else None
 
 
 # ---- loading ----
@@ -235,9 +259,13 @@ def _wrap_model_loading(module: ModuleType) -> None:
     def load(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         loaded = original(cls, *args, **kwargs)  # an adapter goes through load_adapter in it
-        found = None if source is None or _plain.get() else _find_manifest(source, kwargs)
-        if found is not None:
-            _apply(loaded[0] if isinstance(loaded, tuple) else loaded, *found)
+        if source is not None and not _plain.get():
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            found = _find_manifest(source, kwargs)
+            if found is not None:
+                _apply(model, *found)
+            else:
+                _warn_if_lost(model, source)
         return loaded
 
     _wrap(module.PreTrainedModel, "from_pretrained", load)
@@ -275,33 +303,32 @@ def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> No
         _say_put_in(manifest, folder)
 
 
+def _warn_if_lost(model: PreTrainedModel, source: Any) -> None:
+    """Warn of a model that only says that it was extended, by a rule that no config can hold."""
+    from hf_posenc.extension import rule_is_elsewhere
+    from hf_posenc.manifest import MANIFEST
+
+    mark = getattr(model.config.get_text_config(decoder=True), MARK, None)
+    if mark and rule_is_elsewhere(mark):
+        logger.warning(
+            "%s: its config says that it was extended by %s to %d tokens, and %s, which holds the rule, is not there. "
+            "It is read as the base model; if it is to be extended, call patch_model.",
+            source,
+            mark["method"],
+            mark["context_length"],
+            MANIFEST,
+        )
+
+
 def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Path] | None:
-    """Return the manifest beside a checkpoint and its folder, local or on the Hub; None if there is none."""
-    from hf_posenc.manifest import MANIFEST, read_manifest
+    """Return the manifest beside a checkpoint and its folder; None if there is none, or none that can be read."""
+    from hf_posenc.manifest import find_manifest
 
-    folder = Path(str(source)).expanduser() / (kwargs.get("subfolder") or "")
-    if not Path(str(source)).expanduser().is_dir():
-        from transformers.utils.hub import cached_file
-
-        where = {
-            key: kwargs[key]
-            for key in ("revision", "token", "cache_dir", "subfolder", "local_files_only")
-            if kwargs.get(key)
-        }
-        quietly = {f"_raise_exceptions_for_{what}": False for what in _NO_ERRORS_FOR}
-        try:
-            found = cached_file(str(source), MANIFEST, **where, **quietly)
-        except (OSError, ValueError):  # no name on the Hub
-            found = None
-        if found is None:
-            return None
-        folder = Path(found).parent
     try:
-        manifest = read_manifest(folder)
+        return find_manifest(str(source), kwargs)
     except ValueError as error:
         logger.warning("%s. If the checkpoint needs it, it is read as another model.", str(error).rstrip("."))
         return None
-    return None if manifest is None else (manifest, folder)
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:

@@ -52,7 +52,7 @@ def test_the_manifest_says_what_was_done(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     assert manifest is not None
     expected = {
-        "format": 1,
+        "format": 2,
         "method": "yarn",
         "factor": 4.0,
         "context_length": 256,
@@ -181,7 +181,14 @@ def test_a_checkpoint_without_or_with_a_damaged_manifest(tmp_path: Path) -> None
     (path / MANIFEST).write_text('{"format": 1, "meth')
     with pytest.raises(ValueError, match="is damaged"):
         load_extended(path)
-    (path / MANIFEST).write_text(json.dumps({**manifest, "method": "linear", "options": {}}))
+    (path / MANIFEST).write_text('{"format": 1}')
+    with pytest.raises(ValueError, match="it has no method, factor"):
+        load_extended(path)
+    changed = {**manifest, "method": "linear", "options": {}}
+    (path / MANIFEST).write_text(json.dumps(changed))
+    with pytest.raises(ValueError, match="another model was saved into the folder since"):
+        load_extended(path)
+    (path / MANIFEST).write_text(json.dumps({**changed, "format": 1}))  # whose config says nothing to hold it against
     with pytest.raises(ValueError, match="method is 'yarn', the manifest says 'linear'"):
         load_extended(path)
 

@@ -8,9 +8,11 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,20 +20,25 @@ import torch
 from accelerate import Accelerator
 from conftest import make_tiny_llama, make_tiny_tokenizer
 from datasets import Dataset
+from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from reload_logits import WITH_US
 from safetensors.torch import load_file, save_file
 from tiny_models import logits
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     DataCollatorForLanguageModeling,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
+    modeling_utils,
 )
 
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model
 from hf_posenc.doctor.checkup import diagnose
+from hf_posenc.loading import load_model
 from hf_posenc.manifest import MANIFEST, read_manifest
 from hf_posenc.standard_saving import plain_loading
 
@@ -146,17 +153,44 @@ def by_accelerate(base: Path, method: str, folder: Path) -> Any:
 def by_pushing(base: Path, method: str, folder: Path) -> Any:
     """save_pretrained(push_to_hub=True), up to the upload itself: there is no Hub here."""
     model = patched_base(base, method)
-
-    def push_to_hub(pushed: Any, repo_id: str, **kwargs: Any) -> None:
-        assert (repo_id, kwargs["commit_message"]) == ("someone/model", "a message")
-        pushed.save_pretrained(folder)  # as Transformers' own does, into a temporary folder that it uploads then
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(model), "push_to_hub", push_to_hub)
+    with uploads_to(folder) as told:
         kwargs = {"repo_id": "someone/model", "commit_message": "a message"}
         model.save_pretrained(folder.with_name("pushed"), push_to_hub=True, **kwargs)
+    assert told == {"repo_id": "someone/model", "commit_message": "a message"}
     assert (folder.with_name("pushed") / MANIFEST).is_file()
     return model
+
+
+@contextmanager
+def uploads_to(folder: Path) -> Iterator[dict[str, Any]]:
+    """Run Transformers' own pushing up to its requests to the Hub; what it would upload is copied to a folder."""
+    told: dict[str, Any] = {}
+
+    def create_repo(repo_id: str, **kwargs: Any) -> Any:
+        return SimpleNamespace(repo_id=repo_id)
+
+    def upload(model: Any, working_dir: Any, repo_id: str, files_timestamps: Any, **kwargs: Any) -> None:
+        told.update(repo_id=repo_id, commit_message=kwargs["commit_message"])
+        shutil.copytree(working_dir, folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+        patch.setattr(modeling_utils, "create_and_tag_model_card", lambda *args, **kwargs: ModelCard("# A model"))
+        patch.setattr(modeling_utils, "hf_api", lambda: SimpleNamespace(create_repo=create_repo), raising=False)
+        patch.setattr(modeling_utils, "create_repo", create_repo, raising=False)  # Transformers 5.0
+        yield told
+
+
+def test_what_is_pushed_is_what_was_asked_for(base: Path, tmp_path: Path) -> None:
+    """It was saved a second time for pushing, without the state_dict and the variant."""
+    model = patched_base(base, "yarn")
+    weights = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    with uploads_to(tmp_path / "uploaded"):
+        model.save_pretrained(tmp_path / "model", state_dict=weights, variant="zero", push_to_hub=True, repo_id="a/b")
+    uploaded = load_file(tmp_path / "uploaded" / "model.zero.safetensors")
+    assert all(not value.any() for value in uploaded.values())
+    assert (tmp_path / "uploaded" / MANIFEST).is_file()
+    assert "_upload_modified_files" not in vars(model)
 
 
 WAYS: tuple[Callable[[Path, str, Path], Any], ...] = (
@@ -381,7 +415,7 @@ def test_a_rule_that_cannot_be_put_in_is_told_while_loading(
 ) -> None:
     patched_base(base, "dynamic_yarn").save_pretrained(tmp_path)
     manifest = json.loads((tmp_path / MANIFEST).read_text())
-    (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "context_length": 1}))
+    (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "context_length": 1, "format": 1}))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert describe(plain)["method"] == "none"
     assert "dynamic_yarn, which context_extension.json says, was NOT put in" in caplog.text
@@ -501,3 +535,132 @@ def test_doctor_on_an_adapter_without_a_manifest(base: Path, tmp_path: Path) -> 
     found = diagnose(tmp_path)  # trained on 256 tokens, with a base of 64
     assert not found.sound
     assert any(finding.code == "adapter-without-extension" for finding in found.findings)
+
+
+def test_a_manifest_that_another_model_was_saved_over_is_not_applied(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "model"
+    patched_base(base, "dynamic_yarn").save_pretrained(folder)
+    sharp_llama().save_pretrained(folder)
+    assert describe(AutoModelForCausalLM.from_pretrained(folder))["method"] == "none"
+    assert "another model was saved into the folder since" in caplog.text
+    with pytest.raises(ValueError, match="another model was saved into the folder since"):
+        load_extended(folder)
+    (found,) = diagnose(folder).findings
+    assert (found.code, found.severity) == ("manifest-refused", "error")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_decoder_saved_without_its_head_says_what_it_lacks(
+    base: Path, method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    patched_base(base, method).model.save_pretrained(tmp_path)
+    loaded = AutoModel.from_pretrained(tmp_path)
+    codes = {finding.code for finding in diagnose(tmp_path).findings}
+    if METHODS[method] == "static":
+        assert describe(loaded)["method"] == method
+        assert "manifest-lost" not in codes
+    else:
+        assert describe(loaded)["method"] == "none"
+        assert describe(loaded)["original_max_position_embeddings"] == ORIGINAL
+        assert f"extended by {method} to {TARGET} tokens" in caplog.text
+        assert "manifest-lost" in codes
+
+
+def in_the_cache(folder: Path, cache: Path, name: str) -> Path:
+    """Put a folder where huggingface_hub keeps what it downloaded of a model."""
+    repo = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    shutil.copytree(folder, snapshot)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("0" * 40)
+    return snapshot
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_model_on_the_hub_is_found_extended(
+    base: Path, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the cache of the Hub, by name: only from_pretrained looked there."""
+    model = patched_base(base, method)
+    expected = logits(model.eval(), IDS)
+    save_extended(model, tmp_path / "model", make_tiny_tokenizer())
+    in_the_cache(tmp_path / "model", tmp_path / "cache", "someone/model")
+    by_peft(base, method, tmp_path / "adapter")
+    in_the_cache(tmp_path / "adapter", tmp_path / "cache", "someone/adapter")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("transformers.utils.hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("someone/model", "someone/adapter"):
+        assert describe(name)["method"] == method
+        assert diagnose(name).sound
+        assert describe(load_extended(name))["method"] == method
+    for loaded in (load_extended("someone/model"), load_model("someone/model", dtype="float32")[0]):
+        torch.testing.assert_close(logits(loaded.eval(), IDS), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(FileNotFoundError, match=r"someone/other has no context_extension\.json"):
+        load_extended("someone/other")
+
+
+def test_a_merged_model_in_the_folder_of_its_adapter_is_a_model(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = by_peft(base, "yarn", tmp_path)
+    model.merge_and_unload().save_pretrained(tmp_path)
+    assert "an adapter was saved there before" in caplog.text
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["rope_theta"], config["rope_scaling"]["factor"]) == (10000.0, FACTOR)
+    (tmp_path / "adapter_config.json").unlink()
+    assert describe(load_extended(tmp_path))["method"] == "yarn"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_loaded_extended_it_is_saved_extended(base: Path, method: str, tmp_path: Path) -> None:
+    save_extended(patched_base(base, method), tmp_path / "first", tokens_trained=1000, base_model="someone/base")
+    for number, load in enumerate((load_extended, AutoModelForCausalLM.from_pretrained)):
+        again: Any = load(tmp_path / "first")
+        again.save_pretrained(tmp_path / f"again{number}")
+        manifest = read_manifest(tmp_path / f"again{number}")
+        assert manifest is not None
+        assert (manifest["method"], manifest["base_model"]) == (method, "someone/base")
+        assert manifest["tokens_trained"] is None  # whether it was trained on since is not known
+        first, second = (
+            json.loads((tmp_path / one / "config.json").read_text()) for one in ("first", f"again{number}")
+        )
+        assert second == first
+        settings = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+        get_peft_model(again, settings).save_pretrained(str(tmp_path / f"adapter{number}"))
+        assert describe(tmp_path / f"adapter{number}")["method"] == method
+
+
+def test_a_patch_that_is_undone_leaves_a_loaded_extension(base: Path, tmp_path: Path) -> None:
+    save_extended(patched_base(base, "yarn"), tmp_path / "yarn")
+    model = load_extended(tmp_path / "yarn")
+    unpatch_model(patch_model(model, "linear", 2, on_scaled="replace"))
+    model.save_pretrained(tmp_path / "again")
+    assert describe(tmp_path / "again")["method"] == "yarn"
+
+
+@pytest.mark.parametrize("task", ["QUESTION_ANS", "FEATURE_EXTRACTION"])
+def test_adapters_of_other_tasks_come_back_as_they_were(base: Path, task: str, tmp_path: Path) -> None:
+    auto = {"QUESTION_ANS": AutoModelForQuestionAnswering, "FEATURE_EXTRACTION": AutoModel}[task]
+    model = patch_model(auto.from_pretrained(base), "yarn", FACTOR)
+    settings = LoraConfig(task_type=task, target_modules=["q_proj"], init_lora_weights=False)
+    tuned: Any = get_peft_model(model, settings)
+    tuned.save_pretrained(str(tmp_path))
+    again = load_extended(tmp_path)
+    assert type(again) is type(tuned)
+    assert type(again.get_base_model()) is type(model)
+    hidden = (one.eval()(IDS, output_hidden_states=True).hidden_states[-1] for one in (tuned, again))
+    torch.testing.assert_close(*hidden, rtol=1e-5, atol=1e-5)
+
+
+def test_a_plain_adapter_on_an_extended_base_is_told(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings).save_pretrained(str(tmp_path))
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(tmp_path))
+    assert "the adapter does not say" not in caplog.text
+    PeftModel.from_pretrained(patched_base(base, "yarn"), str(tmp_path))
+    assert "the adapter does not say that its base was extended in training" in caplog.text

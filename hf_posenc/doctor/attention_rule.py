@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_posenc.checkpoint import CONFIG
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
-from hf_posenc.extension import MARK
-from hf_posenc.manifest import MANIFEST, is_encoding
+from hf_posenc.extension import MARK, rule_is_elsewhere
+from hf_posenc.manifest import CONFIG, MANIFEST, is_encoding
 from hf_posenc.spelling import ENCODING_MARK
 
 
@@ -33,6 +32,17 @@ def manifest_lines(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("with it", "load_extended, hf-posenc eval and hf-posenc finetune run the rule"),
         ("without", without),
     ]
+
+
+def check_manifest_is_there(config: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> list[Finding]:
+    """Return whether a config says that a rule is in a manifest that is not there."""
+    mark = text_config(config)[1].get(MARK)
+    if manifest is not None or not isinstance(mark, Mapping) or not rule_is_elsewhere(mark):
+        return []
+    what = f"{CONFIG} says that the model was extended: {rule_in_words(mark)}; and {MANIFEST}, which has it, is gone"
+    why = "No config can say this rule, so everyone loads the base model."
+    todo = "Save it again with save_extended, or patch it as it was and do so."
+    return [Finding("manifest-lost", "error", what, why, todo, mendable=False)]
 
 
 def check_mark(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[Finding]:

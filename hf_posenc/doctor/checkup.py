@@ -12,9 +12,16 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, CONFIG, TOKENIZER_CONFIG
+from hf_posenc.checkpoint import TOKENIZER_CONFIG
 from hf_posenc.doctor.adapter import UNLIMITED, look_at_adapter
-from hf_posenc.doctor.attention_rule import base_config, check_base, check_mark, check_tokenizer_limit, manifest_lines
+from hf_posenc.doctor.attention_rule import (
+    base_config,
+    check_base,
+    check_manifest_is_there,
+    check_mark,
+    check_tokenizer_limit,
+    manifest_lines,
+)
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by
@@ -27,8 +34,17 @@ from hf_posenc.doctor.reach import look_at_reach
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import unwrap
 from hf_posenc.files import write_whole
-from hf_posenc.manifest import is_encoding, is_on_attention_door, read_manifest
-from hf_posenc.pretrained import check_hub, is_gguf
+from hf_posenc.hub_files import check_hub, folder_with
+from hf_posenc.manifest import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    MANIFEST,
+    is_encoding,
+    is_on_attention_door,
+    mark_from,
+    read_manifest,
+)
+from hf_posenc.pretrained import is_gguf
 
 
 @dataclass(frozen=True)
@@ -84,28 +100,27 @@ def diagnose(source: Any, known: Known | None = None, *, live: bool = False) -> 
     path = Path(source).expanduser()
     if is_gguf(path):
         return _of_gguf(path, known)
-    if (path / ADAPTER_CONFIG).is_file() and not (path / CONFIG).is_file():
-        return _of_adapter(path)
+    if path.is_file():
+        return _of_config(str(source), _read_json(path), known, path)
     file = _config_file(path, str(source))
+    if file.name == ADAPTER_CONFIG:
+        return _of_adapter(str(source), file.parent)
     return _of_config(str(source), _read_json(file), known, file)
 
 
 def _config_file(path: Path, given: str) -> Path:
+    """Return the config of a model, or of an adapter, in a folder or on the Hub, beside all else that is looked at."""
+    if not path.is_dir():
+        if path.suffix or given[:1] in "./~" or given.count("/") > 1:
+            raise FileNotFoundError(f"there is no file or folder {given!r}.")
+        check_hub(given)
+    folder = folder_with(path if path.is_dir() else given, (CONFIG, ADAPTER_CONFIG, MANIFEST, TOKENIZER_CONFIG))
+    for name in (CONFIG, ADAPTER_CONFIG):
+        if folder is not None and (folder / name).is_file():
+            return folder / name
     if path.is_dir():
-        if not (path / CONFIG).is_file():
-            raise FileNotFoundError(f"folder {given!r} has no config.json.")
-        return path / CONFIG
-    if path.is_file():
-        return path
-    if path.suffix or given[:1] in "./~" or given.count("/") > 1:
-        raise FileNotFoundError(f"there is no file or folder {given!r}.")
-    from transformers.utils.hub import cached_file
-
-    check_hub(given)
-    try:
-        return Path(str(cached_file(given, CONFIG)))
-    except OSError as error:
-        raise ValueError(f"cannot read {given!r}: {str(error).strip().splitlines()[0]}") from error
+        raise FileNotFoundError(f"folder {given!r} has no config.json.")
+    raise ValueError(f"cannot read {given!r}: the Hugging Face Hub has no such model, or no {CONFIG} in it.")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -120,7 +135,15 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | None = None) -> Diagnosis:
     findings: list[Finding] = []
-    manifest = read_manifest(file.parent) if file is not None else None
+    manifest = None
+    if file is not None:
+        try:
+            manifest = read_manifest(file.parent)
+        except ValueError as error:
+            why = "What it says is not put in by load_extended or from_pretrained; the config alone is read below."
+            findings.append(Finding("manifest-refused", "error", str(error).rstrip("."), why, mendable=False))
+        else:
+            findings += check_manifest_is_there(config, manifest)
     if file is not None and manifest is not None and is_encoding(manifest):
         facts = (*manifest_lines(manifest), ("trained on", f"{manifest['context_length']} tokens"))
         wrong = (*check_mark(config, manifest), *check_tokenizer_limit(_tokenizer_limit(file), manifest))
@@ -160,6 +183,9 @@ def _of_attention_rule(
     limit = _tokenizer_limit(file)
     findings = (*found.findings, *check_base(config, base), *check_tokenizer_limit(limit, manifest))
     lines = (*manifest_lines(manifest), *found.lines)
+    key, text = text_config(base)
+    marked = text | mark_from(manifest)
+    base = {**base, key: marked} if key else marked
     return replace(found, lines=lines, findings=findings, config=base, file=file)
 
 
@@ -198,9 +224,9 @@ def _check_tokenizer(file: Path, rope_type: str, target: int | None, model_type:
         )
 
 
-def _of_adapter(path: Path) -> Diagnosis:
+def _of_adapter(name: str, path: Path) -> Diagnosis:
     lines, findings = look_at_adapter(path)
-    return Diagnosis(str(path), "adapter", tuple(lines), tuple(findings))
+    return Diagnosis(name, "adapter", tuple(lines), tuple(findings))
 
 
 def _of_gguf(path: Path, known: Known) -> Diagnosis:

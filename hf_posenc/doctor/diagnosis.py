@@ -23,7 +23,7 @@ from hf_posenc.doctor.declaration import (
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import CHECKS, Finding, check_lengths, check_versions
-from hf_posenc.extension import MARK
+from hf_posenc.extension import MARK, rule_is_elsewhere
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,8 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
     original, origin = original_length(text, parameters, mark, known)
     if original is not None and parameters["rope_type"] in READS_ORIGINAL | {"linear"}:
         parameters[ORIGINAL] = original
+    if mark and rule_is_elsewhere(mark):  # the config itself is the base model's
+        mark = None
     if mark:
         parameters = from_mark(text, parameters, mark)
     facts = Facts(text, parameters, source_of(text), original, known, bool(mark))

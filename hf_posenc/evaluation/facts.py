@@ -32,7 +32,7 @@ _TOLD = ("rope", "command", "checkpoint_dtype")
 
 
 def model_facts(
-    model: PreTrainedModel, model_name: str | None, tokens_trained: int, label: str, command: str = ""
+    model: PreTrainedModel, model_name: str | None, tokens_trained: int | None, label: str, command: str = ""
 ) -> dict[str, Any]:
     """Return the fields of a record that belong to the model and the software."""
     from hf_posenc.patching import describe

@@ -62,7 +62,7 @@ def perplexity(
     output: str | Path | None = None,
     label: str = "",
     model_name: str | None = None,
-    tokens_trained: int = 0,
+    tokens_trained: int | None = 0,
     progress: bool = True,
     seed: int = 0,
     position_bucket: int | None = None,
@@ -113,7 +113,7 @@ def perplexity(
             are not measured again.
         label: Free words for the records, such as the name of a report's row.
         model_name: The records' model; None takes the path or name the model was loaded from.
-        tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot.
+        tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot, None unknown.
         progress: Show a progress bar with the remaining time.
         seed: Of the bootstrap intervals.
         position_bucket: Tokens that share a place in the loss by position, which records of ``truncated`` hold; None

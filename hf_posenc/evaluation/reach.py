@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hf_posenc.evaluation.curves import Segment, loss_curve
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
-from hf_posenc.evaluation.rows import AnyRecord, is_unpatched, row_key
+from hf_posenc.evaluation.rows import AnyRecord, is_unpatched, row_key, training_words
 from hf_posenc.units import length_name
 
 NOT_MEASURED = "loss not measured"
@@ -127,7 +127,7 @@ def _name(record: AnyRecord, with_model: bool) -> str:
     name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
     if record.options:
         name += f" ({', '.join(f'{key}={json.dumps(value)}' for key, value in record.options.items())})"
-    trained = [f"after {record.tokens_trained:,} tokens"] if record.tokens_trained else []
+    trained = [] if record.tokens_trained == 0 else [training_words(record)]
     model = [record.model.rstrip("/").rpartition("/")[2]] if with_model else []
     return ", ".join([" · ".join([name, *([record.label] if record.label else []), *model]), *trained])
 

@@ -56,7 +56,8 @@ class Record(JsonRecord):
     ``perplexity`` is ``exp(nll_sum / n_tokens)``: nats summed and tokens counted over all documents, divided once;
     ``ci_low`` and ``ci_high`` are its bootstrap 95 % interval, over ``ci_unit``. ``window``, ``stride`` and
     ``last_k`` are None where the protocol has none. ``text_hash`` is of the token ids the number depends on: numbers
-    compare where it and the protocol are the same. ``tokens_trained`` 0 means zero-shot. ``seconds`` is the time of
+    compare where it and the protocol are the same. ``tokens_trained`` 0 means zero-shot, None that
+    it is not known. ``seconds`` is the time of
     the pass, which other records may share. ``run_key`` is a hash of all that decides the number, weights included:
     records of one key are repeats of one measurement.
 
@@ -82,7 +83,7 @@ class Record(JsonRecord):
     method: str
     factor: float
     options: dict[str, Any]
-    tokens_trained: int
+    tokens_trained: int | None
     original_max_position_embeddings: int | None
     context_length: int
     protocol: str

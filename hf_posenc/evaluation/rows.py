@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
@@ -15,6 +16,20 @@ def row_key(record: AnyRecord) -> tuple[object, ...]:
     options = json.dumps(record.options, sort_keys=True)
     who = (record.model, record.dtype, record.attn_implementation, record.label)
     return (*who, record.method, record.factor, options, record.tokens_trained)
+
+
+def training_words(record: AnyRecord, count: Callable[[int], str] = "{:,}".format) -> str:
+    """Return how much a row was trained, such as "after 1,000 tokens"; empty for a model as it was published.
+
+    Args:
+        record: One of the row.
+        count: How a number of tokens is written.
+    """
+    if record.tokens_trained is None:
+        return "trained or not is not recorded"
+    if record.tokens_trained:
+        return f"after {count(record.tokens_trained)} tokens"
+    return "" if is_unpatched(record) else "zero-shot"
 
 
 def is_unpatched(record: AnyRecord) -> bool:

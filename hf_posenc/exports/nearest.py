@@ -7,9 +7,8 @@ from dataclasses import replace
 from transformers import AutoConfig
 
 from hf_posenc.attention.distances import DISTANCE_RULES
-from hf_posenc.checkpoint import CONFIG
 from hf_posenc.exports.folder import ExportFolder, command
-from hf_posenc.manifest import MANIFEST, is_encoding
+from hf_posenc.manifest import CONFIG, MANIFEST, is_encoding
 from hf_posenc.registry import get_method, make_scaling
 from hf_posenc.request import resolve, write_config
 from hf_posenc.windows import KEEP

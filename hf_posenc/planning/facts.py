@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG
 from hf_posenc.dtypes import config_dtype
 from hf_posenc.extension import describe_config, head_dim_of
+from hf_posenc.hub_files import folder_with
 from hf_posenc.loading import check_path
-from hf_posenc.manifest import is_encoding, read_manifest
+from hf_posenc.manifest import ADAPTER_CONFIG, CONFIG, find_manifest, is_encoding, read_manifest
 from hf_posenc.planning.shapes import (
     fill_with_fake,
     layer_repeat,
@@ -78,10 +78,10 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     """
     path = Path(source).expanduser()
     check_path(path, str(source))
-    if (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file():
+    if folder_with(source, (ADAPTER_CONFIG,)) is not None and folder_with(source, (CONFIG,)) is None:
         raise ValueError(f"{str(source)!r} is an adapter. Plan for its base model, with --lora.")
-    manifest = read_manifest(path)
-    if manifest is not None and is_encoding(manifest):
+    found = find_manifest(source)
+    if found is not None and is_encoding(manifest := found[0]):
         raise ValueError(
             f"{str(source)!r} was trained with {manifest['method']} in place of RoPE: there is nothing to extend. "
             "Give a model with RoPE."

@@ -192,11 +192,11 @@ def _fits(unpatched: Any, other: Any) -> bool:
 
 
 def _model(record: Record | RetrievalRecord) -> str:
-    return "TRAINED" if record.tokens_trained else record.model
+    return record.model if record.tokens_trained == 0 else "TRAINED"
 
 
 def _methods(group: Sequence[Record | RetrievalRecord]) -> list[str]:
-    trained = group[0].tokens_trained > 0  # its folder brings the rule
+    trained = group[0].tokens_trained != 0  # its folder brings the rule
     return [] if trained else ["--method", *dict.fromkeys(record.method for record in group)]
 
 
@@ -204,7 +204,7 @@ def _flags(record: Record | RetrievalRecord) -> list[str]:
     """Return the words that are the same for every record of a command."""
     words = ["--dtype", record.dtype, "--attn-implementation", record.attn_implementation]
     words += ["--label", record.label] if record.label else []
-    if record.tokens_trained:
+    if record.tokens_trained != 0:
         return [*words, "--model-name", record.model]
     if record.method != "none":
         words += ["--factor", _number(record.factor)]

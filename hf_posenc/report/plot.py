@@ -115,7 +115,7 @@ def looks(rows: Sequence[Any]) -> dict[str, Look]:
     """
     names = list(dict.fromkeys(row.name for row in rows if row.first.method != "none"))
     found = {name: numbered_look(at) for at, name in enumerate(names)}
-    return {row.full_name: found.get(row.name, PLAIN)._replace(bold=row.first.tokens_trained > 0) for row in rows}
+    return {row.full_name: found.get(row.name, PLAIN)._replace(bold=row.first.tokens_trained != 0) for row in rows}
 
 
 def draw_chart(chart: Chart) -> Drawing:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
-from hf_posenc.evaluation.rows import is_unpatched, row_key
+from hf_posenc.evaluation.rows import is_unpatched, row_key, training_words
 
 # What must be equal among the numbers of one column, the reason that tells most first; and in words.
 _PER_LENGTH = ("text_hash", "num_documents", "n_tokens", "bos", "average", "key_tokens", "window", "stride")
@@ -270,9 +270,7 @@ def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRec
     extras = tuple(name for name in names if len({getattr(record, name) for record in records}) > 1)
     rows = []
     for group in groups.values():
-        trained = group[0].tokens_trained
-        training = f"after {tokens_name(trained)} tokens" if trained else "" if is_unpatched(group[0]) else "zero-shot"
-        rows.append((_row_name(group[0], extras), training, group))
+        rows.append((_row_name(group[0], extras), training_words(group[0], tokens_name), group))
     return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -15,13 +16,15 @@ from hf_posenc.training.fine_tuning import finetune
 from hf_posenc.training.levers import check_levers
 from hf_posenc.training.rehearsal import rehearse
 
+logger = logging.getLogger(__name__)
+
 
 def run_finetune(
     name: str,
     config: FinetuneConfig,
     source: TrainingDocumentArguments,
     loading: FinetuneModelArguments,
-    tokens_trained: int,
+    tokens_trained: int | None,
 ) -> None:
     """Fine-tune a model and print its perplexities before and after.
 
@@ -30,7 +33,7 @@ def run_finetune(
         config: The run.
         source: Where the texts come from.
         loading: How the model is loaded.
-        tokens_trained: Tokens it was fine-tuned on before.
+        tokens_trained: Tokens it was fine-tuned on before; None if that is not known, and counting begins at 0.
 
     Raises:
         ValueError, TypeError: Settings, model and texts do not go together.
@@ -44,7 +47,9 @@ def run_finetune(
     rehearse(name, config, attention=loading.attn_implementation)
     documents = stream(source) if source.streaming and source.documents != "-" else read(source)
     model, tokenizer = load_model(name, **vars(loading))
-    result = finetune(model, tokenizer, documents, config, tokens_trained=tokens_trained, source=told)
+    if tokens_trained is None:
+        logger.warning("%s does not say how many tokens it was trained on. Counting begins with this run.", name)
+    result = finetune(model, tokenizer, documents, config, tokens_trained=tokens_trained or 0, source=told)
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
         return
     print(text_table(result.records))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_posenc.checkpoint import ADAPTER_CONFIG, add_to_config
+from hf_posenc.checkpoint import add_to_config
 from hf_posenc.console import quiet
-from hf_posenc.manifest import is_encoding, read_manifest
+from hf_posenc.manifest import base_of_adapter, find_manifest, is_encoding
 from hf_posenc.patching import is_patched, unpatch_model
 from hf_posenc.planning.shapes import meta_model
 from hf_posenc.pretrained import auto_class, is_gguf
@@ -34,9 +34,10 @@ def rehearse(name: str, config: FinetuneConfig, *, attention: str | None = None)
         ValueError: As ``finetune`` would raise once the weights are loaded.
     """
     path = Path(name).expanduser()
-    if is_gguf(name) or (path / ADAPTER_CONFIG).is_file():
+    if is_gguf(name) or base_of_adapter(name) is not None:
         return
-    manifest = read_manifest(path)
+    found = find_manifest(name)
+    manifest = None if found is None else found[0]
     if manifest is not None and is_encoding(manifest):
         return
     with quiet("hf_posenc", level=logging.ERROR):  # the run itself will say it all

@@ -142,7 +142,8 @@ def train(
 
     def mark(folder: Path, step: int) -> None:
         trained = tokens_before + step * tokens_per_step(args, packed)
-        write_extension(unwrap(model), folder, tokens_trained=trained, base_model=base_model)
+        adapter = hasattr(model, "peft_config")
+        write_extension(unwrap(model), folder, adapter=adapter, tokens_trained=trained, base_model=base_model)
 
     group = config.group(packed.seq_len)
     schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)

@@ -49,7 +49,7 @@ def retrieval(
     output: str | Path | None = None,
     label: str = "",
     model_name: str | None = None,
-    tokens_trained: int = 0,
+    tokens_trained: int | None = 0,
     progress: bool = True,
     sharded: bool = False,
     command: str = "",
@@ -76,7 +76,7 @@ def retrieval(
         output: JSON-lines file the records are appended to; prompts whose records are there are not asked again.
         label: Free words for the records.
         model_name: The records' model; None takes the path or name the model was loaded from.
-        tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot.
+        tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot, None unknown.
         progress: Show a progress bar with the remaining time.
         sharded: Share the prompts among the processes of torchrun or accelerate, as ``perplexity`` does documents.
         command: What was typed to measure this, for the records.

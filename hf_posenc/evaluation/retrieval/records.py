@@ -31,7 +31,7 @@ class RetrievalRecord(JsonRecord):
     method: str
     factor: float
     options: dict[str, Any]
-    tokens_trained: int
+    tokens_trained: int | None
     original_max_position_embeddings: int | None
     task: str
     context_length: int
