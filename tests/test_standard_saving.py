@@ -644,11 +644,12 @@ def test_a_patch_that_is_undone_leaves_a_loaded_extension(base: Path, tmp_path: 
 @pytest.mark.parametrize("task", ["QUESTION_ANS", "FEATURE_EXTRACTION"])
 def test_adapters_of_other_tasks_come_back_as_they_were(base: Path, task: str, tmp_path: Path) -> None:
     auto = {"QUESTION_ANS": AutoModelForQuestionAnswering, "FEATURE_EXTRACTION": AutoModel}[task]
-    model = patch_model(auto.from_pretrained(base), "yarn", FACTOR)
+    auto.from_pretrained(base).save_pretrained(tmp_path / "base")  # its head, and for answers its decoder, is drawn
+    model = patch_model(auto.from_pretrained(tmp_path / "base"), "yarn", FACTOR)
     settings = LoraConfig(task_type=task, target_modules=["q_proj"], init_lora_weights=False)
     tuned: Any = get_peft_model(model, settings)
-    tuned.save_pretrained(str(tmp_path))
-    again = load_extended(tmp_path)
+    tuned.save_pretrained(str(tmp_path / "adapter"))
+    again = load_extended(tmp_path / "adapter")
     assert type(again) is type(tuned)
     assert type(again.get_base_model()) is type(model)
     hidden = (one.eval()(IDS, output_hidden_states=True).hidden_states[-1] for one in (tuned, again))
