@@ -298,7 +298,10 @@ def test_numbers_as_people_read_them() -> None:
     assert [tokens_name(n) for n in (500, 300_000, 303_104, 1_500_000)] == ["500", "300k", "303k", "1.5M"]
 
 
-def test_a_model_whose_training_nobody_recorded_is_not_zero_shot() -> None:
+def test_a_model_whose_training_nobody_recorded_is_not_zero_shot(tmp_path: Path) -> None:
     """Transformers' own save_pretrained does not know how many tokens a model was trained on."""
-    records = [record(256), record(256, method="yarn", factor=4.0, tokens_trained=None)]
-    assert table_rows(records)[1][1][:2] == ["yarn x4", "trained or not is not recorded"]
+    records = [make_record("none", 256, 50.0), make_record("yarn", 256, 60.0, tokens_trained=None)]
+    paths = report(records, tmp_path / "report")
+    rows = cells(paths.markdown.read_text())
+    assert rows[2][:2] == ["yarn x4", "trained or not is not recorded"]
+    assert "zero-shot" not in paths.markdown.read_text()
