@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ import torch
 from accelerate import Accelerator
 from conftest import make_tiny_llama, make_tiny_tokenizer
 from datasets import Dataset
+from distributed_runs import FSDP2, LAUNCHER
 from huggingface_hub import ModelCard
 from peft import LoraConfig, PeftModel, get_peft_model
 from reload_logits import WITH_US
@@ -665,3 +667,21 @@ def test_a_plain_adapter_on_an_extended_base_is_told(
     assert "the adapter does not say" not in caplog.text
     PeftModel.from_pretrained(patched_base(base, "yarn"), str(tmp_path))
     assert "the adapter does not say that its base was extended in training" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_trainer_saves_what_it_sharded(base: Path, method: str, tmp_path: Path) -> None:
+    """Two processes train under FSDP2, and Trainer saves: one writes, and writes the extension."""
+    program = str(Path(__file__).with_name("trainer_of_several.py"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **FSDP2}
+    command = [*LAUNCHER, program, str(base), method, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert diagnose(tmp_path / "model").sound
+    loaded = load_extended(tmp_path / "model")
+    expected = patched_base(base, method)
+    untrained = logits(expected.eval(), IDS)
+    expected.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"), strict=False)  # tied weights
+    torch.testing.assert_close(logits(loaded.eval(), IDS), logits(expected, IDS), rtol=1e-5, atol=1e-5)
+    assert (logits(loaded, IDS) - untrained).abs().max() > 1e-2
