@@ -114,10 +114,24 @@ class DocumentArguments:
     documents: str = field(
         default="",
         metadata={
-            "help": "text or .jsonl file, folder of text files, - (stdin), novel:persuasion, or a dataset's name"
+            "help": "text, .jsonl, .json, .csv or .parquet file, folder of text files, - (stdin), novel:persuasion, or "
+            "a dataset's name"
         },
     )
-    text_field: str = field(default="text", metadata={"help": "field holding the text, for .jsonl and datasets"})
+    text_field: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "column of texts, or of chats to train on; or two: prompt and answer. Default: text, messages, "
+            "conversations, or prompt with completion, the first there is"
+        },
+    )
+    template: str | None = field(
+        default=None,
+        metadata={
+            "help": "instead of --text-field: a text with columns in braces, the last of them the answer: "
+            r"'Question: {question}\nAnswer: {answer}' (\n ends a line)"
+        },
+    )
     split: str = field(default="train", metadata={"help": "split of a dataset"})
     config_name: str | None = field(default=None, metadata={"help": "configuration of a dataset"})
 
@@ -129,6 +143,10 @@ class TrainingDocumentArguments(DocumentArguments):
     streaming: bool = field(
         default=False,
         metadata={"help": "read a dataset as a stream, and only until the token budget and the held-out are filled"},
+    )
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={"help": "Jinja file with the chat template to use, and to save, instead of the tokenizer's"},
     )
 
 
@@ -304,7 +322,7 @@ def in_flags(message: str) -> str:
     if not names:
         return message
     # Where a message names both, the flag is enough: "a smaller seq_len (--seq-len)".
-    message = re.sub(rf"(?<![\w-])(?:{names})(?:=[\w.'-]+)? \((--[^)]*)\)", r"\1", message)
+    message = re.sub(rf"(?<![\w-])(?:{names})(?:=(?:\[[^]]*\]|[\w.'-]+))? \((--[^)]*)\)", r"\1", message)
     # With a value, or with the dots or nothing that stand for one.
     named = re.compile(rf"(?<![\w-])(?P<name>{names})=(?:'(?P<word>[^']*)'|(?P<number>\w[\w.]*)|\.\.\.|)")
     message = named.sub(_as_flag, message)

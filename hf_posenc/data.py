@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
+import itertools
 import json
 import lzma
 import sys
@@ -15,24 +18,36 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_posenc.columns import COMPLETION, PROMPT, Columns, Document, with_plain_line_ends
+
 TEXT_SUFFIXES = (".txt", ".md")
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 _DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
 _NOVEL = "novel:"
-_FORMS = "a .txt, .md or .jsonl file (.xz and .gz too), a folder of text files, '-', novel:NAME or a dataset's name"
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_JSON = (".json", ".jsonl")
+_FORMS = (
+    "a .txt, .md, .jsonl, .json or .csv file (.xz and .gz too), a .parquet file, a folder of text files, '-', "
+    "novel:NAME or a dataset's name"
+)
 
 
 def read_documents(
-    source: str | Path, *, text_field: str = "text", split: str = "train", config_name: str | None = None
+    source: str | Path,
+    *,
+    text_field: str | Sequence[str] | None = None,
+    template: str | None = None,
+    split: str = "train",
+    config_name: str | None = None,
 ) -> list[str]:
     """Read whole documents from wherever the user keeps them.
 
     Args:
-        source: A text file (one document), a ``.jsonl`` file (one document a line), either of them compressed as
-            ``.xz`` or ``.gz``, a folder (each ``.txt`` or ``.md`` file one document, sorted by path), ``-`` for
-            stdin (one document), ``novel:persuasion`` for a novel of this package, or else what
-            ``datasets.load_dataset`` takes: a name on the Hub or a folder of parquet or jsonl files.
-        text_field: The field holding the text, for ``.jsonl`` and datasets.
+        source: A text file (one document), a ``.jsonl``, ``.json``, ``.csv`` or ``.tsv`` file (one document a row), any
+            of them compressed as ``.xz`` or ``.gz``, a ``.parquet`` file, a folder (each ``.txt`` or ``.md`` file one
+            document, sorted by path), ``-`` for stdin (one document), ``novel:persuasion`` for a novel of this package,
+            or else what ``datasets.load_dataset`` takes: a name on the Hub or a folder of parquet or jsonl files.
+        text_field, template: Which columns of a row are read; see ``Columns``. A prompt and its answer are one text.
         split: The split of a dataset; ``test[:50]`` works too.
         config_name: The configuration of a dataset, for those that have several.
 
@@ -42,35 +57,67 @@ def read_documents(
 
     Raises:
         FileNotFoundError: ``source`` looks like a path and there is nothing.
-        ValueError: No text in it, no such field, not UTF-8, a damaged .xz or .gz file, or no such dataset.
+        ValueError: No text in it, no such column, chats, not UTF-8, a damaged .xz or .gz file, or no such dataset.
     """
-    documents = [text for text in _read(str(source), text_field, split, config_name) if text.strip()]
-    if not documents:
-        raise ValueError(f"{str(source)!r} holds no text. Give {_FORMS}.")
-    return documents
+    stream = DocumentStream(source, text_field, split, config_name, template, whole=True)
+    return [_as_text(document, str(source)) for document in stream.all()]
+
+
+def _as_text(document: Document, source: str) -> str:
+    if isinstance(document, str):
+        return document
+    parts = [document.get(name) for name in (PROMPT, COMPLETION)]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(
+            f"{source!r} holds chats, and texts are measured here: which tokens a chat becomes is the chat template's "
+            "matter. Name a column of texts with text_field=. Chats can be trained on: hf-posenc finetune."
+        )
+    return "".join(map(str, parts))
 
 
 @dataclass(frozen=True)
 class DocumentStream:
     """Documents of any source that ``read_documents`` takes, read as they are asked for; each loop begins anew.
 
-    A dataset is streamed: nothing is downloaded beyond what is read. Of a folder one file is held at a time.
+    They are texts, or as ``Columns.read`` returns them: chats, and prompts with answers. A dataset is streamed: nothing
+    is downloaded beyond what is read. Of a folder one file is held at a time.
 
     Attributes:
-        source, text_field, split, config_name: As for ``read_documents``; only whole splits can be streamed.
+        source, text_field, split, config_name, template: As for ``read_documents``.
+        whole: Do not stream a dataset; parts of splits (``train[:50]``) can be read only so.
 
     Raises:
         ValueError, FileNotFoundError: As ``read_documents``, when they are read.
     """
 
     source: str | Path
-    text_field: str = "text"
+    text_field: str | Sequence[str] | None = None
     split: str = "train"
     config_name: str | None = None
+    template: str | None = None
+    whole: bool = False
 
-    def __iter__(self) -> Iterator[str]:
-        texts = _read(str(self.source), self.text_field, self.split, self.config_name, streaming=True)
-        return (text for text in texts if text.strip())
+    def __iter__(self) -> Iterator[Document]:
+        columns = Columns(self.text_field, self.template)
+        found = _read(str(self.source), columns, self.split, self.config_name, streaming=not self.whole)
+        return (document for document in found if _holds_something(document))
+
+    def all(self) -> list[Document]:
+        """Return all of them.
+
+        Raises:
+            ValueError: There is none.
+        """
+        documents = list(self)
+        if not documents:
+            raise ValueError(f"{str(self.source)!r} holds no text. Give {_FORMS}.")
+        return documents
+
+
+def _holds_something(document: Document) -> bool:
+    if isinstance(document, str):
+        return bool(document.strip())
+    return any(value.strip() if isinstance(value, str) else value for value in document.values())
 
 
 def tokenize_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> list[torch.Tensor]:
@@ -88,22 +135,35 @@ def tokenize_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[s
 
 
 def _read(
-    source: str, text_field: str, split: str, config_name: str | None, *, streaming: bool = False
-) -> Iterable[str]:
+    source: str, columns: Columns, split: str, config_name: str | None, *, streaming: bool = False
+) -> Iterable[Document]:
+    texts = _read_plain(source)
+    if texts is not None:
+        if columns.template is not None:
+            raise ValueError(f"{source!r} is plain text and has no columns that a template (--template) could name.")
+        return texts
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".parquet":
+        return _read_rows(path, columns)
+    if not path.exists() and (_kind(path) in (*TEXT_SUFFIXES, *_JSON, *_SEPARATORS, ".parquet") or source[:1] in "./~"):
+        raise FileNotFoundError(f"there is no file or folder {source!r}. Give {_FORMS}.")
+    return _read_dataset(path if path.exists() else source, columns, split, config_name, streaming)
+
+
+def _read_plain(source: str) -> Iterable[str] | None:
+    """Return the texts of a source that has no columns; None for any other."""
     if source == "-":
-        return [_with_plain_line_ends(sys.stdin.read())]
+        return [with_plain_line_ends(sys.stdin.read())]
     if source.startswith(_NOVEL):
         from hf_posenc.assets import load_novel
 
         return [load_novel(source.removeprefix(_NOVEL))]
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix != ".parquet":
-        return _read_jsonl(path, text_field) if _kind(path) == ".jsonl" else [_read_text(path)]
+    if path.is_file() and path.suffix != ".parquet" and _kind(path) not in (*_JSON, *_SEPARATORS):
+        return [_read_text(path)]
     if path.is_dir() and (files := _text_files(path)):
         return (_read_text(file) for file in files)
-    if not path.exists() and (_kind(path) in (*TEXT_SUFFIXES, ".jsonl", ".parquet") or source[:1] in "./~"):
-        raise FileNotFoundError(f"there is no file or folder {source!r}. Give {_FORMS}.")
-    return _read_dataset(path if path.exists() else source, text_field, split, config_name, streaming)
+    return None
 
 
 def _text_files(folder: Path) -> list[Path]:
@@ -119,31 +179,51 @@ def _kind(path: Path) -> str:
 def _read_text(path: Path) -> str:
     try:
         content = _OPENERS.get(path.suffix, bytes)(path.read_bytes())
-        return _with_plain_line_ends(content.decode("utf-8-sig"))
+        return with_plain_line_ends(content.decode("utf-8-sig"))
     except _DAMAGED as error:
         raise ValueError(f"{str(path)!r} is damaged or no {path.suffix} file ({error}). Get it again.") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(path)!r} is not UTF-8 text ({error}). Convert it, or give {_FORMS}.") from error
 
 
-def _with_plain_line_ends(text: str) -> str:
-    """Return a text whose lines end as models were trained on them: Windows' and old Macs' ends cost it dearly."""
-    return text.replace("\r\n", "\n").replace("\r", "\n")
+def _read_rows(path: Path, columns: Columns) -> Iterator[Document]:
+    text = _read_text(path)
+    if _kind(path) in _SEPARATORS:
+        rows = _table(path, text, _SEPARATORS[_kind(path)])
+    elif text.lstrip()[:1] == "[":
+        rows = ((f"row {number}", row) for number, row in enumerate(_parsed(text, repr(str(path))), start=1))
+    else:
+        numbered = enumerate(text.split("\n"), start=1)
+        lines = ((f"line {number}", line) for number, line in numbered if line.strip())
+        rows = ((name, _parsed(line, f"{name} of {str(path)!r}")) for name, line in lines)
+    return (columns.read(row, f"{name} of {str(path)!r}") for name, row in rows)
 
 
-def _read_jsonl(path: Path, text_field: str) -> Iterable[str]:
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"line {number} of {str(path)!r} is not JSON: {error}") from error
-            yield _text_of(row, text_field, f"line {number} of {str(path)!r}")
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+
+
+def _table(path: Path, text: str, separator: str) -> Iterable[tuple[str, dict[str, str]]]:
+    """Return the rows of a table, every value as the text it is: a number would lose its zeros."""
+    limit = csv.field_size_limit(2**31 - 1)  # of a module; its default is 128 thousand characters
+    try:
+        rows = list(csv.DictReader(io.StringIO(text), delimiter=separator, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"{str(path)!r} is no {_kind(path)} file: {error}.") from error
+    finally:
+        csv.field_size_limit(limit)
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise ValueError(f"row {number} of {str(path)!r} has more or fewer values than the first line has names.")
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
 def _read_dataset(
-    source: str | Path, text_field: str, split: str, config_name: str | None, streaming: bool
-) -> Iterator[str]:
+    source: str | Path, columns: Columns, split: str, config_name: str | None, streaming: bool
+) -> Iterator[Document]:
     import datasets
 
     try:
@@ -154,23 +234,15 @@ def _read_dataset(
         rows = iter(rows)
     except Exception as error:  # whatever the hub, the network and the file formats raise
         raise _unreadable(source, error) from error
-    while True:
+    for number in itertools.count(1):
         try:
             row = next(rows)
         except StopIteration:
             return
         except Exception as error:  # a stream goes on reading
             raise _unreadable(source, error) from error
-        yield _text_of(row, text_field, f"dataset {str(source)!r}")
+        yield columns.read(row, f"row {number} of dataset {str(source)!r}")
 
 
 def _unreadable(source: str | Path, error: Exception) -> ValueError:
     return ValueError(f"{str(source)!r} cannot be read as a dataset: {error}. Give {_FORMS}.")
-
-
-def _text_of(row: Any, text_field: str, where: str) -> str:
-    text = row.get(text_field) if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        fields = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise ValueError(f"{where} has no text in field {text_field!r}; it has: {fields}. Name it with text_field=.")
-    return _with_plain_line_ends(text)

@@ -2,35 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.arguments import DocumentArguments
+
+if TYPE_CHECKING:
+    from hf_posenc.columns import Document
+    from hf_posenc.data import DocumentStream
 
 
 def read(source: DocumentArguments) -> list[str]:
     """Return all texts.
 
     Raises:
-        OSError, ValueError: There are none, or they cannot be read.
+        OSError, ValueError: There are none, they are chats, or they cannot be read.
     """
     from hf_posenc.data import read_documents
 
     return read_documents(_named(source), **_of_dataset(source))
 
 
-def stream(source: DocumentArguments) -> Iterable[str]:
-    """Return the texts one by one, each read when it is asked for.
+def read_examples(source: DocumentArguments) -> list[Document]:
+    """Return all texts, chats, and prompts with answers.
 
     Raises:
-        OSError, ValueError: As for ``read``.
+        OSError, ValueError: There are none, or they cannot be read.
     """
     from hf_posenc.data import DocumentStream
 
-    texts = DocumentStream(_named(source), **_of_dataset(source))
-    if next(iter(texts), None) is None:  # now, not when the model is there
+    return DocumentStream(_named(source), **_of_dataset(source), whole=True).all()
+
+
+def stream(source: DocumentArguments) -> DocumentStream:
+    """Return what reads them one by one, each when it is asked for.
+
+    Raises:
+        OSError, ValueError: As for ``read_examples``.
+    """
+    from hf_posenc.data import DocumentStream
+
+    examples = DocumentStream(_named(source), **_of_dataset(source))
+    if next(iter(examples), None) is None:  # now, not when the model is there
         raise ValueError(f"{source.documents!r} holds no text.")
-    return texts
+    return examples
 
 
 def _named(source: DocumentArguments) -> str:
@@ -40,4 +54,7 @@ def _named(source: DocumentArguments) -> str:
 
 
 def _of_dataset(source: DocumentArguments) -> dict[str, Any]:
-    return {name: getattr(source, name) for name in ("text_field", "split", "config_name")}
+    told = {name: getattr(source, name) for name in ("text_field", "template", "split", "config_name")}
+    if source.template is not None:
+        told["template"] = source.template.replace("\\n", "\n")  # which a shell leaves as two characters
+    return told

@@ -49,6 +49,7 @@ def test_an_abbreviated_flag_is_taken() -> None:
     ("message", "expected"),
     [
         ("it has: a, b. Name it with text_field=.", "it has: a, b. Name it with --text-field."),
+        ("Give text_field=['a', 'b'] (--text-field a b).", "Give --text-field a b."),
         ("pass sliding_window='off' to attend", "pass --sliding-window off to attend"),
         ("Pass on_scaled='replace' to put", "Pass --on-scaled replace to put"),
         ("context_length must be at least 2, got 1.", "--context-length must be at least 2, got 1."),
@@ -77,7 +78,7 @@ def test_a_missing_field_is_told_as_the_flag(
     line = said(
         capsys, "eval", str(tiny_checkpoint), "--documents", str(tmp_path / "qa.jsonl"), "--context-lengths", "64"
     )
-    assert line.endswith("it has: question, answer. Name it with --text-field.")
+    assert line.endswith("; it has: question, answer. Give --text-field question answer.")
 
 
 @pytest.mark.parametrize(

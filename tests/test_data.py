@@ -44,7 +44,9 @@ def test_jsonl_has_a_document_per_line_and_keeps_line_separators_inside_strings(
     text = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
     assert read_documents(tmp_path / "a.jsonl", text_field="body") == ["first\u2028line\n", "second"]
-    with pytest.raises(ValueError, match=r"line 1 .* no text in field 'text'; it has: body"):
+    with pytest.raises(
+        ValueError, match=r"line 1 .* has no column 'text', .*; it has: body\. Give text_field=\['body'\]"
+    ):
         read_documents(tmp_path / "a.jsonl")
 
 
@@ -82,8 +84,46 @@ def test_dataset_folder_and_parquet_file(tmp_path, monkeypatch):
     rows.to_parquet(tmp_path / "data" / "train.parquet")
     assert read_documents(tmp_path / "data") == ["one", "two", "three"]
     assert read_documents(tmp_path / "data" / "train.parquet", split="train[:2]") == ["one", "two"]
-    with pytest.raises(ValueError, match="no text in field 'n'; it has: text, n"):
+    with pytest.raises(ValueError, match=r"column 'n' holds 1 \(int\), neither text nor a chat .* It has: text, n"):
         read_documents(tmp_path / "data", text_field="n")
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_tables_and_json_arrays_are_rows(tmp_path, suffix):
+    text = 'id,question,answer\n1,"Two, and\ntwo?",007\n2,"Say ""a""",NA\n'
+    rows = [{"question": "Two, and\ntwo?", "answer": "007"}, {"question": 'Say "a"', "answer": "NA"}]
+    contents = {
+        "a.csv": text,
+        "a.tsv": "question\tanswer\n" + '"Two, and\ntwo?"\t007\n"Say ""a"""\tNA\n',
+        "a.json": json.dumps(rows, indent=2),
+        "lines.json": "".join(json.dumps(row) + "\n" for row in rows),
+    }
+    pack = gzip.compress if suffix else bytes
+    for name, content in contents.items():
+        path = tmp_path / (name + suffix)
+        path.write_bytes(pack(content.encode()))
+        pairs = list(DocumentStream(path, ["question", "answer"]))
+        assert pairs == [{"prompt": row["question"], "completion": row["answer"]} for row in rows], name
+        assert read_documents(path, text_field="answer") == ["007", "NA"]
+        assert read_documents(path, template="{question} - {answer}")[1] == 'Say "a" - NA'
+    long = "word " * 50_000  # more than Python's csv module takes by itself
+    (tmp_path / "long.csv").write_text(f"text\n{long}\n")
+    assert read_documents(tmp_path / "long.csv") == [long]
+    (tmp_path / "short.csv").write_text("a,b\n1,2\n3\n")
+    with pytest.raises(ValueError, match="row 2 of .* has more or fewer values than the first line has names"):
+        read_documents(tmp_path / "short.csv", text_field="a")
+
+
+def test_a_folder_of_datasets_has_chats_too(tmp_path, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"messages": chat, "id": 1}) + "\n")
+    assert list(DocumentStream(tmp_path / "data")) == [{"messages": chat}]
+    with pytest.raises(ValueError, match="holds chats, and texts are measured here.* text_field="):
+        read_documents(tmp_path / "data")
 
 
 def test_missing_empty_and_binary_sources(tmp_path):
@@ -141,7 +181,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path):
     datasets.Dataset.from_dict({"text": ["one"]}).to_parquet(tmp_path / "train.parquet")
     with pytest.raises(ValueError, match=r"train.parquet' cannot be read as a dataset: .*train\[:1\]"):
         next(iter(DocumentStream(tmp_path / "train.parquet", split="train[:1]")))
-    with pytest.raises(ValueError, match="no text in field 'body'; it has: text"):
+    with pytest.raises(ValueError, match="unknown column 'body'. Known: text"):
         next(iter(DocumentStream(tmp_path / "train.parquet", text_field="body")))
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         next(iter(DocumentStream(tmp_path / "nothing.txt")))

@@ -111,6 +111,8 @@ def _options(value: Any, path: str | Path) -> dict[str, Any]:
 def _value(value: Any, hint: Any, name: str, path: str | Path) -> Any:
     if name == "sliding_window" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
+    if name == "text_field" and isinstance(value, str):
+        return [value]
     try:
         return _as(hint, value)
     except (TypeError, ValueError) as error:
