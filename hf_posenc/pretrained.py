@@ -61,14 +61,14 @@ def expecting_keys(pattern: str) -> Iterator[None]:
         PreTrainedModel._keys_to_ignore_on_load_unexpected = before
 
 
-def load_tokenizer(source: str | Path, model: PreTrainedModel) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that is with a model; one that does not know its length gets the model's."""
+def load_tokenizer(source: str | Path, model: PreTrainedModel | None = None) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that is with a model; one that does not know its length gets that of the model, if given."""
     if not is_gguf(source):
         # The config at hand: that of a model with another encoding than RoPE, read again, would be complained of.
-        return AutoTokenizer.from_pretrained(str(source), config=model.config)
+        return AutoTokenizer.from_pretrained(str(source), **({} if model is None else {"config": model.config}))
     path = Path(source)
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    if tokenizer.model_max_length > 1e9:  # Transformers' word for "unknown"
+    if model is not None and tokenizer.model_max_length > 1e9:  # Transformers' word for "unknown"
         tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
     return tokenizer
 

@@ -40,6 +40,7 @@ class Run:
         killed_at: Step after which all processes give up; 0 for none.
         attention: How processes that share sequences attend: ``gathered`` sees all of a sequence, ``cut`` only the
             process' own part of it.
+        masked: Stretches of each document do not count in the loss, of some documents more than of others.
     """
 
     folder: str
@@ -49,6 +50,7 @@ class Run:
     documents: list[int] = field(default_factory=list)
     killed_at: int = 0
     attention: str = "own"
+    masked: bool = False
 
 
 def in_two_processes(file: Path, runs: list[Run], environment: dict[str, str]) -> None:

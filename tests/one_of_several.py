@@ -75,6 +75,7 @@ def do(run: Run) -> None:
 
     from hf_posenc.loading import load_model
     from hf_posenc.training import finetune
+    from hf_posenc.training.packing import MaskedTokens
 
     model: Any = None
     if "path" in run.model:
@@ -84,6 +85,9 @@ def do(run: Run) -> None:
         model, tokenizer = make_tiny_llama(**run.model), make_tokenizer()
         generator = torch.Generator().manual_seed(7)
         documents = [torch.randint(1, 20, (n,), generator=generator) for n in run.documents] or make_documents()
+    if run.masked:
+        shares = [torch.arange(len(one)) % 120 < 30 * (1 + index % 3) for index, one in enumerate(documents)]
+        documents = [MaskedTokens(*pair) for pair in zip(documents, shares, strict=True)]
     folder, rank = Path(run.folder), os.environ.get("RANK", "0")
     with pytest.MonkeyPatch.context() as patch:
         if run.attention != "own":

@@ -70,7 +70,7 @@ def test_chats_of_sharegpt_and_of_datasets() -> None:
     ],
 )
 def test_what_to_write_where_no_column_is_found(row: dict[str, Any], advice: str) -> None:
-    with pytest.raises(ValueError, match="line 3 of 'a.jsonl' has no column 'text', 'messages'") as raised:
+    with pytest.raises(ValueError, match=r"line 3 of 'a\.jsonl' has no column 'text', 'messages'") as raised:
         read(row)
     assert f"it has: {', '.join(row)}. " in str(raised.value)
     assert advice in str(raised.value)
@@ -103,7 +103,7 @@ def test_what_to_write_where_no_column_is_found(row: dict[str, Any], advice: str
     ],
 )
 def test_what_cannot_be_read(row: Any, text_field: Any, message: str) -> None:
-    with pytest.raises(ValueError, match="^line 3 of 'a.jsonl'") as raised:
+    with pytest.raises(ValueError, match=r"^line 3 of 'a\.jsonl'") as raised:
         read(row, text_field)
     assert message in str(raised.value)
 
@@ -126,7 +126,7 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 
 
 def test_a_templates_column_that_is_missing() -> None:
-    with pytest.raises(ValueError, match="unknown column 'anser'. Did you mean 'answer'"):
+    with pytest.raises(ValueError, match=r"unknown column 'anser'\. Did you mean 'answer'"):
         read({"question": "q", "answer": "a"}, template="{question} {anser}")
     with pytest.raises(ValueError, match="column 'answer' holds None"):
         read({"answer": None}, template="{answer}")

@@ -110,7 +110,7 @@ def test_tables_and_json_arrays_are_rows(tmp_path, suffix):
     (tmp_path / "long.csv").write_text(f"text\n{long}\n")
     assert read_documents(tmp_path / "long.csv") == [long]
     (tmp_path / "short.csv").write_text("a,b\n1,2\n3\n")
-    with pytest.raises(ValueError, match="row 2 of .* has more or fewer values than the first line has names"):
+    with pytest.raises(ValueError, match=r"row 2 of .* has more or fewer values than the first line has names"):
         read_documents(tmp_path / "short.csv", text_field="a")
 
 
@@ -122,7 +122,7 @@ def test_a_folder_of_datasets_has_chats_too(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"messages": chat, "id": 1}) + "\n")
     assert list(DocumentStream(tmp_path / "data")) == [{"messages": chat}]
-    with pytest.raises(ValueError, match="holds chats, and texts are measured here.* text_field="):
+    with pytest.raises(ValueError, match=r"holds chats, and texts are measured here.* text_field="):
         read_documents(tmp_path / "data")
 
 
@@ -181,7 +181,7 @@ def test_what_cannot_be_streamed_is_named(tmp_path):
     datasets.Dataset.from_dict({"text": ["one"]}).to_parquet(tmp_path / "train.parquet")
     with pytest.raises(ValueError, match=r"train.parquet' cannot be read as a dataset: .*train\[:1\]"):
         next(iter(DocumentStream(tmp_path / "train.parquet", split="train[:1]")))
-    with pytest.raises(ValueError, match="unknown column 'body'. Known: text"):
+    with pytest.raises(ValueError, match=r"unknown column 'body'\. Known: text"):
         next(iter(DocumentStream(tmp_path / "train.parquet", text_field="body")))
     with pytest.raises(FileNotFoundError, match="no file or folder"):
         next(iter(DocumentStream(tmp_path / "nothing.txt")))

@@ -27,6 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "untied": {"model": {}},
     "lora": {"settings": {"lora": True}},
     "checkpointing": {"settings": {"gradient_checkpointing": True, "micro_batch_size": 2, "token_budget": 8 * 4 * SEQ}},
+    "masked": {"masked": True},
     "accumulating": {"settings": {"token_budget": 8 * 4 * SEQ}, "times": 2},  # two micro-batches in each process
 }
 

@@ -167,15 +167,17 @@ def test_a_stream_is_read_until_the_budget_and_the_held_out_are_filled(
     assert "are not trained on: the token budget ends before them" in caplog.text
 
 
-def test_a_stream_that_ends_first_is_read_to_its_end_and_rows_are_no_texts(
+def test_a_stream_that_ends_first_is_read_to_its_end_and_numbers_are_no_texts(
     tmp_path: Path, tiny_llama: Build, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ):
     settings = config(tmp_path, **{**POSE, "token_budget": BUDGET})
     with caplog.at_level(logging.INFO):
         finetune(tiny_llama(), tokenizer, iter([torch.ones(70, dtype=torch.int64)] * 2), settings)
     assert "read 2 documents, 140 tokens: all of the source" in caplog.text
-    with pytest.raises(TypeError, match="a document must be a text or a tensor of token ids, got dict"):
-        finetune(tiny_llama(), tokenizer, iter([{"text": "one"}]), config(tmp_path / "rows"))
+    with pytest.raises(
+        TypeError, match="document 0 must be a text, a row of a dataset or a tensor of token ids, got int"
+    ):
+        finetune(tiny_llama(), tokenizer, iter([1]), config(tmp_path / "numbers"))
     with pytest.raises(ValueError, match="there are no documents to train on"):
         finetune(tiny_llama(), tokenizer, iter([]), config(tmp_path / "none"))
 

@@ -12,7 +12,7 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_posenc.attention.groups import make_groups
-from hf_posenc.training.packing import BlockSchedule, PackedDataset, check_ids, log_summary
+from hf_posenc.training.packing import BlockSchedule, MaskedTokens, PackedDataset, check_ids, log_summary
 from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.texts import upsample
 
@@ -222,6 +222,51 @@ def test_long_documents_come_more_often(caplog: pytest.LogCaptureFixture):
     assert "length_upsampling 2.5 changes nothing: no document is longer than 40 tokens" in caplog.text
     third = [sum(len(d) > 16 for d in upsample(documents, 16, 3.0, seed=seed)) for seed in (0, 1)]
     assert third == [12, 12]
+
+
+def masked(tokens: list[int], counted: str) -> MaskedTokens:
+    """Token ids, and a ``1`` for each that counts."""
+    return MaskedTokens(ids(*tokens), torch.tensor([mark == "1" for mark in counted]))
+
+
+def test_masked_tokens_have_no_label():
+    packed = PackedDataset([masked([11, 12, 13, 14, 15], "10011")], seq_len=4, eos_token_id=EOS)
+    # No EOS is added to them. The second block would be 15, predicted from nothing, and the masked 11, 12 and 13.
+    assert [block["input_ids"].tolist() for block in packed] == [[11, 12, 13, 14]]
+    assert packed[0]["labels"].tolist() == [-100, -100, -100, 14]
+
+
+def test_blocks_of_masked_tokens_are_left_out(caplog: pytest.LogCaptureFixture):
+    document = masked(list(range(1, 33)), "0" * 8 + "00000001" + "0" * 12 + "1100")
+    packed = PackedDataset([document], 8, eos_token_id=None)
+    assert [block["input_ids"][0].item() for block in packed] == [9, 25]
+    assert [(block["labels"] != -100).sum().item() for block in packed] == [1, 2]
+    assert "2 of 4 blocks of 8 tokens hold none that counts in the loss, and are left out" in caplog.text
+    schedule = BlockSchedule(packed, 4, seed=0)
+    assert {block["input_ids"][0].item() for block in schedule} == {9, 25}
+    summary = schedule.summary()
+    assert (summary.num_trained, summary.num_masked, summary.num_left_out) == (32, 26, 16)
+    with caplog.at_level(logging.INFO):
+        log_summary(summary, 8)
+    assert "6 of these tokens (18.8 %) count in the loss; the others are prompts" in caplog.text
+    prints = {PackedDataset([other], 8, eos_token_id=None).fingerprint() for other in (document, document.ids)}
+    assert len(prints | {packed.fingerprint()}) == 2
+    with pytest.raises(ValueError, match="none of the 32 tokens to train on counts in the loss"):
+        PackedDataset([masked(list(range(32)), "1" + "0" * 31)], 8, eos_token_id=None)
+
+
+def test_masks_stay_with_their_tokens_whatever_the_positions():
+    documents = [masked(list(range(1, 40)), "001" * 13), torch.arange(40, 90), masked([*range(90, 100)], "0" * 9 + "1")]
+    counted = {token for token in range(1, 40) if token % 3 == 0} | set(range(40, 90)) | {99}
+    for kind, short_share in (("full", 0.0), ("pose", 0.25), ("random", 0.0)):
+        schedule = scheduled(documents, 16, 18, kind, short_share=short_share)  # type: ignore[arg-type]  # masked too
+        assert len(schedule.packed) == 7
+        for block in schedule:
+            expected = [
+                token if token in counted and position else -100
+                for token, position in zip(block["input_ids"].tolist(), block["position_ids"].tolist(), strict=True)
+            ]
+            assert block["labels"].tolist() == expected
 
 
 @pytest.mark.parametrize(

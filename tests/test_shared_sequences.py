@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import one_of_several
 import pytest
 import torch
-from distributed_runs import CONTEXT_PARALLEL, Run, assert_same_steps, in_two_processes, returned_by
+from distributed_runs import CONTEXT_PARALLEL, Run, assert_same_steps, in_two_processes, log_of, returned_by
 from tiny_runs import SEQ
 from torch import nn
 
@@ -27,6 +28,7 @@ def test_context_parallel_trains_as_one_process_does(tmp_path: Path):
     settings = {"micro_batch_size": 2, "eval_lengths": [SEQ // 2], "eval_documents": 1, "token_budget": 12 * SEQ}
     alone = Run(str(tmp_path / "alone"), {**settings, "gradient_accumulation_steps": 1}, documents=WHOLE)
     cp = Run(str(tmp_path / "cp"), alone.settings, documents=WHOLE, attention="gathered")
+    masked = {name: replace(run, folder=f"{run.folder}-masked", masked=True) for name, run in (("1", alone), ("2", cp))}
     text = tmp_path / "text.txt"
     text.write_text(load_novel("persuasion")[:60_000])
     trained = {"path": str(tiny_model_path()), "text": str(text)}
@@ -35,9 +37,12 @@ def test_context_parallel_trains_as_one_process_does(tmp_path: Path):
     wrong = Run(str(tmp_path / "wrong"), long, trained, attention="cut")
     mixed = Run(str(tmp_path / "mixed"), alone.settings, documents=[SEQ // 2] * 40, attention="gathered")
     one_of_several.do(alone)
-    in_two_processes(tmp_path / "runs.json", [cp, right, wrong, mixed], CONTEXT_PARALLEL)
+    one_of_several.do(masked["1"])
+    in_two_processes(tmp_path / "runs.json", [cp, masked["2"], right, wrong, mixed], CONTEXT_PARALLEL)
 
     assert_same_steps(cp, alone)
+    assert_same_steps(masked["2"], masked["1"])
+    assert [line["loss"] for line in log_of(masked["1"])] != [line["loss"] for line in log_of(alone)]
     told, expected = returned_by(cp, 1), returned_by(alone)
     assert told["hooks"] == expected["hooks"] == 0  # accelerate's, which drop masks, are gone
     for name, weight in expected["weights"].items():

@@ -37,6 +37,8 @@ OTHER: dict[str, Any] = {
     "length_upsampling": 5.0,
     "shifted_sparse_attention": True,
     "group_share": 0.5,
+    "assistant_only_loss": True,
+    "completion_only_loss": False,
     "micro_batch_size": 3,
     "gradient_accumulation_steps": 7,
     "learning_rate": 3.1e-07,

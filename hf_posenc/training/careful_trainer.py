@@ -14,7 +14,6 @@ from transformers import Trainer
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.processes import from_main
 from hf_posenc.training.checkpoints import PARTIAL, clear_partial, move_into_place
-from hf_posenc.training.packing import IGNORED
 from hf_posenc.training.train_log import ADVICE_NOT_FINITE
 from hf_posenc.training.writing import checkpoint_bytes, how_to_go_on, writing
 
@@ -77,8 +76,7 @@ def check_positions_arrive(trainer: Trainer, model: nn.Module, inputs: dict[str,
         return  # one device may not hold a whole block
     block = {name: value[:1] for name, value in trainer._prepare_inputs(inputs).items()}
     positions = block["position_ids"]
-    if not (block["labels"] != IGNORED).any():
-        return
+    block["labels"] = block["input_ids"]  # all of them: where few count in the loss, these may see no other positions
     running_on = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
     other = running_on % max(positions.shape[1] // 2, 1) if positions.equal(running_on) else running_on
     with evaluation_mode(model):  # type: ignore[arg-type]  # what it unwraps is one

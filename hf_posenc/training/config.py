@@ -46,6 +46,7 @@ class FinetuneConfig:
             *("token_budget", "seq_len", "position_schedule", "pose_chunks", "short_share", "length_upsampling"),
             *("shifted_sparse_attention", "group_share"),
         ),
+        "What counts in the loss": ("assistant_only_loss", "completion_only_loss"),
         "Steps of the optimizer": (
             *("micro_batch_size", "gradient_accumulation_steps", "learning_rate", "lr_schedule", "warmup_steps"),
             *("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"),
@@ -135,6 +136,16 @@ class FinetuneConfig:
     )
     group_share: float = field(
         default=0.25, metadata={"help": "group of --shifted-sparse-attention as a share of the block (LongLoRA: 1/4)"}
+    )
+    # TRL's names and defaults.
+    assistant_only_loss: bool = field(
+        default=False, metadata={"help": "of chats only the assistant's turns count in the loss, not all tokens"}
+    )
+    completion_only_loss: bool | None = field(
+        default=None,
+        metadata={
+            "help": "of prompts with answers only the answers count in the loss; default: yes; false: all tokens"
+        },
     )
     micro_batch_size: int = field(default=1, metadata={"help": "blocks per forward and device"})
     gradient_accumulation_steps: int = field(

@@ -92,9 +92,12 @@ def finetune(
     Args:
         model: A causal language model; extended by ``config``'s method unless it is extended already.
         tokenizer: Its tokenizer; ends each document with its EOS.
-        documents: Texts, or their token ids (int64, 1-D).
+        documents: Texts, or their token ids (int64, 1-D), or rows of a dataset with a column ``text``, ``messages``
+            (chats, put through the tokenizer's chat template), or ``prompt`` and ``completion``. Config says what of
+            them counts in the loss (``assistant_only_loss``, ``completion_only_loss``).
         config: The run.
-        eval_documents: Held-out texts or ids; None holds out the last twentieth of ``documents``.
+        eval_documents: Held-out documents; None holds out the last twentieth of ``documents``. They are measured on
+            all of their tokens.
         tokens_trained: Tokens the model was fine-tuned on before, as its manifest says; counted on.
         source: More keys for ``run.toml``: where the command line read model and documents from.
 
@@ -117,8 +120,8 @@ def finetune(
         documents = read_stream(tokenizer, documents, original_length(model, config), whole, holds_out)
     if config.stages is not None:
         # Once too: each stage is checked and trained on the same tokens.
-        documents = to_token_ids(tokenizer, documents)
-        eval_documents = None if eval_documents is None else to_token_ids(tokenizer, eval_documents)
+        documents = to_token_ids(tokenizer, documents, config)
+        eval_documents = None if eval_documents is None else to_token_ids(tokenizer, eval_documents, None)
         texts = (tokenizer, documents, eval_documents)
         done = train_stages(
             partial(_train, *texts), partial(_check, *texts), model, config, told=told, tokens_trained=tokens_trained
@@ -270,7 +273,7 @@ def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: Training
         "seq_len": packed.seq_len,
         "steps": args.max_steps,
         "tokens_per_step": tokens_per_step(args, packed),
-        **_positions_settings(config),
+        **_unusual_settings(config),
         **{name: getattr(config, name) for name in shown},
         **({name: getattr(config, name) for name in _LORA_SETTINGS} if config.lora else {}),
         **({"shifted sparse attention while training, tokens of a group": group} if group is not None else {}),
@@ -280,8 +283,9 @@ def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: Training
     }
 
 
-def _positions_settings(config: FinetuneConfig) -> dict[str, Any]:
-    """Return how blocks were read, where that is not one position after the other."""
+def _unusual_settings(config: FinetuneConfig) -> dict[str, Any]:
+    """Return how blocks were read and what of them counted, where that is not every token, one after the other."""
     plain = FinetuneConfig(config.output_dir)
-    names = ("position_schedule", "pose_chunks", "short_share", "length_upsampling")
+    positions = ("position_schedule", "pose_chunks", "short_share", "length_upsampling")
+    names = (*positions, "assistant_only_loss", "completion_only_loss")
     return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(plain, name)}

@@ -11,6 +11,7 @@ import torch
 
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.packing import Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ def num_held_out(num_documents: int) -> int:
     return max(1, round(num_documents / _HELD_OUT))
 
 
-def hold_out(documents: Sequence[torch.Tensor], longest: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def hold_out(documents: Sequence[Tokens], longest: int) -> tuple[list[Tokens], list[Tokens]]:
     """Split documents into those to train on and the last twentieth, to measure on.
 
     Of a single document the tail is held out: a twentieth, but at least ``longest`` tokens where that is no more than a

@@ -19,6 +19,32 @@ IGNORED = -100  # the label that cross entropy and Transformers leave out
 
 
 @dataclass(frozen=True)
+class MaskedTokens:
+    """A document that is whole as it is, and which of its tokens count in the loss: a chat, a prompt with its answer.
+
+    Attributes:
+        ids: int64 ``(num_tokens,)``.
+        counted: bool ``(num_tokens,)``.
+    """
+
+    ids: torch.Tensor
+    counted: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> MaskedTokens:
+        return MaskedTokens(self.ids[part], self.counted[part])
+
+
+Tokens = torch.Tensor | MaskedTokens  # of a document; all tokens of a tensor count
+
+
+def ids_of(document: Tokens) -> torch.Tensor:
+    return document.ids if isinstance(document, MaskedTokens) else document
+
+
+@dataclass(frozen=True)
 class PackingSummary:
     """What becomes of the tokens in a run. Nothing is padded, and what is not read is counted.
 
@@ -28,6 +54,7 @@ class PackingSummary:
         num_repeated: Tokens that a pass reads twice: those from the start of the stream that fill up its last block.
         num_blocks: Blocks that are trained on, those of later passes counted again.
         num_trained: Tokens of these blocks.
+        num_masked: Those of them that are left out of the loss because of what they are: of a prompt, or a user's.
         num_left_out: Tokens of the documents that are in no block of any pass (``WholeBlocks``).
         num_unused: Tokens of the documents that a pass holds and none of these blocks: the budget ends before them.
         num_short: Blocks that are read as windows of the original length.
@@ -41,6 +68,7 @@ class PackingSummary:
     num_repeated: int
     num_blocks: int
     num_trained: int
+    num_masked: int
     num_left_out: int
     num_unused: int
     num_short: int
@@ -54,23 +82,25 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
     Each item holds int64 tensors ``(seq_len,)``: ``input_ids``; ``position_ids``, which restart at 0 where a
     document or the block starts, so that Transformers keeps the documents apart (it does so only when no
     attention mask is passed and no cache is used); ``labels``, ``-100`` where ``position_ids`` is 0, because
-    that token would be predicted from another document. The last block is filled up from the start of the
-    stream: those tokens are seen twice in a pass, which costs less than padding or than losing a long tail.
+    that token would be predicted from another document, and where a token is masked. The last block is filled up
+    from the start of the stream: those tokens are seen twice in a pass, which costs less than padding or than losing
+    a long tail. Blocks whose tokens are all masked are left out.
 
     Args:
-        documents: Token ids, each 1-D int64 and not empty.
+        documents: Token ids, each 1-D int64 and not empty, or masked tokens, which are taken as they are.
         seq_len: Tokens of a block, at least 2.
         eos_token_id: Appended to each document that does not end with it; None appends nothing.
         seed: Of the order of the documents.
         positions: How positions run when these blocks are trained on (``BlockSchedule``); None: one after the other.
 
     Raises:
-        ValueError: No documents, an empty document, one that is not 1-D, or a block of fewer than 2 tokens.
+        ValueError: No documents, an empty document, one that is not 1-D, a block of fewer than 2 tokens, or no token
+            that counts in the loss.
     """
 
     def __init__(
         self,
-        documents: Sequence[torch.Tensor],
+        documents: Sequence[Tokens],
         seq_len: int,
         *,
         eos_token_id: int | None,
@@ -82,26 +112,57 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         if len(documents) == 0:
             raise ValueError("there are no documents to train on.")
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
-        ended = [_with_eos(documents[index], index, eos_token_id) for index in order]
+        ended = [_ended(documents[index], index, eos_token_id) for index in order]
         lengths = torch.tensor([len(document) for document in ended])
-        self.stream = torch.cat(ended)
+        self.stream = torch.cat([document.ids for document in ended])
+        self.counted = torch.cat([document.counted for document in ended])
         self.starts_document = torch.zeros(len(self.stream), dtype=torch.bool)
         self.starts_document[lengths.cumsum(0) - lengths] = True
         self.num_documents = len(ended)
         self.seq_len = seq_len
         self.positions = positions or PositionSchedule(FULL, seq_len, seq_len)
+        self.num_cut = -(-len(self.stream) // seq_len)
+        self.kept = list(range(self.num_cut))
+        if not self.counted.all():
+            self._leave_out_masked()
+
+    def _leave_out_masked(self) -> None:
+        """Keep the blocks with something to learn: a step of others would have no loss."""
+        places = torch.arange(self.num_cut * self.seq_len) % len(self.stream)
+        labelled = (self.counted & ~self.starts_document)[places].view(-1, self.seq_len)[:, 1:]
+        self.kept = labelled.any(1).nonzero().flatten().tolist()
+        if not self.kept:
+            raise ValueError(
+                f"none of the {len(self.stream):,} tokens to train on counts in the loss: there are no answers "
+                "(completion_only_loss) or assistant's turns (assistant_only_loss) among them."
+            )
+        if len(self.kept) < self.num_cut:
+            logger.warning(
+                "%d of %d blocks of %d tokens hold none that counts in the loss, and are left out",
+                self.num_cut - len(self.kept),
+                self.num_cut,
+                self.seq_len,
+            )
 
     def __len__(self) -> int:
-        return -(-len(self.stream) // self.seq_len)
+        return len(self.kept)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return _block(self.stream[self.where(index)], torch.cat([torch.arange(n) for n in self.pieces(index)]))
+        return self.block(index, torch.cat([torch.arange(n) for n in self.pieces(index)]))
+
+    def block(self, index: int, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a block whose tokens have these positions, int64 ``(seq_len,)``."""
+        places = self.where(index)
+        input_ids = self.stream[places]
+        labels = input_ids.masked_fill((position_ids == 0) | ~self.counted[places], IGNORED)
+        return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
     def where(self, index: int) -> torch.Tensor:
         """Return the places of a block's tokens in the stream, int64 ``(seq_len,)``."""
-        return torch.arange(index * self.seq_len, (index + 1) * self.seq_len) % len(self.stream)
+        start = self.kept[index] * self.seq_len
+        return torch.arange(start, start + self.seq_len) % len(self.stream)
 
     def pieces(self, index: int) -> list[int]:
         """Return the lengths of the documents, or parts of documents, in a block."""
@@ -111,11 +172,16 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return [stop - start for start, stop in pairwise(bounds)]
 
     def fingerprint(self) -> str:
-        """Return a short hash of every token, boundary and block length, in order."""
+        """Return a short hash of every token, boundary, mask and block length, in order, and of the blocks kept."""
         digest = hashlib.sha256(str(self.seq_len).encode())
         digest.update(self.stream.numpy().tobytes())
         digest.update(self.starts_document.numpy().tobytes())
-        return digest.hexdigest()[:16]
+        if not self.counted.all():
+            digest.update(self.counted.numpy().tobytes())
+        short = digest.hexdigest()[:16]
+        if len(self.kept) == self.num_cut:
+            return short
+        return hashlib.sha256(f"{short} {self.kept}".encode()).hexdigest()[:16]
 
 
 class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
@@ -136,7 +202,7 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
         return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return _block(self.packed.stream[self.packed.where(self.order[index])], self.position_ids(index))
+        return self.packed.block(self.order[index], self.position_ids(index))
 
     def position_ids(self, index: int) -> torch.Tensor:
         """Return the positions of a block by its place in the order of training, int64 ``(seq_len,)``."""
@@ -152,8 +218,9 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
         in_a_pass, read = torch.zeros(2, len(packed.stream), dtype=torch.bool)
         for block in range(len(packed)):
             in_a_pass[packed.where(block)] = True
-        pieces = beyond = 0
+        pieces = beyond = masked = 0
         for index, block in enumerate(self.order):
+            masked += int((~packed.counted[packed.where(block)]).sum())
             read[packed.where(block)] = True
             position_ids = self.position_ids(index)
             pieces += int((position_ids == 0).sum())
@@ -165,6 +232,7 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
             num_repeated=len(packed) * packed.seq_len - int(in_a_pass.sum()),
             num_blocks=len(self),
             num_trained=num_trained,
+            num_masked=masked,
             num_left_out=int((~in_a_pass).sum()),
             num_unused=int((in_a_pass & ~read).sum()),
             num_short=sum(map(packed.positions.is_short, range(len(self)))),
@@ -182,11 +250,6 @@ def _farthest(position_ids: torch.Tensor, group: int | None) -> torch.Tensor:
     on = group - group // 2  # the first of the groups that are shifted is group // 2 tokens long
     of_group = torch.minimum(places // group * group, (places + on) // group * group - on)
     return position_ids - position_ids[torch.maximum(document, of_group)]
-
-
-def _block(input_ids: torch.Tensor, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    labels = input_ids.masked_fill(position_ids == 0, IGNORED)
-    return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
 
 def check_ids(documents: Sequence[torch.Tensor], vocab_size: int, kind: str = "document") -> None:
@@ -212,13 +275,17 @@ def check_ids(documents: Sequence[torch.Tensor], vocab_size: int, kind: str = "d
             )
 
 
-def _with_eos(document: torch.Tensor, index: int, eos_token_id: int | None) -> torch.Tensor:
-    if document.ndim != 1 or len(document) == 0:
-        raise ValueError(f"document {index} must be a 1-D tensor of token ids, got shape {tuple(document.shape)}.")
-    document = document.to(dtype=torch.int64, device="cpu")
-    if eos_token_id is None or document[-1] == eos_token_id:
+def _ended(document: Tokens, index: int, eos_token_id: int | None) -> MaskedTokens:
+    """Return a document with its end-of-sequence token, and its mask."""
+    ids = ids_of(document)
+    if ids.ndim != 1 or len(ids) == 0:
+        raise ValueError(f"document {index} must be a 1-D tensor of token ids, got shape {tuple(ids.shape)}.")
+    if isinstance(document, MaskedTokens):
         return document
-    return torch.cat([document, document.new_tensor([eos_token_id])])
+    ids = ids.to(dtype=torch.int64, device="cpu")
+    if eos_token_id is not None and ids[-1] != eos_token_id:
+        ids = torch.cat([ids, ids.new_tensor([eos_token_id])])
+    return MaskedTokens(ids, torch.ones(len(ids), dtype=torch.bool))
 
 
 def log_summary(
@@ -245,6 +312,14 @@ def log_summary(
         100 * summary.share_beyond_original,
         original_length,
     )
+    if summary.num_masked:
+        counted = summary.num_trained - summary.num_masked
+        logger.info(
+            "%d of these tokens (%.1f %%) count in the loss; the others are prompts and turns of others than the "
+            "assistant",
+            counted,
+            100 * counted / summary.num_trained,
+        )
     if summary.num_left_out:
         logger.info(
             "%d tokens of the documents (%.1f %%) are not trained on: they are in blocks that are left out",

@@ -20,7 +20,9 @@ _SWITCHES = (
     "gradient_checkpointing",
     "resume",
     "check_first_loss",
+    "assistant_only_loss",
 )
+_SWITCHES_OR_NONE = ("bf16", "completion_only_loss")
 _CHOICES = {
     "on_scaled": ("refuse", "replace"),
     "position_schedule": ("full", "pose", "random"),
@@ -84,7 +86,7 @@ def check_words(settings: Mapping[str, Any]) -> None:
         TypeError: A switch that is not True or False.
         ValueError: An unknown word.
     """
-    for name in (*_SWITCHES, *(("bf16",) if settings["bf16"] is not None else ())):
+    for name in (*_SWITCHES, *(name for name in _SWITCHES_OR_NONE if settings[name] is not None)):
         if not isinstance(settings[name], bool):
             raise TypeError(f"{name} must be True or False, got {settings[name]!r}.")
     for name, known in _CHOICES.items():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-
-import torch
 
 from hf_posenc.training.packing import PackedDataset
 
@@ -27,7 +24,7 @@ class WholeBlocks(PackedDataset):
 
     def __init__(self, packed: PackedDataset) -> None:
         vars(self).update(vars(packed))
-        self.kept = [index for index in range(len(packed)) if len(packed.pieces(index)) == 1]
+        self.kept = [packed.kept[index] for index in range(len(packed)) if len(packed.pieces(index)) == 1]
         if not self.kept:
             raise ValueError(
                 f"context parallelism cannot keep packed documents apart, and none of the {len(packed)} blocks of "
@@ -41,16 +38,3 @@ class WholeBlocks(PackedDataset):
                 len(packed) - len(self.kept),
                 len(packed),
             )
-
-    def __len__(self) -> int:
-        return len(self.kept)
-
-    def fingerprint(self) -> str:
-        """Return a short hash as of all blocks, and of which of them are kept: it is another order of training."""
-        if len(self.kept) == super().__len__():
-            return super().fingerprint()
-        return hashlib.sha256(f"{super().fingerprint()} {self.kept}".encode()).hexdigest()[:16]
-
-    def where(self, index: int) -> torch.Tensor:
-        """Return the places of a block's tokens in the stream, int64 ``(seq_len,)``."""
-        return super().where(self.kept[index])

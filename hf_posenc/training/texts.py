@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.data import tokenize_documents
 from hf_posenc.families import unwrap
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.enough_text import check_enough_text
+from hf_posenc.training.examples import ExampleTokenizer
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.measure import default_lengths, hold_out, num_held_out
-from hf_posenc.training.packing import PackedDataset, check_ids
+from hf_posenc.training.packing import MaskedTokens, PackedDataset, Tokens, check_ids, ids_of
 from hf_posenc.training.positions import PositionSchedule, block_length
 from hf_posenc.training.shared_sequences import WholeBlocks
 
 logger = logging.getLogger(__name__)
 
-# What is no sequence is a stream: read until the token budget is filled.
-Documents = Iterable[torch.Tensor] | Iterable[str]
+# Texts, token ids, or rows of a dataset. What is no sequence is a stream: read until the token budget is filled.
+Documents = Iterable[str] | Iterable[Tokens] | Iterable[Mapping[str, Any]] | Iterable[str | dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,19 @@ def prepare_texts(
         positions: How they run in a block of the extended model.
 
     Raises:
-        ValueError: No documents, or token ids the model has no embedding for.
+        ValueError: No documents, none that counts in the loss, or token ids the model has no embedding for.
     """
     original, target = positions.original_length, positions.target_length
     lengths = sorted(set(config.eval_lengths or default_lengths(original, target)))
     vocab_size = unwrap(model).config.get_text_config().vocab_size
     eos = _eos(tokenizer, vocab_size)
-    train_ids, held_out = _split(tokenizer, documents, eval_documents, max(lengths), original, config)
-    check_ids(train_ids, vocab_size)
+    train, held_out = _split(tokenizer, documents, eval_documents, max(lengths), original, config)
+    check_ids([ids_of(document) for document in train], vocab_size)
     check_ids(held_out, vocab_size, "held-out document")
     seq_len = block_length(config, positions)
-    check_enough_text(train_ids, held_out, lengths, seq_len, config)
+    check_enough_text([ids_of(document) for document in train], held_out, lengths, seq_len, config)
     packed = PackedDataset(
-        upsample(train_ids, original, config.length_upsampling, config.seed),
+        upsample(train, original, config.length_upsampling, config.seed),
         seq_len,
         eos_token_id=eos,
         seed=config.seed,
@@ -82,7 +82,7 @@ def prepare_texts(
     return Texts(packed, held_out, lengths)
 
 
-def upsample(documents: Sequence[torch.Tensor], longer_than: int, times: float, seed: int) -> list[torch.Tensor]:
+def upsample(documents: Sequence[Tokens], longer_than: int, times: float, seed: int) -> list[Tokens]:
     """Repeat the documents of more than ``longer_than`` tokens, so that a pass reads them ``times`` as often as others.
 
     Of a broken number the fraction is a share of these documents, drawn by ``seed``, that come once more.
@@ -127,18 +127,21 @@ def _split(
     longest: int,
     original: int,
     config: FinetuneConfig,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return token ids to train on and to measure on."""
+) -> tuple[list[Tokens], list[torch.Tensor]]:
+    """Return what to train on, and token ids to measure on: all of a held-out chat, whatever counts in training."""
     holds_out = config.eval_documents > 0 and eval_documents is None
     if isinstance(documents, (Sequence, torch.Tensor)):
-        ids = to_token_ids(tokenizer, documents)
+        tokens = to_token_ids(tokenizer, documents, config)
     else:
-        ids = read_stream(tokenizer, documents, original, config, holds_out)
-    if not ids:
+        tokens = read_stream(tokenizer, documents, original, config, holds_out)
+    if not tokens:
         raise ValueError("there are no documents to train on.")
+    held: list[Tokens] = []
     if holds_out:
-        return hold_out(ids, longest)
-    return ids, to_token_ids(tokenizer, eval_documents) if eval_documents is not None and config.eval_documents else []
+        tokens, held = hold_out(tokens, longest)
+    elif eval_documents is not None and config.eval_documents:
+        held = to_token_ids(tokenizer, eval_documents, None)
+    return tokens, [ids_of(document) for document in held]
 
 
 def read_stream(
@@ -147,7 +150,7 @@ def read_stream(
     original: int,
     config: FinetuneConfig,
     holds_out: bool,
-) -> list[torch.Tensor]:
+) -> list[Tokens]:
     """Read a stream until what is left of it to train on, in one pass, fills the token budget.
 
     Args:
@@ -158,12 +161,17 @@ def read_stream(
         holds_out: Some of the documents are to be measured on.
 
     Returns:
-        Token ids, each 1-D.
+        Tokens of documents, of which each has some that count in the loss.
     """
-    taken: list[torch.Tensor] = []
+    taken: list[Tokens] = []
     filled = [0.0]  # by so many documents
-    for document in documents:
-        taken.append(_ids(tokenizer, document))
+    tokenize, without = ExampleTokenizer(tokenizer, config), 0
+    for number, document in enumerate(documents):
+        tokens = tokenize(document, f"document {number}")
+        if not _counts(tokens):
+            without += 1
+            continue
+        taken.append(tokens)
         times = config.length_upsampling if len(taken[-1]) > original else 1
         filled.append(filled[-1] + len(taken[-1]) * times)
         if filled[len(taken) - (num_held_out(len(taken)) if holds_out else 0)] >= config.token_budget:
@@ -172,26 +180,48 @@ def read_stream(
     else:
         said = "all of the source"
     logger.info("read %d documents, %d tokens: %s", len(taken), sum(map(len, taken)), said)
+    _tell_left_out(without, len(taken))
     return taken
 
 
-def to_token_ids(tokenizer: PreTrainedTokenizerBase, documents: Documents) -> list[torch.Tensor]:
-    """Return the token ids of documents, given as texts or as ids.
+def to_token_ids(
+    tokenizer: PreTrainedTokenizerBase, documents: Documents, config: FinetuneConfig | None
+) -> list[Tokens]:
+    """Return the tokens of documents; those without any that counts in the loss are left out, with a warning.
+
+    Args:
+        tokenizer: For what is no token ids yet.
+        documents: As for ``finetune``.
+        config: The run; None for documents that are only measured on.
 
     Raises:
-        TypeError: It is one document, or holds what is neither.
+        TypeError: It is one document, or holds what is none.
+        ValueError: As ``ExampleTokenizer``, or no token of any document counts in the loss.
     """
-    if isinstance(documents, (str, torch.Tensor)):
-        raise TypeError("documents must be a list of texts or of token id tensors; put a single one in a list.")
-    return [_ids(tokenizer, document) for document in documents]
+    if isinstance(documents, (str, torch.Tensor, MaskedTokens, Mapping)):
+        raise TypeError("documents must be a list of texts, rows or token id tensors; put a single one in a list.")
+    tokenize = ExampleTokenizer(tokenizer, config)
+    tokens = [tokenize(document, f"document {number}") for number, document in enumerate(documents)]
+    counting = [document for document in tokens if _counts(document)]
+    _tell_left_out(len(tokens) - len(counting), len(counting))
+    return counting
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, document: Any) -> torch.Tensor:
-    if isinstance(document, torch.Tensor):
-        return document
-    if isinstance(document, str):
-        return tokenize_documents(tokenizer, [document])[0]
-    raise TypeError(
-        f"a document must be a text or a tensor of token ids, got {type(document).__name__}. Of the rows of a dataset "
-        "give the texts, such as (row['text'] for row in rows)."
-    )
+def _counts(document: Tokens) -> bool:
+    return not isinstance(document, MaskedTokens) or bool(document.counted.any())
+
+
+def _tell_left_out(without: int, counting: int) -> None:
+    if without and not counting:
+        raise ValueError(
+            f"none of the {without} documents has a token that counts in the loss: no answers, or no turns of the "
+            "role 'assistant'. Mend the data, or train on all tokens, without assistant_only_loss and with "
+            "completion_only_loss=False (--completion-only-loss false)."
+        )
+    if without:
+        logger.warning(
+            "%d of %d documents have no token that counts in the loss (no answer, or no turn of the assistant's), and "
+            "are left out",
+            without,
+            without + counting,
+        )

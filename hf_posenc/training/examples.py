@@ -1,0 +1,210 @@
+"""Texts, chats and prompts with answers as token ids, and which of these count in the loss."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_posenc.columns import COMPLETION, MESSAGES, PROMPT, Columns
+from hf_posenc.data import tokenize_documents
+from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.packing import MaskedTokens, Tokens
+
+logger = logging.getLogger(__name__)
+
+# What tells Transformers which tokens are the assistant's.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_TEMPLATES = "TRL's get_training_chat_template(tokenizer) has one with it for many models"
+
+
+class ExampleTokenizer:
+    """Turns documents into token ids, whole, and says which of them count in the loss, as TRL's SFTTrainer does.
+
+    A text gets no special tokens (its EOS comes when it is packed), and all of it counts. A chat is what the chat
+    template makes of it, and all of it counts, or with ``assistant_only_loss`` the assistant's turns: what stands
+    within the template's ``{% generation %}``, or, where it has none, what each of these turns adds to the chat before
+    it. Prompt and answer are joined as they are, with the special tokens that the tokenizer puts around a text and EOS
+    at the end; or put through the chat template, where they are messages. Of them the answer counts, from where
+    the tokens differ from those of the prompt alone; with ``completion_only_loss=False`` all does.
+
+    Args:
+        tokenizer: The model's.
+        config: The run; None for documents that are only measured on, whose tokens all count.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig | None) -> None:
+        self.tokenizer = tokenizer
+        self.assistant_only = config is not None and config.assistant_only_loss
+        self.completion_only = config.completion_only_loss if config is not None else None
+        self._said: set[str] = set()
+
+    def __call__(self, document: Any, where: str) -> Tokens:
+        """Return the token ids of a document.
+
+        Args:
+            document: A text, token ids, or a row of a dataset with a text, a chat, or a prompt and its answer.
+            where: What messages call it.
+
+        Raises:
+            TypeError: It is something else.
+            ValueError: A row without these columns, a chat that the chat template cannot render or say the
+                assistant's part of, or an option that does not suit the document.
+        """
+        if isinstance(document, MaskedTokens):
+            return document
+        if isinstance(document, Mapping):
+            document = _read(document, where)
+        elif not isinstance(document, (str, torch.Tensor)):
+            raise TypeError(
+                f"{where} must be a text, a row of a dataset or a tensor of token ids, got {type(document).__name__}."
+            )
+        if isinstance(document, (str, torch.Tensor)):
+            self._check_options(where, is_chat=False, has_prompt=False)
+            return tokenize_documents(self.tokenizer, [document])[0] if isinstance(document, str) else document
+        has_prompt, is_chat = PROMPT in document, isinstance(document.get(MESSAGES, document.get(PROMPT)), list)
+        self._check_options(where, is_chat=is_chat, has_prompt=has_prompt)
+        if not has_prompt:
+            return self._chat(document, document[MESSAGES], where)
+        whole, prompt = (self._prompted_chat if is_chat else self._prompted_text)(document, where)
+        start = common_prefix(prompt, whole.ids.tolist())
+        if start < len(prompt):
+            self._warn_once(
+                f"{where}: the end of the prompt becomes other tokens where the answer follows "
+                f"({self.tokenizer.decode(prompt[start:])!r}), so the answer is taken to begin there. A prompt that "
+                "ends at a token's border, such as a line's end, is trained on as it will be read."
+            )
+        counted = whole.counted.clone()
+        if self.completion_only is not False:
+            counted[:start] = False
+        return MaskedTokens(whole.ids, counted)
+
+    def _check_options(self, where: str, *, is_chat: bool, has_prompt: bool) -> None:
+        if self.assistant_only and not is_chat:
+            raise ValueError(
+                f"assistant_only_loss counts the assistant's turns of chats, and {where} is no chat. Leave it out, or "
+                "give chats: a column of messages."
+            )
+        if self.completion_only and not has_prompt:
+            raise ValueError(
+                f"completion_only_loss counts the answers to prompts, and {where} has no prompt. Leave it out, or name "
+                "the columns of prompt and answer when you read them (--text-field question answer)."
+                + (" For chats there is assistant_only_loss." if is_chat else "")
+            )
+
+    def _prompted_text(self, document: Mapping[str, str], where: str) -> tuple[MaskedTokens, list[int]]:
+        """Return prompt and answer, all counted, and the prompt alone."""
+        prompt, answer = document[PROMPT], document[COMPLETION]
+        if prompt and answer and not prompt[-1].isspace() and not answer[0].isspace():
+            self._warn_once(
+                f"{where}: prompt and answer are joined as they are, without a blank between {prompt[-20:]!r} and "
+                f"{answer[:20]!r}. Where there should be something, say so by a template "
+                "(--template '{question} {answer}')."
+            )
+        ids, alone = (self._with_special_tokens(text) for text in (prompt + answer, prompt))
+        eos: Any = self.tokenizer.eos_token_id
+        if eos is not None and ids[-1:] != [eos]:
+            ids.append(eos)
+        return _all_counted(ids), alone
+
+    def _with_special_tokens(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, truncation=False, verbose=False)["input_ids"])
+
+    def _prompted_chat(self, document: Mapping[str, Any], where: str) -> tuple[MaskedTokens, list[int]]:
+        prompt = document[PROMPT]
+        whole = self._chat(document, prompt + document[COMPLETION], where)
+        return whole, self._applied(document, prompt, where, add_generation_prompt=True)["input_ids"]
+
+    def _chat(self, document: Mapping[str, Any], messages: list[Any], where: str) -> MaskedTokens:
+        if not self.assistant_only:
+            return _all_counted(self._applied(document, messages, where)["input_ids"])
+        if _GENERATION.search(self._template(document)):
+            found = self._applied(document, messages, where, return_assistant_tokens_mask=True)
+            tokens = MaskedTokens(torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"]) == 1)
+            if any(message["role"] == "assistant" for message in messages) and not tokens.counted.any():
+                raise ValueError(
+                    f"{where}: the chat template's {{% generation %}} holds none of the assistant's turns. Mend the "
+                    f"template ({_TEMPLATES}), or train without assistant_only_loss."
+                )
+            return tokens
+        return self._by_what_turns_add(document, messages, where)
+
+    def _by_what_turns_add(self, document: Mapping[str, Any], messages: list[Any], where: str) -> MaskedTokens:
+        text = self._applied(document, messages, where, tokenize=False)
+        tokens = self.tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)
+        counted = torch.zeros(len(tokens["input_ids"]), dtype=torch.bool)
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self._applied(document, messages[:number], where, tokenize=False, add_generation_prompt=True)
+            with_it = self._applied(document, messages[: number + 1], where, tokenize=False)
+            if not (text.startswith(with_it) and with_it.startswith(before)):
+                raise ValueError(
+                    f"{where}: which tokens are the assistant's cannot be told: the chat template has no "
+                    f"{{% generation %}}, and what it makes of the chat up to turn {number + 1} is not how it begins "
+                    f"the whole chat. Give the tokenizer a template that has it (--chat-template-path FILE; "
+                    f"{_TEMPLATES}), or train without assistant_only_loss."
+                )
+            places = [tokens.char_to_token(place) for place in range(len(before), len(with_it))]
+            counted[[place for place in places if place is not None]] = True
+        return MaskedTokens(torch.tensor(tokens["input_ids"]), counted)
+
+    def _applied(self, document: Mapping[str, Any], messages: list[Any], where: str, **told: Any) -> Any:
+        """Return what the chat template makes of messages: tokens, or with ``tokenize=False`` their text."""
+        template, tools = self._template(document), _tools(document)
+        if told.get("tokenize", True):
+            told |= {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+        elif not messages:
+            return ""
+        told |= document.get("chat_template_kwargs") or {}
+        try:
+            return self.tokenizer.apply_chat_template(messages, chat_template=template, tools=tools, **told)
+        except Exception as error:  # whatever a template raises
+            raise ValueError(
+                f"{where}: the tokenizer's chat template cannot render this chat: {error} Its turns: "
+                f"{', '.join(message['role'] for message in messages)}."
+            ) from error
+
+    def _template(self, document: Mapping[str, Any]) -> str:
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                "the documents are chats, and the tokenizer has no chat template, as those of base models. Set "
+                "tokenizer.chat_template, to that of the model's instruct version for one (--chat-template-path FILE, "
+                "a Jinja template), or train on a column of texts."
+            )
+        return self.tokenizer.get_chat_template(None, _tools(document))
+
+    def _warn_once(self, message: str) -> None:
+        kind = message.partition(": ")[2][:20]
+        if kind not in self._said:
+            self._said.add(kind)
+            logger.warning("%s This is said once, of the first.", message)
+
+
+def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many tokens two rows of them begin with alike."""
+    pairs = zip(one, other, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _read(row: Mapping[str, Any], where: str) -> Any:
+    try:
+        return Columns().read(row, where)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} Of rows in memory the names count: text, messages, or prompt and completion; rename the columns."
+        ) from error
+
+
+def _all_counted(ids: Sequence[int]) -> MaskedTokens:
+    return MaskedTokens(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), dtype=torch.bool))
+
+
+def _tools(document: Mapping[str, Any]) -> Any:
+    tools = document.get("tools")
+    return (json.loads(tools) if isinstance(tools, str) else tools) or None  # written as JSON, as TRL advises
