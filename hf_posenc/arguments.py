@@ -6,13 +6,13 @@ And the parser that fills them; ``checks`` has what can be said of them before a
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
+from hf_posenc.config import did_you_mean
 from hf_posenc.units import ContextLength, TokenCount
 
 # The arguments of the command that was parsed last, for its messages.
@@ -306,8 +306,7 @@ def check_flags(command: str, argv: Sequence[str], parser: argparse.ArgumentPars
     for word in argv:
         name = word.partition("=")[0].replace("_", "-")
         if name.startswith("--") and len(name) > 2 and not any(flag.startswith(name) for flag in known):
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(name, known, shown=str)
             raise ValueError(f"there is no flag {name}.{hint} (hf-posenc {command} --help lists the flags)")
     _FLAGS.update(flag.removeprefix("--").replace("-", "_") for flag in known)
 

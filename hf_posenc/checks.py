@@ -61,7 +61,7 @@ def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: 
 def in_our_words(
     methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]
 ) -> tuple[list[str], ExtensionArguments, dict[str, Any]]:
-    """Return a request whose ``--rope-scaling``, if there is one, is said by method, factor, length and options.
+    """Return a request whose ``--rope-scaling``, if there is one, is said by method, factor, length and options too.
 
     Args:
         methods: Names; "none" is no method.
@@ -69,29 +69,22 @@ def in_our_words(
         rules: The options of the method.
 
     Raises:
-        TypeError, ValueError: The dictionary is wrong, or what it says was given as well.
+        TypeError, ValueError: The dictionary is wrong, does not say how far, or something else was given as well.
     """
     if extension.rope_scaling is None:
         return list(methods), extension, rules
-    from hf_posenc.rope_scaling import read_rope_scaling, refuse_besides
+    from hf_posenc.rope_scaling import read_rope_scaling
 
     asked = read_rope_scaling(extension.rope_scaling)
-    named = ", ".join(method for method in methods if method != NONE)
-    length = extension.original_max_position_embeddings
-    refuse_besides(
-        method=named or None,
-        preset=extension.preset,
-        factor=extension.factor,
-        original_max_position_embeddings=length,
-        options=rules,
-    )
-    extension = dataclasses.replace(
-        extension,
-        rope_scaling=None,
-        factor=asked.factor,
-        original_max_position_embeddings=asked.original_max_position_embeddings,
-    )
-    return [*methods, asked.method], extension, asked.options
+    named: list[str | None] = [method for method in methods if method != NONE]
+    decided = ("factor", "original_max_position_embeddings", "preset")
+    for method in named or [None]:
+        asked.refuse_other(method=method, **{name: getattr(extension, name) for name in decided}, options=rules)
+    asked.check_length_is_said(extension.context_length)
+    original = asked.original_max_position_embeddings
+    # The dictionary stays, for what it repeats of the model.
+    extension = dataclasses.replace(extension, factor=asked.factor, original_max_position_embeddings=original)
+    return [*methods, *([] if named else [asked.method])], extension, asked.options
 
 
 def rows_to_measure(

@@ -28,7 +28,7 @@ from hf_posenc.checks import (
     retrieval_settings,
     rows_to_measure,
 )
-from hf_posenc.config import unknown_name
+from hf_posenc.config import DEFAULT_METHOD, unknown_name
 from hf_posenc.eval_arguments import EvalArguments, RetrievalArguments
 from hf_posenc.launching import LaunchArguments, launch_words, relaunch
 from hf_posenc.sources import read
@@ -54,13 +54,13 @@ def patch(argv: Sequence[str]) -> None:
     given, which, extension, options, loading = args_.parse("patch", _first_line(patch), argv, known, places)
     named = [which.method] if which.method else []
     named, extension, rules = in_our_words(named, extension, args_.parse_options(options.option))
-    methods = named or ([] if extension.preset else ["yarn"])
+    methods = named or ([] if extension.preset else [DEFAULT_METHOD])
     check_request(methods, extension, rules)
     check_folder(given.model, given.output, may_hold_files=False)
     from hf_posenc.patch_command import run_patch
 
     trained = _tokens_trained(given.model)
-    run_patch(given.model, given.output, (*methods, "yarn")[0], extension, rules, loading, trained)
+    run_patch(given.model, given.output, methods[0] if methods else None, extension, rules, loading, trained)
 
 
 def evaluate(argv: Sequence[str]) -> None:

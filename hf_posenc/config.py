@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+DEFAULT_METHOD = "yarn"
 RAMPS = ("code", "paper", "harmonic")
 TEMPERATURES = ("rotary", "logits")
 SCOPES = ("query", "sequence")
@@ -264,6 +265,18 @@ def unknown_name(kind: str, name: Any, known: Iterable[str], spelled: Any = None
         spelled: How the table would write ``name``; None if it writes names as they are given.
     """
     known = list(known)
-    near = difflib.get_close_matches(str(name if spelled is None else spelled), known, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    hint = did_you_mean(name if spelled is None else spelled, known)
     return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
+
+
+def did_you_mean(name: Any, known: Iterable[str], *, most: int = 1, shown: Callable[[str], str] = repr) -> str:
+    """Return `` Did you mean 'yarn'?`` for a name that nothing known has, beginning with a space; "" if none is near.
+
+    Args:
+        name: As it was given.
+        known: What it can be.
+        most: Names suggested at most.
+        shown: How a name is written in the message.
+    """
+    near = difflib.get_close_matches(str(name), list(known), n=most)
+    return f" Did you mean {' or '.join(map(shown, near))}?" if near else ""

@@ -48,6 +48,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         pretrained: A name on the Hub, a folder (plain, extended or an adapter's), a ``.gguf`` file, or a loaded model.
         method: As ``patch_model`` takes it, like the following; None or "none" takes the model as it is loaded.
         preset: Instead of a method.
+        rope_scaling: Instead of a method too, as JSON.
         factor: How far.
         context_length: Instead of ``factor``, as 32768 or "32k".
         original_max_position_embeddings: If the config does not say it.
@@ -67,6 +68,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         *,
         method: str | None = None,
         preset: str | None = None,
+        rope_scaling: str | None = None,
         factor: float | None = None,
         context_length: str | int | None = None,
         original_max_position_embeddings: int | None = None,
@@ -80,6 +82,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
             raise ValueError(f"lm-eval's model hf_posenc takes no {name}: {_REFUSED[name]}.")
         extension = ExtensionArguments(
             preset=preset,
+            rope_scaling=rope_scaling,
             factor=factor,
             context_length=None if context_length is None else ContextLength(context_length),
             original_max_position_embeddings=original_max_position_embeddings,

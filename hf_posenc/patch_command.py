@@ -17,7 +17,7 @@ from hf_posenc.verification import extension_words
 def run_patch(
     name: str,
     output: str,
-    method: str,
+    method: str | None,
     extension: ExtensionArguments,
     options: dict[str, Any],
     loading: ModelArguments,
@@ -28,7 +28,7 @@ def run_patch(
     Args:
         name: Of the model on the Hub, its folder or .gguf file.
         output: Folder to write.
-        method: The rule.
+        method: The rule; None where there is a preset.
         extension: How far.
         options: Of the rule.
         loading: How the model is loaded.

@@ -73,7 +73,7 @@ class _Record:
 
 def patch_model(
     model: ModelT,
-    method: str = "yarn",
+    method: str | None = None,
     factor: float | None = None,
     *,
     context_length: int | None = None,
@@ -94,7 +94,8 @@ def patch_model(
 
     Args:
         model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.
-        method: A name or alias of ``available_methods()``.
+        method: A name or alias of ``available_methods()``; None is ``"yarn"``, or what ``preset`` or ``rope_scaling``
+            says.
         factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens. If
             neither it nor ``context_length`` is given, 4, and 1 for an encoding that takes the place of RoPE.
         context_length: The target in tokens, instead of ``factor``.
@@ -102,7 +103,8 @@ def patch_model(
         preset: A name of ``hf-posenc presets``, instead of all the above: how a published checkpoint is extended.
         rope_scaling: A dictionary as Transformers, vLLM, LLaMA-Factory and Axolotl take it, instead of method, factor,
             original length and options: ``{"rope_type": "yarn", "factor": 4.0,
-            "original_max_position_embeddings": 32768}``; JSON too. Their ``dynamic`` is ``scope="sequence"`` here.
+            "original_max_position_embeddings": 32768}``; JSON too. Their ``dynamic`` is ``scope="sequence"`` here. What
+            it repeats of the model, such as ``rope_theta``, must be as the model has it.
         sliding_window: What becomes of a window that every layer has (Mistral 0.1, Phi-3): ``"keep"``, ``"off"`` or a
             number of tokens.
         on_scaled: ``"replace"`` to put the rule in place of one the checkpoint already has (Llama 3.1, Yarn-...);
@@ -234,7 +236,7 @@ def unpatch_model(model: ModelT) -> ModelT:
 
 
 @contextmanager
-def patched(model: ModelT, method: str = "yarn", factor: float | None = None, **kwargs: Any) -> Iterator[ModelT]:
+def patched(model: ModelT, method: str | None = None, factor: float | None = None, **kwargs: Any) -> Iterator[ModelT]:
     """Patch for the length of a ``with`` block; keywords as ``patch_model``'s."""
     patch_model(model, method, factor, **kwargs)
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.config import RopeScaling, RopeSpec, check_length, check_number
+from hf_posenc.config import DEFAULT_METHOD, RopeScaling, RopeSpec, check_length, check_number
 from hf_posenc.extension import (
     MARK,
     SCALING_KEYS,
@@ -23,7 +23,7 @@ from hf_posenc.extension import (
 from hf_posenc.families import LONGROPE_ONLY, MLA, ROTATED_VALUES, refuse_family, rope_label
 from hf_posenc.presets import choose_preset
 from hf_posenc.registry import METHODS, get_method, make_scaling
-from hf_posenc.rope_scaling import read_rope_scaling, refuse_besides
+from hf_posenc.rope_scaling import check_model_values, read_rope_scaling
 from hf_posenc.spelling import OnDisk, longrope_spelling
 from hf_posenc.windows import KEEP, choose_window, warn_about_window
 
@@ -75,7 +75,7 @@ def _target(original: int, factor: float | None, context_length: int | None, def
 
 def resolve(
     config: PreTrainedConfig,
-    method: str,
+    method: str | None,
     factor: float | None,
     options: Mapping[str, Any],
     *,
@@ -88,21 +88,23 @@ def resolve(
 ) -> Extension:
     """Check a request against a text config before anything is touched; arguments as ``patch_model``'s."""
     if rope_scaling is not None:
-        asked = read_rope_scaling(rope_scaling, declared_rope(config))
-        refuse_besides(
-            method=None if method in ("yarn", asked.method) else method,
+        asked = read_rope_scaling(rope_scaling)
+        asked.refuse_other(
+            method=method,
             factor=factor,
             original_max_position_embeddings=original_max_position_embeddings,
             preset=preset,
             options=dict(options),
         )
+        asked.check_length_is_said(context_length)
+        check_model_values(asked.model_values, declared_rope(config))
         method, factor, options = asked.method, asked.factor, asked.options
         original_max_position_embeddings = asked.original_max_position_embeddings
     if preset is not None:
         chosen = choose_preset(
             preset,
             config,
-            method=None if method == "yarn" else method,
+            method=method,
             factor=factor,
             context_length=context_length,
             original_max_position_embeddings=original_max_position_embeddings,
@@ -111,7 +113,7 @@ def resolve(
         method, factor, options = chosen.method, chosen.factor, chosen.options
         original_max_position_embeddings = chosen.original_max_position_embeddings
         sliding_window = chosen.window_for(config, sliding_window)
-    name = get_method(method).name
+    name = get_method(DEFAULT_METHOD if method is None else method).name
     refuse_family(config)
     there = declared_scaling(config)
     spec = _base_spec(config, there, original_max_position_embeddings, on_scaled)
@@ -211,7 +213,7 @@ def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
 
 def extend_config(
     config: PreTrainedConfig,
-    method: str = "yarn",
+    method: str | None = None,
     factor: float | None = None,
     *,
     context_length: int | None = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posenc import FinetuneConfig, describe, extend_config, patch_model, patched
 from hf_posenc.cli import main
 from hf_posenc.evaluation import read_records
+from hf_posenc.training.extending import extend
+from hf_posenc.units import ContextLength
 
 IDS = token_ids(200)
 LENGTH = "original_max_position_embeddings"
@@ -52,8 +55,25 @@ def test_it_is_what_transformers_makes_of_it(name: str) -> None:
 
 def test_what_it_repeats_of_the_model_is_no_error() -> None:
     """vLLM's and Transformers 5's rope_parameters have the base beside the rule."""
-    model = patch_model(make_tiny_llama(), rope_scaling={**YARN, "rope_theta": 10000.0})
-    assert describe(model)["method"] == "yarn"
+    repeating = {**YARN, "rope_theta": 10000}
+    model = patch_model(make_tiny_llama(), rope_scaling=repeating)
+    assert describe(model) == extend(
+        make_tiny_llama(), FinetuneConfig(output_dir="x", rope_scaling=json.dumps(repeating))
+    )
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "attn_factor"])
+def test_what_it_has_of_the_model_otherwise_is_refused_with_both_values(key: str) -> None:
+    theirs = {"rope_theta": "10000.0", "attn_factor": "none"}[key]
+    other = {**YARN, key: 5e5}
+    with pytest.raises(
+        ValueError, match=rf"rope_scaling has {key} 500000.0, and the model has {theirs}: .*Leave it out"
+    ):
+        patch_model(make_tiny_llama(), rope_scaling=other)
+    run = FinetuneConfig(output_dir="x", rope_scaling=json.dumps(other))
+    for same in (run, dataclasses.replace(run, seed=3)):
+        with pytest.raises(ValueError, match=rf"rope_scaling has {key} 500000.0, and the model has {theirs}:"):
+            extend(make_tiny_llama(), same)
 
 
 def test_it_counts_from_its_own_original_length() -> None:
@@ -79,8 +99,14 @@ def test_a_length_can_say_how_far() -> None:
         ({"rope_type": "dca", "factor": 2}, ValueError, "Other methods of hf_posenc are named by method="),
         ({"rope_type": "yarn", "factr": 2}, ValueError, "has no 'factr'. Did you mean 'factor'"),
         ({"rope_type": "linear", "beta_fast": 2}, ValueError, "of type 'linear' has no 'beta_fast'"),
-        ({**YARN, "rope_theta": 1e6}, ValueError, "cannot say 'rope_theta': .*abf"),
-        ({**YARN, "attn_factor": 1.0}, ValueError, "cannot say 'attn_factor': .* give attention_factor"),
+        ({**YARN, "rope_theta": 1e6}, ValueError, "has rope_theta 1000000.0, and the model has 10000.0: .*abf"),
+        (
+            {**YARN, "attn_factor": 1.0},
+            ValueError,
+            "has attn_factor 1.0, and the model has none: .* give attention_fac",
+        ),
+        ({"type": "yarn"}, ValueError, "of type 'yarn' has no factor, .* Add \"factor\", as in .* or give context_le"),
+        ("linear", ValueError, 'has no factor, so it does not say how far. Add "factor"'),
         ({**YARN, "factor": 0.25}, ValueError, "factor must be >= 1"),
         ({**YARN, "factor": "four"}, TypeError, "factor must be a number"),
         ({**YARN, LENGTH: 63.5}, ValueError, "must be a whole number of tokens"),
@@ -100,11 +126,31 @@ def test_what_cannot_be_is_refused(given: Any, error: type[Exception], message: 
 
 
 @pytest.mark.parametrize(
-    "besides", [{"factor": 2}, {"method": "linear"}, {"preset": "x"}, {"beta_fast": 8}, {LENGTH: 64}]
+    ("besides", "found"),
+    [
+        ({"factor": 2}, r"factor 2 \(it says 4.0\) was"),
+        ({"method": "linear"}, r"method 'linear' \(it says 'yarn'\) was"),
+        ({"preset": "x"}, "preset 'x' was"),
+        ({"beta_fast": 8}, "beta_fast 8 was"),
+        (
+            {LENGTH: 128, "method": "ntk"},
+            r"method 'ntk' .* and original_max_position_embeddings 128 \(it says 64\) were",
+        ),
+    ],
 )
-def test_it_is_given_alone(besides: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"rope_scaling says what the rule is, and .* given too"):
+def test_what_is_given_beside_it_must_agree(besides: dict[str, Any], found: str) -> None:
+    with pytest.raises(ValueError, match=f"rope_scaling says what the rule is, and {found} given too"):
         patch_model(make_tiny_llama(), rope_scaling=YARN, **besides)
+    with pytest.raises(ValueError, match=r"method 'yarn' .* was given too"):  # though it is what no method stands for
+        patch_model(make_tiny_llama(), "yarn", rope_scaling={"type": "linear", "factor": 2})
+    agreeing: dict[str, Any] = {"method": "yarn", "factor": 4, LENGTH: 64, "beta_fast": 16}
+    model = patch_model(make_tiny_llama(), rope_scaling={**YARN, "beta_fast": 16.0}, **agreeing)
+    assert describe(model) == describe(patch_model(make_tiny_llama(), **agreeing))
+
+
+def test_a_preset_decides_the_method_too() -> None:
+    with pytest.raises(ValueError, match="preset 'llama-2-together-8x' decides method"):
+        patch_model(make_tiny_llama(max_position_embeddings=4096), "yarn", preset="llama-2-together-8x")
 
 
 def test_in_a_with_block() -> None:
@@ -119,8 +165,14 @@ def test_a_run_takes_it_and_keeps_it_in_our_words() -> None:
     assert (run.method, run.factor, run.original_max_position_embeddings) == ("yarn", 4.0, 64)
     assert run.options == {"beta_fast": 16}
     assert run.rope_scaling is None
-    with pytest.raises(ValueError, match="rope_scaling says what the rule is, and method was given too"):
+    with pytest.raises(ValueError, match=r"rope_scaling says what the rule is, and method 'linear' .* was given too"):
         FinetuneConfig(output_dir="x", rope_scaling=json.dumps(YARN), method="linear")
+    assert FinetuneConfig(output_dir="x", rope_scaling=json.dumps(YARN), method="yarn") == FinetuneConfig(
+        output_dir="x", method="yarn", factor=4.0, original_max_position_embeddings=ContextLength(64)
+    )
+    with pytest.raises(ValueError, match="has no factor, so it does not say how far"):
+        FinetuneConfig(output_dir="x", rope_scaling="linear")
+    assert FinetuneConfig(output_dir="x", rope_scaling="linear", stages=["128:1k", "256:1k"]).factor is None
 
 
 def test_the_commands_take_it(tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,8 +188,9 @@ def test_the_commands_take_it(tiny_checkpoint: Path, tmp_path: Path, capsys: pyt
     capsys.readouterr()
     for wrong, message in (
         (["--rope-scaling", '{"rope_type": "yarm"}'], "Did you mean 'yarn'"),
-        ([*words, "--method", "linear"], "method was given too"),
-        ([*words, "--factor", "2"], "factor was given too"),
+        ([*words, "--method", "linear"], "method 'linear' (it says 'yarn') was given too"),
+        ([*words, "--factor", "2"], "factor 2.0 (it says 4.0) was given too"),
+        (["--rope-scaling", "yarn"], 'Add "factor"'),
     ):
         assert main(["patch", "nowhere", str(tmp_path / "out2"), *wrong]) == 2
         assert message in capsys.readouterr().err

@@ -8,10 +8,11 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
+from hf_posenc.config import DEFAULT_METHOD
 from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.presets import get_preset
 from hf_posenc.registry import get_method, make_scaling
-from hf_posenc.rope_scaling import read_rope_scaling, refuse_besides
+from hf_posenc.rope_scaling import read_rope_scaling
 from hf_posenc.training.positions import check_rule
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.training.setting_checks import LR_SCHEDULES, check_count, check_numbers, check_words
@@ -20,11 +21,10 @@ from hf_posenc.training.trackers import check_tracker
 from hf_posenc.units import ContextLength, TokenCount
 from hf_posenc.windows import check_window
 
-DEFAULT_METHOD = "yarn"
 # What may differ between a run and its continuation: none of it changes what is trained or held out.
 # A step's blocks may be shared out otherwise, among other numbers of processes: their number is held fixed instead.
 _FREE_ON_RESUME = frozenset({"output_dir", "resume", "save_steps", "report_to", "run_name", "logging_steps"})
-_FREE_ON_RESUME |= {"check_first_loss", "micro_batch_size", "gradient_accumulation_steps"}
+_FREE_ON_RESUME |= {"model_values", "check_first_loss", "micro_batch_size", "gradient_accumulation_steps"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class FinetuneConfig:
         "The run": ("output_dir", "recipe", "seed", "resume", "save_steps", "check_first_loss"),
         "How the model is extended": (
             *("method", "preset", "rope_scaling", "factor", "context_length", "original_max_position_embeddings"),
-            *("sliding_window", "on_scaled", "options", "stages"),
+            *("sliding_window", "on_scaled", "options", "model_values", "stages"),
         ),
         "Blocks of tokens and their positions": (
             *("token_budget", "seq_len", "position_schedule", "pose_chunks", "short_share", "length_upsampling"),
@@ -68,7 +68,7 @@ class FinetuneConfig:
     preset: str | None = field(
         default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
     )
-    # Put into method, factor, original length and options when the run is made, and None from then on.
+    # Put into method, factor, original length, options and model_values when the run is made; None from then on.
     rope_scaling: str | None = field(
         default=None,
         metadata={
@@ -95,6 +95,8 @@ class FinetuneConfig:
     )
     # Options of the method, such as {"beta_fast": 16}. Not shown as a flag: the command line has --option for them.
     options: dict[str, Any] = field(default_factory=dict, metadata={"help": argparse.SUPPRESS})
+    # What rope_scaling repeats of the model, such as its rope_theta: held against the model before it is extended.
+    model_values: dict[str, Any] = field(default_factory=dict, metadata={"help": argparse.SUPPRESS})
     # YaRN (section 4.1) takes 400 steps of 64 blocks of 64k tokens, 1.7 B tokens; in PI (table 4) the whole window
     # is in use after 200 steps. 1M is a first try: hundreds of steps for a small model, and cheap to raise.
     token_budget: TokenCount = field(
@@ -248,9 +250,11 @@ class FinetuneConfig:
         object.__setattr__(self, name, value)
 
     def _read_rope_scaling(self) -> None:
-        asked = dataclasses.asdict(read_rope_scaling(self.rope_scaling))  # type: ignore[arg-type]  # it is there
-        refuse_besides(preset=self.preset, **{name: getattr(self, name) for name in asked})
-        for name, value in {**asked, "rope_scaling": None}.items():
+        asked = read_rope_scaling(self.rope_scaling)  # type: ignore[arg-type]  # it is there
+        decided = ("method", "factor", "original_max_position_embeddings", "preset", "options")
+        asked.refuse_other(**{name: getattr(self, name) for name in decided})
+        asked.check_length_is_said(self.context_length, self.stages)
+        for name, value in {**dataclasses.asdict(asked), "rope_scaling": None}.items():
             self._set(name, value)
 
     def _check_method(self) -> None:

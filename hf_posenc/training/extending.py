@@ -9,14 +9,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.attention.shifted import check_shiftable
-from hf_posenc.config import INSTEAD_OF_ROPE
+from hf_posenc.config import DEFAULT_METHOD, INSTEAD_OF_ROPE
 from hf_posenc.encodings.install import refuse_adapter
+from hf_posenc.extension import declared_rope
 from hf_posenc.families import unwrap
 from hf_posenc.patching import describe, is_on_attention_door, is_patched, patch_model, unpatch_model
 from hf_posenc.presets import get_preset
 from hf_posenc.registry import make_scaling
 from hf_posenc.request import resolve
-from hf_posenc.training.config import DEFAULT_METHOD, FinetuneConfig
+from hf_posenc.rope_scaling import check_model_values
+from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.levers import check_levers
 from hf_posenc.training.lora import is_adapted
 from hf_posenc.training.positions import PositionSchedule, block_length, make_position_schedule
@@ -79,6 +81,9 @@ def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:
         ValueError: The model is extended in another way than is asked for, or does not say what it was trained on.
     """
     there = describe(model)
+    text_config = unwrap(model).config.get_text_config(decoder=True)
+    if config.model_values:
+        check_model_values(config.model_values, declared_rope(text_config))
     if is_patched(model) and config.on_scaled == "replace":  # what load_extended put in
         unpatch_model(model)
         if there["method"] in INSTEAD_OF_ROPE:
@@ -90,7 +95,7 @@ def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:
     if there["method"] == "none" or config.on_scaled == "replace":
         patch_model(
             model,
-            config.method or DEFAULT_METHOD,
+            config.method,
             config.factor,
             context_length=config.context_length,
             original_max_position_embeddings=config.original_max_position_embeddings,
@@ -100,7 +105,7 @@ def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:
             **config.options,
         )
         return describe(model)
-    _check_agreement(there, unwrap(model).config.get_text_config(decoder=True), config)
+    _check_agreement(there, text_config, config)
     logger.info("training the model as it is extended: %s, factor %g", there["method"], there["factor"])
     return there
 
@@ -110,7 +115,7 @@ def _check_agreement(there: dict[str, Any], model_config: PreTrainedConfig, conf
         wrong = {**_other_lengths(there, config), **_other_rule(there, config)}
         window: str | int = config.sliding_window
     else:
-        asked = resolve(model_config, DEFAULT_METHOD, None, {}, preset=config.preset, on_scaled="replace")
+        asked = resolve(model_config, None, None, {}, preset=config.preset, on_scaled="replace")
         wrong = {name: value for name, value in asked.describe().items() if value != there[name]}
         window = get_preset(config.preset).window_for(model_config, config.sliding_window)
     wrong |= _other_window(model_config, window)

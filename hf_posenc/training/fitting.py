@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from hf_posenc.config import DEFAULT_METHOD
 from hf_posenc.extension import plain_spec
 from hf_posenc.families import unwrap
 from hf_posenc.patching import describe, extension_of
@@ -78,7 +79,7 @@ def lengths_of(model: PreTrainedModel, config: FinetuneConfig) -> tuple[int, int
         return int(original), int(there["context_length"])
     if config.stages:
         return int(original), parse_stages(config.stages, config.token_budget)[-1].length
-    factor = get_method(config.method or "yarn").default_factor if config.factor is None else config.factor
+    factor = get_method(config.method or DEFAULT_METHOD).default_factor if config.factor is None else config.factor
     return int(original), config.context_length or round(factor * original)
 
 

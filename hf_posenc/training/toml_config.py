@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import tomllib
 import types
@@ -11,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from hf_posenc.config import did_you_mean
 from hf_posenc.files import write_whole
 from hf_posenc.units import ContextLength, TokenCount
 
 RUN_FILE = "run.toml"
-_NOT_IN_FILES = frozenset({"options", "option", "config", "resume"})
+_NOT_IN_FILES = frozenset({"options", "option", "config", "resume", "model_values"})
 _TOKENS = 'a number of tokens, such as 32768 or "32k"'
 _HEADER = (
     "# hf-posenc finetune MODEL --config run.toml --output-dir ANOTHER\n"
@@ -97,9 +97,8 @@ def _toml_key(name: str) -> str:
 
 
 def _hint(name: str, fields: set[str]) -> str:
-    near = difflib.get_close_matches(name, fields, n=2)
-    also = " Options of the method stand under [options]." if not near else ""
-    return f" Did you mean {' or '.join(map(repr, near))}?" if near else f"{also} Known: {', '.join(sorted(fields))}."
+    rest = f" Options of the method stand under [options]. Known: {', '.join(sorted(fields))}."
+    return did_you_mean(name, fields, most=2) or rest
 
 
 def _options(value: Any, path: str | Path) -> dict[str, Any]:
