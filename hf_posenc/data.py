@@ -23,7 +23,7 @@ from hf_posenc.columns import COMPLETION, PROMPT, Columns, Document, with_plain_
 TEXT_SUFFIXES = (".txt", ".md")
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
 _DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
-_NOVEL = "novel:"
+NOVEL = "novel:"
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _JSON = (".json", ".jsonl")
 _FORMS = (
@@ -154,10 +154,10 @@ def _read_plain(source: str) -> Iterable[str] | None:
     """Return the texts of a source that has no columns; None for any other."""
     if source == "-":
         return [with_plain_line_ends(sys.stdin.read())]
-    if source.startswith(_NOVEL):
+    if source.startswith(NOVEL):
         from hf_posenc.assets import load_novel
 
-        return [load_novel(source.removeprefix(_NOVEL))]
+        return [load_novel(source.removeprefix(NOVEL))]
     path = Path(source).expanduser()
     if path.is_file() and path.suffix != ".parquet" and _kind(path) not in (*_JSON, *_SEPARATORS):
         return [_read_text(path)]

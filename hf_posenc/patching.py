@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_posenc.attention.doorway import layers_behind
 from hf_posenc.attention.install import OpenDoor, check_door, close_door, door_problem, put_behind_door
+from hf_posenc.console import quiet
 from hf_posenc.encodings.install import PutIn, check_encoding, put_in
 from hf_posenc.extension import MARK, Extension, declared_scaling, describe_config, plain_spec
 from hf_posenc.families import label_prefix, rope_label, rotary_modules, text_configs, unwrap
@@ -243,6 +245,37 @@ def patched(model: ModelT, method: str | None = None, factor: float | None = Non
         yield model
     finally:
         unpatch_model(model)
+
+
+@contextmanager
+def unpatched(model: ModelT) -> Iterator[ModelT]:
+    """Take an extension out for the length of a ``with`` block, and put the same one in again.
+
+    Raises:
+        ValueError: The model is not patched.
+    """
+    base = unwrap(model)
+    record: _Record | None = base.__dict__.get(_RECORD)
+    unpatch_model(model)
+    assert record is not None  # unpatch_model has refused that
+    try:
+        yield model
+    finally:
+        said = record.extension.describe()
+        with warnings.catch_warnings(), quiet(__name__):  # all was said when it was patched first
+            warnings.simplefilter("ignore")
+            patch_model(
+                model,
+                said["method"],
+                context_length=said["context_length"],
+                original_max_position_embeddings=said["original_max_position_embeddings"],
+                sliding_window=record.extension.sliding_window,
+                on_scaled="replace",
+                tokenizer=None if record.tokenizer is None else record.tokenizer[0],
+                **said["options"],
+            )
+        if record.encoding is not None:  # which may have learned something
+            base.__dict__[_RECORD].encoding.encoding.load_state_dict(record.encoding.encoding.state_dict())
 
 
 def verify_model(model: nn.Module) -> Verification:

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from hf_posenc.families import unwrap
 from hf_posenc.standard_saving import plain_loading
 
 # llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.
@@ -111,6 +112,14 @@ def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
     if named in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
         return AutoModelForImageTextToText
     return model_class(named) or AutoModelForCausalLM
+
+
+def auto_class_of(model: PreTrainedModel) -> str:
+    """Return the name of the auto class that loads a model of this class."""
+    name = type(unwrap(model)).__name__.removeprefix("FSDP")
+    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    is_multimodal = not causal and name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
 
 
 def model_class(name: str | None) -> type[PreTrainedModel] | None:

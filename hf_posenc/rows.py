@@ -10,8 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_posenc.config import INSTEAD_OF_ROPE
-from hf_posenc.manifest import apply_manifest
-from hf_posenc.patching import describe, is_patched, patched, patched_extension, unpatch_model
+from hf_posenc.patching import describe, is_patched, patched, unpatched
 
 
 def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
@@ -36,15 +35,11 @@ def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
 @contextmanager
 def as_asked(model: PreTrainedModel, row: dict[str, Any] | None) -> Iterator[None]:
     """While open, a model is extended as a row asks, in place of what loading brought; None leaves it as it is."""
-    there = None if row is None else patched_extension(model)
-    if there is not None:
-        unpatch_model(model)
-    try:
-        with nullcontext() if row is None else patched(model, **row):
-            yield
-    finally:
-        if there is not None:
-            apply_manifest(model, {**there.describe(), "sliding_window": there.sliding_window}, on_scaled="replace")
+    if row is None:
+        yield
+        return
+    with unpatched(model) if is_patched(model) else nullcontext(), patched(model, **row):
+        yield
 
 
 def try_rows(model: PreTrainedModel, rows: Sequence[dict[str, Any] | None]) -> None:

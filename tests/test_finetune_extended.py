@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import make_model
-from tiny_runs import SEQ, Build, config
+from tiny_runs import SEQ, Build, config, load_as_the_card_says
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc.checkpoint import load_extended
@@ -169,15 +169,14 @@ def test_a_run_by_a_preset_says_so_everywhere(tmp_path: Path, tokenizer: Any, do
     run = config(tmp_path / "run", eval_lengths=[64], sliding_window="off", **small)
     small_mistral(sliding_window=32).save_pretrained(tmp_path / "base")
     result = finetune(load_base(tmp_path), tokenizer, documents, run)
-    assert {(record.method, record.factor) for record in result.records} == {("yarn", 8.0)}
+    assert {(record.method, record.factor) for record in result.records} == {("none", 1.0), ("yarn", 8.0)}
     manifest = read_manifest(tmp_path / "run")
     assert manifest is not None
     assert (manifest["method"], manifest["factor"], manifest["sliding_window"]) == ("yarn", 8.0, "off")
     card = (tmp_path / "run/README.md").read_text()
     assert "8192 tokens as trained, extended 8 times with `yarn`" in card
-    base_model = load_base(tmp_path)
-    exec(card.split("```python\n")[2].split("```")[0], {"base_model": base_model})  # what the card tells users of PEFT
-    assert base_model.config.sliding_window is None
+    as_told = load_as_the_card_says(tmp_path / "run", tmp_path / "base")
+    assert as_told["base"].config.sliding_window is None
     for change, named in (
         ({"preset": None, "factor": 8.0}, f"preset was '{MISTRAL}', is now None"),
         ({"sliding_window": "64k"}, "sliding_window was 'off', is now '65536'"),

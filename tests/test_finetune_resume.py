@@ -128,13 +128,15 @@ def test_a_continued_run_counts_on(tmp_path: Path, tiny_llama: Build, tokenizer:
     counts = [record.tokens_trained for record in read_records(tmp_path / "b/results.jsonl")]
     assert counts == [4 * SEQ] * 3 + [10 * SEQ] * 3
     assert second.records[2].perplexity == pytest.approx(first.records[-1].perplexity, rel=1e-6)
+    assert {record.method for record in second.records} == {"yarn"}  # without it, these weights are no base model
     manifest = read_manifest(tmp_path / "b")
     assert manifest is not None
     assert manifest["tokens_trained"] == 10 * SEQ
     assert [line["tokens_trained"] for line in read_log(tmp_path / "b/train_log.jsonl")] == [6 * SEQ, 8 * SEQ, 10 * SEQ]
     card = (tmp_path / "b/README.md").read_text()
     assert "fine-tuned on 1,280 tokens (512 of them in earlier runs) in blocks of 128" in card
-    assert "Before: fine-tuned on 512 tokens." in card
+    assert "| extended to 128 tokens, fine-tuned on 512 tokens |" in card
+    assert "was not measured: the run began with a model that was extended already" in card
     assert "not yet trained" in (tmp_path / "a/README.md").read_text()
     with pytest.raises(ValueError, match="tokens_trained_before was 512, is now 0"):
         finetune(load_extended(tmp_path / "a"), tokenizer, documents, config(tmp_path / "b", resume=True))

@@ -142,7 +142,7 @@ def test_a_killed_run_goes_on_in_its_stage_and_ends_the_same(
     assert (again == first) == (killed_in == 1)  # a finished stage is not trained again
     for one, other in zip(straight.records, resumed.records, strict=True):
         assert one.perplexity == other.perplexity
-    assert len(read_records(tmp_path / "killed/results.jsonl")) == 12
+    assert len(read_records(tmp_path / "killed/results.jsonl")) == 16  # unextended, before, and after each stage
     for name, value in straight.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
     done = run("killed", resume=True)  # all of it is finished

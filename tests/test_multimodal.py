@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from census import IDS, config_class_of, tiny_config
 from doors import in_chunks
 from tiny_models import assert_same_state, logits, native, state
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
+from hf_posenc.pretrained import auto_class_of
 
 REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64}
 SECTION = [2, 3, 3]  # pairs of a head that turn by time, height and width
@@ -129,6 +131,8 @@ def test_load_extended_keeps_the_vision_tower(model_type: str, tmp_path: Path) -
     )
     loaded = load_extended(save_extended(model, tmp_path / "model")).eval()
     assert type(loaded) is type(model)
+    # The class that a model card names reads the folder too.
+    assert type(getattr(transformers, auto_class_of(model)).from_pretrained(tmp_path / "model")) is type(model)
     assert describe(loaded) == describe(model)
     assert torch.equal(logits(loaded, IDS), logits(model, IDS))
     assert_same_state(state(loaded), state(model))

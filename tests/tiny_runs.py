@@ -91,3 +91,19 @@ def assert_same_run(one: Path, other: Path, steps: int) -> None:
         assert value.equal(weights[1][name]), name
     results = [[r.perplexity for r in read_records(folder / "results.jsonl")] for folder in (one, other)]
     assert results[0] == results[1] != []
+
+
+def load_as_the_card_says(folder: Path, base: Path | None = None) -> dict[str, Any]:
+    """Run all code of a model card, with its placeholders filled in, and return its names: model, tokenizer, ...
+
+    Args:
+        folder: Of the model.
+        base: Of its base model, for an adapter whose card cannot name one.
+    """
+    card = (folder / "README.md").read_text(encoding="utf-8")
+    names: dict[str, Any] = {}
+    for block in card.split("```python\n")[1:]:
+        code = block.split("```")[0].replace("path/of/this/folder", str(folder))
+        code = code.replace("path/of/the/base/model", str(base)).replace("path/of/a/new/folder", f"{folder}-merged")
+        exec(code, names)
+    return names

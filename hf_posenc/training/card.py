@@ -1,15 +1,22 @@
-"""The model card of a fine-tuned model: what was done, what it gave by length, how to load it."""
+"""The model card of a fine-tuned model: what was done, what it gave by length, how to load it, its limits."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+from hf_posenc.config import INSTEAD_OF_ROPE
 from hf_posenc.evaluation.records import Record
-from hf_posenc.manifest import is_on_attention_door
-from hf_posenc.windows import KEEP
+from hf_posenc.registry import get_method
+from hf_posenc.training.base_model import BaseModel
+from hf_posenc.training.card_loading import loading_section
+from hf_posenc.training.document_source import DocumentSource
+
+_HUB = "https://huggingface.co"
+_TASKS = {"AutoModelForCausalLM": "text-generation", "AutoModelForImageTextToText": "image-text-to-text"}
 
 
 class TrainedStage(NamedTuple):
@@ -26,65 +33,165 @@ class TrainedStage(NamedTuple):
     tokens: int
 
 
-def model_card(
-    description: dict[str, Any],
-    base_model: str,
-    tokens_trained: int,
-    settings: dict[str, Any],
-    before: Sequence[Record],
-    after: Sequence[Record],
-    *,
-    stages: Sequence[TrainedStage],
-    adapter: bool = False,
-    sliding_window: str | int = KEEP,
-) -> str:
-    """Return the text of README.md, with the metadata block the Hub reads.
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a card tells.
 
-    Args:
+    Attributes:
         description: What ``hf_posenc.patching.describe`` says of the model.
-        base_model: Name or path of the model that was extended.
+        base: The model that was extended.
+        auto_class: Name of the auto class that loads it.
+        documents: What it was trained on.
+        held_out: Whether the measured texts are the last of those documents; else they were given apart.
         tokens_trained: Tokens it was fine-tuned on, over all runs.
         settings: Of the run: learning_rate, seq_len, lora and so on, shown as they are.
-        before, after: Perplexities of the extended model before and after training, at the same lengths.
         stages: Of this run, in order; one that trains to one length only is one stage. Tokens of ``tokens_trained``
             that are of none are those of earlier runs.
-        adapter: The folder holds an adapter, not a whole model.
-        sliding_window: What became of a window that every layer had.
+        lengths: That were to be measured, in tokens.
+        unextended: Perplexities of the model without its extension, before training; empty where that is not the base.
+        before, after: Perplexities of the extended model before and after training, at the same lengths.
+        is_adapter: The folder holds an adapter, not a whole model.
     """
-    original, target = description["original_max_position_embeddings"], description["context_length"]
-    options = "".join(f", {name} {value}" for name, value in description["options"].items())
-    before_run = tokens_trained - sum(stage.tokens for stage in stages)
-    earlier = f" ({before_run:,} of them in earlier runs)" if before_run else ""
-    staged = f" in {len(stages)} stages, the last" if len(stages) > 1 else ""
-    return "\n".join(
-        [
-            "---",
-            "library_name: " + ("peft" if adapter else "transformers"),
-            *([f"base_model: {base_model}"] if _is_hub_name(base_model) else []),
-            "tags: [hf_posenc, long-context]",
-            "---",
-            "",
-            f"# {base_model.rstrip('/').rpartition('/')[2] or 'Model'}, extended to {target} tokens",
-            "",
-            f"Context length {original} tokens as trained, extended {description['factor']:g} times with "
-            f"`{description['method']}`{options}, then fine-tuned on {tokens_trained:,} tokens{earlier}{staged} in "
-            f"blocks of {settings['seq_len']}.",
-            "",
-            "## Perplexity by length",
-            "",
-            *_table(before, after, original),
-            "",
-            "## Loading",
-            "",
-            *_loading(adapter, description, sliding_window),
-            "",
-            "## Training",
-            "",
-            *(_stages(stages) if staged else ()),
-            *(f"- {name}: {value}" for name, value in settings.items()),
-            "",
-        ]
+
+    description: Mapping[str, Any]
+    base: BaseModel
+    auto_class: str
+    documents: DocumentSource
+    held_out: bool
+    tokens_trained: int
+    settings: Mapping[str, Any]
+    stages: Sequence[TrainedStage]
+    lengths: Sequence[int]
+    unextended: Sequence[Record]
+    before: Sequence[Record]
+    after: Sequence[Record]
+    is_adapter: bool = False
+
+    @property
+    def title(self) -> str:
+        """The model's name, for people."""
+        name = self.base.name.rpartition("/")[2] or "Model"
+        return f"{name}, {_changed(self.method, self.target).replace('`', '')}"
+
+    @property
+    def method(self) -> str:
+        return str(self.description["method"])
+
+    @property
+    def original(self) -> int:
+        return int(self.description["original_max_position_embeddings"])
+
+    @property
+    def target(self) -> int:
+        return int(self.description["context_length"])
+
+
+def model_card(run: TrainedRun) -> str:
+    """Return the text of README.md, with the metadata block the Hub reads."""
+    text = [
+        f"# {run.title}",
+        "",
+        _what_was_done(run),
+        "",
+        *_base_lines(run.base),
+        "",
+        "## Perplexity by length",
+        "",
+        *_table(run),
+        "",
+        "## Loading",
+        "",
+        *loading_section(run.description, run.base, run.auto_class, is_adapter=run.is_adapter),
+        "",
+        "## Training",
+        "",
+        *(_stages(run.stages) if len(run.stages) > 1 else ()),
+        f"- documents: {run.documents.words}",
+        *(f"- {name}: {value}" for name, value in run.settings.items()),
+        "",
+        "## Limits",
+        "",
+        *_limits(run),
+        "",
+        "## Licence",
+        "",
+        _licence(run.base.card),
+        "",
+    ]
+    return str(ModelCard(f"---\n{_metadata(run).to_yaml()}\n---\n\n" + "\n".join(text)))
+
+
+def _metadata(run: TrainedRun) -> ModelCardData:
+    known = run.base.card
+    dataset = run.documents.hub_id
+    relation = "adapter" if run.is_adapter else "finetune"
+    results = _eval_results(run) if dataset is not None and run.held_out else []
+    return ModelCardData(
+        base_model=run.base.hub_id,
+        base_model_relation=relation if run.base.hub_id is not None else None,
+        license=known.get("license"),
+        license_name=known.get("license_name"),
+        license_link=known.get("license_link"),
+        language=known.get("language"),
+        library_name="peft" if run.is_adapter else "transformers",
+        pipeline_tag=_task(run),
+        datasets=None if dataset is None else [dataset],
+        tags=["hf_posenc", "context-extension", "long-context", run.method, *(["lora"] if run.is_adapter else [])],
+        metrics=["perplexity"] if run.after else None,
+        model_name=run.title if results else None,
+        eval_results=results or None,
     )
+
+
+def _task(run: TrainedRun) -> str | None:
+    return run.base.card.get("pipeline_tag") or _TASKS.get(run.auto_class)
+
+
+def _eval_results(run: TrainedRun) -> list[EvalResult]:
+    """Return what the Hub shows: of a dataset that is there, and of the trained model only."""
+    source = run.documents
+    return [
+        EvalResult(
+            task_type=_task(run) or "text-generation",
+            dataset_type=str(source.hub_id),
+            dataset_name=f"{source.hub_id}, held-out part",
+            dataset_config=source.config_name,
+            dataset_split=source.split,
+            metric_type="perplexity",
+            metric_name=f"perplexity at {record.context_length} tokens ({record.protocol})",
+            metric_value=round(record.perplexity, 4),
+        )
+        for record in run.after
+    ]
+
+
+def _what_was_done(run: TrainedRun) -> str:
+    paper = f"`{run.method}` ({get_method(run.method).paper})"
+    options = "".join(f", {name} {value}" for name, value in run.description["options"].items())
+    before_run = run.tokens_trained - sum(stage.tokens for stage in run.stages)
+    earlier = f" ({before_run:,} of them in earlier runs)" if before_run else ""
+    staged = f" in {len(run.stages)} stages, the last" if len(run.stages) > 1 else ""
+    done = f"extended {run.description['factor']:g} times with {paper}{options} to {run.target} tokens"
+    if run.method in INSTEAD_OF_ROPE:
+        done = f"its RoPE replaced by {paper}{options}"
+    return (
+        f"Context length {run.original} tokens as trained, {done}, then fine-tuned on {run.tokens_trained:,} tokens"
+        f"{earlier}{staged} in blocks of {run.settings['seq_len']}."
+    )
+
+
+def _changed(method: str, target: int) -> str:
+    return f"`{method}` in the place of RoPE" if method in INSTEAD_OF_ROPE else f"extended to {target} tokens"
+
+
+def _base_lines(base: BaseModel) -> list[str]:
+    link = f"[`{base.hub_id}`]({_HUB}/{base.hub_id})"
+    if base.is_exact:
+        return [f"Base model: {link}."]
+    if base.hub_id is not None:
+        return [f"Base model: `{base.name}`, a copy of {link} or a model made from it: its files name that one."]
+    named = f"`{base.name}`" if base.name else "one made in the program"
+    return [f"Base model: {named}. Its files name no model on the Hub, so this card has no `base_model`."]
 
 
 def _stages(stages: Sequence[TrainedStage]) -> list[str]:
@@ -103,67 +210,67 @@ def _stages(stages: Sequence[TrainedStage]) -> list[str]:
     ]
 
 
-def _is_hub_name(base_model: str) -> bool:
-    """Say whether it can be a name on the Hub, which refuses cards with any other base model."""
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", base_model) is not None and not Path(base_model).exists()
-
-
-def _table(before: Sequence[Record], after: Sequence[Record], original: int) -> list[str]:
-    if not after:
-        return ["Not measured: no held-out text, or eval_documents was 0."]
-    lines = ["| context length | before | after |", "|---:|---:|---:|"]
-    for one, other in zip(before, after, strict=True):
-        cells = (f"{r.perplexity:.2f} [{r.ci_low:.2f}, {r.ci_high:.2f}]" for r in (one, other))
-        mark = " (original)" if one.context_length == original else ""
-        lines.append(f"| {one.context_length}{mark} | {' | '.join(cells)} |")
-    first = before[0]
-    state = f"fine-tuned on {first.tokens_trained:,} tokens" if first.tokens_trained else "extended, not yet trained"
+def _table(run: TrainedRun) -> list[str]:
+    if not run.after:
+        return ["Not measured: no held-out text is long enough, or eval_documents was 0."]
+    lengths = [record.context_length for record in run.after]
+    header = [f"{length}{' (original)' if length == run.original else ''}" for length in lengths]
+    rows = [_row(_label(run, records[0]), records) for records in (run.unextended, run.before, run.after) if records]
+    first, longest = run.after[0], run.after[-1]
+    text = "texts given apart from what it was trained on"
+    if run.held_out:
+        text = f"the last part of {run.documents.words}, held out from training"
     return [
-        *lines,
+        f"| context length | {' | '.join(header)} |",
+        f"|:---|{'---:|' * len(lengths)}",
+        *rows,
         "",
-        f"Before: {state}. Held-out text, protocol `{first.protocol}`, texts: {first.num_documents}, "
-        f"{first.dtype}, {first.attn_implementation} attention; 95 % bootstrap interval over {first.ci_unit}.",
+        f"Lower is better; in brackets the 95 % bootstrap interval over {first.ci_unit}. All rows were measured in "
+        f"this run, on the same tokens of {text}: {longest.num_documents} pieces of {longest.context_length} tokens. "
+        f"Protocol `{first.protocol}`, {first.dtype}, {first.attn_implementation} attention. At "
+        f"{longest.context_length} tokens: {longest.scored}",
     ]
 
 
-def _loading(adapter: bool, description: dict[str, Any], sliding_window: str | int) -> list[str]:
-    if adapter:
-        window = {} if sliding_window == KEEP else {"sliding_window": sliding_window}
-        options = "".join(f", {name}={value!r}" for name, value in {**window, **description["options"]}.items())
-        return [
-            "The adapter needs its base model extended the same way; `load_extended` sees to it:",
-            "",
-            "```python",
-            "from hf_posenc import load_extended",
-            'model = load_extended("path/of/this/folder")',
-            "```",
-            "",
-            "With PEFT alone, extend the base model before `PeftModel.from_pretrained`:",
-            "",
-            "```python",
-            "from hf_posenc import patch_model",
-            f"patch_model(base_model, {description['method']!r}, context_length={description['context_length']}, "
-            f"original_max_position_embeddings={description['original_max_position_embeddings']}{options})",
-            "```",
-        ]
-    if is_on_attention_door(description):
-        return [
-            f"No config can say `{description['method']}`: `load_extended` applies it, from the manifest beside the "
-            "weights. Plain Transformers loads the weights without the rule; for servers see `hf-posenc export --as`.",
-            "",
-            "```python",
-            "from hf_posenc import load_extended",
-            "from transformers import AutoTokenizer",
-            'model = load_extended("path/of/this/folder", dtype="auto")',
-            'tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")',
-            "```",
-        ]
-    return [
-        "Plain Transformers is enough:",
-        "",
-        "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        'model = AutoModelForCausalLM.from_pretrained("path/of/this/folder", dtype="auto")',
-        'tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")',
-        "```",
+def _row(label: str, records: Sequence[Record]) -> str:
+    cells = (f"{one.perplexity:.2f} [{one.ci_low:.2f}, {one.ci_high:.2f}]" for one in records)
+    return f"| {label} | {' | '.join(cells)} |"
+
+
+def _label(run: TrainedRun, record: Record) -> str:
+    if run.unextended and record is run.unextended[0]:
+        own = "unextended" if record.method == "none" else f"as it came (`{record.method}`, {record.factor:g} times)"
+        return f"the base model, {own}"
+    trained = f"fine-tuned on {record.tokens_trained:,} tokens" if record.tokens_trained else "not yet trained"
+    return f"{_changed(record.method, round(record.factor * run.original))}, {trained}"
+
+
+def _limits(run: TrainedRun) -> list[str]:
+    measured = [record.context_length for record in run.after]
+    left_out = [str(length) for length in run.lengths if length not in measured]
+    lines = []
+    if measured:
+        lines.append("Only perplexity was measured, and on one kind of text.")
+    if measured and left_out:
+        lines.append(f"No held-out text reaches {', '.join(left_out)} tokens: nothing was measured there.")
+    if measured and not run.unextended:
+        lines.append(
+            "The base model without extension was not measured: the run began with a model that was extended already."
+        )
+    lines += [
+        "Whether the model finds what stands far back, follows instructions over long texts, or does on benchmarks of "
+        "short texts what the base model does was not measured. `hf-posenc eval --tasks` and `hf-posenc lm-eval` do.",
+        f"Beyond {max(measured, default=run.original)} tokens nothing is known of it.",
     ]
+    return [f"- {line}" for line in lines]
+
+
+def _licence(card: Mapping[str, Any]) -> str:
+    if "license" not in card:
+        return (
+            "Not known: no card of the base model was there to be read. What the base model's licence asks holds for "
+            "this model too; add it to this card (`license:`) before you publish it."
+        )
+    name = card.get("license_name", card["license"])
+    link = card.get("license_link")
+    return f"`{name}`{f' ({link})' if link else ''}, as the card of the base model has it."

@@ -33,7 +33,7 @@ def run_finetune(
     loading: FinetuneModelArguments,
     tokens_trained: int | None,
 ) -> None:
-    """Fine-tune a model and print its perplexities before and after.
+    """Fine-tune a model and print its perplexities as it came, before and after.
 
     Args:
         name: Of the model on the Hub, its folder or .gguf file.

@@ -201,7 +201,9 @@ class FinetuneConfig:
     run_name: str | None = field(default=None, metadata={"help": "name of the run, for the tracker"})
     eval_lengths: list[ContextLength] | None = field(
         default=None,
-        metadata={"help": "lengths measured before and after; default: half the original, the original, the target"},
+        metadata={
+            "help": "lengths perplexity is measured at; default: half the original length, the original, the target"
+        },
     )
     eval_documents: int = field(
         default=8, metadata={"help": "held-out texts of the longest measured length; 0 measures nothing"}

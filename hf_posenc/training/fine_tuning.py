@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from hf_posenc.checkpoint import partial_of, save_extended
@@ -18,11 +19,14 @@ from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import check_head
-from hf_posenc.patching import extension_of, is_patched, unpatch_model
+from hf_posenc.patching import is_patched, unpatch_model, unpatched
+from hf_posenc.pretrained import auto_class_of
 from hf_posenc.processes import from_main
 from hf_posenc.quantised import keep_layout, refuse_laid_out
-from hf_posenc.training.card import TrainedStage, model_card
+from hf_posenc.training.base_model import find_base_model
+from hf_posenc.training.card import TrainedRun, TrainedStage, model_card
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.document_source import document_source, said_of
 from hf_posenc.training.extending import begin, check_model_levers
 from hf_posenc.training.fitting import fit_recipe
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
@@ -44,7 +48,6 @@ from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
 from hf_posenc.training.writing import saved_bytes, says_how_to_go_on, writing
 from hf_posenc.units import TokenCount
-from hf_posenc.windows import KEEP
 
 RESULTS = "results.jsonl"
 _LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets", "lora_embeddings")
@@ -60,7 +63,8 @@ class FinetuneResult:
         tokens_trained: Tokens the model was fine-tuned on, repeated passes counted, those of earlier runs included.
         steps: Optimizer steps of this run, over all resumed parts.
         train_loss: Mean of the losses of its steps, nats per token.
-        records: Perplexities before and after, told apart by ``tokens_trained``.
+        records: Perplexities of the model without its extension (``method`` is "none"), where it was the base model;
+            then those of the extended model before and after, told apart by ``tokens_trained``.
         seconds: Of training, over all resumed parts.
     """
 
@@ -84,7 +88,7 @@ def finetune(
     tokens_trained: int = 0,
     source: Mapping[str, Any] | None = None,
 ) -> FinetuneResult:
-    """Extend a model, train it on packed documents, measure it before and after, and save it.
+    """Extend a model, train it on packed documents, measure it as it came, before and after, and save it.
 
     The model is trained in place. Trained weights are float32 meanwhile and end in the dtype they came in. In a
     distributed run every process calls this; the first one writes the files, and all return the same numbers.
@@ -99,7 +103,9 @@ def finetune(
         eval_documents: Held-out documents; None holds out the last twentieth of ``documents``. They are measured on
             all of their tokens.
         tokens_trained: Tokens the model was fine-tuned on before, as its manifest says; counted on.
-        source: More keys for ``run.toml``: where the command line read model and documents from.
+        source: More keys for ``run.toml``: where the command line read model and documents from. The model card names
+            the documents by it too: ``{"documents": "emozilla/pg19", "split": "train"}``, as ``read_documents`` takes
+            them.
 
     Raises:
         ValueError: The request contradicts the model or its quantised weights, or the folder holds another run or the
@@ -108,7 +114,8 @@ def finetune(
     """
     if isinstance(tokens_trained, bool) or not isinstance(tokens_trained, int) or tokens_trained < 0:
         raise ValueError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
-    folder, told = Path(config.output_dir), {**vars(config), **(source or {})}
+    folder = Path(config.output_dir)
+    told = {**vars(config), **said_of(documents), **(source or {})}
     check_not_the_models_own(folder, _name(model))
     config = fit_recipe(model, config)
     check_model_levers(model, config)
@@ -131,7 +138,9 @@ def finetune(
         place = Place(folder, folder, told)
         done = _train(tokenizer, documents, eval_documents, model, config, place, tokens_trained)
     found = {one.name: getattr(done, one.name) for one in dataclasses.fields(done)}
-    return FinetuneResult(output_dir=folder, records=found.pop("before") + found.pop("after"), **found)
+    return FinetuneResult(
+        output_dir=folder, records=found.pop("unextended") + found.pop("before") + found.pop("after"), **found
+    )
 
 
 def _name(model: PreTrainedModel) -> str:
@@ -193,8 +202,9 @@ def _train(
     checkpoint = from_main(lambda: open_run(folder, settings, resume=config.resume))
     from_main(lambda: write_run(place.root / RUN_FILE, place.told))
     results = place.root / RESULTS
-    before = place.before
+    unextended, before = place.unextended, place.before
     if before is None:
+        unextended = _measure_unextended(model, tokenizer, texts, config, args, tokens_trained, results)
         before = _measure(model, tokenizer, texts, config, args, tokens_trained, results)
     trained = add_lora(model, config) if config.lora and not is_adapted(model) else model
     loss_log = LossLog(folder / LOSS_LOG, tokens_per_step(args, texts.packed), tokens_trained)
@@ -209,21 +219,25 @@ def _train(
     after = _measure(trained, tokenizer, texts, config, args, total, results)
 
     def save() -> list[dict[str, Any]]:
-        shown = _card_settings(config, texts.packed, args)
-        extension = extension_of(model)
         card = model_card(
-            description,
-            base_model,
-            total,
-            shown,
-            before,
-            after,
-            stages=[
-                *place.earlier,
-                TrainedStage(description["context_length"], args.max_steps, total - tokens_trained),
-            ],
-            adapter=is_adapted(trained),
-            sliding_window=extension.sliding_window if extension is not None else KEEP,
+            TrainedRun(
+                description,
+                find_base_model(base_model),
+                auto_class_of(model),
+                document_source(place.told),
+                held_out=eval_documents is None,
+                tokens_trained=total,
+                settings=_card_settings(config, texts.packed, args),
+                stages=[
+                    *place.earlier,
+                    TrainedStage(description["context_length"], args.max_steps, total - tokens_trained),
+                ],
+                lengths=texts.lengths,
+                unextended=unextended,
+                before=before,
+                after=after,
+                is_adapter=is_adapted(trained),
+            )
         )
         with base_not_looked_up():
             save_extended(trained, place.model, tokenizer, tokens_trained=total, base_model=base_model, card=card)
@@ -236,6 +250,7 @@ def _train(
         tokens_trained=total,
         steps=args.max_steps,
         train_loss=math.fsum(line["loss"] for line in lines) / max(len(lines), 1),
+        unextended=unextended,
         before=before,
         after=after,
         seconds=lines[-1]["seconds"] if lines else 0.0,
@@ -263,6 +278,23 @@ def _measure(
         output=results if main else None,
         progress=main,
     )
+
+
+def _measure_unextended(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Texts,
+    config: FinetuneConfig,
+    args: TrainingArguments,
+    tokens_trained: int,
+    results: Path,
+) -> list[Record]:
+    """Measure the model as it is without its extension; nothing where that is not the base model any more."""
+    if config.eval_documents == 0 or tokens_trained or not is_patched(model):
+        return []
+    devices = [args.device] if args.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), unpatched(model):  # what it is trained to must not depend on this
+        return _measure(model, tokenizer, texts, config, args, 0, results)
 
 
 def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: TrainingArguments) -> dict[str, Any]:

@@ -37,6 +37,7 @@ class Place:
         model: Gets the trained model and its card.
         told: What ``run.toml`` says.
         before: The measurements before the first stage; None to measure now.
+        unextended: Those of the model without its extension.
         earlier: The stages that trained the model before.
     """
 
@@ -44,6 +45,7 @@ class Place:
     model: Path
     told: dict[str, Any] = field(default_factory=dict)
     before: list[Record] | None = None
+    unextended: list[Record] = field(default_factory=list)
     earlier: tuple[TrainedStage, ...] = ()
 
     @property
@@ -59,12 +61,13 @@ class Place:
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage gave, as ``FinetuneResult``; ``before`` and ``after`` are its records."""
+    """What a stage gave, as ``FinetuneResult``; ``unextended``, ``before`` and ``after`` are its records."""
 
     model: Any
     tokens_trained: int
     steps: int
     train_loss: float
+    unextended: list[Record]
     before: list[Record]
     after: list[Record]
     seconds: float
@@ -117,8 +120,9 @@ def train_stages(
         )
         if results and is_patched(trained):
             unpatch_model(trained)
-        before = results[0].before if results else None
-        place = Place(folder, folder if last else Path(one.output_dir), told, before, tuple(done))
+        place = Place(folder, folder if last else Path(one.output_dir), told, earlier=tuple(done))
+        if results:
+            place = dataclasses.replace(place, before=results[0].before, unextended=results[0].unextended)
         so_far = results[-1].tokens_trained if results else tokens_trained
         results.append(train(trained, one, place, so_far))
         done.append(TrainedStage(stage.length, results[-1].steps, results[-1].tokens_trained - so_far))
