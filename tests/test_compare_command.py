@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -14,6 +15,7 @@ from conftest import make_tiny_llama
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.cli import main
 from hf_posenc.comparing.arguments import CompareArguments
+from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC, UNPATCHED
 from hf_posenc.comparing.command import _next
 from hf_posenc.comparing.recommending import Recommendation
 from hf_posenc.evaluation import read_records, read_retrieval_records
@@ -115,6 +117,47 @@ def test_retrieval_is_measured_in_the_users_text(
     assert "retrieves at no length (passkey >= 85 %; at 256 0 % right" in out
 
 
+def test_a_dictionary_is_one_more_row(book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As vLLM takes it, beside our default of the same method."""
+    output = tmp_path / "r.jsonl"
+    dictionary = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 16}
+    flags = ("--methods", "yarn", "--rope-scaling", json.dumps(dictionary), "--output", output)
+    out = run(capsys, *the_comparison(book, *flags))
+    estimate = out.partition("total")[0]
+    for name in ("unpatched", "yarn", "rope_scaling"):
+        assert re.search(rf"^  {name} +[\d.]+ (s|min)$", estimate, re.MULTILINE)
+    found = {(one.factor, tuple(one.options.items())): one for one in read_records(output) if one.context_length == 512}
+    assert found.keys() == {(1.0, ()), (2.0, ()), (4.0, (("beta_fast", 16.0),))}
+    # The same number as eval gives for it.
+    asked = ("--documents", book, "--context-lengths", "512", "--cut", "--max-documents", "3", "--dtype", "float32")
+    evaluated = tmp_path / "eval.jsonl"
+    run(capsys, "eval", tiny_model_path(), *asked, "--rope-scaling", json.dumps(dictionary), "--output", evaluated)
+    [alone] = read_records(evaluated)
+    assert alone.nll_sum == pytest.approx(found[4.0, (("beta_fast", 16.0),)].nll_sum, rel=1e-6)
+    assert run(capsys, *the_comparison(book, *flags, "--dry-run")).count("there already") == 3
+    # One that is the method's own row is measured once.
+    same = json.dumps({"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0})
+    out = run(capsys, *the_comparison(book, "--methods", "yarn", "--rope-scaling", same, "--dry-run"))
+    assert "yarn: is the same as rope_scaling" in out
+    for wrong, message in (
+        ({"type": "yarn", "factor": 1.5}, "goes to 384 tokens only (factor 1.5 of 256)"),
+        ({"type": "yarn", "rope_theta": 5e5}, "has rope_theta 500000.0, and the model has 10000.0"),
+        ({"type": "yarm"}, "Did you mean 'yarn'"),
+    ):
+        assert message in refused(capsys, *the_comparison(book, "--rope-scaling", json.dumps(wrong)))
+
+
+@pytest.mark.parametrize(("factor", "length"), [({"factor": 4.0}, []), ({}, ["--context-length", "512"])])
+def test_the_commands_after_it_have_the_dictionary(factor: dict[str, float], length: list[str]) -> None:
+    dictionary = json.dumps({"rope_type": "yarn", **factor})
+    what = CompareArguments(ContextLength(512), rope_scaling=dictionary)
+    taken = Recommendation(ROPE_SCALING, ROPE_SCALING, (ROPE_SCALING,), ROPE_SCALING, (), True, STATIC)
+    _, patch, finetune, export = _next("my/model", what, make_tiny_llama(), taken)
+    assert shlex.split(patch) == ["hf-posenc", "patch", "my/model", "model-512", "--rope-scaling", dictionary, *length]
+    assert shlex.split(finetune)[5:7] == ["--rope-scaling", dictionary]
+    assert shlex.split(export) == ["hf-posenc", "export", "model-512", "--to", "vllm"]
+
+
 def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     assert main([str(word) for word in words]) == 2
     (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-posenc: error: "))
@@ -140,7 +183,7 @@ def test_mistakes_are_found_before_anything_is_loaded(
 
 @pytest.mark.parametrize("holds", [True, False])
 def test_what_comes_next_where_the_model_is_best_as_it_is(holds: bool) -> None:
-    taken = Recommendation("none", "none", ("none",), None, (), holds)
+    taken = Recommendation("none", "none", ("none",), None, (), holds, UNPATCHED)
     first, command = _next("my/model", CompareArguments(ContextLength("8k")), make_tiny_llama(), taken)
     if holds:
         assert first == "nothing to do: it reads 8k as it is. For longer texts, compare there:"

@@ -43,6 +43,13 @@ def test_without_a_method_the_model_is_taken_as_it_is(told: list[str]) -> None:
     assert told[5:] == ["--tasks", "piqa"]
 
 
+def test_a_dictionary_is_handed_on(told: list[str]) -> None:
+    dictionary = '{"rope_type": "linear", "factor": 2.0}'
+    assert main(["lm-eval", "my-model", "--rope-scaling", dictionary, "--tasks", "piqa"]) == 0
+    said = {"method": "linear", "factor": 2.0, "rope_scaling": dictionary, "dtype": "auto"}
+    assert json.loads(told[4]) == {"pretrained": "my-model", **said}
+
+
 MISTAKES = [
     (["--tasks", "piqa"], "the following arguments are required: MODEL"),
     (["--tasks", "piqa", "m"], "the following arguments are required: MODEL"),

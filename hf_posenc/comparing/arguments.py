@@ -17,6 +17,14 @@ class CompareArguments:
     methods: list[str] = field(
         default_factory=list, metadata={"help": "from `hf-posenc methods`; default: all that suit the model zero-shot"}
     )
+    rope_scaling: str | None = field(
+        default=None,
+        metadata={
+            "help": "one more row: a dictionary as vLLM, LLaMA-Factory and Transformers take it, such as "
+            """'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'; without a factor """
+            "it goes as far as --context-length"
+        },
+    )
     tasks: list[str] = field(
         default_factory=list,
         metadata={"help": f"measure retrieval in the documents too: one or more of {', '.join(TASKS)}"},
@@ -61,11 +69,15 @@ def check_comparison(what: CompareArguments) -> None:
     from hf_posenc.config import check_length
     from hf_posenc.evaluation.retrieval.measure import check_retrieval
     from hf_posenc.registry import get_method
+    from hf_posenc.rope_scaling import read_rope_scaling
     from hf_posenc.windows import check_window
 
     for name in what.methods:
         if name != "none":
             get_method(name)
+    if what.rope_scaling is not None:
+        original = what.original_max_position_embeddings
+        read_rope_scaling(what.rope_scaling).refuse_other(original_max_position_embeddings=original)
     check_length("context_length", what.context_length)
     check_length("max_documents", what.max_documents)
     if what.original_max_position_embeddings is not None:

@@ -9,11 +9,17 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_posenc.config import ENCODINGS, RopeScaling
-from hf_posenc.registry import METHODS, get_method
+from hf_posenc.extension import declared_rope
+from hf_posenc.families import unwrap
+from hf_posenc.patching import describe
+from hf_posenc.registry import METHODS, get_method, make_scaling
+from hf_posenc.rope_scaling import check_model_values, read_rope_scaling
 from hf_posenc.rows import try_rows
 
 # From what everything runs to what is hardest to serve; of methods that tie, the first kind is taken.
 UNPATCHED, STATIC, STAGED, OTHER = range(4)
+# The row of a dictionary, which may be of the same method as another row.
+ROPE_SCALING = "rope_scaling"
 _STAGED_METHODS = frozenset({"dynamic", "dynamic_yarn"})
 
 
@@ -22,29 +28,46 @@ class Candidate:
     """One row to measure.
 
     Attributes:
-        method: Its name; "none" for the model as it is.
+        name: Of the row: the method's, or ``ROPE_SCALING``; "none" for the model as it is.
         row: What ``patch_model`` is told; None for the model as it is.
     """
 
-    method: str
+    name: str
     row: dict[str, Any] | None
 
     @property
+    def method(self) -> str:
+        return "none" if self.row is None else str(self.row["method"])
+
+    @property
+    def scaling(self) -> RopeScaling | None:
+        """The rule with its options, its factor left out; None for the model as it is."""
+        if self.row is None:
+            return None
+        return make_scaling(
+            self.method, 1.0, {k: v for k, v in self.row.items() if k in get_method(self.method).options}
+        )
+
+    @property
     def kind(self) -> int:
-        return kind_of(self.method)
+        return kind_of(self.method, self.scaling)
 
 
-def kind_of(method: str) -> int:
-    """Return how hard a method, with its default options, is to serve: ``UNPATCHED`` to ``OTHER``."""
+def kind_of(method: str, scaling: RopeScaling | None = None) -> int:
+    """Return how hard a method, with its default options or those of ``scaling``, is to serve.
+
+    Returns:
+        ``UNPATCHED`` to ``OTHER``.
+    """
     if method == "none":
         return UNPATCHED
-    if not RopeScaling(method).on_attention_door:
+    if not (scaling or RopeScaling(method)).on_attention_door:
         return STATIC
     return STAGED if method in _STAGED_METHODS else OTHER
 
 
 def find_candidates(
-    model: PreTrainedModel, told: Mapping[str, Any], methods: Sequence[str] = ()
+    model: PreTrainedModel, told: Mapping[str, Any], methods: Sequence[str] = (), rope_scaling: str | None = None
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return the rows to measure, the unpatched one first, and the reason for each method that is left out.
 
@@ -52,28 +75,66 @@ def find_candidates(
         model: A loaded model; patched for each method and unpatched again.
         told: Keywords of ``patch_model`` that all methods get, such as ``context_length``.
         methods: Names or aliases; none takes every method that is of use without fine-tuning.
+        rope_scaling: A dictionary for one more row, in the place of the method's own if that is the same.
 
     Raises:
-        ValueError: An unknown method, or none that suits the model; with the reasons.
+        ValueError: An unknown method, or none that suits the model; with the reasons. Or the dictionary does not suit
+            it, or does not go as far as is asked.
     """
     chosen = list(dict.fromkeys(get_method(name).name for name in methods if name != "none"))
     found, left_out = [Candidate("none", None)], {}
-    for name in chosen or [name for name in METHODS if name not in ENCODINGS]:
+    theirs = None if rope_scaling is None else _of_dictionary(model, told, rope_scaling)
+    if theirs is not None:
+        try_rows(model, [theirs.row])
+        found.append(theirs)
+    every = [] if methods and theirs is not None else [name for name in METHODS if name not in ENCODINGS]
+    for name in chosen or every:
         if name in ENCODINGS:
             left_out[name] = "takes the place of RoPE, and a model trained with RoPE reads nothing with it"
             continue
         if not chosen and not METHODS[name].zero_shot:
             left_out[name] = "wants fine-tuning"
             continue
-        row = {"method": name, **told}
+        own = Candidate(name, {"method": name, **told})
+        if theirs is not None and own.scaling == theirs.scaling and _lengths(own) == _lengths(theirs):
+            left_out[name] = f"is the same as {ROPE_SCALING}"
+            continue
         try:
-            try_rows(model, [row])
-            found.append(Candidate(name, row))
+            try_rows(model, [own.row])
+            found.append(own)
         except (ValueError, TypeError) as error:
             left_out[name] = str(error)
     if len(found) == 1:
         raise ValueError(_none_suits(left_out))
     return found, left_out
+
+
+def _of_dictionary(model: PreTrainedModel, told: Mapping[str, Any], rope_scaling: str) -> Candidate:
+    """Return the row of a dictionary, in our words.
+
+    Raises:
+        ValueError: It contradicts the model or the request, or ends before the length asked for.
+    """
+    asked = read_rope_scaling(rope_scaling)
+    asked.refuse_other(original_max_position_embeddings=told.get("original_max_position_embeddings"))
+    check_model_values(asked.model_values, declared_rope(unwrap(model).config.get_text_config(decoder=True)))
+    row = {**told, "method": asked.method, **asked.options}
+    own = describe(model)["original_max_position_embeddings"]
+    if asked.original_max_position_embeddings not in (None, own):
+        row["original_max_position_embeddings"] = asked.original_max_position_embeddings
+    if asked.factor is not None:
+        original, least = row.get("original_max_position_embeddings") or own, int(told["context_length"])
+        row["context_length"] = round(asked.factor * original)
+        if row["context_length"] < least:
+            raise ValueError(
+                f"rope_scaling goes to {row['context_length']} tokens only (factor {asked.factor:g} of {original}), "
+                f"and --context-length is {least}: raise its factor, or leave the factor out to go as far as is asked."
+            )
+    return Candidate(ROPE_SCALING, row)
+
+
+def _lengths(one: Candidate) -> tuple[Any, ...]:
+    return tuple((one.row or {}).get(name) for name in ("original_max_position_embeddings", "context_length"))
 
 
 def _none_suits(left_out: Mapping[str, str]) -> str:

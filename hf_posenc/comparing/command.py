@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.arguments import ModelArguments
 from hf_posenc.comparing.arguments import CompareArguments
-from hf_posenc.comparing.candidates import STATIC, kind_of
+from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC
 from hf_posenc.comparing.planning import AnyRecord, Plan, Step, make_plan
 from hf_posenc.comparing.recommending import Recommendation, recommend
 from hf_posenc.console import LONG
@@ -23,6 +23,7 @@ from hf_posenc.evaluation.tallies import default_bucket
 from hf_posenc.exports import STACKS
 from hf_posenc.loading import load_model
 from hf_posenc.report import text_table
+from hf_posenc.rope_scaling import read_rope_scaling
 from hf_posenc.rows import as_asked, refuse_extended
 from hf_posenc.units import duration_name, length_name
 
@@ -62,7 +63,7 @@ def compare(name: str, documents: Sequence[str], what: CompareArguments, loading
     rows = sweep.measure(None if what.budget is None else what.budget - (time.perf_counter() - began))
     records = [record for row in rows.values() for record in row]
     print("\n".join(["", text_table(records), "", *reach_lines(records), "", *sweep.told]))
-    taken = recommend(rows)
+    taken = recommend(rows, {step.candidate.name: step.candidate.kind for step in plan.steps})
     print("\n".join([*taken.lines, "", *_next(name, what, model, taken)]))
     if what.output is not None:
         print(f"\nin {what.output}; a page with plots: hf-posenc report {shlex.quote(what.output)} --output-dir report")
@@ -83,7 +84,7 @@ class _Sweep:
         self.told: list[str] = []
 
     def measure(self, budget: float | None) -> dict[str, list[AnyRecord]]:
-        """Return the records of each method; rows that no longer fit into ``budget`` seconds are left out.
+        """Return the records of each row by its name; rows that no longer fit into ``budget`` seconds are left out.
 
         The unpatched model and one method are measured in any case.
         """
@@ -95,7 +96,7 @@ class _Sweep:
             if budget is not None and len(rows) >= 2 and spent + late * step.seconds > budget:
                 self.told.append(f"left out, for time is up: {step.name}")
                 continue
-            rows[step.candidate.method] = self._row(step)
+            rows[step.candidate.name] = self._row(step)
             promised += step.seconds
         took = duration_name(time.perf_counter() - began)
         self.told.append(f"measured in {took} (estimated {duration_name(promised)})")
@@ -144,25 +145,35 @@ def _next(name: str, what: CompareArguments, model: PreTrainedModel, taken: Reco
         return [f"nothing to do: it reads {length} as it is. For longer texts, compare there:", f"  {words}"]
     if taken.method == "none" and taken.holds is None:
         return ["next: measure on more text, as the table alone does not tell how far it reads"]
-    method = "yarn" if taken.method == "none" else taken.method
-    far: list[Any] = ["--context-length", int(what.context_length)]
-    for flag, usual in (
-        ("original_max_position_embeddings", None),
-        ("sliding_window", "keep"),
-        ("on_scaled", "refuse"),
-    ):
-        if getattr(what, flag) != usual:
-            far += [f"--{flag.replace('_', '-')}", getattr(what, flag)]
-    rule = ["--method", method, *far]
+    rule = _rule("yarn" if taken.method == "none" else taken.method, what)
     tuned = ["--documents", "TRAINING_TEXTS", *rule, "--output-dir", f"{folder}-tuned"]
     commands = [["hf-posenc", "finetune", name, *tuned]]
     if taken.method != "none":
         commands = [["hf-posenc", "patch", name, folder, *rule], *commands]
         if stack := _stack_for(model):
-            instead = ["--as", taken.served or "yarn"] if kind_of(taken.method) > STATIC else []
+            served = None if taken.served == ROPE_SCALING else taken.served
+            instead = ["--as", served or "yarn"] if taken.kind > STATIC else []
             commands.append(["hf-posenc", "export", folder, "--to", stack, *instead])
     first = "next:" if taken.method != "none" else "no method helps without training; training is what is left:"
     return [first, *(f"  {shlex.join(map(str, words))}" for words in commands)]
+
+
+def _rule(name: str, what: CompareArguments) -> list[Any]:
+    """Return the flags that extend a model as a row was."""
+    said = {
+        "context_length": int(what.context_length),
+        "original_max_position_embeddings": what.original_max_position_embeddings,
+        "sliding_window": what.sliding_window if what.sliding_window != "keep" else None,
+        "on_scaled": what.on_scaled if what.on_scaled != "refuse" else None,
+    }
+    rule = ["--method", name]
+    if name == ROPE_SCALING and what.rope_scaling is not None:
+        rule = ["--rope-scaling", what.rope_scaling]
+        asked = read_rope_scaling(what.rope_scaling)
+        if asked.factor is not None:
+            del said["context_length"]
+    flags = [(f"--{flag.replace('_', '-')}", value) for flag, value in said.items() if value is not None]
+    return [*rule, *(word for pair in flags for word in pair)]
 
 
 def _stack_for(model: PreTrainedModel) -> str | None:

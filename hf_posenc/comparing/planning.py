@@ -34,7 +34,7 @@ class Step:
 
     @property
     def name(self) -> str:
-        return "unpatched" if self.candidate.row is None else self.candidate.method
+        return "unpatched" if self.candidate.row is None else self.candidate.name
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ def make_plan(
         to_token_ids(model, documents, tokenizer), target, cut=what.cut, max_documents=what.max_documents
     )
     asked = ("context_length", "original_max_position_embeddings", "sliding_window", "on_scaled")
-    candidates, left_out = find_candidates(model, {name: getattr(what, name) for name in asked}, what.methods)
+    candidates, left_out = find_candidates(
+        model, {name: getattr(what, name) for name in asked}, what.methods, what.rope_scaling
+    )
     lengths = [length for length in _doublings(original, target) if what.tasks]
     timings = time_candidates(model, candidates, ids[0], target, original)
     prompts = _prompts(tokenizer, documents, what, lengths)
@@ -195,7 +197,7 @@ def _step(
     what: CompareArguments,
     known: Sequence[AnyRecord],
 ) -> Step:
-    law, target = timings.laws[one.method], int(what.context_length)
+    law, target = timings.laws[one.name], int(what.context_length)
     mine = [record for record in known if record.model == what.model_name and _is_of(record, one)]
     text = hash_token_ids(row[:target] for row in ids)
     read = any(isinstance(record, Record) and record.text_hash == text for record in mine)
@@ -208,4 +210,9 @@ def _step(
 
 def _is_of(record: AnyRecord, one: Candidate) -> bool:
     """Say whether a record seems to be of a row; what is measured again is decided where it is measured."""
-    return record.method == one.method and not record.options and record.tokens_trained == 0
+    if record.method != one.method or record.tokens_trained:
+        return False
+    if one.row is None or one.scaling is None:
+        return True
+    reached = round(record.factor * (record.original_max_position_embeddings or 0))
+    return record.options == one.scaling.changed_options() and reached == one.row["context_length"]

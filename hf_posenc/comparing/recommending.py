@@ -48,12 +48,13 @@ class Recommendation:
     """What to take.
 
     Attributes:
-        method: Its name; "none" for the model as it is.
+        method: Its name, or that of another row; "none" for the model as it is.
         best: The method of the lowest perplexity among those that retrieve as well as any.
         ties: Methods that tie with the best, itself included.
         served: The method of the lowest perplexity among those that servers run; None if there is none.
         lines: Why, in words.
         holds: Whether it reads as far as was measured; None where that cannot be told.
+        kind: How hard it is to serve, as ``candidates`` has it.
     """
 
     method: str
@@ -62,12 +63,13 @@ class Recommendation:
     served: str | None
     lines: tuple[str, ...]
     holds: bool | None
+    kind: int
 
 
 AnyRecord = Record | RetrievalRecord
 
 
-def recommend(rows: Mapping[str, Sequence[AnyRecord]]) -> Recommendation:
+def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] | None = None) -> Recommendation:
     """Choose among methods measured on the same text, by their longest length.
 
     Rows whose retrieval there is surely worse than the best's (their Wilson intervals do not meet) are out. Of the
@@ -78,30 +80,32 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]]) -> Recommendation:
     Args:
         rows: For each method ("none" for the model as it is) its records of ``perplexity`` (``truncated``), and of
             ``retrieval`` if it was measured.
+        kinds: How hard each row is to serve; None takes them for methods with their default options.
 
     Raises:
         ValueError: A row has no perplexity, or they were measured on different tokens.
     """
+    kinds = {method: kind_of(method) for method in rows} if kinds is None else kinds
     longest = {method: _longest(method, records) for method, records in rows.items()}
     scores = {method: _scores(records) for method, records in rows.items()}
     able = {method: longest[method] for method in _able(scores)}
     best = min(able, key=lambda method: able[method].perplexity)
     above = {method: difference(record, able[best]) for method, record in able.items()}
     ties = [method for method in able if method == best or above[method].is_tie]
-    taken = min(ties, key=lambda method: (kind_of(method), able[method].perplexity))
-    static = [method for method in able if kind_of(method) == STATIC]
+    taken = min(ties, key=lambda method: (kinds[method], able[method].perplexity))
+    static = [method for method in able if kinds[method] == STATIC]
     served = min(static, key=lambda method: able[method].perplexity, default=None)
     loss = reach([*rows.get("none", ()), *rows[taken]])[-1].loss
     holds = None if isinstance(loss, str) else loss.length is not None and loss.is_longest
-    lines = [_why(taken, best, longest, above, scores), *_price(taken, rows)]
+    lines = [_why(taken, best, kinds[taken], longest, above, scores), *_price(taken, rows)]
     if others := [f"{_name(method)} {above[method]}" for method in ties if method not in (taken, best)]:
         lines.append(f"as good as the lowest within the noise: {', '.join(others)}")
-    if kind_of(taken) > STATIC and served is not None:
+    if kinds[taken] > STATIC and served is not None:
         less = difference(able[served], able[taken])
         lines.append(f"servers cannot run {taken}; of what they can, {served} is the best: {less}")
     if out := [f"{_name(method)} {_share(scores[method])}" for method in rows if method not in able]:
         lines.append(f"not considered, for they retrieve less: {', '.join(out)}")
-    return Recommendation(taken, best, tuple(ties), served, tuple(lines), holds)
+    return Recommendation(taken, best, tuple(ties), served, tuple(lines), holds, kinds[taken])
 
 
 def _longest(method: str, records: Sequence[AnyRecord]) -> Record:
@@ -138,6 +142,7 @@ def _share(scores: Sequence[float]) -> str:
 def _why(
     taken: str,
     best: str,
+    kind: int,
     longest: Mapping[str, Record],
     above: Mapping[str, Difference],
     scores: Mapping[str, Sequence[float]],
@@ -149,7 +154,7 @@ def _why(
     if taken == best:
         text += ", the lowest" + (" of those that retrieve" if len(above) < len(longest) else "")
     else:
-        text += f", a tie with the lowest, {best}: {above[taken]}, and {_ADVANTAGE[kind_of(taken)]}"
+        text += f", a tie with the lowest, {best}: {above[taken]}, and {_ADVANTAGE[kind]}"
     return text + (f"; there it retrieves {_share(scores[taken])}" if scores[taken] else "")
 
 

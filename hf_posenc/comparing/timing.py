@@ -81,7 +81,7 @@ def fit(work: Work, short: tuple[int, float], long: tuple[int, float]) -> Law:
 
 @dataclass(frozen=True)
 class Timings:
-    """What was timed: a law for each method, and seconds of one token written by the unpatched model.
+    """What was timed: a law for each row, and seconds of one token written by the unpatched model.
 
     ``lengths`` are the tokens of the two timed passes.
     """
@@ -119,10 +119,10 @@ def time_candidates(
         for one in candidates:
             if one.kind > STATIC:
                 times = [(n, _time_smaller(model, one, ids[:n], target, original)) for n in (n1, n2)]
-                laws[one.method] = fit(work, *times)
+                laws[one.name] = fit(work, *times)
         # Again at the end: most rows hang on it, and something else may have run meanwhile.
         plain = fit(work, *((n, min(t, _time_pass(model, ids[:n]))) for n, t in ((n1, t1), (n2, t2))))
-        laws |= {one.method: plain for one in candidates if one.kind <= STATIC}
+        laws |= {one.name: plain for one in candidates if one.kind <= STATIC}
         step = _decode_step(model, ids[:n1])
     return Timings(laws, (n1, n2), step)
 
