@@ -256,6 +256,7 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
     """
     base = unwrap(model)
     record: _Record | None = base.__dict__.get(_RECORD)
+    marks = [getattr(config, MARK, None) for config in text_configs(base)]  # they know the base model's name
     unpatch_model(model)
     assert record is not None  # unpatch_model has refused that
     try:
@@ -274,6 +275,8 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
                 tokenizer=None if record.tokenizer is None else record.tokenizer[0],
                 **said["options"],
             )
+        for config, mark in zip(text_configs(base), marks, strict=True):
+            setattr(config, MARK, mark)
         if record.encoding is not None:  # which may have learned something
             base.__dict__[_RECORD].encoding.encoding.load_state_dict(record.encoding.encoding.state_dict())
 

@@ -128,7 +128,8 @@ def test_the_folder_says_who_can_read_it(
     for name in ("", f"checkpoint-{STEPS}"):
         saved = json.loads((tmp_path / "run" / name / "config.json").read_text())
         assert saved["max_position_embeddings"] == 64
-        assert "context_extension" not in saved
+        assert saved["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+        assert saved["context_extension"]["method"] == "dynamic_yarn"  # by which a lost manifest is found
         assert (read_manifest(tmp_path / "run" / name) or {})["context_length"] == TARGET
 
 
