@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -139,16 +140,41 @@ def test_the_assistants_tokens_by_hand() -> None:
     assert "".join(counted) == "." * 23 + "cd<eos>\n" + "." * 22 + "f<eos>\n"
 
 
-def test_smollm2s_template_counts_what_the_assistant_says() -> None:
-    template = (
-        "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<s>You are S<e>\n' }}"
-        "{% endif %}{{'<s>' + message['role'] + '\n' + message['content'] + '<e>' + '\n'}}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
+@pytest.mark.parametrize("name", ["cohere", "gemma3", "lfm2", "llama3", "qwen3_instruct_2507", "smolvlm"])
+def test_what_a_turn_adds_is_what_trl_marks_in_its_copies_of_published_templates(name: str) -> None:
+    import trl
+
+    folder = Path(trl.__file__).parent / "chat_templates"
+    files = [folder / f"{name}.jinja", folder / f"{name}_training.jinja"]
+    if not all(file.is_file() for file in files):
+        assert int(trl.__version__.partition(".")[0]) < 1  # which had few of them yet
+        return
+    published, marked = (file.read_text(encoding="utf-8") for file in files)
+    assert not re.search("{%-? *generation", published)
+    told, found = (
+        rows_of(tokens_of(CHATS[:1], make_tokenizer(template), assistant_only_loss=True))
+        for template in (marked, published)
     )
-    tokenizer = make_tokenizer(template)
-    (one,) = tokens_of([{"messages": turns("Who?", "Jane.")}], tokenizer, assistant_only_loss=True)
-    assert tokenizer.decode(one.ids) == "<s>You are S<e>\n<s>user\nWho?<e>\n<s>assistant\nJane.<e>\n"
-    assert tokenizer.decode(one.ids[one.counted]) == "Jane.<e>\n"
+    assert found == told
+
+
+def test_an_end_of_turn_that_does_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    """As in GLM's template, where the next speaker's token ends a turn; or with tags around too little."""
+    tokens_of(CHATS, assistant_only_loss=True)
+    assert not caplog.records
+    of_the_next = (
+        "{% for message in messages %}{{ ('' if loop.first else eos_token) + '[' + message['role'] + ']\n' }}"
+        "{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}{{ eos_token + '[assistant]\n' }}{% endif %}"
+    )
+    too_little = TAGGED.replace(
+        "+ eos_token + '\n' }}{% endgeneration %}", "}}{% endgeneration %}{{ eos_token + '\n' }}"
+    )
+    assert too_little != TAGGED
+    for template in (of_the_next, too_little):
+        caplog.clear()
+        tokens_of(CHATS * 2, make_tokenizer(template), assistant_only_loss=True)
+        (said,) = caplog.messages
+        assert said.startswith("document 0: '<|endoftext|>', with which a turn of the assistant ends, does not count")
 
 
 @pytest.mark.parametrize(

@@ -245,8 +245,16 @@ def test_the_command_trains_on_prompts_with_answers(
         (chats(2), ["--streaming"], "the documents are chats, and the tokenizer has no chat template"),
         (chats(2), ["--chat-template-path", "nowhere.jinja"], "--chat-template-path: there is no file 'nowhere.jinja'"),
         (chats(2), ["--text-field", "mesages"], "unknown column 'mesages'. Did you mean 'messages'?"),
-        (chats(2), ["--completion-only-loss"], "--completion-only-loss"),
-        ([{"text": "a"}], ["--assistant-only-loss"], "--assistant-only-loss"),
+        (
+            chats(2),
+            ["--completion-only-loss"],
+            "--completion-only-loss counts the answers to prompts, and document 0 has",
+        ),
+        (
+            [{"text": "a"}],
+            ["--assistant-only-loss"],
+            "--assistant-only-loss counts the assistant's turns of chats, and document 0 is",
+        ),
         ([{"question": "a", "answer": "b"}], [], "it has: question, answer. Give --text-field question answer."),
         ([{"question": "a", "answer": "b"}], ["--text-field", "a", "b", "c"], "--text-field takes one column"),
         ([{"a": "x"}], ["--template", "{b}"], "unknown column 'b'. Known: a. Give --text-field a."),

@@ -146,7 +146,9 @@ class FinetuneConfig:
     completion_only_loss: bool | None = field(
         default=None,
         metadata={
-            "help": "of prompts with answers only the answers count in the loss; default: yes; false: all tokens"
+            "help": "of prompts with answers only the answers count in the loss; default: yes; false: all tokens",
+            "nargs": "?",  # the flag alone says True
+            "const": True,
         },
     )
     micro_batch_size: int = field(default=1, metadata={"help": "blocks per forward and device"})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,7 +96,7 @@ class ExampleTokenizer:
             raise ValueError(
                 f"completion_only_loss counts the answers to prompts, and {where} has no prompt. Leave it out, or name "
                 "the columns of prompt and answer when you read them (--text-field question answer)."
-                + (" For chats there is assistant_only_loss." if is_chat else "")
+                + (" For chats there is assistant_only_loss (--assistant-only-loss)." if is_chat else "")
             )
 
     def _prompted_text(self, document: Mapping[str, str], where: str) -> tuple[MaskedTokens, list[int]]:
@@ -123,16 +125,41 @@ class ExampleTokenizer:
     def _chat(self, document: Mapping[str, Any], messages: list[Any], where: str) -> MaskedTokens:
         if not self.assistant_only:
             return _all_counted(self._applied(document, messages, where)["input_ids"])
+        tokens = self._of_the_assistant(document, messages, where)
+        if (end := self._uncounted_end(tokens)) is not None:
+            self._warn_once(
+                f"{where}: {end!r}, with which a turn of the assistant ends, does not count in the loss, so the model "
+                "does not learn to stop there. Give the tokenizer a chat template with it inside of {% generation %} "
+                f"(--chat-template-path FILE; {_TEMPLATES}), or train without assistant_only_loss."
+            )
+        return tokens
+
+    def _of_the_assistant(self, document: Mapping[str, Any], messages: list[Any], where: str) -> MaskedTokens:
         if _GENERATION.search(self._template(document)):
             found = self._applied(document, messages, where, return_assistant_tokens_mask=True)
             tokens = MaskedTokens(torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"]) == 1)
             if any(message["role"] == "assistant" for message in messages) and not tokens.counted.any():
                 raise ValueError(
                     f"{where}: the chat template's {{% generation %}} holds none of the assistant's turns. Mend the "
-                    f"template ({_TEMPLATES}), or train without assistant_only_loss."
+                    f"template ({_TEMPLATES}), or train without assistant_only_loss (--assistant-only-loss)."
                 )
             return tokens
         return self._by_what_turns_add(document, messages, where)
+
+    @cached_property
+    def _special(self) -> set[int]:
+        return {index for index, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+
+    def _uncounted_end(self, tokens: MaskedTokens) -> str | None:
+        """Return the special token after a turn that counts and ends with none, as GLM's template has it."""
+        ids, counted = tokens.ids.tolist(), tokens.counted.tolist()
+        for place in range(1, len(ids)):
+            if counted[place - 1] and not counted[place] and ids[place] in self._special:
+                turn = itertools.takewhile(lambda before: counted[before], range(place - 1, -1, -1))
+                last = next((ids[one] for one in turn if str(self.tokenizer.decode(ids[one])).strip()), None)
+                if last not in self._special:
+                    return str(self.tokenizer.decode(ids[place]))
+        return None
 
     def _by_what_turns_add(self, document: Mapping[str, Any], messages: list[Any], where: str) -> MaskedTokens:
         text = self._applied(document, messages, where, tokenize=False)
@@ -148,10 +175,15 @@ class ExampleTokenizer:
                     f"{where}: which tokens are the assistant's cannot be told: the chat template has no "
                     f"{{% generation %}}, and what it makes of the chat up to turn {number + 1} is not how it begins "
                     f"the whole chat. Give the tokenizer a template that has it (--chat-template-path FILE; "
-                    f"{_TEMPLATES}), or train without assistant_only_loss."
+                    f"{_TEMPLATES}), or train without assistant_only_loss (--assistant-only-loss)."
                 )
-            places = [tokens.char_to_token(place) for place in range(len(before), len(with_it))]
-            counted[[place for place in places if place is not None]] = True
+            characters = range(len(before), len(with_it))  # of which a tokenizer may drop some, blanks for one
+            ends = [
+                next((token for at in way if (token := tokens.char_to_token(at)) is not None), None)
+                for way in (characters, reversed(characters))
+            ]
+            if ends[0] is not None and ends[1] is not None:
+                counted[ends[0] : ends[1] + 1] = True
         return MaskedTokens(torch.tensor(tokens["input_ids"]), counted)
 
     def _applied(self, document: Mapping[str, Any], messages: list[Any], where: str, **told: Any) -> Any:

@@ -133,8 +133,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         self.kept = labelled.any(1).nonzero().flatten().tolist()
         if not self.kept:
             raise ValueError(
-                f"none of the {len(self.stream):,} tokens to train on counts in the loss: there are no answers "
-                "(completion_only_loss) or assistant's turns (assistant_only_loss) among them."
+                f"none of the {len(self.stream):,} tokens to train on counts in the loss: all of them are "
+                "prompts, or turns of others than the assistant. Give longer answers, or let all tokens count."
             )
         if len(self.kept) < self.num_cut:
             logger.warning(

@@ -215,8 +215,8 @@ def _tell_left_out(without: int, counting: int) -> None:
     if without and not counting:
         raise ValueError(
             f"none of the {without} documents has a token that counts in the loss: no answers, or no turns of the "
-            "role 'assistant'. Mend the data, or train on all tokens, without assistant_only_loss and with "
-            "completion_only_loss=False (--completion-only-loss false)."
+            "role 'assistant'. Mend the data, or train on all tokens, without assistant_only_loss "
+            "(--assistant-only-loss) and with completion_only_loss=False (--completion-only-loss false)."
         )
     if without:
         logger.warning(
