@@ -13,21 +13,18 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
 from hf_posenc.units import length_name
 
-WORTH = 0.5  # percent of perplexity: less is no reason to take the harder one, however sure
-
 
 @dataclass(frozen=True)
 class Difference:
-    """Percent by which a perplexity is above another's on the same tokens, with its 95 % interval."""
+    """Percent by which a perplexity is above another's on the same tokens, with its 95 % interval.
+
+    ``is_tie`` says that it may be nothing, or is too little to matter.
+    """
 
     percent: float
     low: float
     high: float
-
-    @property
-    def is_tie(self) -> bool:
-        """Whether it may be nothing, or is too little to matter."""
-        return self.low <= 0 <= self.high or abs(self.percent) < WORTH
+    is_tie: bool
 
     def __str__(self) -> str:
         return f"{self.percent:+.1f} % ({self.low:+.1f} to {self.high:+.1f})"
@@ -40,7 +37,8 @@ def difference(one: Record, other: Record) -> Difference:
         ValueError: They are not of the same tokens, or were written before records had their units.
     """
     ratio = paired_interval(one, other)
-    return Difference(*(100 * (value - 1) for value in (ratio.value, ratio.ci_low, ratio.ci_high)))
+    percent, low, high = (100 * (value - 1) for value in (ratio.value, ratio.ci_low, ratio.ci_high))
+    return Difference(percent, low, high, ratio.is_tie)
 
 
 @dataclass(frozen=True)

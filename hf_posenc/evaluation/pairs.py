@@ -13,6 +13,9 @@ _SAME = (
 )
 
 
+WORTH = 0.5  # percent of perplexity: less is no difference to choose by, however sure
+
+
 @dataclass(frozen=True)
 class Ratio:
     """One perplexity over another, with the 95 % interval; below 1 the first is the better one."""
@@ -26,6 +29,11 @@ class Ratio:
     def is_clear(self) -> bool:
         """Whether the interval leaves out 1: the difference is more than a matter of which texts were taken."""
         return not self.ci_low <= 1 <= self.ci_high
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether the difference may be nothing, or is less than 0.5 %."""
+        return not self.is_clear or 100 * abs(self.value - 1) < WORTH
 
 
 def paired_interval(one: Record, other: Record, *, seed: int = 0) -> Ratio:
@@ -46,3 +54,14 @@ def paired_interval(one: Record, other: Record, *, seed: int = 0) -> Ratio:
     differences = [mine - theirs for mine, theirs in zip(one.unit_nll, other.unit_nll, strict=True)]
     low, high = bootstrap_interval(differences, one.unit_tokens, seed=seed)
     return Ratio(one.perplexity / other.perplexity, low, high, one.ci_unit)
+
+
+def is_tie(one: Record, other: Record) -> bool:
+    """Say whether two records of the same tokens cannot be told apart, by ``paired_interval``.
+
+    Of records that were written before they had their units, or had others, whether their own intervals meet, which
+    finds more ties.
+    """
+    if one.unit_tokens and one.unit_tokens == other.unit_tokens:
+        return paired_interval(one, other).is_tie
+    return one.ci_low <= other.ci_high and other.ci_low <= one.ci_high
