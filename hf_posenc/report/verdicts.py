@@ -20,10 +20,16 @@ def verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:
     }
     told = {title: sentences for title, sentences in parts.items() if sentences}
     html = "\n".join(
-        f"<h3>{title}</h3>\n<ul>{''.join(f'<li>{escape(sentence)}</li>' for sentence in sentences)}</ul>"
+        f"<h3>{title}</h3>\n<ul>{''.join(f'<li>{_html(sentence)}</li>' for sentence in sentences)}</ul>"
         for title, sentences in told.items()
     )
     markdown = "\n\n".join(
         f"**{title}**\n\n" + "\n".join(f"- {sentence}" for sentence in sentences) for title, sentences in told.items()
     )
     return Panel("verdict", "In short", html, markdown)
+
+
+def _html(sentence: str) -> str:
+    """Return a sentence whose beginning, the name of its row, stands out, and whose percents do not break."""
+    name, _, rest = sentence.partition(": ")
+    return f"<strong>{escape(name)}</strong>: {escape(rest)}".replace(" %", "&nbsp;%")
