@@ -164,7 +164,10 @@ class ReportArguments:
     """Where a report goes."""
 
     output_dir: str = field(default="report", metadata={"help": "folder for report.html, report.md and the plots"})
-    title: str = field(default="Results by context length", metadata={"help": "heading of the report"})
+    title: str = field(
+        default="Results by context length",
+        metadata={"help": "heading of the report; names the models if this does not"},
+    )
 
 
 @dataclass

@@ -22,7 +22,8 @@ LENGTHS = (64, 128, 256, 512, 1024, 2048)
 METHODS = ("linear", "ntk", "yarn")
 FACTOR = 4
 ORIGINAL = 256
-_TITLE = "A 256-token Llama made to read 1024 tokens"
+_MODEL = "hf_posenc's tiny Llama"
+_TITLE = f"{_MODEL}, trained on 256 tokens, made to read 1024"
 # What the commands tell besides the progress: settings, memory, checks. The demo has a line for each result instead.
 _DETAILS = ("hf_posenc.evaluation", "hf_posenc.training", "hf_posenc.patching")
 
@@ -47,7 +48,7 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype
         cut=True,
         max_documents=num_documents,
         output=output_dir / "results.jsonl",
-        model_name="hf_posenc's tiny Llama",
+        model_name=_MODEL,
         command=shlex.join(words),
     )
     stations = _Stations(len(METHODS) + 4)

@@ -27,7 +27,8 @@ from hf_posenc.evaluation import perplexity, read_records, retrieval
 from hf_posenc.files import write_whole
 from hf_posenc.loading import load_model
 from hf_posenc.planning.tracking import MemoryTracker
-from hf_posenc.report.plot import PLAIN, Chart, Line, draw_chart, numbered_look
+from hf_posenc.report.looks import PLAIN, numbered_look
+from hf_posenc.report.plot import Chart, Line, draw_chart
 
 ENCODINGS = ("rope", "xpos", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "nope")
 LENGTHS = (256, 512, 1024, 2048)

@@ -29,7 +29,8 @@ from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_mode
 from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.files import write_whole
 from hf_posenc.loading import load_model
-from hf_posenc.report.plot import INK, Chart, Line, Look, draw_chart, numbered_look
+from hf_posenc.report.looks import INK, Look, numbered_look
+from hf_posenc.report.plot import Chart, Line, draw_chart
 from hf_posenc.training import FinetuneConfig, finetune
 
 LENGTHS = (256, 512, 1024, 2048)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import xml.etree.ElementTree as ET
 from html import unescape
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 from report_records import make_record, read_page
 
+from hf_posenc.evaluation.bootstrap import bootstrap_interval
 from hf_posenc.evaluation.records import Record
 from hf_posenc.report import report, text_table
 from hf_posenc.report.plot import _spread
 from hf_posenc.report.tables import make_tables, number_name, tokens_name
+from hf_posenc.report.words import legend
 
 CURVES: dict[tuple[str, int], dict[int, float]] = {
     ("none", 0): {128: 60.0, 256: 50.0, 1024: 1234.5},
@@ -41,23 +44,23 @@ def cells(markdown: str) -> list[list[str]]:
 def test_markdown_holds_every_number_once_with_interval_original_and_change(tmp_path: Path) -> None:
     paths = report(make_records(), tmp_path / "report")
     head, *rows = cells(paths.markdown.read_text())[:5]
-    assert head == ["method", "fine-tuning", "128", "256 (original)", "1k (x4)", "short cost"]
+    assert head == ["method", "fine-tuning", "short cost", "128", "256 (original)", "1k (x4)"]
     assert rows[0] == [
         "unpatched",
         "",
-        "**60.00** (57.00–63.00)",
-        "50.00 (47.50–52.50)",
-        "1,234 (1,173–1,296)",
         "",
+        "**60.00** tie (57.00–63.00)",
+        "**50.00** tie (47.50–52.50)",
+        "1,234 (1,173–1,296)",
     ]
     assert rows[1][:2] == ["linear x4", "zero-shot"]
-    assert rows[1][3] == "140.0 (133.0–147.0) +180.0 %"
+    assert rows[1][4] == "140.0 (133.0–147.0) +180.0 %"
     assert rows[3][:2] == ["yarn x4", "after 300k tokens"]
-    assert rows[3][2].endswith("+2.5 %")
-    assert rows[3][3].startswith("**49.00**")
-    assert rows[3][3].endswith("-2.0 %")
-    assert rows[3][4] == "**46.00** (43.70–48.30)"  # no change beyond the original length
-    assert [row[5] for row in rows] == ["", "+180.0 % at 256", "+25.0 % at 128", "+2.5 % at 128"]
+    assert rows[3][3].endswith("+2.5 %")
+    assert rows[3][4].startswith("**49.00** tie (")
+    assert rows[3][4].endswith("-2.0 %")
+    assert rows[3][5] == "**46.00** (43.70–48.30)"  # no change beyond the original length
+    assert [row[2] for row in rows] == ["", "+180.0 % at 256", "+25.0 % at 128", "+2.5 % at 128"]
 
 
 def test_page_asks_for_nothing_and_says_how_it_was_measured(tmp_path: Path) -> None:
@@ -264,13 +267,13 @@ def test_headline_is_about_the_target_length_not_beyond_it(tmp_path: Path) -> No
     beyond = [make_record("none", 2048, 2000.0), make_record("yarn", 2048, 900.0, tokens_trained=300_000)]
     text = report([*make_records(), *beyond], tmp_path).markdown.read_text()
     assert "At 1k tokens, yarn x4 (after 300k tokens) has perplexity 46.00 and the unpatched model 1,234" in text
-    assert "at 256 tokens it is 2.0 % better than the unpatched model." in text
+    assert "at 256 tokens it ties with the unpatched model (-2.0 %)." in text
 
 
 def test_headline_does_not_call_equal_better_or_worse(tmp_path: Path) -> None:
     for perplexity in (49.99, 50.02):
         records = [make_record("none", 256, 50.0), make_record("yarn", 256, perplexity)]
-        assert "it is as good as the unpatched model." in report(records, tmp_path).markdown.read_text()
+        assert "it ties with the unpatched model" in report(records, tmp_path).markdown.read_text()
 
 
 def test_terminal_table_refuses_nothing() -> None:
@@ -305,3 +308,48 @@ def test_a_model_whose_training_nobody_recorded_is_not_zero_shot(tmp_path: Path)
     rows = cells(paths.markdown.read_text())
     assert rows[2][:2] == ["yarn x4", "trained or not is not recorded"]
     assert "zero-shot" not in paths.markdown.read_text()
+
+
+def with_units(method: str, shift: float, noise: float = 0.0, length: int = 256) -> Record:
+    """A row of ten documents, some easy and some hard, ``shift`` nats worse than the text, give or take ``noise``."""
+    tokens = [100] * 10
+    nats = [100 * (3 + 0.2 * at + shift + noise * (-1) ** at) for at in range(10)]
+    low, high = bootstrap_interval(nats, tokens)
+    mean = math.fsum(nats) / 1000
+    units = {"unit_nll": nats, "unit_tokens": tokens, "nll_sum": math.fsum(nats), "n_tokens": 1000}
+    return make_record(method, length, math.exp(mean), ci_low=low, ci_high=high, **units)
+
+
+def test_rows_that_cannot_be_told_from_the_lowest_tie_with_it(tmp_path: Path) -> None:
+    records = [
+        with_units("none", 0.02),  # its interval holds the lowest, but every document is harder for it
+        with_units("linear", 0.01, noise=0.2),  # which of the two is better depends on the document
+        with_units("ntk", 0.0),
+        with_units("yarn", 0.003),  # surely worse, by less than 0.5 %
+    ]
+    assert all(one.ci_low < other.ci_high for one in records for other in records)
+    (table,) = make_tables(records)
+    assert [row.first.method for row in table.leaders[256]] == ["ntk", "yarn", "linear"]
+    paths = report(records, tmp_path)
+    cell = {row[0]: row[3] for row in cells(paths.markdown.read_text())[1:5]}
+    numbers = {row.name: number_name(row.first.perplexity) for row in table.rows}
+    assert cell["unpatched"].startswith(f"{numbers['unpatched']} (")
+    for name in ("linear x4", "ntk x4", "yarn x4"):
+        assert cell[name].startswith(f"**{numbers[name]}** tie (")
+    page = paths.html.read_text()
+    assert page.count('<span class="badge">tie</span>') == page.count('<span class="best">') == 3
+    assert (
+        "the 95 % interval of their difference on the same text holds zero, or the difference is below 0.5 %." in page
+    )
+    assert "At 256 tokens yarn x4 (zero-shot) and linear x4 (zero-shot) tie with it." in page
+
+
+def test_one_winner_is_no_tie_and_older_records_tie_where_their_intervals_meet(tmp_path: Path) -> None:
+    page = report([with_units("none", 0.5), with_units("yarn", 0.0)], tmp_path / "clear").html.read_text()
+    assert page.count('<span class="best">') == 1
+    assert 'class="badge"' not in page
+    assert "tie" not in re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)[: page.index("How it was measured")]
+    near, far = make_record("yarn", 256, 42.0), make_record("ntk", 256, 50.0)  # give or take 5 %, without units
+    (table,) = make_tables([make_record("none", 256, 40.0), near, far])
+    assert [row.first.method for row in table.leaders[256]] == ["none", "yarn"]
+    assert "older records, which do not tell the difference" in legend(table)

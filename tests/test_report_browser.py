@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from PIL import Image
 from report_records import make_record, make_retrieval_record, read_page
 
 from hf_posenc.report import report
-from hf_posenc.report.plot import COLOURS
+from hf_posenc.report.looks import COLOURS
 
 pytestmark = pytest.mark.slow
 
@@ -92,10 +93,10 @@ def test_the_browser_shows_what_the_file_says_and_asks_for_nothing(browser: Brow
             assert rows(browser, name) == body, name
     assert rows(browser, TABLE)[0] == [
         "unpatched",
+        "",
         "60.00 57.00–63.00",
         "50.00 47.50–52.50",
         "1,234 1,173–1,296",
-        "",
     ]
     assert [url for url in browser.requests if url != "about:blank"] == [page.as_uri()]
     assert browser.complaints == []
@@ -105,14 +106,14 @@ def test_a_header_sorts_up_down_and_back_and_the_address_keeps_it(browser: Brows
     browser.look(1100)
     browser.open(page)
     start = rows(browser, TABLE)
-    header, at = f"#{TABLE} thead th:nth-child(4)", "location.hash"
+    header, at = f"#{TABLE} thead th:nth-child(5)", "location.hash"
     browser.click(header)
-    rising = first_numbers([row[3] for row in rows(browser, TABLE)])
+    rising = first_numbers([row[4] for row in rows(browser, TABLE)])
     assert rising == [7.0, 70.0, 98.5, 150.0, 1234.0]
     assert browser.evaluate(f"document.querySelector('{header}').getAttribute('aria-sort')") == "ascending"
-    assert browser.evaluate(at) == f"#sort={TABLE}:3:ascending"
+    assert browser.evaluate(at) == f"#sort={TABLE}:4:ascending"
     browser.click(header)
-    assert first_numbers([row[3] for row in rows(browser, TABLE)]) == rising[::-1]
+    assert first_numbers([row[4] for row in rows(browser, TABLE)]) == rising[::-1]
     falling, address = rows(browser, TABLE), browser.evaluate(at)
     browser.click(header)
     assert rows(browser, TABLE) == start
@@ -124,9 +125,9 @@ def test_a_header_sorts_up_down_and_back_and_the_address_keeps_it(browser: Brows
 def test_empty_cells_stay_last_words_sort_and_keys_work(browser: Browser, page: Path) -> None:
     browser.look(1100)
     for direction in ("ascending", "descending"):
-        browser.open(page, f"#sort={TABLE}:4:{direction}")
+        browser.open(page, f"#sort={TABLE}:1:{direction}")
         assert rows(browser, TABLE)[-1][0].startswith("unpatched")  # nothing to compare it with
-    costs = [float(row[4].split()[0]) for row in rows(browser, TABLE)[:-1]]
+    costs = [float(row[1].split()[0]) for row in rows(browser, TABLE)[:-1]]
     assert costs == sorted(costs, reverse=True) != costs[::-1]
     browser.open(page)
     browser.evaluate(f"document.querySelector('#{TABLE} thead th').focus()")
@@ -157,6 +158,54 @@ def test_a_phone_needs_no_sideways_scrolling_but_in_wide_tables(browser: Browser
     assert set(browser.evaluate(shown.format("narrow"))) == {"none"}
 
 
+def test_what_scrolls_off_a_phone_is_counted_above_the_table(browser: Browser, page: Path) -> None:
+    """Columns were cut off at the edge of the screen, and nothing said that there are more."""
+    boxes = "[...document.querySelectorAll('.scroll')]"
+    browser.look(390, 2500)
+    browser.open(page)
+    browser.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
+    time.sleep(0.2)  # until the observers have run
+    wide = browser.evaluate(f"{boxes}.map(one => one.scrollWidth > one.clientWidth + 1)")
+    assert 2 <= sum(wide) < len(wide)
+    hints = f"{boxes}.map(one => [one.previousElementSibling.checkVisibility(), one.previousElementSibling.innerText])"
+    for is_wide, (is_shown, words) in zip(wide, browser.evaluate(hints), strict=True):
+        assert is_shown == is_wide
+        assert not is_wide or re.fullmatch(r"\d+ more columns?: scroll sideways →", words)
+    box, head = f"document.querySelector('#{TABLE}').closest('.scroll')", f"document.querySelector('#{TABLE} thead tr')"
+    edge = "one => one.getBoundingClientRect()"
+    hidden = f"[...{head}.cells].filter(c => ({edge})(c).right > ({edge})({box}).right + 1).length"
+    hint = f"{box}.previousElementSibling.innerText"
+    assert browser.evaluate(hint).startswith(f"{browser.evaluate(hidden)} more column")
+    assert browser.evaluate(hidden) > 0
+    name = f"({edge})({head}.cells[0]).left"
+    before = browser.evaluate(name)
+    browser.evaluate(f"{box}.scrollLeft = 1000")
+    time.sleep(0.2)
+    assert browser.evaluate(hidden) == 0
+    assert browser.evaluate(hint) == "← the last column; scroll back"
+    assert browser.evaluate(name) == before  # the names of rows stay in sight
+    assert browser.evaluate(f"[...{head}.cells].map(cell => cell.innerText.trim())")[:2] == ["method", "short cost"]
+    browser.look(1100)
+    time.sleep(0.2)
+    assert not browser.evaluate(f"{box}.previousElementSibling.checkVisibility()")
+
+
+def test_without_the_script_a_shadow_shows_that_a_table_goes_on(browser: Browser, page: Path) -> None:
+    browser.look(390, 800)
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(page)
+        browser.evaluate(f"document.querySelector('#{TABLE}').scrollIntoView()")
+        box = f"document.querySelector('#{TABLE}').closest('.scroll')"
+        edge, top = browser.evaluate(f"(r => [r.right, r.top])({box}.getBoundingClientRect())")
+        strip = pixels(browser)[int(top) + 2, : int(edge)]
+        assert (strip[-30] - strip[-1] > 50).all()
+        browser.evaluate(f"{box}.scrollLeft = 1000")
+        assert (pixels(browser)[int(top) + 2, int(edge) - 4] > 240).all()  # no more to come
+    finally:
+        browser.call("Emulation.setScriptExecutionDisabled", value=False)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_is_readable_and_charts_are_coloured_in_light_and_dark(browser: Browser, page: Path, scheme: str) -> None:
     browser.look(1100, 1600, scheme)
@@ -180,7 +229,7 @@ def test_text_is_readable_and_charts_are_coloured_in_light_and_dark(browser: Bro
     )
     drawn = {tuple(float(x) for x in re.findall(r"[\d.]+", value)[:3]) for value in browser.evaluate(strokes)} - {()}
     assert len(drawn) >= 5
-    assert all(contrast(list(one), paper) >= 2 for one in drawn)
+    assert all(contrast(list(one), paper) >= 3 for one in drawn)
 
 
 def test_paper_is_white_and_holds_what_is_folded(browser: Browser, page: Path) -> None:
@@ -202,7 +251,7 @@ def test_without_the_script_nothing_is_missing(browser: Browser, page: Path) -> 
     browser.look(1100)
     browser.call("Emulation.setScriptExecutionDisabled", value=True)
     try:
-        browser.open(page, f"#sort={TABLE}:3:ascending")
+        browser.open(page, f"#sort={TABLE}:4:ascending")
         assert [row[0].split()[0] for row in rows(browser, TABLE)] == [
             method.replace("none", "unpatched") for method, _ in CURVES
         ]

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import hashlib
 import math
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from report_records import make_record, make_retrieval_record, read_page
+from svg_values import line_values
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -22,7 +24,7 @@ from hf_posenc.patching import patched
 from hf_posenc.report import report
 from hf_posenc.report.costs import bytes_name, row_costs, seconds_name
 from hf_posenc.report.frequencies import make_rules
-from hf_posenc.report.plot import Look, looks
+from hf_posenc.report.looks import make_looks
 from hf_posenc.report.positions import Losses
 from hf_posenc.report.tables import make_tables
 
@@ -105,7 +107,7 @@ def test_pairs_that_are_stopped_are_said_to_be_and_not_drawn(tmp_path: Path) -> 
     rows = page.tables["frequencies_pairs"][1:]
     assert [row[-2:] for row in rows] == [["stopped", "2.000"]] * 32
     (summary,) = (row for row in page.tables["frequencies_methods"] if row[0].startswith("nope"))
-    assert summary[2:6] == ["0", "0", "32", "0 pairs"]
+    assert [summary[1], *summary[3:6]] == ["0 pairs", "0", "0", "32"]
     assert "linear x2" in (drawn := (tmp_path / "frequencies.svg").read_text())
     assert "nope" not in drawn
 
@@ -139,9 +141,9 @@ def test_the_frequency_panel_shows_each_pair_and_each_method(tmp_path: Path) -> 
     tables = read_page(page).tables
     assert "12 of them never complete a turn within the 8k tokens" in page
     methods = {row[0]: row[1:] for row in tables["frequencies_methods"]}
-    assert methods["unpatched"] == ["8k", "32", "0", "0", "0 pairs", "1"]
-    assert methods["yarn x4"][4:] == ["0 pairs", f"{0.1 * math.log(4) + 1:.4g}"]
-    assert methods["rerope x4"][4] == "distances"
+    assert methods["unpatched"] == ["0 pairs", "8k", "32", "0", "0", "1"]
+    assert (methods["yarn x4"][0], methods["yarn x4"][5]) == ("0 pairs", f"{0.1 * math.log(4) + 1:.4g}")
+    assert methods["rerope x4"][0] == "distances"
     head, *pairs = tables["frequencies_pairs"]
     assert head == ["pair", "wavelength in tokens", "turns in 8k", "a whole turn", "yarn x4"]
     assert len(pairs) == 32
@@ -187,8 +189,8 @@ def test_costs_of_passes_and_prompts_are_on_the_page(tmp_path: Path) -> None:
     paths = report(records, tmp_path)
     tables = read_page(paths.html.read_text()).tables
     assert tables["cost_truncated_table"] == [
-        ["method", "128", "256"],
-        ["unpatched", "in the 256 pass", "12.5 s 1.00 GiB"],
+        ["method", "256"],  # the pass over 256 tokens gave 128 too
+        ["unpatched", "12.5 s 1.00 GiB"],
     ]
     assert tables["cost_retrieval_passkey_table"][1] == ["unpatched", "1.5 s 2 MiB", "2.5 s 2 MiB"]
     assert not (tmp_path / "cost_truncated.png").exists()  # one point is no line
@@ -201,8 +203,8 @@ def test_every_cell_is_sorted_by_what_it_says_and_only_our_script_may_run(tmp_pa
     page = report(records, tmp_path).html.read_text()
     parsed = read_page(page)
     assert parsed.sorts["perplexity_truncated_table"][1:] == [
-        [None, "5000.5", "5000.5", None],
-        [None, "45", "45", "-99.10008999"],
+        [None, None, "5000.5", "5000.5"],
+        [None, "-99.10008999", "45", "45"],
     ]
     for rows in (parsed.tables[name] for name in parsed.tables if name.endswith("_table")):
         assert len({len(row) for row in rows}) == 1
@@ -216,8 +218,42 @@ def test_every_cell_is_sorted_by_what_it_says_and_only_our_script_may_run(tmp_pa
 
 def test_no_two_methods_look_alike() -> None:
     methods = [f"m{index}" for index in range(30)]
-    (table,) = make_tables([make_record(method, 256, 30.0) for method in ["none", *methods]])
-    found: dict[str, Look] = looks(table.rows)
+    found = make_looks([make_record(method, 256, 30.0) for method in ["none", *methods]])
     assert len({(look.colour, look.marker, look.dashes) for look in found.values()}) == 31
     assert len({look.colour for look in list(found.values())[1:7]}) == 6
     assert len({(look.marker, look.dashes) for look in found.values()}) == 31  # without any colour
+
+
+def test_losses_by_position_are_smoothed_and_it_is_said_how(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    counts = [15] + [16] * 63
+    sums = {method: [n * (3 + rng.random()) for n in counts] for method in ("none", "linear", "ntk", "yarn")}
+
+    def of(method: str) -> Any:
+        places = {"position_bucket": 16, "position_tokens": counts, "position_nll": sums[method]}
+        return [make_record(method, 128, 40.0), make_record(method, 1024, 40.0, **places)]
+
+    paths = report([*of("none"), *of("yarn")], tmp_path / "two")
+    svg = (tmp_path / "two" / "positions_truncated.svg").read_text()
+    smooth = line_values(svg, "line-1")
+    expected = []
+    for at in range(64):  # five buckets of 16 tokens, a sixteenth of the length and a little more
+        near = [bucket for bucket in range(64) if abs(bucket - at) <= 2]
+        expected.append(sum(sums["yarn"][one] for one in near) / sum(counts[one] for one in near))
+    assert [x for x, _ in smooth] == pytest.approx([16 * at + 8 for at in range(64)], abs=0.5)
+    assert [y for _, y in smooth] == pytest.approx(expected, abs=5e-3)
+    raw = line_values(svg, "raw-1")
+    means = [total / count for total, count in zip(sums["yarn"], counts, strict=True)]
+    assert [y for _, y in raw] == pytest.approx(means, abs=5e-3)
+    words = "each point is the mean over the 80 positions around it (fewer at both ends), of all documents."
+    assert f"{words} The faint lines are means over 16 positions.</figcaption>" in paths.html.read_text()
+    assert words in paths.markdown.read_text()
+    paths = report([one for method in sums for one in of(method)], tmp_path / "four")
+    assert "raw-" not in (tmp_path / "four" / "positions_truncated.svg").read_text()
+    assert f"{words}</figcaption>" in paths.html.read_text()
+
+
+def test_a_running_mean_counts_tokens_not_buckets_and_skips_what_was_not_measured() -> None:
+    losses = Losses(10, (0.0, 9.0, 40.0, 60.0), (0, 9, 10, 10))
+    assert losses.smoothed(1) == [(15.0, 1.0), (25.0, 4.0), (35.0, 6.0)]
+    assert losses.smoothed(3) == [(15.0, 49 / 19), (25.0, 109 / 29), (35.0, 5.0)]

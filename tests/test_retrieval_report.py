@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from report_records import make_retrieval_record, read_page
+from svg_values import line_values
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
 from hf_posenc.cli import main
@@ -51,12 +52,25 @@ def test_the_page_holds_shares_intervals_and_a_map_for_each_row(tmp_path: Path) 
         ["0 %", "100 of 2", "100 of 2"],
         ["50 %", "100 of 2", "50 of 2"],
     ]
-    assert [path.name for path in paths.plots[:2]] == ["retrieval_passkey.png", "retrieval_passkey.svg"]
+    assert [path.name for path in paths.plots[:4:2]] == ["retrieval_passkey.png", "retrieval_passkey_by_length.png"]
     assert paths.plots[0].read_bytes().startswith(b"\x89PNG")
     markdown = paths.markdown.read_text()
     assert "| yarn x4 | zero-shot | teacher-forced | 100 % (51–100) | 75 % (30–95) |" in markdown
     assert "![Depth and length](retrieval_passkey.png)" in markdown
     assert "Perplexity" not in markdown
+
+
+def test_shares_by_length_are_drawn_where_there_are_several_lengths(tmp_path: Path) -> None:
+    report(make_records(), tmp_path)
+    svg = (tmp_path / "retrieval_passkey_by_length.svg").read_text()
+    for number, shares in enumerate(((100, 0), (100, 75))):
+        assert line_values(svg, f"line-{number}", log_x=True) == [
+            (pytest.approx(length, rel=1e-3), pytest.approx(share, abs=0.1))
+            for length, share in zip((256, 1024), shares, strict=True)
+        ]
+    assert ["band-0" in svg, "band-1" in svg] == [True, True]
+    one = [record for record in make_records() if record.context_length == 256]
+    assert "retrieval_passkey_by_length" not in [path.stem for path in report(one, tmp_path / "one").plots]
 
 
 def test_tasks_without_depths_or_an_order_show_no_more_than_there_is(tmp_path: Path) -> None:
@@ -156,6 +170,7 @@ def test_eval_asks_for_each_method_and_the_report_takes_both_kinds(
         "perplexity_truncated.svg",
         "positions_truncated.svg",
         "retrieval_passkey.svg",
+        "retrieval_passkey_by_length.svg",
     ]
 
 

@@ -11,7 +11,7 @@ from hf_posenc.encodings.formulas import rope_decay_bound, xpos_decay
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid
 from hf_posenc.gallery.maps import Shape
 from hf_posenc.gallery.scores import XPOS_SCALE_BASE, rope_score, xpos_score
-from hf_posenc.report.plot import COLOURS, DASHES, INK
+from hf_posenc.report.looks import COLOURS, DASHES, INK
 
 _MAX_DISTANCE = 8192
 _PAPERS = 250  # tokens, the x axis of the paper's figure

@@ -14,7 +14,8 @@ from hf_posenc.gallery.canvas import Picture, tokens_name
 from hf_posenc.gallery.stretching import Stretched
 from hf_posenc.gallery.told import spread_places
 from hf_posenc.registry import METHODS
-from hf_posenc.report.plot import Chart, Line, draw_chart, numbered_look
+from hf_posenc.report.looks import numbered_look
+from hf_posenc.report.plot import Chart, Line, draw_chart
 
 _POINTS = 48  # of a curve
 

@@ -12,7 +12,8 @@ from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.gallery.canvas import Picture
 from hf_posenc.registry import METHODS
-from hf_posenc.report.plot import COLOURS, PLAIN, Chart, Line, Look, draw_chart, numbered_look
+from hf_posenc.report.looks import COLOURS, PLAIN, Look, numbered_look
+from hf_posenc.report.plot import Chart, Line, draw_chart
 from hf_posenc.units import length_name
 
 

@@ -11,7 +11,7 @@ import torch
 from hf_posenc.encodings.formulas import alibi_slopes, sinusoidal_table, t5_buckets
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid, heat_map
 from hf_posenc.gallery.maps import Shape
-from hf_posenc.report.plot import COLOURS, INK
+from hf_posenc.report.looks import COLOURS, INK
 
 _TOKENS = 256  # of a bias matrix
 _LOWEST = -8.0  # nats: an attention weight is divided by 3000

@@ -10,7 +10,8 @@ import torch
 from hf_posenc.attention.distances import DISTANCE_RULES
 from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid, heat_map, tokens_name
-from hf_posenc.report.plot import PLAIN, Chart, Line, draw_chart, numbered_look
+from hf_posenc.report.looks import PLAIN, numbered_look
+from hf_posenc.report.plot import Chart, Line, draw_chart
 
 _CELLS = 128
 _POINTS = 400  # of a curve

@@ -13,15 +13,17 @@ from hf_posenc.report.commands import command_panel
 from hf_posenc.report.costs import cost_panel
 from hf_posenc.report.frequency_panel import frequency_panels
 from hf_posenc.report.heat_map import grid_panel
+from hf_posenc.report.looks import make_looks
 from hf_posenc.report.page import html_page, markdown_page
 from hf_posenc.report.perplexity import perplexity_panel
 from hf_posenc.report.pieces import Panel
 from hf_posenc.report.positions import position_panel
 from hf_posenc.report.retrieval import make_grids
-from hf_posenc.report.tables import make_tables
+from hf_posenc.report.tables import make_tables, model_names, short_model_name
 from hf_posenc.report.verdicts import verdict_panel
 from hf_posenc.report.words import text_table
 
+DEFAULT_TITLE = "Results by context length"
 __all__ = ["ReportPaths", "report", "text_table"]
 
 
@@ -37,7 +39,7 @@ class ReportPaths:
 def report(
     records: Sequence[Record | RetrievalRecord],
     output_dir: str | Path,
-    title: str = "Results by context length",
+    title: str = DEFAULT_TITLE,
     command: str = "",
 ) -> ReportPaths:
     """Write records as a Markdown table, plots and one self-contained HTML page.
@@ -51,9 +53,9 @@ def report(
         records: Of any number of models, from ``perplexity``, ``retrieval``, ``read_records`` or
             ``read_retrieval_records``; of repeats (equal ``run_key``) the last counts.
         output_dir: Gets ``report.html``, ``report.md``, and as ``.png`` and ``.svg`` ``perplexity_<protocol>``,
-            ``positions_<protocol>``, ``retrieval_<task>``, ``frequencies`` and ``cost_<protocol or task>``, as far as
-            the records go; files of an earlier report there are replaced.
-        title: The heading.
+            ``positions_<protocol>``, ``retrieval_<task>``, ``retrieval_<task>_by_length``, ``frequencies`` and
+            ``cost_<protocol or task>``, as far as the records go; files of an earlier report there are replaced.
+        title: The heading; the models that it does not name are put before it.
         command: What was typed to make the report, for its last line.
 
     What cannot be compared with the first table of its protocol or task stands in one of its own, and a row without a
@@ -66,12 +68,13 @@ def report(
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{str(output_dir)!r} is a file. Give a folder for the report.")
     panels = _make_panels(records, command)
+    title = _with_models(title, records)
     folder.mkdir(parents=True, exist_ok=True)
     plots = tuple(
-        write_whole(folder / f"{panel.slug}{suffix}", content)
+        write_whole(folder / f"{name}{suffix}", content)
         for panel in panels
-        if panel.drawing is not None
-        for suffix, content in panel.drawing.files.items()
+        for name, drawing in panel.drawings.items()
+        for suffix, content in drawing.files.items()
     )
     return ReportPaths(
         html=write_whole(folder / "report.html", html_page(title, panels)),
@@ -80,12 +83,25 @@ def report(
     )
 
 
+def _with_models(title: str, records: Sequence[Record | RetrievalRecord]) -> str:
+    """Return a title that names every model."""
+    unnamed = [record for record in records if short_model_name(record.model) not in title]
+    return f"{model_names(unnamed)}: {title}" if unnamed else title
+
+
 def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> list[Panel]:
     found = [record for record in records if isinstance(record, RetrievalRecord)]
     grids = make_grids(found)
     tables = [] if grids and len(found) == len(records) else make_tables([r for r in records if isinstance(r, Record)])
-    panels = [one for table in tables for one in (perplexity_panel(table), position_panel(table)) if one is not None]
-    panels += map(grid_panel, grids)
-    panels += frequency_panels(records)
-    panels += [*map(cost_panel, tables), *map(cost_panel, grids)]
+    looks = make_looks(records)
+    panels = [
+        one
+        for table in tables
+        for one in (perplexity_panel(table, looks), position_panel(table, looks))
+        if one is not None
+    ]
+    panels += [grid_panel(grid, looks) for grid in grids]
+    panels += frequency_panels(records, looks)
+    panels += [cost_panel(table, looks) for table in tables]
+    panels += [cost_panel(grid, looks) for grid in grids]
     return [verdict_panel(records), *panels, command_panel(records, command)]

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posenc.evaluation.rows import row_key
+from hf_posenc.report.looks import Looks
 from hf_posenc.report.pieces import Cell, Panel, inline, markdown_lines, quiet, table
-from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart, looks
+from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart
 from hf_posenc.report.retrieval import Grid, GridRow
 from hf_posenc.report.tables import Row, Table, length_name
 
@@ -29,19 +31,19 @@ class Cost:
     other: int | None = None
 
 
-def cost_panel(found: Table | Grid) -> Panel:
+def cost_panel(found: Table | Grid, looks: Looks) -> Panel:
     """Return the panel of what one table or task took."""
     slug, title = f"cost_{found.slug}", f"Time and memory: {found.title}"
     costs = [(row, row_costs(row)) for row in found.rows]
-    drawing = _draw(found, costs)
+    drawing = _draw(found, costs, looks)
     legend = f"{_PASS if isinstance(found, Table) else _PROMPT} {_LEGEND}"
-    heads = ["method", *(length_name(length) for length in found.lengths)]
-    rows = [
-        [Cell(row.name, (row.training,)), *(_cell(one.get(length)) for length in found.lengths)] for row, one in costs
-    ]
+    # Where every number came from the pass of a longer one, there is nothing to show.
+    lengths = [n for n in found.lengths if any(n in one and one[n].other is None for _, one in costs)]
+    heads = ["method", *(length_name(length) for length in lengths)]
+    rows = [[Cell(row.name, (row.training,)), *(_cell(one.get(length)) for length in lengths)] for row, one in costs]
     figure = "" if drawing is None else inline(drawing, slug, f"{title}: seconds by length")
     html = f"{figure}\n{table(slug + '_table', [Cell(head) for head in heads], rows)}\n{quiet(legend)}"
-    lines = [[row.full_name, *(_text(one.get(length)) for length in found.lengths)] for row, one in costs]
+    lines = [[row.full_name, *(_text(one.get(length)) for length in lengths)] for row, one in costs]
     parts = ["" if drawing is None else f"![Seconds by length]({slug}.png)", markdown_lines(heads, lines), legend]
     return Panel(slug, title, html, "\n\n".join(part for part in parts if part), drawing)
 
@@ -94,15 +96,16 @@ def _text(cost: Cost | None) -> str:
     return ", ".join(one for one in (cell.text, *cell.small) if one)
 
 
-def _draw(found: Table | Grid, costs: Sequence[tuple[Any, dict[int, Cost]]]) -> Drawing | None:
+def _draw(found: Table | Grid, costs: Sequence[tuple[Any, dict[int, Cost]]], looks: Looks) -> Drawing | None:
     """Draw seconds by length; None where no row was timed at two lengths."""
-    styles, lines = looks(found.rows), []
+    lines = []
     for row, one in costs:
         timed = {length: cost.seconds for length, cost in one.items() if cost.other is None}
         if len(timed) > 1:
-            lines.append(Line(row.full_name, list(timed), list(timed.values()), styles[row.full_name]))
+            lines.append(Line(row.full_name, list(timed), list(timed.values()), looks[row_key(row.first)]))
     if not lines:
         return None
     what = "a pass" if isinstance(found, Table) else "a prompt, mean"
     ticks = [(length, length_name(length)) for length in found.lengths]
-    return draw_chart(Chart(f"Seconds of {what}", "context length in tokens", "seconds", lines, ticks))
+    title = f"{found.models}: seconds of {what}"
+    return draw_chart(Chart(title, "context length in tokens", "seconds", lines, ticks))

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.frequencies import Frequencies, plain_frequencies
 from hf_posenc.registry import METHODS, make_scaling
-from hf_posenc.report.tables import rule_name
+from hf_posenc.report.tables import rule_name, short_model_name
 
 _SAME = (
     0.005  # relative: a pair stretched by less is kept, one stretched by this much less than the factor has all of it
@@ -142,7 +141,7 @@ def make_rules(records: Sequence[Record | RetrievalRecord]) -> list[list[Rule]]:
 
 def model_name(rule: Rule) -> str:
     """Return the last part of a model's name or path."""
-    return Path(rule.first.model).name
+    return short_model_name(rule.first.model)
 
 
 def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:

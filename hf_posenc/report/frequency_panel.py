@@ -8,28 +8,30 @@ from html import escape
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.evaluation.rows import row_key
 from hf_posenc.frequencies import STOPPED
 from hf_posenc.report.frequencies import Rule, make_rules, model_name, wavelengths
+from hf_posenc.report.looks import Looks
 from hf_posenc.report.pieces import Cell, Panel, folded, inline, markdown_lines, quiet, table
-from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart, looks
+from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart
 from hf_posenc.report.tables import length_name
 
-_HEADS = ("method", "at", "kept", "between", "stretched in full", "angles never trained", "attention factor")
+_HEADS = ("method", "angles never trained", "at", "kept", "between", "stretched in full", "attention factor")
 
 
-def frequency_panels(records: Sequence[Record | RetrievalRecord]) -> list[Panel]:
+def frequency_panels(records: Sequence[Record | RetrievalRecord], looks: Looks) -> list[Panel]:
     """Return a panel for each model whose records say what its frequencies were; there may be none."""
     models = make_rules(records)
     return [
-        _panel(rules, "frequencies" if at == 0 else f"frequencies_{at + 1}", len(models) > 1)
+        _panel(rules, "frequencies" if at == 0 else f"frequencies_{at + 1}", len(models) > 1, looks)
         for at, rules in enumerate(models)
     ]
 
 
-def _panel(rules: list[Rule], slug: str, several: bool) -> Panel:
+def _panel(rules: list[Rule], slug: str, several: bool, looks: Looks) -> Panel:
     title = "Frequencies" + (f": {model_name(rules[0])}" if several else "")
     lead, legend = _lead(rules[0]), _legend(rules)
-    drawing = _draw(rules)
+    drawing = _draw(rules, looks)
     shown = [rule for rule in rules if not rule.changes_distances]
     heads, pairs = _pair_heads(rules[0], shown), _pair_rows(rules[0], shown)
     figure = "" if drawing is None else inline(drawing, slug, "How far each method stretches each rotary pair")
@@ -75,9 +77,9 @@ def _summary(rule: Rule) -> list[Cell]:
     shares = [Cell(str(count), sort=count) for count in rule.shares()]
     return [
         Cell(rule.name),
+        Cell("distances") if unseen is None else Cell(f"{unseen} pairs" if unseen != 1 else "1 pair", sort=unseen),
         Cell(length_name(rule.reach), sort=rule.reach),
         *shares,
-        Cell("distances") if unseen is None else Cell(f"{unseen} pairs" if unseen != 1 else "1 pair", sort=unseen),
         Cell(f"{factor:.4g}", sort=factor),
     ]
 
@@ -111,17 +113,17 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _draw(rules: Sequence[Rule]) -> Drawing | None:
+def _draw(rules: Sequence[Rule], looks: Looks) -> Drawing | None:
     # A pair that is stopped is stretched without end: no chart shows that.
     shown = [rule for rule in rules if not rule.changes_distances and math.isfinite(max(rule.stretch))]
     if not _extended(shown):
         return None
-    spec, styles = rules[0].spec, looks(rules)
+    spec = rules[0].spec
     turns = rules[0].turns[: spec.turning_pairs]
     original = length_name(spec.original_max_position_embeddings)
-    lines = [Line(rule.name, turns, rule.stretch, styles[rule.name]._replace(bold=False)) for rule in shown]
+    lines = [Line(rule.name, turns, rule.stretch, looks[row_key(rule.first)]) for rule in shown]
     chart = Chart(
-        "How far each pair is stretched",
+        f"{model_name(rules[0])}: how far each pair is stretched",
         f"turns of the pair within the {original} tokens of training",
         "stretch of its wavelength",
         lines,

@@ -5,8 +5,11 @@ from __future__ import annotations
 from html import escape
 from typing import Any, cast
 
-from hf_posenc.report.pieces import Cell, Panel, facts, markdown_facts, markdown_lines, quiet, table
-from hf_posenc.report.plot import STYLE, Drawing, figure_files
+from hf_posenc.evaluation.retrieval.records import wilson_interval
+from hf_posenc.evaluation.rows import row_key
+from hf_posenc.report.looks import Looks
+from hf_posenc.report.pieces import Cell, Panel, facts, inline, markdown_facts, markdown_lines, quiet, scrolling, table
+from hf_posenc.report.plot import STYLE, Chart, Drawing, Line, draw_chart, figure_files, intervals_words
 from hf_posenc.report.retrieval import (
     BY,
     Grid,
@@ -44,7 +47,7 @@ def draw_heat_map(grid: Grid) -> Drawing:
                 _draw_row(axes, grid, row, by)
         figure.supylabel("depth", fontsize=9)
         figure.supxlabel("context length in tokens", fontsize=9)
-        figure.suptitle(f"{grid.title}, percent right", x=0.01, ha="left", fontsize=10)
+        figure.suptitle(f"{grid.models}: {grid.title}, percent right", x=0.01, ha="left", fontsize=10)
         files = figure_files(figure)
         plt.close(figure)
     return Drawing(files[".png"], files[".svg"])
@@ -68,18 +71,40 @@ def _share(scores: list[float]) -> float:
     return sum(scores) / len(scores) if scores else float("nan")
 
 
-def grid_panel(grid: Grid) -> Panel:
+def grid_panel(grid: Grid, looks: Looks) -> Panel:
     """Return a task's panel: accuracy by length, a map for each row, and how it was measured."""
-    drawing = draw_heat_map(grid)
+    drawing, name, by_length = draw_heat_map(grid), f"{grid.slug}_by_length", _draw_by_length(grid, looks)
+    caption = intervals_words(len(grid.rows))
+    figure = "" if by_length is None else inline(by_length, name, f"{grid.title}, percent right by length", caption)
     maps = "\n".join(_map(grid, row, by) for row in grid.rows for by in grid.scorings)
     by_depth = f'<h3>Percent right, depth by length</h3>\n<div class="maps">{maps}</div>' if grid.has_depths else ""
     note = f'<p class="note">{escape(grid.note)}</p>\n' if grid.note else ""
-    html = f"""{note}{_by_length(grid)}
+    html = f"""{note}{figure}
+{_by_length(grid)}
 {quiet(grid_legend(grid))}
 {by_depth}
 <h3>How it was measured</h3>
 {facts(grid_facts(grid))}"""
-    return Panel(grid.slug, grid.title, html, _markdown(grid), drawing)
+    image = f"![Percent right by length]({name}.png)\n\n{caption}" if by_length is not None else ""
+    others = {} if by_length is None else {name: by_length}
+    return Panel(grid.slug, grid.title, html, _markdown(grid, image), drawing, others)
+
+
+def _draw_by_length(grid: Grid, looks: Looks) -> Drawing | None:
+    """Draw shares by length, as first scored; None where there is one length."""
+    if len(grid.lengths) == 1:
+        return None
+    by, lines = grid.scorings[0], []
+    for row in grid.rows:
+        every = {length: scores for length in grid.lengths if (scores := row.scores(by, length))}
+        low, high = zip(*map(wilson_interval, every.values()), strict=True)
+        shares = ([100 * one for one in values] for values in (map(_share, every.values()), low, high))
+        points, lows, highs = shares
+        last = share_name(list(every.values())[-1])
+        lines.append(Line(f"{row.full_name}  {last}", list(every), points, looks[row_key(row.first)], lows, highs))
+    title = f"{grid.models}: {grid.task}, {BY[by]}"
+    ticks = [(length, length_name(length)) for length in grid.lengths]
+    return draw_chart(Chart(title, "context length in tokens", "percent right", lines, ticks, y_range=(0, 100)))
 
 
 def _by_length(grid: Grid) -> str:
@@ -99,7 +124,7 @@ def _cell(scores: list[float]) -> Cell:
     return Cell(share_name(scores), (interval_name(scores),), _share(scores)) if scores else Cell("")
 
 
-def _markdown(grid: Grid) -> str:
+def _markdown(grid: Grid, chart: str) -> str:
     rows = []
     for row in grid.rows:
         for by in grid.scorings:
@@ -108,7 +133,7 @@ def _markdown(grid: Grid) -> str:
             rows.append([row.name, row.training, BY[by], *cells])
     lines = markdown_lines(["method", "fine-tuning", "scored", *map(length_name, grid.lengths)], rows, texts=3)
     image = f"![Depth and length]({grid.slug}.png)"
-    parts = [grid.note, lines, grid_legend(grid), image, markdown_facts(grid_facts(grid))]
+    parts = [grid.note, chart, lines, grid_legend(grid), image, markdown_facts(grid_facts(grid))]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -121,9 +146,9 @@ def _map(grid: Grid, row: GridRow, by: str) -> str:
         for depth in grid.depths
     )
     caption = f"<caption>{escape(row.full_name)}, {BY[by]}</caption>"
-    return (
-        f'<div class="scroll"><table class="map">{caption}<thead><tr><th scope="col">depth</th>{heads}</tr></thead>\n'
-        f"<tbody>{rows}</tbody></table></div>"
+    return scrolling(
+        f'<table class="map">{caption}<thead><tr><th scope="col">depth</th>{heads}</tr></thead>\n'
+        f"<tbody>{rows}</tbody></table>"
     )
 
 

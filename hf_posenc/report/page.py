@@ -10,15 +10,12 @@ import hashlib
 from collections.abc import Sequence
 from html import escape
 
+from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK
 from hf_posenc.report.pieces import Panel
-from hf_posenc.report.plot import COLOURS
-
-# The colours of the charts, light enough to read on a dark page.
-_ON_DARK = ("#58aef0", "#ff8f4a", "#3fcf9f", "#e79cc6", "#f0b429", "#8fd0f5")
 
 _CSS = """
-:root { color-scheme: light; --ink: #1f2328; --quiet: #59636e; --line: #d1d9e0; --paper: #fff; --shade: #f6f8fa;
-  --link: #0a5ea8 }
+:root { color-scheme: light; --ink: #1f2328; --quiet: #59636e; --line: #d1d9e0; --edge: #8c959f; --paper: #fff;
+  --shade: #f6f8fa; --link: #0a5ea8 }
 * { box-sizing: border-box }
 body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; background: var(--paper); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
@@ -32,8 +29,14 @@ figure { margin: 1.25rem 0 }
 figure svg { display: block; width: 100%; height: auto; margin: 0 auto; color: var(--ink) }
 svg.wide { max-width: 46rem }
 svg.narrow { display: none; max-width: 26rem }
-.scroll { overflow-x: auto; margin: .75rem 0 }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem }
+figcaption { margin-top: .25rem }
+.sideways { margin: .75rem 0 }
+.more { display: none; margin: 0 0 .25rem; text-align: right; font-size: .85rem; color: var(--link) }
+.more.needed { display: block }
+.scroll { overflow-x: auto; scrollbar-width: thin;
+  background: linear-gradient(to left, var(--paper) 30%, transparent) right top / 3rem calc(100% + 2px) no-repeat local,
+    linear-gradient(to left, var(--edge), transparent) right / 1rem 100% no-repeat scroll }
+table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; font-size: .9rem }
 th, td { padding: .4rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
   vertical-align: top }
 th { font-weight: 600 }
@@ -41,13 +44,14 @@ th[scope=col] { white-space: normal; vertical-align: bottom }
 th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); text-align: left }
 .text, .hash { text-align: left }
 .hash { font-family: ui-monospace, monospace }
-.original, .never { background: var(--shade) }
+.original, .never { background: color-mix(in srgb, var(--ink) 5%, transparent) }
 th[scope=row] { font-weight: 400 }
 .best { font-weight: 700 }
+.badge { border: 1px solid var(--quiet); border-radius: 4px; padding: 0 .25em; font-size: .75em }
 small { display: block; color: var(--quiet); font-size: .8em; font-weight: 400 }
 p.note { border-left: 3px solid var(--line); padding-left: .75rem }
-p.quiet { color: var(--quiet); font-size: .9rem }
-table.map { margin: 0 0 1.25rem; print-color-adjust: exact }
+.quiet { color: var(--quiet); font-size: .9rem }
+table.map { border-collapse: collapse; margin: 0 0 1.25rem; print-color-adjust: exact }
 table.map small { color: inherit }
 table.map td { text-align: center; border: 1px solid var(--line) }
 .maps { display: flex; flex-wrap: wrap; gap: 0 2.5rem }
@@ -70,8 +74,11 @@ th.sorts:focus-visible { outline: 2px solid var(--link); outline-offset: -2px }
   svg.narrow { display: block }
   dl { grid-template-columns: 1fr }
   dd { margin-bottom: .5rem }
-  th:first-child { white-space: normal; max-width: 8.5rem }
-  th, td { padding: .35rem .5rem }
+  th:first-child { white-space: normal; max-width: 6.5rem; overflow-wrap: break-word }
+  th, td { padding: .35rem .3rem }
+  table { font-size: .82rem }
+  th.sorts::after { display: block; margin: 0 }
+  ul { padding-left: 1.2rem }
 }
 """
 
@@ -80,7 +87,8 @@ _PRINT = """
   @page { margin: 1.5cm }
   body { max-width: none; padding: 0; font-size: 10pt }
   nav { display: none }
-  .scroll { overflow: visible }
+  .scroll { overflow: visible; background: none }
+  .more { display: none !important }
   th, td { padding: .2rem .45rem }
   th:first-child, td:first-child { position: static }
   th.sorts::after { content: none }
@@ -93,9 +101,22 @@ _PRINT = """
 """
 
 # A header sorts up, then down, then as it was. The address keeps the order (#sort=TABLE:COLUMN:DIRECTION), so that a
-# link to it shows the same; empty cells stay last.
+# link to it shows the same; empty cells stay last. Above a table that is wider than its box stands how many columns are
+# out of sight.
 SCRIPT = """
 (() => {
+  for (const box of document.querySelectorAll(".scroll")) {
+    const hint = box.previousElementSibling, heads = box.querySelectorAll("thead th");
+    const look = () => {
+      const edge = box.getBoundingClientRect().right + 1;
+      const hidden = [...heads].filter(head => head.getBoundingClientRect().right > edge).length;
+      hint.classList.toggle("needed", box.scrollWidth > box.clientWidth + 1);
+      hint.textContent = hidden ? `${hidden} more column${hidden > 1 ? "s" : ""}: scroll sideways \\u2192`
+        : "\\u2190 the last column; scroll back";
+    };
+    box.addEventListener("scroll", look, {passive: true});
+    new ResizeObserver(look).observe(box);
+  }
   const value = cell => {
     const text = cell.dataset.sort ?? cell.textContent.trim();
     return text === "" ? null : isNaN(text) ? text : Number(text);
@@ -192,10 +213,10 @@ def _policy(images: bool) -> str:
 def _style() -> str:
     """Return the page's style sheet: light or dark as the reader's screen is, and light on paper."""
     dark = (
-        ":root { color-scheme: dark; --ink: #e6edf3; --quiet: #9198a1; --line: #3d444d; --paper: #0d1117; "
-        "--shade: #161b22; --link: #58aef0 }"
+        ":root { color-scheme: dark; --ink: #e6edf3; --quiet: #9198a1; --line: #3d444d; --edge: #6e7681; "
+        "--paper: #0d1117; --shade: #161b22; --link: #58aef0 }"
     )
-    dark_screen = f"@media screen and (prefers-color-scheme: dark) {{ {dark} {_colours(_ON_DARK)} }}"
+    dark_screen = f"@media screen and (prefers-color-scheme: dark) {{ {dark} {_colours(COLOURS_ON_DARK)} }}"
     return f"{_CSS.strip()}\n{_colours(COLOURS)}\n{dark_screen}\n{_PRINT.strip()}"
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from html import escape
 
+from hf_posenc.evaluation.rows import row_key
+from hf_posenc.report.looks import Looks
 from hf_posenc.report.pieces import Cell, Panel, facts, inline, markdown_facts, markdown_lines, quiet, table
-from hf_posenc.report.plot import Chart, Line, draw_chart, looks
+from hf_posenc.report.plot import Chart, Line, draw_chart, intervals_words
 from hf_posenc.report.tables import Row, Table, length_name, number_name
 from hf_posenc.report.words import change_name, column_names, headline, interval_name, legend, measured
 
-_SHORT_COST = "short cost"
+_SHORT_COST, _TIE = "short cost", "tie"
 
 
-def perplexity_panel(results: Table) -> Panel:
+def perplexity_panel(results: Table, looks: Looks) -> Panel:
     """Return the panel of one table of comparable perplexities."""
-    slug, drawing = f"perplexity_{results.slug}", draw_chart(_chart(results))
-    figure = inline(drawing, slug, f"Perplexity by context length: {results.title}")
+    slug, drawing = f"perplexity_{results.slug}", draw_chart(_chart(results, looks))
+    caption = intervals_words(len(results.rows))
+    figure = inline(drawing, slug, f"Perplexity by context length: {results.title}", caption)
     lead = headline(results)
     html = f"""<p>{escape(lead)}</p>
 {"".join(f'<p class="note">{escape(note)}</p>' for note in results.notes)}
@@ -25,13 +28,19 @@ def perplexity_panel(results: Table) -> Panel:
 <h3>How it was measured</h3>
 {facts(measured(results))}
 {_scored(results, slug)}"""
-    parts = [lead, *results.notes, _markdown_table(results), legend(results), f"![Perplexity by length]({slug}.png)"]
+    parts = [
+        lead,
+        *results.notes,
+        _markdown_table(results),
+        legend(results),
+        f"![Perplexity by length]({slug}.png)",
+        caption,
+    ]
     parts += [markdown_facts(measured(results)), _markdown_scored(results)]
     return Panel(slug, f"Perplexity: {results.title}", html, "\n\n".join(part for part in parts if part), drawing)
 
 
-def _chart(results: Table) -> Chart:
-    styles = looks(results.rows)
+def _chart(results: Table, looks: Looks) -> Chart:
     lines = []
     for row in results.rows:
         records = list(row.records.values())
@@ -40,13 +49,13 @@ def _chart(results: Table) -> Chart:
                 f"{row.full_name}  {number_name(records[-1].perplexity)}",
                 list(row.records),
                 [record.perplexity for record in records],
-                styles[row.full_name],
+                looks[row_key(row.first)],
                 [record.ci_low for record in records],
                 [record.ci_high for record in records],
             )
         )
     return Chart(
-        results.title,
+        f"{results.models}: {results.title}",
         "context length N in tokens",
         "perplexity, lower is better",
         lines,
@@ -69,12 +78,12 @@ def _numbers(results: Table, slug: str) -> str:
         [Cell(row.name, (row.training,)), *(_cell(results, row, length, mark) for length, mark in marks.items())]
         for row in results.rows
     ]
-    if _has_costs(results):
-        heads.append(Cell(_SHORT_COST))
+    if _has_costs(results):  # beside the name, where a phone shows it
+        heads.insert(1, Cell(_SHORT_COST))
         for cells, row in zip(rows, results.rows, strict=True):
             name, where = short_cost_name(results, row)
             found = results.short_cost(row)
-            cells.append(Cell(name, (where,), sort=found and found[0]))
+            cells.insert(1, Cell(name, (where,), sort=found and found[0]))
     return table(slug + "_table", heads, rows)
 
 
@@ -83,8 +92,8 @@ def _cell(results: Table, row: Row, length: int, mark: str) -> Cell:
     if record is None:
         return Cell("", mark=mark)
     small = (interval_name(record), change_name(results.change(row, length)))
-    best = record.perplexity == results.best(length)
-    return Cell(number_name(record.perplexity), small, record.perplexity, mark, best)
+    tie = _TIE if results.is_tied(row, length) else ""
+    return Cell(number_name(record.perplexity), small, record.perplexity, mark, results.is_best(row, length), badge=tie)
 
 
 def _has_costs(results: Table) -> bool:
@@ -105,9 +114,10 @@ def _markdown_table(results: Table) -> str:
     extra = [_SHORT_COST] if _has_costs(results) else []
     rows = []
     for row in results.rows:
-        cells = [row.name, row.training, *(_markdown_cell(results, row, length) for length in results.lengths)]
-        rows.append(cells + [" ".join(short_cost_name(results, row)).strip()] * len(extra))
-    return markdown_lines(["method", "fine-tuning", *column_names(results), *extra], rows, texts=2)
+        cost = [" ".join(short_cost_name(results, row)).strip()] * len(extra)
+        numbers = (_markdown_cell(results, row, length) for length in results.lengths)
+        rows.append([row.name, row.training, *cost, *numbers])
+    return markdown_lines(["method", "fine-tuning", *extra, *column_names(results)], rows, texts=2)
 
 
 def _markdown_cell(results: Table, row: Row, length: int) -> str:
@@ -115,7 +125,8 @@ def _markdown_cell(results: Table, row: Row, length: int) -> str:
     if record is None:
         return ""
     value = number_name(record.perplexity)
-    value = f"**{value}**" if record.perplexity == results.best(length) else value
+    value = f"**{value}**" if results.is_best(row, length) else value
+    value += f" {_TIE}" if results.is_tied(row, length) else ""
     return f"{value} ({interval_name(record)}) {change_name(results.change(row, length))}".strip()
 
 

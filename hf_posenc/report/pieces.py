@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 
-from hf_posenc.report.plot import COLOURS, INK, Drawing
+from hf_posenc.report.looks import COLOURS, INK, PAPER
+from hf_posenc.report.plot import Drawing
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Panel:
         html: What stands below the heading on the page.
         markdown: The same in report.md.
         drawing: What is written beside the page as a PNG and an SVG.
+        others: More drawings to write there, by the names of their files.
     """
 
     slug: str
@@ -27,6 +29,12 @@ class Panel:
     html: str
     markdown: str
     drawing: Drawing | None = None
+    others: Mapping[str, Drawing] = field(default_factory=dict)
+
+    @property
+    def drawings(self) -> dict[str, Drawing]:
+        """All of its drawings, by the names of their files."""
+        return {**({} if self.drawing is None else {self.slug: self.drawing}), **self.others}
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Cell:
         sort: What its column is sorted by, where that is not the text.
         mark: Its CSS class.
         strong: Whether the text is bold.
+        badge: A word beside the text, in a frame.
     """
 
     text: str
@@ -46,16 +55,24 @@ class Cell:
     sort: float | None = None
     mark: str = ""
     strong: bool = False
+    badge: str = ""
 
 
 def table(slug: str, heads: Sequence[Cell], rows: Sequence[Sequence[Cell]]) -> str:
-    """Return a table that scrolls sideways where it is too wide; ``slug`` names it in the page's sort links."""
+    """Return a table in a box that scrolls; ``slug`` names it in the page's sort links."""
     head = "".join(f'<th scope="col"{_class(one)}>{escape(one.text)}</th>' for one in heads)
     lines = "\n".join("<tr>" + "".join(_cell(one, at == 0) for at, one in enumerate(row)) + "</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table class="numbers" id="{slug}"><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>{lines}</tbody></table></div>"
+    return scrolling(
+        f'<table class="numbers" id="{slug}"><thead><tr>{head}</tr></thead>\n<tbody>{lines}</tbody></table>'
     )
+
+
+def scrolling(content: str) -> str:
+    """Return a table in a box that scrolls sideways where it is too wide, with a line that says so when it is.
+
+    The page's script fills the line; without it a shadow at the right edge is the sign.
+    """
+    return f'<div class="sideways"><p class="more"></p><div class="scroll">{content}</div></div>'
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:
@@ -73,12 +90,12 @@ def folded(summary: str, content: str) -> str:
     return f"<details><summary>{escape(summary)}</summary>\n{content}\n</details>"
 
 
-def inline(drawing: Drawing, slug: str, label: str) -> str:
+def inline(drawing: Drawing, slug: str, label: str, caption: str = "") -> str:
     """Return a drawing as part of the page: its wide form, and the narrow one that phones show in its place."""
     forms = (("wide", drawing.svg), ("narrow", drawing.narrow))
-    return (
-        "<figure>" + "".join(_inline(svg.decode(), f"{slug}-{form}", label, form) for form, svg in forms) + "</figure>"
-    )
+    drawn = "".join(_inline(svg.decode(), f"{slug}-{form}", label, form) for form, svg in forms)
+    words = f'<figcaption class="quiet">{escape(caption)}</figcaption>' if caption else ""
+    return f"<figure>{drawn}{words}</figure>"
 
 
 def markdown_lines(heads: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 1) -> str:
@@ -101,7 +118,7 @@ def _inline(svg: str, slug: str, label: str, form: str) -> str:
     for index, colour in enumerate(COLOURS):
         svg = svg.replace(colour, f"var(--c{index})")
     attributes = f'class="{form}" role="img" aria-label="{escape(label)}"'
-    return svg.replace(INK, "currentColor").replace("<svg", f"<svg {attributes}", 1)
+    return svg.replace(INK, "currentColor").replace(PAPER, "var(--paper)").replace("<svg", f"<svg {attributes}", 1)
 
 
 def _class(cell: Cell) -> str:
@@ -111,6 +128,7 @@ def _class(cell: Cell) -> str:
 def _cell(cell: Cell, names_row: bool) -> str:
     sort = "" if cell.sort is None else f' data-sort="{cell.sort:.10g}"'
     text = f'<span class="best">{escape(cell.text)}</span>' if cell.strong else escape(cell.text)
+    text += f' <span class="badge">{escape(cell.badge)}</span>' if cell.badge else ""
     small = "".join(f"<small>{escape(line)}</small>" for line in cell.small if line)
     tag, scope = ("th", ' scope="row"') if names_row else ("td", "")
     return f"<{tag}{scope}{_class(cell)}{sort}>{text}{small}</{tag}>"

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
+
+from hf_posenc.report.looks import INK, PAPER, Look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which colour-blind readers tell apart, but for their yellow and black.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-INK = "#3b3f46"  # text, axes and the unpatched row; the page swaps it for the colour of its text
-# Nobody has to know a colour: each method has a marker and dashes too, through which a line below it shows.
-_MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "d")
-DASHES: tuple[Any, ...] = ("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (4, 4)))
+_WHISKER_POINTS = 3.5  # from one line's whiskers to the next one's
 _MARKED = 12  # about how many points of a long line have a marker
 _LABEL_POINTS = 11  # least distance of two labels
 _LOG_FROM = 4.0  # how many times the lowest value the highest is, for a logarithmic y axis
-_WIDE, _NARROW = (7.6, 4.4), (3.9, 3.4)  # inches; a narrow one grows by its legend
+_WIDE, _NARROW = (7.6, 4.4), (3.5, 3.2)  # inches; a narrow one grows by its legend, a wide one by its labels
+_TEXT_WIDTH = {False: 84, True: 40}  # characters of a line of a title or a label, by whether the chart is narrow
+_BANDS, _WHISKERS = 3, 6  # most lines whose intervals are drawn as bands, and as whiskers
 
 STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
@@ -38,26 +38,17 @@ STYLE: dict[str, Any] = {
 }
 
 
-class Look(NamedTuple):
-    """How a line is drawn; a bold one is of a model that was trained."""
-
-    colour: str
-    marker: str
-    dashes: Any = "solid"
-    bold: bool = False
-
-
-PLAIN = Look(INK, "o")  # of what is neither scaled nor trained
-
-
-def numbered_look(at: int) -> Look:
-    """Return the look of the line of a number: a colour, a marker and dashes of its own."""
-    return Look(COLOURS[at % len(COLOURS)], _MARKERS[at % len(_MARKERS)], DASHES[at % len(DASHES)])
-
-
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart; ``low`` and ``high`` are the ends of an interval at each x, or empty."""
+    """One line of a chart.
+
+    Attributes:
+        name: Stands where it ends, or in the legend.
+        x, y: Its corners.
+        look: How it is drawn.
+        low, high: The ends of an interval at each x, or empty.
+        raw: Corners of what it was smoothed from, drawn faintly where lines are few; or empty.
+    """
 
     name: str
     x: Sequence[float]
@@ -65,6 +56,7 @@ class Line:
     look: Look
     low: Sequence[float] = ()
     high: Sequence[float] = ()
+    raw: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +70,7 @@ class Chart:
         x_ticks: Places on the x axis and what is written there.
         marks: Places on the x axis of dashed lines, and the words above them.
         log_x: To base 2.
+        y_range: Ends of a linear y axis; None for what the values need, logarithmic where they are far apart.
         falls: The x axis falls from left to right.
         shade: A stretch of the x axis behind which the paper is darker.
     """
@@ -89,6 +82,7 @@ class Chart:
     x_ticks: Sequence[tuple[float, str]]
     marks: Sequence[tuple[float, str]] = ()
     log_x: bool = True
+    y_range: tuple[float, float] | None = None
     falls: bool = False
     shade: tuple[float, float] | None = None
 
@@ -107,15 +101,18 @@ class Drawing:
         return {".png": self.png, ".svg": self.svg}
 
 
-def looks(rows: Sequence[Any]) -> dict[str, Look]:
-    """Return the look of each row by its full name: a colour and a marker a method, trained or not.
+def intervals_words(count: int) -> str:
+    """Say how the 95 % intervals of so many lines are drawn: what lies over each other hides the lines."""
+    if count <= _BANDS:
+        return "Bands are the 95 % intervals."
+    if count <= _WHISKERS:
+        return "Whiskers are the 95 % intervals."
+    return "The 95 % intervals of so many rows stand in the table only."
 
-    Args:
-        rows: Each with ``name``, ``full_name`` and a record ``first``.
-    """
-    names = list(dict.fromkeys(row.name for row in rows if row.first.method != "none"))
-    found = {name: numbered_look(at) for at, name in enumerate(names)}
-    return {row.full_name: found.get(row.name, PLAIN)._replace(bold=row.first.tokens_trained != 0) for row in rows}
+
+def shows_raw(count: int) -> bool:
+    """Say whether what lines were smoothed from is drawn behind them."""
+    return count <= _BANDS
 
 
 def draw_chart(chart: Chart) -> Drawing:
@@ -131,14 +128,16 @@ def _draw(chart: Chart, narrow: bool) -> dict[str, bytes]:
     import matplotlib.pyplot as plt
 
     width, height = _NARROW if narrow else _WIDE
-    size = (width, height + 0.18 * len(chart.lines)) if narrow else (width, height)
+    size = (width, height + 0.19 * len(chart.lines) if narrow else max(height, 1.2 + 0.16 * len(chart.lines)))
     with plt.rc_context(cast(Any, STYLE)):  # its stub lists every key there is
         figure, axes = plt.subplots(figsize=size, layout="constrained")
         for at, line in enumerate(chart.lines):
             _draw_line(axes, line, at, len(chart.lines))
         _draw_axes(axes, chart)
+        axes.set_xlabel(textwrap.fill(chart.x_label, _TEXT_WIDTH[narrow]))
+        axes.set_title(textwrap.fill(chart.title, _TEXT_WIDTH[narrow]), loc="left", fontsize=10, pad=16)
         if narrow:
-            figure.legend(loc="outside lower left", frameon=False, fontsize=8.5, borderaxespad=0.1)
+            figure.legend(loc="outside lower left", frameon=False, fontsize=8.5, borderaxespad=0.1, handlelength=3.5)
         else:
             figure.draw_without_rendering()  # the layout has to be known before labels are spread
             _label_lines(axes, chart.lines)
@@ -161,22 +160,54 @@ def figure_files(figure: Figure, kinds: Sequence[str] = (".png", ".svg")) -> dic
 
 
 def _draw_line(axes: Axes, line: Line, number: int, count: int) -> None:
-    if line.low:
-        alpha = min(0.13, 0.45 / count)  # many lie over each other
-        axes.fill_between(line.x, line.low, line.high, color=line.look.colour, alpha=alpha, linewidth=0)
+    colour = line.look.colour
+    if line.low and count <= _BANDS:
+        axes.fill_between(
+            line.x, line.low, line.high, color=colour, alpha=0.13, linewidth=0, zorder=1, gid=f"band-{number}"
+        )
+    elif line.low and count <= _WHISKERS:
+        _draw_whiskers(axes, line, number, number - (count - 1) / 2)
+    if line.raw and shows_raw(count):
+        axes.plot(*zip(*line.raw, strict=True), color=colour, alpha=0.3, linewidth=0.7, zorder=1, gid=f"raw-{number}")
     every = max(1, len(line.x) // _MARKED)
     axes.plot(
         line.x,
         line.y,
         label=line.name,
-        color=line.look.colour,
-        linewidth=2.4 if line.look.bold else 1.5,
-        marker=line.look.marker,
-        markersize=6 if line.look.bold else 4.5,
         markevery=(number % every, every),  # not where the next line has its own
-        linestyle=line.look.dashes,
         gid=f"line-{number}",
+        zorder=3,
+        **_style(line.look),
     )
+
+
+def _draw_whiskers(axes: Axes, line: Line, number: int, place: float) -> None:
+    """Draw a line's intervals, ``place`` steps to the right, so that those of lines that meet stand side by side."""
+    from matplotlib.transforms import ScaledTranslation
+
+    ends = [[y - low for y, low in zip(line.y, line.low, strict=True)]]
+    ends.append([high - y for y, high in zip(line.y, line.high, strict=True)])
+    beside = ScaledTranslation(place * _WHISKER_POINTS / 72, 0, cast(Any, axes.figure).dpi_scale_trans)
+    _, caps, (bars,) = axes.errorbar(
+        line.x, line.y, yerr=ends, fmt="none", ecolor=line.look.colour, elinewidth=1, capsize=1.5, zorder=1.5
+    )
+    for part in (*caps, bars):
+        part.set_transform(axes.transData + beside)
+    bars.set_gid(f"whiskers-{number}")
+
+
+def _style(look: Look) -> dict[str, Any]:
+    """Return matplotlib's words for a look."""
+    return {
+        "color": look.colour,
+        "linewidth": 2.4 if look.bold else 1.5,
+        "linestyle": look.dashes,
+        "marker": look.marker,
+        "markersize": 6 if look.bold else 5,
+        "fillstyle": "full" if look.fill == "none" else look.fill,  # hollow markers hide the line behind them
+        "markerfacecolor": PAPER if look.fill == "none" else look.colour,
+        "markerfacecoloralt": PAPER,
+    }
 
 
 def _draw_axes(axes: Axes, chart: Chart) -> None:
@@ -187,20 +218,21 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
     axes.set_xticks([at for at, _ in chart.x_ticks], [name for _, name in chart.x_ticks])
     axes.xaxis.set_minor_locator(NullLocator())
     values = [value for line in chart.lines for value in line.y]
-    if min(values) > 0 and max(values) > _LOG_FROM * min(values):
+    if chart.y_range is None and min(values) > 0 and max(values) > _LOG_FROM * min(values):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator(_log_ticks(min(values), max(values))))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(6))
+    if chart.y_range is not None:
+        low, high = chart.y_range
+        axes.set_ylim(low - 0.03 * (high - low), high + 0.03 * (high - low))
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
     )
     axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_xlabel(chart.x_label)
     axes.set_ylabel(chart.y_label)
-    axes.set_title(chart.title, loc="left", fontsize=10, pad=16)
     if chart.shade is not None:
         axes.axvspan(*chart.shade, color=INK, alpha=0.07, linewidth=0)
     for at, words in chart.marks:
@@ -217,7 +249,7 @@ def _log_ticks(low: float, high: float) -> list[float]:
 
 
 def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
-    """Write each line's name and marker where it ends, moved apart where lines end close together."""
+    """Write each line's name where it ends, moved apart where lines end close together."""
     points = 72 / axes.figure.dpi
     lowest = axes.bbox.y0 * points + _LABEL_POINTS / 2
     last = max((line.x[-1] for line in lines), key=lambda end: axes.transData.transform((end, 1))[0])
@@ -231,28 +263,27 @@ def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
 
 
 def _label_line(axes: Axes, line: Line, up: float) -> None:
-    """Write a line's name and marker beside its end, ``up`` points above it."""
+    """Write a line's name, and how it is drawn, beside its end, ``up`` points above it."""
     from matplotlib.transforms import ScaledTranslation
 
     axes.annotate(
         line.name,
         (line.x[-1], line.y[-1]),
-        xytext=(18, up),
+        xytext=(34, up),
         textcoords="offset points",
         va="center",
-        color=line.look.colour,
         fontsize=8.5,
         fontweight="bold" if line.look.bold else "normal",
         annotation_clip=False,
     )
+    end = ScaledTranslation(line.x[-1], line.y[-1], cast(Any, axes.transData))  # its stub wants an affine one
     axes.plot(
-        line.x[-1],
-        line.y[-1],
-        color=line.look.colour,
-        marker=line.look.marker,
-        markersize=4.5,
-        transform=axes.transData + ScaledTranslation(11 / 72, up / 72, axes.figure.dpi_scale_trans),
+        [at / 72 for at in (9, 20, 31)],
+        [up / 72] * 3,
+        markevery=[1],
+        transform=axes.figure.dpi_scale_trans + end,
         clip_on=False,
+        **_style(line.look),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
-from hf_posenc.report.tables import computed_in, group_rows, length_name
+from hf_posenc.report.tables import computed_in, group_rows, length_name, model_names
 
 BY = {"forced": "teacher-forced", "written": "written"}
 _EXPLAINED = {
@@ -59,6 +59,11 @@ class Grid:
     @property
     def slug(self) -> str:
         return f"retrieval_{self.task}" + (f"_{self.number}" if self.number > 1 else "")
+
+    @property
+    def models(self) -> str:
+        """The models by their short names."""
+        return model_names([row.first for row in self.rows])
 
     @property
     def has_depths(self) -> bool:

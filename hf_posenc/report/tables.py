@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
+from hf_posenc.evaluation.pairs import is_tie
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.evaluation.rows import is_unpatched, row_key, training_words
@@ -70,6 +72,11 @@ class Table:
     rows: tuple[Row, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def models(self) -> str:
+        """The models by their short names."""
+        return model_names([row.first for row in self.rows])
+
     def baseline(self, row: Row) -> Row | None:
         """Return the unpatched row of the same model to measure against; None if there is not exactly one."""
         same = [other for other in self.rows if other.is_unpatched and other.first.model == row.first.model]
@@ -90,9 +97,30 @@ class Table:
         changes = [(change, n) for n in self.lengths if (change := self.change(row, n)) is not None]
         return max(changes) if changes else None
 
-    def best(self, length: int) -> float:
-        """Return the lowest perplexity of a column."""
-        return min(row.records[length].perplexity for row in self.rows if length in row.records)
+    @cached_property
+    def leaders(self) -> dict[int, tuple[Row, ...]]:
+        """The row of the lowest perplexity of each column, and after it those that tie with it."""
+        found = {}
+        for length in self.lengths:
+            first, *others = sorted(
+                (row for row in self.rows if length in row.records), key=lambda row: row.records[length].perplexity
+            )
+            lowest = first.records[length]
+            found[length] = (first, *(row for row in others if is_tie(row.records[length], lowest)))
+        return found
+
+    def is_best(self, row: Row, length: int) -> bool:
+        """Say whether a row has the lowest perplexity of a column, or ties with it."""
+        return any(one is row for one in self.leaders[length])
+
+    def is_tied(self, row: Row, length: int) -> bool:
+        """Say whether a row has the lowest perplexity of a column together with others."""
+        return len(self.leaders[length]) > 1 and self.is_best(row, length)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether all ties are told by paired intervals; older records do not have the parts to compare."""
+        return all(record.unit_tokens for row in self.rows for record in row.records.values())
 
     def at_length(self, length: int) -> Record:
         """Return any record of a column; what they share is the same in all."""
@@ -158,6 +186,22 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
         else:
             runs[-1][record.context_length] = record
     return [list(run.values()) for runs in rows.values() for run in runs]
+
+
+def short_model_name(model: str) -> str:
+    """Return the last part of a model's name or path."""
+    return Path(model).name or model
+
+
+def model_names(records: Iterable[Record | RetrievalRecord]) -> str:
+    """Return the models of records by their short names, such as ``small, middle and large``."""
+    return in_a_row(dict.fromkeys(short_model_name(record.model) for record in records))
+
+
+def in_a_row(names: Iterable[str]) -> str:
+    """Return ``a``, ``a and b`` or ``a, b and c``."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def length_name(length: int) -> str:
@@ -295,6 +339,6 @@ def rule_name(record: Record | RetrievalRecord) -> str:
 
 
 def _row_name(record: Record | RetrievalRecord, extras: Iterable[str]) -> str:
-    shown = {"model": Path(record.model).name}
+    shown = {"model": short_model_name(record.model)}
     label = [record.label] if record.label else []
     return " · ".join([rule_name(record), *label, *(str(shown.get(extra, getattr(record, extra))) for extra in extras)])

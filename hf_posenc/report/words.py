@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from hf_posenc.evaluation.pairs import WORTH, is_tie
 from hf_posenc.evaluation.protocols import in_words, rule_of
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.report.retrieval import grid_lines
-from hf_posenc.report.tables import Row, Table, computed_in, length_name, make_rows, number_name
+from hf_posenc.report.tables import Row, Table, computed_in, in_a_row, length_name, make_rows, number_name
 
 
 def column_names(table: Table) -> list[str]:
@@ -64,6 +65,11 @@ def legend(table: Table) -> str:
     """Return the sentence that explains a table's cells."""
     unit = table.at_length(table.lengths[0]).ci_unit
     text = f"Perplexity, lower is better; with it the 95 % interval over {unit}; the lowest of a column is bold."
+    if any(len(found) > 1 for found in table.leaders.values()):
+        how = "the 95 % interval of their difference on the same text holds zero"
+        how += f", or the difference is below {WORTH:g} %"
+        older = ", or, of older records, which do not tell the difference, their own intervals meet"
+        text += f" Rows marked tie cannot be told from the lowest: {how}{'' if table.is_paired else older}."
     if any(table.change(row, length) is not None for row in table.rows for length in table.lengths):
         text += (
             " Up to the original length, the percentage says how far a row is above the unpatched model on the same"
@@ -98,23 +104,27 @@ def measured(table: Table) -> list[tuple[str, str]]:
 
 
 def headline(table: Table) -> str:
-    """Say what a table shows at the longest length up to a row's target, and what short texts pay for it."""
+    """Say what a table shows at the longest length up to a row's target, what short texts pay for it, and what ties."""
     extended = [row for row in table.rows if row.first.method != "none"]
     reached = [(n, row) for row in extended for n in row.records if n <= _target(row)]
     if not reached:
         return ""
     length = max(n for n, _ in reached)
-    best = min((row for n, row in reached if n == length), key=lambda row: row.records[length].perplexity)
-    text = f"At {length_name(length)} tokens, {_who(best)} has perplexity "
-    text += number_name(best.records[length].perplexity)
+    there = sorted((row for n, row in reached if n == length), key=lambda row: row.records[length].perplexity)
+    best, lowest = there[0], there[0].records[length]
+    text = f"At {length_name(length)} tokens, {_who(best)} has perplexity {number_name(lowest.perplexity)}"
     base = table.baseline(best)
     if base is not None and length in base.records:
         text += f" and the unpatched model {number_name(base.records[length].perplexity)}"
     short = max((n for n in table.lengths if table.change(best, n) is not None), default=length)
-    if (change := table.change(best, short)) is not None:
-        differs = f"{abs(change):.1f} % {'worse' if change >= 0 else 'better'} than"
-        text += f"; at {length_name(short)} tokens it is {'as good as' if round(change, 1) == 0 else differs}"
-        text += " the unpatched model"
+    if base is not None and (change := table.change(best, short)) is not None:
+        text += f"; at {length_name(short)} tokens it "
+        if is_tie(best.records[short], base.records[short]):
+            text += f"ties with the unpatched model ({change_name(change)})"
+        else:
+            text += f"is {abs(change):.1f} % {'worse' if change >= 0 else 'better'} than the unpatched model"
+    if tied := [_who(row) for row in there[1:] if is_tie(row.records[length], lowest)]:
+        text += f". At {length_name(length)} tokens {in_a_row(tied)} {'ties' if len(tied) == 1 else 'tie'} with it"
     return text + "."
 
 
