@@ -45,7 +45,7 @@ Looks = Mapping[tuple[object, ...], Look]
 
 
 def numbered_look(number: int, variant: int = 0) -> Look:
-    """Return the look of the line of a number: a colour, a marker and dashes of its own.
+    """Return the look of the line of a number: its colour, marker and dashes.
 
     Args:
         number: Two of them share a colour from six on, and no two of 14 a marker.
