@@ -15,21 +15,21 @@ def verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:
     """Return the panel; of what was not measured it says nothing."""
     rows = reach(records)
     parts = {
-        "How far it reads": [sentence for row in rows if (sentence := row.loss_sentence())],
-        "How far it retrieves": [sentence for row in rows for sentence in row.retrieval_sentences()],
+        "How far it reads": [(row.name, sentence) for row in rows if (sentence := row.loss_sentence())],
+        "How far it retrieves": [(row.name, sentence) for row in rows for sentence in row.retrieval_sentences()],
     }
     told = {title: sentences for title, sentences in parts.items() if sentences}
     html = "\n".join(
-        f"<h3>{title}</h3>\n<ul>{''.join(f'<li>{_html(sentence)}</li>' for sentence in sentences)}</ul>"
+        f"<h3>{title}</h3>\n<ul>{''.join(f'<li>{_html(*one)}</li>' for one in sentences)}</ul>"
         for title, sentences in told.items()
     )
     markdown = "\n\n".join(
-        f"**{title}**\n\n" + "\n".join(f"- {sentence}" for sentence in sentences) for title, sentences in told.items()
+        f"**{title}**\n\n" + "\n".join(f"- {sentence}" for _, sentence in sentences)
+        for title, sentences in told.items()
     )
     return Panel("verdict", "In short", html, markdown)
 
 
-def _html(sentence: str) -> str:
-    """Return a sentence whose beginning, the name of its row, stands out, and whose percents do not break."""
-    name, _, rest = sentence.partition(": ")
-    return f"<strong>{escape(name)}</strong>: {escape(rest)}".replace(" %", "&nbsp;%")
+def _html(name: str, sentence: str) -> str:
+    """Return a sentence with the name of its row, its beginning, standing out; no line ends before a percent sign."""
+    return f"<strong>{escape(name)}</strong>{escape(sentence.removeprefix(name))}".replace(" %", "&nbsp;%")
