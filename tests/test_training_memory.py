@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,9 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
 from hf_posenc.assets import tiny_model_path
+from hf_posenc.planning import training_memory
 from hf_posenc.planning.shapes import layer_repeat, with_layers
 from hf_posenc.planning.tracking import LOGITS, MATRICES, MemoryTracker
 from hf_posenc.planning.training_memory import _at_peak, _run, predict_training_memory
+from hf_posenc.training import chunked_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 
@@ -123,6 +126,22 @@ def test_a_deep_model_is_predicted_from_a_shallow_one(told: dict[str, Any]) -> N
     whole = _at_peak(*_run(config, settings(**told), 300, True, True))
     predicted = predict_training_memory(config, settings(**told), 300)
     assert predicted == whole  # every part, to the byte
+
+
+@pytest.mark.parametrize("told", [{}, {"gradient_checkpointing": True, "micro_batch_size": 2}, {"lora": True}])
+def test_long_blocks_are_predicted_from_a_few_chunks_of_the_loss(
+    told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = llama(num_hidden_layers=9, dtype="bfloat16"), settings(logits_chunk=16, **told)
+    predicted = predict_training_memory(config, run, 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(training_memory, "few_chunks", contextlib.nullcontext)
+        assert predict_training_memory(config, run, 300) == predicted  # every part, to the byte
+    ran: list[None] = []
+    add_gradients = chunked_loss._add_gradients
+    monkeypatch.setattr(chunked_loss, "_add_gradients", lambda *args: ran.append(None) or add_gradients(*args))
+    predict_training_memory(config, run, 300)
+    assert len(ran) == 2 * 4
 
 
 def test_what_stays_by_hand() -> None:

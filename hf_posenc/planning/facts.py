@@ -19,6 +19,7 @@ from hf_posenc.planning.shapes import (
     fill_with_fake,
     layer_repeat,
     meta_model,
+    traced_repeats,
     with_layers,
     without_data,
 )
@@ -170,13 +171,14 @@ def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
     """Return the bytes of Transformers' own cache of one sequence, in the config's dtype.
 
     The cache is filled by a model without data, so windows, latent attention and layers that keep no keys count as
-    they are. Of deep models two and three repeats of the layers are run.
+    they are. Of deep models a few layers are run (``traced_repeats``).
     """
     layers, repeat = int(config.get_text_config(decoder=True).num_hidden_layers), layer_repeat(config)
     if layers <= 3 * repeat:
         return _cache_bytes(config, num_tokens)
-    few, more = (_cache_bytes(with_layers(config, times * repeat), num_tokens) for times in (2, 3))
-    return round(few + (more - few) * (layers / repeat - 2))
+    traced = traced_repeats(repeat)
+    few, more = (_cache_bytes(with_layers(config, times * repeat), num_tokens) for times in traced)
+    return round(few + (more - few) * (layers / repeat - traced[0]))
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -17,11 +17,13 @@ from hf_posenc.planning.arguments import MemorySize
 from hf_posenc.planning.facts import ModelFacts, kv_cache_bytes, model_facts, read_config
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.levers import Lever, Sharding, levers, shard
-from hf_posenc.planning.measuring import MeasuredTraining, measure_training
 from hf_posenc.planning.rules import Advice, Situation, advise
 from hf_posenc.planning.shapes import in_dtype
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.units import TokenCount, length_name
+
+if TYPE_CHECKING:
+    from hf_posenc.planning.measuring import MeasuredTraining
 
 DEFAULT_BUDGET = TokenCount("1M")  # finetune's
 
@@ -250,6 +252,8 @@ def _with_speed(
     if tflops is not None:
         speed, rate = tflops * 1e12, f"{tflops:g} TFLOP/s, as given"
     elif measure_length is not None:
+        from hf_posenc.planning.measuring import measure_training  # brings the Trainer, which costs seconds
+
         length = min(measure_length, made.lever.seq_len)
         measured = measure_training(config, made.lever.run, length)
         speed = training_flops(made.model, made.lever.run, length, 1).total * measured.tokens_per_second

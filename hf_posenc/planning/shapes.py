@@ -96,6 +96,14 @@ def layer_repeat(config: PreTrainedConfig) -> int:
     return layers
 
 
+def traced_repeats(repeat: int) -> tuple[int, int]:
+    """Return how many repeats of the layers are run, twice, to know what one more of them adds.
+
+    One and two are enough where all layers are alike; where they are not, the first repeat can differ from those after.
+    """
+    return (1, 2) if repeat == 1 else (2, 3)
+
+
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """Return a copy of a config with its first ``layers`` layers."""
     cut = copy.deepcopy(config)
