@@ -51,6 +51,11 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "'flash_attention_2'",
     ),
     "quantised and shared out": ({"fsdp": 2, "quantised": True}, {"fsdp": 0}, "multi_gpu"),
+    "8-bit states shared out": (
+        {"fsdp": 2, "config": {"optim": "adamw_bnb_8bit"}},
+        {"config": {"optim": "adamw_torch"}},
+        "states in blocks of whole weights.*multi_gpu",
+    ),
     "a sharded checkpoint elsewhere": (
         {"fsdp": 2, "checkpoint": "pytorch_model_fsdp_0", "config": {"resume": True}},
         {"state_dict": SHARDED},

@@ -18,8 +18,10 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from hf_posenc import load_extended, verify_model
 from hf_posenc.loading import load_model
 from hf_posenc.manifest import read_manifest
+from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.quantised import keep_layout
 from hf_posenc.training import FinetuneConfig, finetune
+from hf_posenc.training.in_order import InOrderTrainer
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.train_log import read_log
 
@@ -111,6 +113,34 @@ def test_a_qlora_run_learns_saves_and_is_loaded(base: Path, tokenizer: Any):
     assert 0 < difference < 0.5  # what 4 bits lose
 
 
+def test_adamw_with_states_in_8_bits_learns_and_takes_what_is_predicted(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+):
+    model = tiny_llama()
+    settings = {"optim": "adamw_bnb_8bit", "eval_documents": 0, "token_budget": 8 * 2 * SEQ, "learning_rate": 2e-2}
+    run = config(tmp_path / "run", **settings)
+    optimizers: list[Any] = []
+    create = InOrderTrainer.create_optimizer
+
+    def created(trainer: Any, *args: Any) -> Any:
+        optimizers.append(create(trainer, *args))
+        return optimizers[-1]
+
+    monkeypatch.setattr(InOrderTrainer, "create_optimizer", created)
+    finetune(model, tokenizer, [torch.arange(1, 11).repeat(20)] * 8, run)
+    losses = [line["loss"] for line in read_log(tmp_path / "run" / "train_log.jsonl")]
+    assert losses[-1] < losses[0] - 0.2
+    optimizer = optimizers[0]
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    kinds = {names[id(parameter)]: state["state1"].dtype for parameter, state in optimizer.state.items()}
+    assert kinds["model.layers.0.mlp.up_proj.weight"] == torch.uint8
+    assert kinds["model.embed_tokens.weight"] == kinds["model.norm.weight"] == torch.float32
+    kept = ("state1", "state2", "absmax1", "absmax2")
+    taken = sum(state[name].nbytes for state in optimizer.state.values() for name in kept if name in state)
+    assert predict_training_memory(model.config, run, SEQ).optimizer == taken
+    assert predict_training_memory(model.config, config(tmp_path), SEQ).optimizer > 2 * taken
+
+
 def test_what_4_bits_cannot_be_is_said_before_anything_is_loaded(
     base: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tiny_llama: Build
 ):
@@ -123,6 +153,12 @@ def test_what_4_bits_cannot_be_is_said_before_anything_is_loaded(
         assert "not installed: pip install bitsandbytes" in refused(capsys, *train, "--lora")
         recipe = (*train[:-1], "--recipe", "qlora")
         assert "not installed: pip install bitsandbytes" in refused(capsys, *recipe)
+        patch.setattr("hf_posenc.training.levers.find_spec", lambda name: None)
+        states = (*train[:-1], "--optim", "adamw_bnb_8bit")
+        assert "--optim adamw_bnb_8bit needs a package that is not installed" in refused(capsys, *states)
+    assert "unknown optim 'adam8'. Known: adamw_torch, adamw_torch_fused, adamw_bnb_8bit" in refused(
+        capsys, *train[:-1], "--optim", "adam8"
+    )
     settings = BitsAndBytesConfig(load_in_4bit=True)
     quantised = AutoModelForCausalLM.from_pretrained(base, quantization_config=settings)
     quantised.save_pretrained(base.parent / "quantised")

@@ -44,6 +44,7 @@ OTHER: dict[str, Any] = {
     "learning_rate": 3.1e-07,
     "lr_schedule": "cosine",
     "warmup_steps": 5,
+    "optim": "adamw_bnb_8bit",
     "weight_decay": 0.1,
     "adam_beta1": 0.8,
     "adam_beta2": 0.99,

@@ -7,17 +7,19 @@ backward pass, what is recomputed, and when it is freed, is then what really hap
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.dtypes import HALF, config_dtype
 from hf_posenc.families import unwrap
-from hf_posenc.lm_head import decoder_body
+from hf_posenc.lm_head import decoder_body, row_chunks
 from hf_posenc.planning.shapes import (
     fill_with_fake,
     layer_repeat,
@@ -34,8 +36,12 @@ from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.precision import float32_weights
+from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
 
 _STATES = 2  # of AdamW, in the weights' own dtype
+# Of bitsandbytes' AdamW (``Optimizer2State.init_state``): small weights keep states of 4 bytes, as embeddings do
+# (Trainer says so), and every block of states in 8 bits has a scale in float32.
+_FEWEST_IN_8_BITS, _STATES_BLOCK = 4096, 256
 _TRACED_CHUNKS = 4  # of the loss
 FORWARD, LOSS, LOSS_BACKWARD, LAYERS_BACKWARD, EMBEDDING_BACKWARD = (
     "forward",
@@ -54,7 +60,7 @@ class TrainingMemory:
 
     Attributes:
         weights: Parameters and buffers, as they are held while trained.
-        optimizer: AdamW's two states of each trained weight.
+        optimizer: AdamW's two states of each trained weight, in the weight's own dtype or in 8 bits.
         gradients: Those that exist at the peak.
         half_weights: Copies of weights in bfloat16 that autocast makes.
         activations: What the layers keep for the backward pass or are working on.
@@ -128,7 +134,7 @@ def _at_peak(sizes: dict[str, int], peaks: dict[str, Peak]) -> TrainingMemory:
     parts = {kind: min(peak.parts[kind], peak.total) for kind in kinds}
     return TrainingMemory(
         weights=sizes["weights"],
-        optimizer=_STATES * sizes["all_gradients"],
+        optimizer=sizes["optimizer"],
         activations=max(peak.total - sum(parts.values()), 0),
         phase=phase,
         trained_parameters=sizes["trained_parameters"],
@@ -145,7 +151,7 @@ def _run(
     with without_data(config), whole_blocks(not packed), few_chunks():
         fill_with_fake(model)
         with float32_weights(model, frozen=not bf16):
-            return _sizes(model), _peaks(model, run, seq_len, bf16, chunked_loss)
+            return _sizes(model, run), _peaks(model, run, seq_len, bf16, chunked_loss)
 
 
 def _model_to_train(model: PreTrainedModel, run: FinetuneConfig) -> Any:
@@ -165,9 +171,18 @@ def computes_in_half(config: PreTrainedConfig, run: FinetuneConfig) -> bool:
     return config_dtype(config) in HALF if run.bf16 is None else run.bf16
 
 
-def _sizes(model: Any) -> dict[str, int]:
+def _sizes(model: Any, run: FinetuneConfig) -> dict[str, int]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+
+    def states(parameter: nn.Parameter) -> int:
+        numbers = parameter.numel()
+        if run.optim != EIGHT_BIT_ADAMW or numbers < _FEWEST_IN_8_BITS or id(parameter) in embedded:
+            return _STATES * parameter.nbytes
+        return _STATES * (numbers + 4 * math.ceil(numbers / _STATES_BLOCK))
+
     return {
+        "optimizer": sum(map(states, trained)),
         "weights": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         "all_gradients": sum(parameter.nbytes for parameter in trained),
         "trained_parameters": sum(parameter.numel() for parameter in trained),
@@ -250,12 +265,11 @@ def few_chunks() -> Iterator[None]:
     """
 
     def first_and_last(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
-        chunks = list(found(num_rows, rows_per_chunk))
+        chunks = list(row_chunks(num_rows, rows_per_chunk))
         yield from chunks if len(chunks) <= _TRACED_CHUNKS else (*chunks[: _TRACED_CHUNKS - 1], chunks[-1])
 
-    found = loss_in_chunks.row_chunks
-    loss_in_chunks.row_chunks = first_and_last
+    vars(loss_in_chunks)["row_chunks"] = first_and_last
     try:
         yield
     finally:
-        loss_in_chunks.row_chunks = found
+        vars(loss_in_chunks)["row_chunks"] = row_chunks

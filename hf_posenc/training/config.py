@@ -15,7 +15,7 @@ from hf_posenc.registry import get_method, make_scaling
 from hf_posenc.rope_scaling import read_rope_scaling
 from hf_posenc.training.positions import check_rule
 from hf_posenc.training.recipes import get_recipe, recipe_values
-from hf_posenc.training.setting_checks import LR_SCHEDULES, check_count, check_numbers, check_words
+from hf_posenc.training.setting_checks import LR_SCHEDULES, OPTIMIZERS, check_count, check_numbers, check_words
 from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.training.trackers import check_tracker
 from hf_posenc.units import ContextLength, TokenCount
@@ -48,8 +48,8 @@ class FinetuneConfig:
         ),
         "What counts in the loss": ("assistant_only_loss", "completion_only_loss"),
         "Steps of the optimizer": (
-            *("micro_batch_size", "gradient_accumulation_steps", "learning_rate", "lr_schedule", "warmup_steps"),
-            *("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"),
+            *("micro_batch_size", "gradient_accumulation_steps", "optim", "learning_rate", "lr_schedule"),
+            *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"),
         ),
         "Adapters": ("lora", "lora_rank", "lora_alpha", "lora_targets", "lora_embeddings"),
         "Memory and precision": ("gradient_checkpointing", "bf16", "logits_chunk"),
@@ -154,6 +154,13 @@ class FinetuneConfig:
     micro_batch_size: int = field(default=1, metadata={"help": "blocks per forward and device"})
     gradient_accumulation_steps: int = field(
         default=1, metadata={"help": "forwards per optimizer step; YaRN and PI step on 64 blocks"}
+    )
+    optim: str | None = field(
+        default=None,
+        metadata={
+            "help": f"{' | '.join(OPTIMIZERS)}; default: the Trainer's AdamW. The last holds its states in 8 bits "
+            "(bitsandbytes), but those of the embedding and of small weights: 2 bytes a weight in the place of 8"
+        },
     )
     # YaRN, section 4.1: rate 2e-5, no weight decay, linear warm-up over 20 steps, AdamW with 0.9 and 0.95.
     # PI, section 3.1: the same for 7B and 13B (1e-5 for larger ones), warming up from a tenth. Neither names a decay.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 
 from hf_posenc.attention.masks import inner_name
@@ -17,6 +18,7 @@ from hf_posenc.registry import make_scaling
 from hf_posenc.training.checkpoints import last_checkpoint
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
+from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
@@ -182,6 +184,12 @@ RULES = (
         "--accelerate-config multi_gpu, which keeps the small model whole on each GPU.",
     ),
     Rule(
+        "8-bit states shared out",
+        lambda s: s.config.optim == EIGHT_BIT_ADAMW and (s.launch.fsdp > 0 or s.launch.zero is not None),
+        "optim {config.optim} keeps its states in blocks of whole weights, which FSDP2 and DeepSpeed share out. Launch "
+        "with --accelerate-config multi_gpu, or leave optim out.",
+    ),
+    Rule(
         "a sharded checkpoint elsewhere",
         lambda s: _sharded_files(s) and (s.launch.fsdp != 2 or "SHARDED" not in s.launch.state_dict),
         "the checkpoint in {config.output_dir} is FSDP2's SHARDED_STATE_DICT, which only the same kind of launch "
@@ -223,7 +231,10 @@ def check_levers(
 
     Raises:
         ValueError: The message of the first rule that is broken.
+        ImportError: The optimizer is of a package that is not installed.
     """
+    if config.optim == EIGHT_BIT_ADAMW and find_spec("bitsandbytes") is None:
+        raise ImportError(f"--optim {config.optim} needs a package that is not installed: pip install bitsandbytes")
     known = seq_len or config.seq_len or config.context_length
     levers = Levers(config, launch or Launch.from_environment(), attention, quantised, known, on_door)
     words = {"config": config, "launch": levers.launch, "attention": attention, "seq_len": known}

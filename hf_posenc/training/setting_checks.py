@@ -8,6 +8,8 @@ from typing import Any
 from hf_posenc.config import check_number
 
 LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
+EIGHT_BIT_ADAMW = "adamw_bnb_8bit"
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", EIGHT_BIT_ADAMW)
 # The least that whole numbers and numbers may be; of the latter, the learning rate must be above it.
 _WHOLE = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1, "save_steps": 1}
 _WHOLE |= {"logging_steps": 1, "logits_chunk": 1, "pose_chunks": 2, "warmup_steps": 0, "eval_documents": 0, "seed": 0}
@@ -28,6 +30,7 @@ _CHOICES = {
     "position_schedule": ("full", "pose", "random"),
     "lora_targets": ("attention", "all-linear"),
     "lr_schedule": LR_SCHEDULES,
+    "optim": (None, *OPTIMIZERS),
 }
 
 
@@ -91,4 +94,4 @@ def check_words(settings: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} must be True or False, got {settings[name]!r}.")
     for name, known in _CHOICES.items():
         if (word := settings[name]) not in known:
-            raise ValueError(f"unknown {name} {word!r}. Known: {', '.join(known)}.")
+            raise ValueError(f"unknown {name} {word!r}. Known: {', '.join(filter(None, known))}.")

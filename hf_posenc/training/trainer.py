@@ -70,6 +70,8 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
         dataloader_pin_memory=not on_cpu,
     )
     values[checkpointing] = config.gradient_checkpointing
+    if config.optim is not None:
+        values["optim"] = config.optim
     values |= liger_arguments(model)
     args = TrainingArguments(**values)
     if args.n_gpu > 1:
