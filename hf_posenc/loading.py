@@ -119,14 +119,18 @@ def check_4bit(name_or_path: str | Path, lora: bool) -> None:
 
 
 def _in_4bit(source: str, choice: DtypeChoice) -> dict[str, Any]:
-    """Return what ``from_pretrained`` is told to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
     if choice.checkpoint is None:
         raise ValueError(f"{source!r} holds quantised weights already: leave --load-in-4bit out.")
+    return in_4bit(choice.dtype)
+
+
+def in_4bit(dtype: torch.dtype | str) -> dict[str, Any]:
+    """Return what ``from_pretrained`` is told to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
     settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=choice.dtype,
+        bnb_4bit_compute_dtype=dtype,
     )
     return {"quantization_config": settings}
 

@@ -37,9 +37,12 @@ from hf_posenc.training import FinetuneConfig
 
 torch.set_num_threads(1)
 for told, seq_len, packed in json.loads(sys.argv[2]):
+    how = {"packed": packed, "load_in_4bit": told.pop("load_in_4bit", False)}
     config, run = AutoConfig.from_pretrained(sys.argv[1]), FinetuneConfig("unused", **told)
-    measured = measure_training(config, run, seq_len, steps=2, packed=packed)
-    predicted = predict_training_memory(config, run, seq_len, packed=packed)
+    if how["load_in_4bit"]:
+        config.dtype = torch.float32  # what quantised weights compute in
+    measured = measure_training(config, run, seq_len, steps=2, **how)
+    predicted = predict_training_memory(config, run, seq_len, **how)
     print(json.dumps([measured.peak, predicted.peak]), flush=True)
 """
 
@@ -86,6 +89,17 @@ def test_the_prediction_holds_for_other_settings() -> None:
 def test_the_prediction_for_smollm2_is_within_15_percent(told: dict[str, Any], packed: bool) -> None:
     ((measured, predicted),) = measured_and_predicted(SMOLLM2, [(told, 2048, packed)])
     assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="scripts/fetch_smollm2 downloads it")
+def test_the_prediction_of_adapters_on_4_bits_is_within_15_percent() -> None:
+    adapters = {"lora": True, "lora_embeddings": False, "bf16": False, "load_in_4bit": True}
+    everywhere = {**adapters, "lora_targets": "all-linear", "lora_rank": 64, "gradient_checkpointing": True}
+    cases: list[tuple[dict[str, Any], int, bool]] = [(adapters, 1024, False), (everywhere, 1024, False)]
+    for measured, predicted in measured_and_predicted(SMOLLM2, cases):
+        assert predicted == pytest.approx(measured, rel=0.15)
 
 
 def settings(**told: Any) -> FinetuneConfig:

@@ -26,9 +26,13 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_posenc.console import without_weight_bars
 from hf_posenc.dtypes import config_dtype
 from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
+from hf_posenc.loading import in_4bit
 from hf_posenc.planning.shapes import layer_repeat, meta_model, with_layers
+from hf_posenc.pretrained import load_weights
+from hf_posenc.quantised import keep_layout
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.packing import PackedDataset
@@ -102,6 +106,7 @@ def measure_training(
     *,
     steps: int = 3,
     packed: bool = False,
+    load_in_4bit: bool = False,
     how: Trains = train_as_finetune,
 ) -> MeasuredTraining:
     """Train a model of random weights for some steps as ``finetune`` does, on a GPU if there is one.
@@ -112,25 +117,29 @@ def measure_training(
         seq_len: Tokens of a block.
         steps: Optimizer steps, at least 2.
         packed: Put three documents into each block, not one.
+        load_in_4bit: Quantise the weights, which ``run`` trains adapters on.
         how: What trains; for comparisons.
     """
     first = with_layers(config, layer_repeat(config))
-    _train(first, run, min(seq_len, 64), 2, packed, how)  # imports what training needs, and warms it up
+    _train(first, run, min(seq_len, 64), 2, packed, load_in_4bit, how)  # imports what training needs, and warms it up
     _tidy()
     on_gpu = torch.cuda.is_available()
     before = torch.cuda.memory_allocated() if on_gpu else memory_in_use(meta_model(first))
-    clock = _train(config, run, seq_len, steps, packed, how)
+    clock = _train(config, run, seq_len, steps, packed, load_in_4bit, how)
     seconds, blocks = statistics.median(clock.seconds[1:]), run.micro_batch_size * run.gradient_accumulation_steps
     return MeasuredTraining(seq_len, blocks * seq_len, seconds, clock.peak - before)
 
 
 def _train(
-    config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, steps: int, packed: bool, how: Trains
+    config: PreTrainedConfig,
+    run: FinetuneConfig,
+    seq_len: int,
+    steps: int,
+    packed: bool,
+    load_in_4bit: bool,
+    how: Trains,
 ) -> _Clock:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = config_dtype(config)
-    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-    model.to(device)
+    model = _random_model(config, load_in_4bit)
     hash_weights(model)  # so that all of it is in memory
     with tempfile.TemporaryDirectory() as folder:
         blocks = steps * run.micro_batch_size * run.gradient_accumulation_steps
@@ -149,6 +158,22 @@ def _train(
         with redirect_stdout(io.StringIO()):  # Trainer prints the losses, of random weights
             how(trained, args, data, run, clock)
     return clock
+
+
+def _random_model(config: PreTrainedConfig, load_in_4bit: bool) -> Any:
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", config_dtype(config)
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    if not load_in_4bit:
+        return model.to(device)
+    with tempfile.TemporaryDirectory() as folder, without_weight_bars():  # weights are quantised as they are loaded
+        model.save_pretrained(folder)
+        model = load_weights(folder, dtype=dtype, device_map={"": device}, **in_4bit(dtype))
+    for parameter in model.parameters():  # what is not quantised would keep the whole file in memory
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.clone()
+    keep_layout(model)
+    _tidy()
+    return model
 
 
 def random_blocks(vocab_size: int, seq_len: int, blocks: int, packed: bool) -> PackedDataset:

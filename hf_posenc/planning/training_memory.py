@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.dtypes import HALF, config_dtype
 from hf_posenc.families import unwrap
 from hf_posenc.lm_head import decoder_body, row_chunks
+from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
 from hf_posenc.planning.shapes import (
     fill_with_fake,
     layer_repeat,
@@ -91,7 +92,13 @@ class TrainingMemory:
 
 
 def predict_training_memory(
-    config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, *, packed: bool = True, chunked_loss: bool = True
+    config: PreTrainedConfig,
+    run: FinetuneConfig,
+    seq_len: int,
+    *,
+    packed: bool = True,
+    chunked_loss: bool = True,
+    load_in_4bit: bool = False,
 ) -> TrainingMemory:
     """Predict the peak of ``finetune``'s optimizer steps on one device, of CPU kernels.
 
@@ -103,16 +110,17 @@ def predict_training_memory(
         seq_len: Tokens of a block.
         packed: Blocks hold more than one document (or a piece of one), so attention needs a mask.
         chunked_loss: As ``finetune`` has it; False for the loss of a plain Trainer, with all logits.
+        load_in_4bit: The weights are loaded so, for adapters to be trained on them.
 
     Raises:
         ValueError: The family cannot be run without data.
     """
     layers, repeat = int(text_config(config).num_hidden_layers), layer_repeat(config)
     if layers <= 3 * repeat:
-        return _at_peak(*_run(config, run, seq_len, packed, chunked_loss))
+        return _at_peak(*_run(config, run, seq_len, packed, chunked_loss, load_in_4bit))
     traced = traced_repeats(repeat)
     (few, base), (more, other) = (
-        _run(with_layers(config, times * repeat), run, seq_len, packed, chunked_loss) for times in traced
+        _run(with_layers(config, times * repeat), run, seq_len, packed, chunked_loss, load_in_4bit) for times in traced
     )
     times = layers / repeat - traced[0]
     sizes = {name: round(few[name] + times * (more[name] - few[name])) for name in few}
@@ -144,10 +152,18 @@ def _at_peak(sizes: dict[str, int], peaks: dict[str, Peak]) -> TrainingMemory:
 
 
 def _run(
-    config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, packed: bool, chunked_loss: bool
+    config: PreTrainedConfig,
+    run: FinetuneConfig,
+    seq_len: int,
+    packed: bool,
+    chunked_loss: bool,
+    load_in_4bit: bool = False,
 ) -> tuple[dict[str, int], dict[str, Peak]]:
     """Return the bytes that stay, and the peak of each phase of a forward and backward pass."""
-    model, bf16 = _model_to_train(meta_model(config), run), computes_in_half(config, run)
+    bare = meta_model(config)
+    if load_in_4bit:
+        quantise_shapes(bare, 4)
+    model, bf16 = _model_to_train(bare, run), computes_in_half(config, run)
     with without_data(config), whole_blocks(not packed), few_chunks():
         fill_with_fake(model)
         with float32_weights(model, frozen=not bf16):
@@ -158,6 +174,9 @@ def _model_to_train(model: PreTrainedModel, run: FinetuneConfig) -> Any:
     with torch.device("meta"):
         trained = add_lora(model, run) if run.lora else model
     trained.train()
+    for module in trained.modules():
+        if isinstance(getattr(module, "base_layer", None), QuantisedLinear):
+            module.cast_input_dtype_enabled = False  # PEFT's layer around a quantised one leaves its input alone
     unwrap(trained).config.use_cache = False
     if run.gradient_checkpointing:
         enable = getattr(unwrap(trained), "activation_checkpointing_enable", None)
