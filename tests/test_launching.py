@@ -31,6 +31,8 @@ EXPECTED = {
     "zero2": Launch(8, zero=2),
     "zero3": Launch(8, zero=3),
     "context_parallel_2gpu": Launch(2, fsdp=2, cp_size=2),
+    "context_parallel_4gpu": Launch(4, fsdp=2, cp_size=4),  # this one and the next are ours
+    "context_parallel_8gpu": Launch(8, fsdp=2, cp_size=8),
     "alst_ulysses_4gpu": Launch(4, zero=3, sp_size=2, sp_attention="flash_attention_2"),
 }
 

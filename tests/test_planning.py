@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,17 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli import main
 from hf_posenc.planning import plan, plan_text
 from hf_posenc.planning.arguments import MemorySize
-from hf_posenc.planning.facts import kv_cache_bytes, model_facts
+from hf_posenc.planning.facts import kv_cache, model_facts
+from hf_posenc.planning.finetune_command import finetune_words, flags_of
 from hf_posenc.planning.flops import training_flops
-from hf_posenc.planning.levers import RESERVE, Lever, Sharding, levers, shard
+from hf_posenc.planning.gpus import RESERVE
+from hf_posenc.planning.levers import Lever, Sharding, levers, shard
 from hf_posenc.planning.rules import Situation, advise
 from hf_posenc.planning.training_memory import TrainingMemory, predict_training_memory
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.fitting import fit_recipe
+from hf_posenc.training.recipes import RECIPES
 
 RUN = FinetuneConfig("unused")
 _PREDICTED: dict[Any, TrainingMemory] = {}
@@ -43,10 +48,10 @@ _PREDICTED: dict[Any, TrainingMemory] = {}
 def _predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prediction is made once for all tests."""
 
-    def predict(config: Any, run: FinetuneConfig, seq_len: int, *, packed: bool) -> TrainingMemory:
-        key = (config.to_json_string(), repr(run), seq_len, packed)
+    def predict(config: Any, run: FinetuneConfig, seq_len: int, **told: bool) -> TrainingMemory:
+        key = (config.to_json_string(), repr(run), seq_len, tuple(told.items()))
         if key not in _PREDICTED:
-            _PREDICTED[key] = predict_training_memory(config, run, seq_len, packed=packed)
+            _PREDICTED[key] = predict_training_memory(config, run, seq_len, **told)
         return _PREDICTED[key]
 
     monkeypatch.setattr("hf_posenc.planning.levers.predict_training_memory", predict)
@@ -60,9 +65,9 @@ def test_the_kv_cache_is_transformers_own(window: int | None, kept: int) -> None
     with torch.no_grad():
         model(input_ids=torch.arange(50)[None], past_key_values=cache)
     real = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert kv_cache_bytes(config, 50) == real == 2 * 2 * 2 * 16 * kept * 4  # layers, keys and values, heads, dim
+    assert kv_cache(config, 50).at(50) == real == 2 * 2 * 2 * 16 * kept * 4  # layers, keys and values, heads, dim
     deep = MistralConfig(**{**TINY_SIZES, "num_hidden_layers": 9}, sliding_window=window, dtype="bfloat16")
-    assert kv_cache_bytes(deep, 50) == 9 * real // 2 // 2
+    assert kv_cache(deep, 50).at(50) == 9 * real // 2 // 2
 
 
 def test_what_a_model_is() -> None:
@@ -149,26 +154,137 @@ def test_a_scaled_checkpoint_is_told_so() -> None:
     assert any("on_scaled='replace'" in reason for reason in advice.reasons)
 
 
-def test_the_first_lever_that_fits_is_taken() -> None:
+WAYS = ["as asked", "bf16", "gradient checkpointing", "no mask", "8-bit AdamW", "LoRA+", "LoRA", "4-bit LoRA"]
+WAYS += [f"PoSE window{name}" for name in ("", ", 8-bit AdamW", ", LoRA+", ", 4-bit LoRA")]
+
+
+def test_the_first_way_that_fits_is_taken() -> None:
     config = LlamaConfig(**{**TINY_SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4})
     ways = list(levers(config, RUN, 1024, 64, packed=True))
-    names = ["as asked", "bf16", "gradient checkpointing", "no mask", "LoRA+", "PoSE window", "PoSE window, LoRA+"]
-    assert [way.name for way in ways] == names
+    assert [way.name for way in ways] == WAYS
     peaks = [way.memory.peak for way in ways]
-    assert [way.seq_len for way in ways] == [1024] * 5 + [64] * 2
-    assert peaks[:5] == sorted(peaks[:5], reverse=True)
-    for index in (0, 2, 3):
+    assert [way.seq_len for way in ways] == [1024] * 8 + [64] * 4
+    assert peaks[:7] == sorted(peaks[:7], reverse=True)  # in 4 bits a matrix is unpacked, more than so few weights save
+    assert peaks[8:] == sorted(peaks[8:], reverse=True)
+    for index in (0, 2, 3, 4):
         made = plan(config, 1024, gpu_memory=RESERVE + peaks[index], token_budget=10**9, run=RUN)
-        assert (made.lever.name, made.fits, len(made.levers)) == (names[index], True, index + 1)
+        assert (made.lever.name, made.fits, len(made.levers)) == (WAYS[index], True, index + 1)
         assert made.sharding is None
     small = plan(config, 1024, gpu_memory=RESERVE + 1000, run=RUN)
-    assert (small.fits, small.advice.recipe, len(small.levers)) == (False, "qlora", 7)
+    assert (small.fits, small.advice.recipe, len(small.levers)) == (False, "qlora", 12)
     assert "more devices do not help to train all weights" in plan_text(small)
     weights = small.all_weights.memory.weights
     enough = plan(config, 1024, gpu_memory=RESERVE + weights, run=RUN)
     assert (enough.fits, "more devices do not help" in plan_text(enough)) == (False, False)
     short = list(levers(config, FinetuneConfig("unused", lora=True, bf16=True), 64, 64, packed=False))
-    assert [way.name for way in short] == ["as asked", "gradient checkpointing"]
+    assert [way.name for way in short] == ["as asked", "gradient checkpointing", "LoRA", "4-bit LoRA"]
+
+
+def test_of_a_way_that_is_far_too_much_only_the_least_is_said() -> None:
+    config = LlamaConfig(**TINY_SIZES)
+    ways = list(levers(config, RUN, 1024, 64, packed=True, gpu_memory=RESERVE + 1000))
+    assert all(way.at_least for way in ways)
+    for way in ways:
+        assert way.memory.peak <= way.predicted(config).memory.peak
+    made = plan(config, 1024, gpu_memory=RESERVE + 1000, run=RUN)
+    whole = [way.name for way in made.levers if not way.at_least]
+    assert whole == ["4-bit LoRA", "PoSE window, 4-bit LoRA"]  # what needs least at the full length, and of all
+    text = plan_text(made)
+    assert "To rent: one 24 GB for PoSE window, 4-bit LoRA in blocks of 64" in text
+    assert [line.split()[3] for line in text.splitlines() if line.startswith("as asked  ") and "over" in line] == [
+        "over"
+    ]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model = tiny_llama(num_hidden_layers=1)
+    run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=256)
+    in_4bit = bool(RECIPES[recipe].loading.get("load_in_4bit"))
+    first = plan(model.config, 256, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).levers[0]
+    fitted = fit_recipe(model, run)
+    assert first.seq_len == (fitted.seq_len or (256 if fitted.position_schedule == "full" else 64))
+    assert (first.run, first.load_in_4bit) == (run, in_4bit)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_finetune_reads_the_command_of_each_way_as_that_way(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("hf_posenc.cli.launch_words", lambda launch, *_: started.append(launch))
+    monkeypatch.setattr("hf_posenc.training.command.run_finetune", lambda *told: started.append(told))
+    made = plan(LlamaConfig(**TINY_SIZES), 1024, gpus=gpus, run=RUN)
+    told = plan_text(made).splitlines()
+    assert len({way.label for way in made.levers}) == len(made.levers) == (12 if gpus == 1 else 18)
+    for way in made.levers:
+        started.clear()
+        words = [*finetune_words(str(tiny_model_path()), 1024), *flags_of(way)]
+        flags = shlex.join(flags_of(way))
+        assert any(line.startswith(f"  {way.label} ") and line.endswith(flags or "none") for line in told[1:]) or any(
+            line.endswith(f"--context-length 1024 {flags}".rstrip()) for line in told
+        )
+        assert main(words[1:]) == 0
+        launch, (_, run, _, loading, _) = started
+        assert run == dataclasses.replace(way.run, output_dir="OUT", context_length=1024)
+        assert loading.load_in_4bit == way.load_in_4bit
+        over = None if way.sharding is None else way.sharding.num_devices
+        shared = "context_parallel_2gpu" if over and way.sharding.context_parallel else "fsdp2" if over else None
+        assert (launch.accelerate_config, launch.num_processes) == (shared, over if shared == "fsdp2" else None)
+
+
+def test_reading_counts_the_weights_as_they_are_held_and_what_the_rule_keeps() -> None:
+    config = LlamaConfig(
+        **{**TINY_SIZES, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}, dtype="bfloat16"
+    )
+    made = plan(config, 256, gpu_memory="24GB")
+    assert (made.levers, made.fits, made.hours, made.advice.method) == ((), None, None, "dynamic_yarn")
+    whole, eight, four = made.reading
+    assert [row.weights_in for row in made.reading] == ["bfloat16", "8-bit", "4-bit"]
+    assert (
+        whole.weights == made.model.weight_bytes + 2 * 4 * 32
+    )  # and the frequencies, as they are and were, in float32
+    matrices, rows = 2 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 1024), 2 * (3 * 256 + 2 * 128 + 2 * 1024)
+    assert whole.weights - eight.weights == matrices * (2 - 1) - 4 * rows  # a float32 scale for each row
+    assert whole.weights - four.weights == pytest.approx(matrices * (2 - 4.127 / 8), rel=0.01)
+    cache = 2 * 2 * 2 * 64 * 256 * 2  # layers, keys and values, heads, dim, tokens, bytes
+    assert {row.kv_cache for row in made.reading} == {cache} == {made.kv_cache}
+    # A copy of the keys for the stage that the last tokens are in; the cosines and sines of one chunk's are float32.
+    assert all(row.rule >= cache // 2 for row in made.reading)
+    static = plan(config, 256, server=True)
+    assert (static.advice.method, {row.rule for row in static.reading}) == ("yarn", {0})
+    assert plan(config, 64).reading[0].rule == 0  # nothing is extended
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_the_longest_text_is_the_last_that_fits(gpus: int) -> None:
+    config = LlamaConfig(**TINY_SIZES)
+    memory = RESERVE + 2 * 10**6
+    made = plan(config, 256, gpu_memory=memory, gpus=gpus)
+    longest = made.longest
+    assert all(64 < length < 10**5 for length in longest)
+    for index, length in enumerate(longest):
+        assert plan(config, length, gpus=gpus).reading[index].fits(memory, gpus)
+        assert not plan(config, length + 1, gpus=gpus).reading[index].fits(memory, gpus)
+    if gpus == 2:
+        row = made.reading[0]
+        table = 128 * 64 * 4  # the embedding's bytes, as many as the head's
+        assert row.per_device(2) == (row.weights - 2 * table + row.kv_cache + row.rule) // 2 + table + row.working
+        assert longest[0] > plan(config, 256, gpu_memory=memory).longest[0]
+
+
+def test_training_is_counted_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(tiny_model_path()), "--context-length", "1k", "--gpu-memory", "24GB"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Reading 1,024 tokens in 24.00 GB fits with bfloat16 weights (0.04 GB)")
+    assert "Training: --training says what fits" in text
+    assert "gradients" not in text
+    assert main([*words, "--training"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("Reading 1,024 tokens")
+    assert "Training in blocks of 1,024 tokens fits 24.00 GB: as asked" in text
+    assert text.index("reading 1k tokens, 1024 at a time:") < text.index("Training, each row")
+    assert main([*words, "--gpus", "0"]) == 2
+    assert "gpus must be a whole number of devices, at least 1, got 0" in capsys.readouterr().err
 
 
 def test_devices_are_counted_from_the_parts() -> None:
@@ -215,7 +331,6 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert "llama, 5.27M parameters (bfloat16), 6 layers of 256, 4 heads of 64" in text
     assert "trained on 256 tokens, reads 256; asked for: 1k, factor 4" in text
     assert "method dynamic_yarn, no training" in text
-    assert "the first lever that makes it fit: as asked" in text
     assert main([*words, "--json", "--tokens-per-second", "1000"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["kv_cache"] == 6 * 2 * 4 * 64 * 1024 * 2

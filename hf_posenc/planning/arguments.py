@@ -31,7 +31,15 @@ class PlanArguments:
 
     context_length: ContextLength = field(metadata={"help": "tokens the model is to read (128k = 131072)"})
     gpu_memory: MemorySize | None = field(
-        default=None, metadata={"help": "memory of one device, such as 24GB: which lever makes training fit"}
+        default=None, metadata={"help": "memory of one device, such as 24GB: what fits, and how long a text"}
+    )
+    gpus: int = field(default=1, metadata={"help": "devices of that memory"})
+    training: bool = field(
+        default=False,
+        metadata={
+            "help": "say too what fits to train, with the command for each way; any flag below that is about training "
+            "asks for it too"
+        },
     )
     token_budget: TokenCount | None = field(
         default=None, metadata={"help": "tokens to train on (1M); left out: whether to train is part of the answer"}
@@ -40,6 +48,9 @@ class PlanArguments:
         default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
     )
     server: bool = field(default=False, metadata={"help": "a server is to run it, which only static rules can"})
+    recipe: str | None = field(
+        default=None, metadata={"help": "train by a recipe (see `hf-posenc recipes`); other flags win over its values"}
+    )
     lora: bool = field(default=False, metadata={"help": "train adapters, the embedding and the norms only"})
     gradient_checkpointing: bool = field(default=False, metadata={"help": "recompute each layer in the backward pass"})
     dtype: str = field(

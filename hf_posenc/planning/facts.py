@@ -167,22 +167,42 @@ def _windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind in _WINDOWED else None for kind in types if kind in _ATTENDING)
 
 
-def kv_cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
-    """Return the bytes of Transformers' own cache of one sequence, in the config's dtype.
+@dataclass(frozen=True)
+class KvCache:
+    """Bytes of the cache of one sequence.
+
+    Attributes:
+        fixed: Of layers whose window is full, and of states that do not grow.
+        per_token: Of all other layers, for each token.
+    """
+
+    fixed: float
+    per_token: float
+
+    def at(self, num_tokens: int) -> int:
+        """Return the bytes for a length, from the longest window on."""
+        return round(self.fixed + self.per_token * num_tokens)
+
+
+def kv_cache(config: PreTrainedConfig, num_tokens: int) -> KvCache:
+    """Return what Transformers' own cache of one sequence takes, in the config's dtype.
 
     The cache is filled by a model without data, so windows, latent attention and layers that keep no keys count as
     they are. Of deep models a few layers are run (``traced_repeats``).
     """
     layers, repeat = int(config.get_text_config(decoder=True).num_hidden_layers), layer_repeat(config)
     if layers <= 3 * repeat:
-        return _cache_bytes(config, num_tokens)
+        return _cache(config, num_tokens)
     traced = traced_repeats(repeat)
-    few, more = (_cache_bytes(with_layers(config, times * repeat), num_tokens) for times in traced)
-    return round(few + (more - few) * (layers / repeat - traced[0]))
+    few, more = (_cache(with_layers(config, times * repeat), num_tokens) for times in traced)
+    times = layers / repeat - traced[0]
+    return KvCache(
+        few.fixed + times * (more.fixed - few.fixed), few.per_token + times * (more.per_token - few.per_token)
+    )
 
 
 @torch.no_grad()
-def _cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
+def _cache(config: PreTrainedConfig, num_tokens: int) -> KvCache:
     model = meta_model(config, torch.bfloat16)  # which all experts can do; the dtype counts afterwards
     model.train(False)
     with without_data(config):
@@ -191,4 +211,7 @@ def _cache_bytes(config: PreTrainedConfig, num_tokens: int) -> int:
         ids = torch.zeros(1, num_tokens, dtype=torch.int64)
         model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     held = (value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor))
-    return sum(math.prod(tensor.shape) for tensor in held if tensor.dim() > 2) * config_dtype(config).itemsize
+    shapes, number = [tensor.shape for tensor in held if tensor.dim() > 2], config_dtype(config).itemsize
+    grows = [shape for shape in shapes if shape[-2] == num_tokens]
+    fixed = [shape for shape in shapes if shape[-2] != num_tokens]
+    return KvCache(number * sum(map(math.prod, fixed)), number * sum(map(math.prod, grows)) / num_tokens)

@@ -8,23 +8,29 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.planning.training_memory import TrainingMemory, computes_in_half, predict_training_memory
+from hf_posenc.planning.gpus import smallest_gpu, usable
+from hf_posenc.planning.training_memory import (
+    TrainingMemory,
+    computes_in_half,
+    least_training_memory,
+    predict_training_memory,
+)
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.launch import Launch
+from hf_posenc.training.levers import check_levers
 from hf_posenc.training.positions import has_windows
+from hf_posenc.training.recipes import get_recipe
+from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
 
 # Names of levers; the order is that of TRL's guide to long contexts: logits, precision, activations, weights, devices.
-AS_ASKED, BF16, CHECKPOINTING, NO_MASK, LORA, POSE, POSE_LORA = (
-    "as asked",
-    "bf16",
-    "gradient checkpointing",
-    "no mask",
-    "LoRA+",
-    "PoSE window",
-    "PoSE window, LoRA+",
-)
-# Left for the CUDA context, kernels' workspaces and what the allocator cannot use; a guess, not measured.
-RESERVE = 10**9
+AS_ASKED, BF16, CHECKPOINTING, NO_MASK = "as asked", "bf16", "gradient checkpointing", "no mask"
+STATES_8BIT, LORA, ADAPTERS, LORA_4BIT = "8-bit AdamW", "LoRA+", "LoRA", "4-bit LoRA"
+POSE = "PoSE window"
+POSE_8BIT, POSE_LORA, POSE_4BIT = (f"{POSE}, {name}" for name in (STATES_8BIT, LORA, LORA_4BIT))
+# Devices that accelerate configurations of ours share a sequence over.
+SHARED_OVER = (2, 4, 8)
 _MOST_DEVICES = 64
+_ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,9 @@ class Lever:
         seq_len: Tokens of a block.
         packed: Blocks hold several documents, kept apart by a mask.
         memory: What it needs on one device.
+        load_in_4bit: The weights are loaded so.
+        sharding: Over several devices; None for one.
+        at_least: ``memory`` is only what it needs at least, as that is too much already.
     """
 
     name: str
@@ -44,10 +53,47 @@ class Lever:
     seq_len: int
     packed: bool
     memory: TrainingMemory
+    load_in_4bit: bool = False
+    sharding: Sharding | None = None
+    at_least: bool = False
+
+    def predicted(self, config: PreTrainedConfig) -> Lever:
+        """Return it with what it needs on one device, not only at least."""
+        told = {"load_in_4bit": True} if self.load_in_4bit else {}
+        memory = predict_training_memory(config, self.run, self.seq_len, packed=self.packed, **told)
+        return dataclasses.replace(self, memory=memory, sharding=None, at_least=False)
+
+    @property
+    def label(self) -> str:
+        """The name, and what several devices share."""
+        if self.sharding is None:
+            return self.name
+        blocks = "weights and blocks" if self.sharding.context_parallel else "weights"
+        return f"{self.name}, {blocks} shared by {self.sharding.num_devices} GPUs"
+
+    @property
+    def per_device(self) -> int:
+        """Bytes on each device, at the peak."""
+        return self.memory.peak if self.sharding is None else self.sharding.per_device
+
+    @property
+    def needed(self) -> int:
+        """Bytes a device must have: those at the peak, or all weights, which each holds before they are shared out."""
+        return self.per_device if self.sharding is None else max(self.per_device, self.memory.weights)
 
     def fits(self, gpu_memory: int) -> bool:
-        """Say whether it fits one device of so many bytes."""
-        return self.memory.peak <= gpu_memory - RESERVE
+        """Say whether it fits devices of so many bytes."""
+        return self.needed <= usable(gpu_memory)
+
+    @property
+    def smallest_gpu(self) -> int | None:
+        """The smallest rented GPU it fits, in 10^9 bytes; None: not even the largest."""
+        return smallest_gpu(self.needed)
+
+    @property
+    def can_be_shared(self) -> bool:
+        """Whether FSDP2 can spread its weights, as ``finetune`` sees it."""
+        return self.sharding is None and _goes(self, Launch(2, fsdp=2))
 
 
 @dataclass(frozen=True)
@@ -55,7 +101,7 @@ class Sharding:
     """An estimate for several devices.
 
     Attributes:
-        num_devices: The fewest that are enough, a power of two.
+        num_devices: How many; of ``shard`` the fewest that are enough, a power of two.
         context_parallel: One block has to be spread too, not only weights, gradients and states.
         per_device: Bytes on each.
     """
@@ -66,60 +112,134 @@ class Sharding:
 
 
 def levers(
-    config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, original: int, *, packed: bool
+    config: PreTrainedConfig,
+    run: FinetuneConfig,
+    seq_len: int,
+    original: int,
+    *,
+    packed: bool,
+    load_in_4bit: bool = False,
+    gpus: int = 1,
+    gpu_memory: int | None = None,
 ) -> Iterator[Lever]:
     """Yield the ways to train, from what was asked for to what needs least; each is predicted when it is reached.
 
-    The loss in chunks, the first lever, is always on.
+    The loss in chunks, the first lever, is always on. Where ``gpu_memory`` is known, no step is run of a way whose
+    weights, states and inputs of layers alone are more than all devices have.
 
     Args:
         config: The model's.
         run: What was asked for.
-        seq_len: Tokens of a block: the target length.
+        seq_len: Tokens of a block: the target length, unless something else was asked for.
         original: The original length, that of PoSE's window.
         packed: Blocks hold several documents.
+        load_in_4bit: Adapters are to be trained on weights in 4 bits.
+        gpus, gpu_memory: Devices, and bytes of each. Of several, each way for one is followed by those that share
+            weights and blocks out to all of them.
     """
 
-    def lever(name: str, run: FinetuneConfig, length: int = seq_len, packed: bool = packed) -> Lever:
-        return Lever(name, run, length, packed, predict_training_memory(config, run, length, packed=packed))
+    def lever(name: str, run: FinetuneConfig, length: int, packed: bool, in_4bit: bool = load_in_4bit) -> Lever:
+        least = least_training_memory(config, run, length, load_in_4bit=in_4bit)
+        made = Lever(name, run, length, packed, least, in_4bit, at_least=True)
+        too_much = gpu_memory is not None and least.peak > gpus * usable(gpu_memory)
+        return made if too_much else made.predicted(config)
 
-    yield lever(AS_ASKED, run)
+    def in_8_bits(name: str, like: Lever) -> Lever:
+        run = dataclasses.replace(like.run, optim=EIGHT_BIT_ADAMW)
+        if like.at_least:
+            return lever(name, run, like.seq_len, like.packed)
+        states = least_training_memory(config, run, like.seq_len).optimizer  # all that is different
+        return dataclasses.replace(like, name=name, run=run, memory=dataclasses.replace(like.memory, optimizer=states))
+
+    yield (whole := lever(AS_ASKED, run, seq_len, packed))
     if not computes_in_half(config, run):
         run = dataclasses.replace(run, bf16=True)
-        yield lever(BF16, run)
+        yield (whole := lever(BF16, run, seq_len, packed))
     if not run.gradient_checkpointing:
         run = dataclasses.replace(run, gradient_checkpointing=True)
-        yield lever(CHECKPOINTING, run)
+        yield (whole := lever(CHECKPOINTING, run, seq_len, packed))
     if packed:
-        yield lever(NO_MASK, run, packed=False)
+        yield (whole := lever(NO_MASK, run, seq_len, packed=False))
+    if not run.lora and run.optim != EIGHT_BIT_ADAMW:
+        yield in_8_bits(STATES_8BIT, whole)
+    yield from shared(config, whole, gpus)
     adapters = dataclasses.replace(run, lora=True)
     if not run.lora:
-        yield lever(LORA, adapters, packed=False)
-    if original < seq_len:
+        yield (whole := lever(LORA, adapters, seq_len, packed=False))
+        yield from shared(config, whole, gpus)
+    if not load_in_4bit:
+        if adapters.lora_embeddings:
+            bare = dataclasses.replace(adapters, lora_embeddings=False)
+            yield (whole := lever(ADAPTERS, bare, seq_len, packed=False))
+            yield from shared(config, whole, gpus)
+        yield lever(LORA_4BIT, _on_4bit(adapters), seq_len, packed=False, in_4bit=True)
+    if original < seq_len and run.position_schedule == "full":
         windows = has_windows(config)  # in which a skip has to be masked
         if not run.lora:
-            yield lever(POSE, dataclasses.replace(run, position_schedule="pose"), original, windows)
-        yield lever(POSE_LORA, dataclasses.replace(adapters, position_schedule="pose"), original, windows)
+            window = lever(POSE, _skipping(run), original, windows)
+            yield window
+            if run.optim != EIGHT_BIT_ADAMW:
+                yield in_8_bits(POSE_8BIT, window)
+        yield lever(POSE_LORA, _skipping(adapters), original, windows)
+        if not load_in_4bit:
+            yield lever(POSE_4BIT, _skipping(_on_4bit(adapters)), original, windows, in_4bit=True)
+
+
+def _skipping(run: FinetuneConfig) -> FinetuneConfig:
+    return dataclasses.replace(run, position_schedule="pose")
+
+
+def _on_4bit(run: FinetuneConfig) -> FinetuneConfig:
+    """Return QLoRA's settings, with the adapters that were asked for: its own, on all linear layers, need more."""
+    values = {name: value for name, value in get_recipe("qlora").values.items() if name not in _ADAPTER_SETTINGS}
+    return dataclasses.replace(run, recipe="qlora", **values)
+
+
+def shared(config: PreTrainedConfig, lever: Lever, gpus: int) -> Iterator[Lever]:
+    """Yield a way of one device over several: weights shared out by FSDP2, then blocks too by context parallelism."""
+    layers = int(config.get_text_config(decoder=True).num_hidden_layers)
+    for context_parallel in (False, True):
+        launch = Launch(gpus, fsdp=2, cp_size=gpus if context_parallel else 1)
+        known = not context_parallel or (gpus in SHARED_OVER and not lever.packed)
+        if gpus > 1 and known and _goes(lever, launch):
+            over = Sharding(gpus, context_parallel, spread(lever.memory, layers, gpus, context_parallel))
+            yield dataclasses.replace(lever, sharding=over)
+
+
+def _goes(lever: Lever, launch: Launch) -> bool:
+    """Say whether ``finetune`` starts a run so."""
+    try:
+        check_levers(lever.run, launch, quantised=lever.load_in_4bit, seq_len=lever.seq_len)
+    except (ValueError, ImportError):
+        return False
+    return True
+
+
+def spread(memory: TrainingMemory, num_layers: int, devices: int, context_parallel: bool) -> int:
+    """Estimate the bytes on each of several devices, from the parts of one device; not measured.
+
+    FSDP2 and ZeRO-3 spread weights, gradients and states, and gather one layer at a time (two while the next is on its
+    way); context parallel spreads the block.
+    """
+    parts = memory.weights + memory.optimizer + memory.all_gradients
+    rest = memory.peak - memory.weights - memory.optimizer - memory.gradients
+    gathered = 2 * memory.weights // num_layers
+    return parts // devices + gathered + (rest // devices if context_parallel else rest)
 
 
 def shard(lever: Lever, gpu_memory: int, num_layers: int) -> Sharding | None:
-    """Estimate on how many devices a full-length way to train fits; None if not on 64.
+    """Estimate on how many devices a full-length way to train fits (``spread``); None if not on 64.
 
-    FSDP2 and ZeRO-3 spread weights, gradients and states, and gather one layer at a time (two while the next is on its
-    way); context parallel spreads the block. Before that each device holds all weights for a moment, as they are
-    trained (``hf_posenc.training.sharding``). Counted from the parts of one device, and not measured.
+    Before they are spread each device holds all weights for a moment, as they are trained
+    (``hf_posenc.training.sharding``).
     """
-    memory = lever.memory
-    if memory.weights > gpu_memory - RESERVE:
+    if lever.memory.weights > usable(gpu_memory):
         return None
-    spread = memory.weights + memory.optimizer + memory.all_gradients
-    rest = memory.peak - memory.weights - memory.optimizer - memory.gradients
-    gathered = 2 * memory.weights // num_layers
     devices = 2
     while devices <= _MOST_DEVICES:
         for context_parallel in (False, True):
-            per_device = spread // devices + gathered + (rest // devices if context_parallel else rest)
-            if per_device <= gpu_memory - RESERVE:
+            per_device = spread(lever.memory, num_layers, devices, context_parallel)
+            if per_device <= usable(gpu_memory):
                 return Sharding(devices, context_parallel, per_device)
         devices *= 2
     return None

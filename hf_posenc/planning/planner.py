@@ -14,18 +14,22 @@ from transformers import PreTrainedConfig
 from hf_posenc.config import check_length, check_number
 from hf_posenc.dtypes import DtypeChoice, choose_dtype, config_dtype
 from hf_posenc.planning.arguments import MemorySize
-from hf_posenc.planning.facts import ModelFacts, kv_cache_bytes, model_facts, read_config
+from hf_posenc.planning.facts import ModelFacts, kv_cache, model_facts, read_config
 from hf_posenc.planning.flops import Flops, training_flops
+from hf_posenc.planning.gpus import usable
 from hf_posenc.planning.levers import Lever, Sharding, levers, shard
+from hf_posenc.planning.reading import Reading, Readings
 from hf_posenc.planning.rules import Advice, Situation, advise
 from hf_posenc.planning.shapes import in_dtype
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
 from hf_posenc.units import TokenCount, length_name
 
 if TYPE_CHECKING:
     from hf_posenc.planning.measuring import MeasuredTraining
 
 DEFAULT_BUDGET = TokenCount("1M")  # finetune's
+_LOOKED_UP_TO = 16
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,17 @@ class Plan:
         factor: Target / original length.
         advice: Method and recipe, with reasons.
         kv_cache: Bytes of one sequence's keys and values at the target, in the dtype computed in.
-        levers: Ways to train, up to the first that fits; all of them where none does or no memory was given.
+        levers: Ways to train, up to the first that fits; all of them where none does or no memory was given; none where
+            training was not asked for.
         chosen: Which of them: the first that fits, else the last but for the memory as asked.
         gpu_memory: Bytes of one device; None: not given.
+        gpus: Devices.
+        reading: What reading the target takes, by how the weights are held.
+        longest: For each of those the longest text that fits the devices, in tokens; one of 16 times the target, up to
+            which it is looked for, says that longer ones fit; empty where no memory was given.
         sharding: Devices for training at the full length, where one is not enough; None: not needed, or 64 are too few.
         token_budget: Tokens counted with.
-        flops: Of training on them, the chosen way.
+        flops: Of training on them, the chosen way; None where training was not asked for.
         tokens_per_second: Speed of training the chosen way; None: not known.
         rate: Where the speed is from.
         measured: What ``measure`` gave.
@@ -60,26 +69,42 @@ class Plan:
     gpu_memory: int | None
     sharding: Sharding | None
     token_budget: int
-    flops: Flops
+    flops: Flops | None
     tokens_per_second: float | None = None
     rate: str = "not known: give --tokens-per-second, --tflops or --measure"
     measured: MeasuredTraining | None = field(default=None)
     dtype: DtypeChoice = field(kw_only=True)
+    gpus: int = field(default=1, kw_only=True)
+    reading: tuple[Reading, ...] = field(kw_only=True)
+    longest: tuple[int, ...] = field(default=(), kw_only=True)
 
     @property
     def lever(self) -> Lever:
-        """The way to train that the plan counts with."""
+        """The way to train that the plan counts with.
+
+        Raises:
+            ValueError: Training was not asked for.
+        """
+        if not self.levers:
+            raise ValueError("training was not planned: pass training=True (--training).")
         return self.levers[self.chosen]
+
+    def longest_text(self, index: int) -> str:
+        """Return in words the longest text that fits, for a way of ``reading``, in whole k from there on."""
+        length, most = self.longest[index], _LOOKED_UP_TO * self.target
+        if length == most:
+            return f"over {length_name(most)}"
+        return length_name(length // 1024 * 1024 if length >= 1024 else length) if length else "none"
 
     @property
     def all_weights(self) -> Lever:
-        """The way to train all weights at the full length that needs least, else the last."""
+        """The way to train all weights at the full length that needs least, of those FSDP2 can share; else the last."""
         return _all_weights(self.levers, self.target)
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits one device; None where its memory is not known."""
-        return None if self.gpu_memory is None else self.lever.fits(self.gpu_memory)
+        """Whether training fits; None where the memory is not known, or training was not asked for."""
+        return None if self.gpu_memory is None or not self.levers else self.lever.fits(self.gpu_memory)
 
     @property
     def inference(self) -> int:
@@ -94,22 +119,36 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return everything, JSON-able."""
         rows = [{**_lever_dict(lever), "fits": self._fits(lever)} for lever in self.levers]
-        plain = {name: getattr(self, name) for name in ("target", "factor", "kv_cache", "gpu_memory", "token_budget")}
+        shown = ("target", "factor", "kv_cache", "gpu_memory", "gpus", "token_budget")
+        plain = {name: getattr(self, name) for name in shown}
         told = {name: getattr(self, name) for name in ("inference", "tokens_per_second", "rate", "hours", "chosen")}
         nested = {name: getattr(self, name) for name in ("model", "advice", "flops", "sharding", "measured")}
         nested = {name: None if value is None else dataclasses.asdict(value) for name, value in nested.items()}
         dtype = {"dtype": self.model.dtype, "dtype_reason": self.dtype.reason}
-        return {**nested, **plain, **told, **dtype, "levers": rows}
+        return {**nested, **plain, **told, **dtype, "reading": self._reading_rows(), "levers": rows}
+
+    def _reading_rows(self) -> list[dict[str, Any]]:
+        rows = []
+        for index, row in enumerate(self.reading):
+            fits = None if self.gpu_memory is None else row.fits(self.gpu_memory, self.gpus)
+            longest = self.longest[index] if self.longest else None
+            rows.append({**row.as_dict(), "per_device": row.per_device(self.gpus), "fits": fits, "longest": longest})
+        return rows
 
     def _fits(self, lever: Lever) -> bool | None:
         return None if self.gpu_memory is None else lever.fits(self.gpu_memory)
 
 
 def _lever_dict(lever: Lever) -> dict[str, Any]:
-    shown = ("lora", "bf16", "gradient_checkpointing", "position_schedule")
+    shown = ("lora", "lora_embeddings", "bf16", "gradient_checkpointing", "position_schedule", "optim")
     settings = {name: getattr(lever.run, name) for name in shown}
     memory = {**dataclasses.asdict(lever.memory), "peak": lever.memory.peak}
-    return {"name": lever.name, "seq_len": lever.seq_len, "packed": lever.packed, **settings, "memory": memory}
+    told = {
+        name: getattr(lever, name) for name in ("name", "seq_len", "packed", "load_in_4bit", "per_device", "at_least")
+    }
+    sharding = None if lever.sharding is None else dataclasses.asdict(lever.sharding)
+    told |= {"sharding": sharding, "smallest_gpu": lever.smallest_gpu}
+    return {**told, **settings, "memory": memory}
 
 
 def plan(
@@ -117,10 +156,13 @@ def plan(
     context_length: int,
     *,
     gpu_memory: int | str | None = None,
+    gpus: int = 1,
+    training: bool = False,
     token_budget: int | None = None,
     original_max_position_embeddings: int | None = None,
     server: bool = False,
     run: FinetuneConfig | None = None,
+    load_in_4bit: bool = False,
     whole_documents: bool = False,
     tokens_per_second: float | None = None,
     tflops: float | None = None,
@@ -133,10 +175,14 @@ def plan(
         model: Folder, name on the Hub, ``.gguf`` file, or a config.
         context_length: Tokens the model is to read.
         gpu_memory: Bytes of one device, or such as ``"24GB"``.
+        gpus: Devices of that memory.
+        training: Say too what it takes to train, which takes seconds; asked for also by ``token_budget``, ``run``,
+            ``load_in_4bit``, ``whole_documents``, and each of the three speeds.
         token_budget: Tokens to train on; None: whether to train is part of the answer, and costs are for 1M.
         original_max_position_embeddings: Tokens it was trained on, where the config does not say it, or wrongly.
         server: Only rules that servers run.
         run: Settings of the training that is counted; None: ``finetune``'s.
+        load_in_4bit: It begins with weights in 4 bits, of which it trains adapters.
         whole_documents: Every block is of one document, so that attention needs no mask.
         tokens_per_second: Measured speed of training at the target.
         tflops: Sustained speed of the device, in 10^12 operations a second.
@@ -148,8 +194,13 @@ def plan(
         ValueError, TypeError: A value is out of range, the config cannot be read, its original length is not known, or
             the family cannot be run without data.
     """
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+        raise ValueError(f"gpus must be a whole number of devices, at least 1, got {gpus!r}.")
     _check(context_length, token_budget, original_max_position_embeddings, tokens_per_second, tflops, measure_length)
     memory = None if gpu_memory is None else MemorySize(gpu_memory)
+    speeds = (tokens_per_second, tflops, measure_length)
+    told = (token_budget, run, load_in_4bit or None, whole_documents or None, *speeds)
+    asked = training or any(one is not None for one in told)
     run = run or FinetuneConfig("plan")
     config = model if isinstance(model, PreTrainedConfig) else read_config(model)
     choice = choose_dtype(dtype, config_dtype(config), None if memory is None else "cuda")
@@ -157,10 +208,6 @@ def plan(
     name = str(config.name_or_path or config.model_type) if isinstance(model, PreTrainedConfig) else str(model)
     facts = model_facts(config, name, original_max_position_embeddings)
     original = _known_original(facts)
-    ways = levers(config, run, context_length, original, packed=not whole_documents)
-    rows, chosen = _choose(ways, memory)
-    fits = None if memory is None else rows[chosen].fits(memory)
-    full = _all_weights(rows, context_length)
     situation = Situation(
         facts.model_type,
         original,
@@ -169,30 +216,68 @@ def plan(
         context_length,
         token_budget,
         server,
-        None if fits is None else rows[chosen].name,
-        fits,
+        training=training,
     )
-    unfit = memory is not None and not full.fits(memory)
+    rows: list[Lever] = []
+    chosen = 0
+    if asked:
+        block = _block(run, context_length, original)
+        packed = not whole_documents
+        ways = levers(
+            config, run, block, original, packed=packed, load_in_4bit=load_in_4bit, gpus=gpus, gpu_memory=memory
+        )
+        rows, chosen = _choose(ways, memory)
+        fits = None if memory is None else rows[chosen].fits(memory)
+        if fits is False:
+            rows = _least_predicted(rows, context_length, config)
+        situation = dataclasses.replace(situation, lever=None if fits is None else rows[chosen].name, fits=fits)
+    sharding = None
+    if rows and memory is not None and not any(row.fits(memory) for row in _of_all_weights(rows, context_length)):
+        full = _all_weights(rows, context_length)
+        if full.at_least and full.memory.weights <= usable(memory):
+            full = full.predicted(config)
+        sharding = shard(full, memory, facts.num_layers)
+    advice = advise(situation)
+    cache = kv_cache(config, context_length)
+    readings = Readings(config, cache, _rule_to_read_with(advice, server), original)
     made = Plan(
         model=facts,
         target=context_length,
         factor=context_length / original,
-        advice=advise(situation),
-        kv_cache=kv_cache_bytes(config, context_length),
+        advice=advice,
+        kv_cache=cache.at(context_length),
         levers=tuple(rows),
         chosen=chosen,
         gpu_memory=memory,
-        sharding=shard(full, memory, facts.num_layers) if unfit and memory is not None else None,
+        sharding=sharding,
         token_budget=token_budget or DEFAULT_BUDGET,
-        flops=_flops(facts, rows[chosen], token_budget),
+        flops=_flops(facts, rows[chosen], token_budget) if rows else None,
         dtype=choice,
+        gpus=gpus,
+        reading=tuple(readings.at(context_length)),
+        longest=() if memory is None else tuple(readings.longest(_LOOKED_UP_TO * context_length, memory, gpus)),
     )
     return _with_speed(made, config, tokens_per_second, tflops, measure_length)
 
 
+def _block(run: FinetuneConfig, target: int, original: int) -> int:
+    """Return the tokens of a block as ``finetune`` chooses them (``block_length``, ``fit_recipe``)."""
+    short = run.position_schedule != "full" or run.recipe == "drope"
+    return run.seq_len or (original if short else target)
+
+
+def _rule_to_read_with(advice: Advice, server: bool) -> str:
+    """Return the method of the advice; of a training that of its beginning, which every rule with stages needs most."""
+    return advice.method if advice.recipe is None else "yarn" if server else "dynamic_yarn"
+
+
 def _all_weights(rows: Sequence[Lever], target: int) -> Lever:
-    full = [row for row in rows if row.seq_len == target and not row.run.lora]
-    return (full or rows)[-1]
+    can_be_shared = [row for row in _of_all_weights(rows, target) if row.run.optim != EIGHT_BIT_ADAMW]
+    return (can_be_shared or rows)[-1]
+
+
+def _of_all_weights(rows: Sequence[Lever], target: int) -> list[Lever]:
+    return [row for row in rows if row.seq_len == target and not row.run.lora and row.sharding is None]
 
 
 def _flops(facts: ModelFacts, lever: Lever, token_budget: int | None) -> Flops:
@@ -239,6 +324,14 @@ def _choose(ways: Iterable[Lever], memory: int | None) -> tuple[list[Lever], int
     return rows, 0 if memory is None else len(rows) - 1
 
 
+def _least_predicted(rows: list[Lever], target: int, config: PreTrainedConfig) -> list[Lever]:
+    """Return the ways with those predicted whole that need least: of all, and of those at the full length."""
+    on_one = [row for row in rows if row.sharding is None]
+    at_length = [row for row in on_one if row.seq_len == target]
+    least = [min(some, key=lambda row: row.needed) for some in (on_one, at_length) if some]
+    return [row.predicted(config) if row.at_least and row in least else row for row in rows]
+
+
 def _with_speed(
     made: Plan,
     config: PreTrainedConfig,
@@ -255,10 +348,11 @@ def _with_speed(
         from hf_posenc.planning.measuring import measure_training  # brings the Trainer, which costs seconds
 
         length = min(measure_length, made.lever.seq_len)
-        measured = measure_training(config, made.lever.run, length)
+        measured = measure_training(config, made.lever.run, length, load_in_4bit=made.lever.load_in_4bit)
         speed = training_flops(made.model, made.lever.run, length, 1).total * measured.tokens_per_second
         rate = f"{speed / 1e12:.3g} TFLOP/s, measured here in blocks of {length_name(length)}"
     else:
         return made
+    assert made.flops is not None  # a speed asks for training
     per_token = made.flops.total / made.token_budget
     return dataclasses.replace(made, tokens_per_second=speed / per_token, rate=rate, measured=measured)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_posenc.planning.levers import LORA, POSE, POSE_LORA
+from hf_posenc.planning.levers import (
+    ADAPTERS,
+    LORA,
+    LORA_4BIT,
+    POSE,
+    POSE_4BIT,
+    POSE_8BIT,
+    POSE_LORA,
+)
 from hf_posenc.training.fitting import ONE_STAGE_FACTOR
 from hf_posenc.units import length_name
 
@@ -29,6 +37,7 @@ class Situation:
         server: Only static rules will do.
         lever: Name of the first lever that makes full training fit; None: unknown, or none does.
         fits: Whether one does; None where the memory is not known.
+        training: It is to be trained, whatever works without.
     """
 
     model_type: str
@@ -40,10 +49,16 @@ class Situation:
     server: bool = False
     lever: str | None = None
     fits: bool | None = None
+    training: bool = False
 
     @property
     def factor(self) -> float:
         return self.target / self.original
+
+    @property
+    def zero_shot(self) -> bool:
+        """Whether a method without training is of use and will do."""
+        return self.token_budget is None and not self.training and self.factor <= ZERO_SHOT_FACTOR
 
 
 @dataclass(frozen=True)
@@ -71,13 +86,13 @@ _RULES: tuple[Rule, ...] = (
         "the model reads {reads} tokens as it is, so nothing has to be done for {target}",
     ),
     (
-        lambda s: s.token_budget is None and s.factor <= ZERO_SHOT_FACTOR and s.server,
+        lambda s: s.zero_shot and s.server,
         "yarn",
         None,
         "a factor of {factor} works without training, and static YaRN is what servers run; short texts pay a little",
     ),
     (
-        lambda s: s.token_budget is None and s.factor <= ZERO_SHOT_FACTOR,
+        lambda s: s.zero_shot,
         "dynamic_yarn",
         None,
         "a factor of {factor} works without training, and staged scaling costs nothing up to the original length",
@@ -86,8 +101,8 @@ _RULES: tuple[Rule, ...] = (
         lambda s: s.fits is False,
         "yarn",
         "qlora",
-        "not even PoSE with adapters fits one device: 4-bit weights are what is left (their memory is not predicted), "
-        "or several devices",
+        "nothing fits, not even adapters on 4-bit weights in PoSE's windows, which need least: take larger or more "
+        "devices",
     ),
     (
         lambda s: s.lever == LORA,
@@ -97,7 +112,20 @@ _RULES: tuple[Rule, ...] = (
         "(LongLoRA; its own rule is linear: give --method yarn too)",
     ),
     (
-        lambda s: s.lever == POSE,
+        lambda s: s.lever == ADAPTERS,
+        "yarn",
+        "lora-plus",
+        "of the ways at the full length adapters alone fit, on weights in 16 bits: with --lora-embeddings false "
+        "(the recipe's own rule is linear: give --method yarn too)",
+    ),
+    (
+        lambda s: s.lever in (LORA_4BIT, POSE_4BIT),
+        "yarn",
+        "qlora",
+        "weights in 16 bits do not fit; adapters are trained on 4-bit ones{in_windows}",
+    ),
+    (
+        lambda s: s.lever in (POSE, POSE_8BIT),
         "yarn",
         "pose",
         "no block of the full length fits; PoSE shows all distances in windows of the original length",
@@ -138,6 +166,7 @@ def advise(situation: Situation) -> Advice:
         "reads": length_name(s.reads),
         "target": length_name(s.target),
         "factor": f"{s.factor:g}",
+        "in_windows": ", in PoSE's windows of the original length" if s.lever == POSE_4BIT else "",
         "steps": (s.token_budget or 0) // s.target,
         "pose_steps": (s.token_budget or 0) // s.original,
     }
@@ -153,7 +182,7 @@ def _besides(s: Situation, recipe: str | None) -> list[str]:
             f"the checkpoint is scaled already ({s.method}, {length_name(s.reads)} tokens): on_scaled='replace' puts "
             "the new rule in its place, with a factor from the original length"
         )
-    if recipe is not None and s.token_budget is None:
+    if recipe is not None and s.token_budget is None and s.factor > ZERO_SHOT_FACTOR:
         notes.append(f"beyond a factor of {ZERO_SHOT_FACTOR:g} no rule is as good without training")
     if recipe is not None and not s.server:
         notes.append("until it is trained, dynamic_yarn is the rule to read with")

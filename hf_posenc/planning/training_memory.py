@@ -127,6 +127,39 @@ def predict_training_memory(
     return _at_peak(sizes, {phase: _further(base[phase], other[phase], times) for phase in base})
 
 
+def least_training_memory(
+    config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, *, load_in_4bit: bool = False
+) -> TrainingMemory:
+    """Return what a step takes at least, from sizes alone: no step is run, so this is a tenth of the work.
+
+    Beside weights and optimizer states there are all gradients at the step's end, and after the forward pass the input
+    of every layer, which the backward pass starts from with gradient checkpointing or without. The larger is counted.
+
+    Args:
+        config, run, seq_len, load_in_4bit: As for ``predict_training_memory``.
+    """
+    text = text_config(config)
+    layers, repeat = int(text.num_hidden_layers), layer_repeat(config)
+
+    def sizes_of(layers: int) -> dict[str, int]:
+        bare = meta_model(with_layers(config, layers))
+        if load_in_4bit:
+            quantise_shapes(bare, 4)
+        model = _model_to_train(bare, run)
+        with float32_weights(model, frozen=not computes_in_half(config, run)):
+            return _sizes(model, run)
+
+    if layers <= 3 * repeat:
+        sizes = sizes_of(layers)
+    else:
+        traced = traced_repeats(repeat)
+        few, more = (sizes_of(times * repeat) for times in traced)
+        sizes = {name: round(few[name] + (layers / repeat - traced[0]) * (more[name] - few[name])) for name in few}
+    inputs = layers * run.micro_batch_size * seq_len * int(text.hidden_size)
+    number = 2 if computes_in_half(config, run) else 4
+    return _at_peak(sizes, {FORWARD: Peak(inputs * number, Counter())})
+
+
 def _further(few: Peak, more: Peak, times: float) -> Peak:
     parts = {kind: few.parts[kind] + times * (more.parts[kind] - few.parts[kind]) for kind in {*few.parts, *more.parts}}
     return Peak(
