@@ -185,6 +185,31 @@ def test_rows_of_one_method_are_kept_apart() -> None:
     assert [row.name for row in reach(two)] == ["unpatched · tiny", "unpatched · other"]
 
 
+def test_losses_of_different_texts_make_no_verdict() -> None:
+    plain = by_position("none", unpatched)
+    worse = by_position("yarn", lambda place: text(place) + 0.5, run_key="yarn-1")
+    easy = by_position("yarn", lambda place: text(place) - 0.5, run_key="yarn-2", text_hash="an easier text")
+    (alone,) = reach([*plain, *worse])[1:]
+    for records in ([*plain, *worse, *easy], [*easy, *plain, *worse]):
+        rows = {row.name: row.loss for row in reach(records)}
+        assert list(rows) == ["unpatched", "yarn x4", "yarn x4, run 2"]
+        of_easy = rows["yarn x4" if records[0] is easy[0] else "yarn x4, run 2"]
+        assert isinstance(of_easy, LossReach)
+        assert of_easy.reference == "itself"  # there is no unpatched row on it
+        assert alone.loss in rows.values()
+        assert isinstance(alone.loss, LossReach)
+        assert alone.loss.length is None  # as that text alone says
+    (once,) = reach([*worse, *worse])  # a repeat is no other run
+    assert once.name == "yarn x4"
+
+
+def test_lengths_measured_on_other_documents_make_no_curve() -> None:
+    """Short lengths on many documents and long ones on the few that are so long are two measurements."""
+    short, long = by_position("none", unpatched, num_documents=1)
+    rows = reach([replace(short, num_documents=9), long])
+    assert [row.name for row in rows] == ["unpatched", "unpatched, run 2"]
+
+
 def answers(length: int, right: int, asked: int = 20, task: str = "passkey") -> list[Any]:
     return [make_answer("yarn", length, 0.0, seed, seed < right, task=task) for seed in range(asked)]
 

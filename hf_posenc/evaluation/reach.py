@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_posenc.evaluation.curves import Segment, loss_curve
 from hf_posenc.evaluation.records import Record
@@ -107,14 +107,22 @@ def reach(records: Sequence[AnyRecord]) -> list[Reach]:
 
     Retrieval reaches N if at least 85 % of the answers were right there and at every shorter length measured.
 
+    A row that was measured on several texts, or in several ways, is told once for each: losses of different texts make
+    no curve.
+
     Args:
-        records: Of ``perplexity`` and ``retrieval``, of any number of models; of one row and length the last counts.
+        records: Of ``perplexity`` and ``retrieval``, of any number of models; of repeats (equal ``run_key``) the last
+            counts.
     """
     groups: dict[tuple[object, ...], list[AnyRecord]] = {}
     for record in records:
         groups.setdefault(row_key(record), []).append(record)
-    models = {record.model for record in records}
-    rows = [_reach_of(group, records, len(models) > 1) for group in groups.values()]
+    with_model = len({record.model for record in records}) > 1
+    rows = []
+    for group in groups.values():
+        for number, run in enumerate(_runs(group), 1):
+            found = _reach_of(run, records, with_model)
+            rows.append(found if number == 1 else replace(found, name=f"{found.name}, run {number}"))
     return sorted(rows, key=lambda row: not row.is_unpatched)
 
 
@@ -130,6 +138,30 @@ def _name(record: AnyRecord, with_model: bool) -> str:
     trained = [] if record.tokens_trained == 0 else [training_words(record)]
     model = [record.model.rstrip("/").rpartition("/")[2]] if with_model else []
     return ", ".join([" · ".join([name, *([record.label] if record.label else []), *model]), *trained])
+
+
+def _runs(group: Sequence[AnyRecord]) -> list[list[AnyRecord]]:
+    """Return the records of a row by the documents they are of; answers, each to a text of its own, go with the first.
+
+    No record names its documents. Those of one protocol are of the same ones if they are as many, and if no length was
+    measured twice.
+    """
+    runs: list[list[Record]] = [[]]
+    for record in group:
+        if isinstance(record, Record):
+            run = next((one for one in reversed(runs) if all(_may_go_with(record, other) for other in one)), None)
+            if run is None:
+                runs.append(run := [])
+            run.append(record)
+    return [[*runs[0], *(one for one in group if isinstance(one, RetrievalRecord))], *runs[1:]]
+
+
+def _may_go_with(record: Record, other: Record) -> bool:
+    if (record.protocol, record.last_k) != (other.protocol, other.last_k):
+        return True
+    if record.context_length == other.context_length:
+        return record.run_key == other.run_key
+    return record.num_documents == other.num_documents
 
 
 def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], with_model: bool) -> Reach:
