@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_records import make_record, read_page
+from report_records import make_record, make_retrieval_record, read_page
 
 from hf_posenc.evaluation.bootstrap import bootstrap_interval
 from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.report import report, text_table
 from hf_posenc.report.plot import _spread
 from hf_posenc.report.tables import make_tables, number_name, tokens_name
@@ -187,6 +188,35 @@ def test_refuses_a_report_of_long_texts_only(tmp_path: Path) -> None:
         report(long_only, tmp_path)
     with pytest.raises(ValueError, match="no records"):
         report([], tmp_path)
+
+
+def test_answers_are_reported_beside_perplexities_that_are_left_out(tmp_path: Path) -> None:
+    """The whole report was refused because no row of perplexities had a short length."""
+    records = [make_record("yarn", 1024), make_retrieval_record("yarn", 256, 0.0, 0, True)]
+    made = report(records, tmp_path)
+    for text in (made.markdown.read_text(), unescape(made.html.read_text())):
+        assert "yarn x4, zero-shot is left out: the shortest length evaluated is 1024 tokens" in text
+        assert "Retrieval: passkey" in text
+
+
+def test_notes_name_the_model_where_there_are_several() -> None:
+    """Two rows of two models were left out in the same words."""
+    models = {"model": "runs/a/model"}, {"model": "runs/b/model"}
+    records = [make_record("none", 256, **one) for one in models]
+    records += [make_record("yarn", 1024, **one) for one in models]
+    records += [make_record("ntk", 256, **one, text_hash=one["model"]) for one in models]
+    tables = make_tables(records)
+    names = [f"{rule} · {model}" for rule in ("yarn x4", "ntk x4") for model in ("a/model", "b/model")]
+    notes = [note for table in tables for note in table.notes]
+    assert [[name for name in names if note.startswith(name)] for note in notes] == [[name] for name in names]
+    assert [row.name for row in tables[0].rows] == ["unpatched · a/model", "unpatched · b/model"]
+
+
+def test_short_names_of_models_tell_them_apart() -> None:
+    """Models that were trained in two runs are both in a folder called model."""
+    models = ("/out/run1/model", "/out/run2/model", "hub/Small-1B", "tiny", "x/tiny", ".")
+    assert list(short_model_names(models).values()) == ["run1/model", "run2/model", "Small-1B", "tiny", "x/tiny", "."]
+    assert short_model_names(["/out/run1/model"]) == {"/out/run1/model": "model"}
 
 
 def test_every_row_has_to_show_what_short_texts_pay(tmp_path: Path) -> None:

@@ -217,5 +217,24 @@ def test_long_titles_and_labels_take_more_lines_on_a_phone() -> None:
     drawing = draw_chart(Chart(f"a-model: {words}", words, "stretch", [line], [(1.0, "1")]))
     wide, narrow = (re.findall("<!-- (.*?) -->", svg.decode()) for svg in (drawing.svg, drawing.narrow))
     assert words in wide
-    assert max(map(len, narrow)) <= 40
+    assert max(map(len, narrow)) <= 34
     assert " ".join(narrow).count("trained on") == 2
+
+
+def test_long_names_leave_room_for_the_lines_and_are_not_cut_off_on_a_phone() -> None:
+    """Beside their lines they took most of the drawing; in the legend of a phone they ran out of it."""
+    names = [f"yarn x{n} (beta_fast=16) · Llama-3.2-1B-Instruct, after 1.5M tokens  35.92" for n in (4, 8)]
+
+    def drawn(names: list[str]) -> Any:
+        lines = [Line(name, [1.0, 2.0], [1.0, at + 2.0], PLAIN) for at, name in enumerate(names)]
+        return draw_chart(Chart("title", "x", "y", lines, [(1.0, "1"), (2.0, "2")]))
+
+    long, short = drawn(names), drawn(["yarn", "linear"])
+    narrow = re.findall("<!-- (.*?) -->", long.narrow.decode())
+    assert max(map(len, narrow)) <= 36
+    assert all(name.replace("  ", " ") in " ".join(narrow).replace("  ", " ") for name in names)
+    ends = [
+        float(re.findall(r'<g id="line-0">.*?<path d="M [\d.]+ [\d.]+ \s*L ([\d.]+)', one.svg.decode(), re.DOTALL)[0])
+        for one in (long, short)
+    ]
+    assert ends[0] >= ends[1]  # the line is as long as with short names

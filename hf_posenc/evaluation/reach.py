@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hf_posenc.evaluation.curves import Segment, loss_curve
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
-from hf_posenc.evaluation.rows import AnyRecord, is_unpatched, row_key, training_words
+from hf_posenc.evaluation.rows import AnyRecord, is_unpatched, row_key, short_model_names, training_words
 from hf_posenc.units import length_name
 
 NOT_MEASURED = "loss not measured"
@@ -117,11 +117,11 @@ def reach(records: Sequence[AnyRecord]) -> list[Reach]:
     groups: dict[tuple[object, ...], list[AnyRecord]] = {}
     for record in records:
         groups.setdefault(row_key(record), []).append(record)
-    with_model = len({record.model for record in records}) > 1
+    models = short_model_names(record.model for record in records)
     rows = []
     for group in groups.values():
         for number, run in enumerate(_runs(group), 1):
-            found = _reach_of(run, records, with_model)
+            found = _reach_of(run, records, models)
             rows.append(found if number == 1 else replace(found, name=f"{found.name}, run {number}"))
     return sorted(rows, key=lambda row: not row.is_unpatched)
 
@@ -131,12 +131,12 @@ def reach_lines(records: Sequence[AnyRecord]) -> list[str]:
     return [row.line() for row in reach(records)]
 
 
-def _name(record: AnyRecord, with_model: bool) -> str:
+def _name(record: AnyRecord, models: Mapping[str, str]) -> str:
     name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
     if record.options:
         name += f" ({', '.join(f'{key}={json.dumps(value)}' for key, value in record.options.items())})"
     trained = [] if record.tokens_trained == 0 else [training_words(record)]
-    model = [record.model.rstrip("/").rpartition("/")[2]] if with_model else []
+    model = [models[record.model]] if len(models) > 1 else []
     return ", ".join([" · ".join([name, *([record.label] if record.label else []), *model]), *trained])
 
 
@@ -164,13 +164,13 @@ def _may_go_with(record: Record, other: Record) -> bool:
     return record.num_documents == other.num_documents
 
 
-def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], with_model: bool) -> Reach:
+def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], models: Mapping[str, str]) -> Reach:
     first = group[0]
     own = [record for record in group if isinstance(record, Record)]
     base = [] if is_unpatched(first) else _unpatched_of(own, records)
     cost, short = _short_cost(own, base)
     return Reach(
-        name=_name(first, with_model),
+        name=_name(first, models),
         model=first.model,
         is_unpatched=is_unpatched(first),
         original=first.original_max_position_embeddings,

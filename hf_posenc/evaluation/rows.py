@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
@@ -16,6 +17,24 @@ def row_key(record: AnyRecord) -> tuple[object, ...]:
     options = json.dumps(record.options, sort_keys=True)
     who = (record.model, record.dtype, record.attn_implementation, record.label)
     return (*who, record.method, record.factor, options, record.tokens_trained)
+
+
+def short_model_names(models: Iterable[str]) -> dict[str, str]:
+    """Return names of models as short as tells them apart: the last part of each name or path, more where two share it.
+
+    Args:
+        models: As records have them; of repeats the first counts.
+
+    Returns:
+        The short name of each, in order.
+    """
+    parts = {model: PurePath(model).parts or (model,) for model in models}
+    names = {}
+    for model, own in parts.items():
+        others = [other for name, other in parts.items() if name != model]
+        enough = (count for count in range(1, len(own)) if all(other[-count:] != own[-count:] for other in others))
+        names[model] = str(PurePath(*own[-next(enough, len(own)) :]))
+    return names
 
 
 def training_words(record: AnyRecord, count: Callable[[int], str] = "{:,}".format) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.files import write_whole
 from hf_posenc.report.commands import command_panel
 from hf_posenc.report.costs import cost_panel
@@ -15,11 +16,11 @@ from hf_posenc.report.frequency_panel import frequency_panels
 from hf_posenc.report.heat_map import grid_panel
 from hf_posenc.report.looks import make_looks
 from hf_posenc.report.page import html_page, markdown_page
-from hf_posenc.report.perplexity import perplexity_panel
+from hf_posenc.report.perplexity import left_out_panel, perplexity_panel
 from hf_posenc.report.pieces import Panel
 from hf_posenc.report.positions import position_panel
 from hf_posenc.report.retrieval import make_grids
-from hf_posenc.report.tables import make_tables, model_names, short_model_name
+from hf_posenc.report.tables import in_a_row, make_tables, sort_tables
 from hf_posenc.report.verdicts import verdict_panel
 from hf_posenc.report.words import text_table
 
@@ -85,14 +86,18 @@ def report(
 
 def _with_models(title: str, records: Sequence[Record | RetrievalRecord]) -> str:
     """Return a title that names every model."""
-    unnamed = [record for record in records if short_model_name(record.model) not in title]
-    return f"{model_names(unnamed)}: {title}" if unnamed else title
+    names = short_model_names(record.model for record in records).values()
+    unnamed = [name for name in names if name not in title]
+    return f"{in_a_row(unnamed)}: {title}" if unnamed else title
 
 
 def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> list[Panel]:
     found = [record for record in records if isinstance(record, RetrievalRecord)]
     grids = make_grids(found)
-    tables = [] if grids and len(found) == len(records) else make_tables([r for r in records if isinstance(r, Record)])
+    perplexities = [record for record in records if isinstance(record, Record)]
+    tables, left_out = sort_tables(perplexities)
+    if tables or not grids:
+        tables, left_out = make_tables(perplexities), []  # which raises where there is nothing to show
     looks = make_looks(records)
     panels = [
         one
@@ -100,6 +105,7 @@ def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> l
         for one in (perplexity_panel(table, looks), position_panel(table, looks))
         if one is not None
     ]
+    panels += [left_out_panel(left_out)] if left_out else []
     panels += [grid_panel(grid, looks) for grid in grids]
     panels += frequency_panels(records, looks)
     panels += [cost_panel(table, looks) for table in tables]

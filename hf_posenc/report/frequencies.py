@@ -17,7 +17,7 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.frequencies import Frequencies, plain_frequencies
 from hf_posenc.registry import METHODS, make_scaling
-from hf_posenc.report.tables import rule_name, short_model_name
+from hf_posenc.report.tables import rule_name
 
 _SAME = (
     0.005  # relative: a pair stretched by less is kept, one stretched by this much less than the factor has all of it
@@ -137,11 +137,6 @@ def make_rules(records: Sequence[Record | RetrievalRecord]) -> list[list[Rule]]:
         longest[key] = max(record.context_length, longest.get(key, 0))
     rules = [[_rule(record, longest[key]) for record in found.values()] for key, found in models.items()]
     return [sorted(of_model, key=lambda rule: rule.scaling.method != "none") for of_model in rules]
-
-
-def model_name(rule: Rule) -> str:
-    """Return the last part of a model's name or path."""
-    return short_model_name(rule.first.model)
 
 
 def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:

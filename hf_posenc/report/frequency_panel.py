@@ -8,9 +8,9 @@ from html import escape
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
-from hf_posenc.evaluation.rows import row_key
+from hf_posenc.evaluation.rows import row_key, short_model_names
 from hf_posenc.frequencies import STOPPED
-from hf_posenc.report.frequencies import Rule, make_rules, model_name, wavelengths
+from hf_posenc.report.frequencies import Rule, make_rules, wavelengths
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.pieces import Cell, Panel, folded, inline, markdown_lines, quiet, table
 from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart
@@ -22,16 +22,23 @@ _HEADS = ("method", "angles never trained", "at", "kept", "between", "stretched 
 def frequency_panels(records: Sequence[Record | RetrievalRecord], looks: Looks) -> list[Panel]:
     """Return a panel for each model whose records say what its frequencies were; there may be none."""
     models = make_rules(records)
+    names = short_model_names(record.model for record in records)
     return [
-        _panel(rules, "frequencies" if at == 0 else f"frequencies_{at + 1}", len(models) > 1, looks)
+        _panel(
+            rules,
+            "frequencies" if at == 0 else f"frequencies_{at + 1}",
+            names[rules[0].first.model],
+            len(models) > 1,
+            looks,
+        )
         for at, rules in enumerate(models)
     ]
 
 
-def _panel(rules: list[Rule], slug: str, several: bool, looks: Looks) -> Panel:
-    title = "Frequencies" + (f": {model_name(rules[0])}" if several else "")
+def _panel(rules: list[Rule], slug: str, model: str, several: bool, looks: Looks) -> Panel:
+    title = "Frequencies" + (f": {model}" if several else "")
     lead, legend = _lead(rules[0]), _legend(rules)
-    drawing = _draw(rules, looks)
+    drawing = _draw(rules, model, looks)
     shown = [rule for rule in rules if not rule.changes_distances]
     heads, pairs = _pair_heads(rules[0], shown), _pair_rows(rules[0], shown)
     figure = "" if drawing is None else inline(drawing, slug, "How far each method stretches each rotary pair")
@@ -113,7 +120,7 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _draw(rules: Sequence[Rule], looks: Looks) -> Drawing | None:
+def _draw(rules: Sequence[Rule], model: str, looks: Looks) -> Drawing | None:
     # A pair that is stopped is stretched without end: no chart shows that.
     shown = [rule for rule in rules if not rule.changes_distances and math.isfinite(max(rule.stretch))]
     if not _extended(shown):
@@ -123,7 +130,7 @@ def _draw(rules: Sequence[Rule], looks: Looks) -> Drawing | None:
     original = length_name(spec.original_max_position_embeddings)
     lines = [Line(rule.name, turns, rule.stretch, looks[row_key(rule.first)]) for rule in shown]
     chart = Chart(
-        f"{model_name(rules[0])}: how far each pair is stretched",
+        f"{model}: how far each pair is stretched",
         f"turns of the pair within the {original} tokens of training",
         "stretch of its wavelength",
         lines,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
 
 from hf_posenc.evaluation.rows import row_key
@@ -38,6 +39,12 @@ def perplexity_panel(results: Table, looks: Looks) -> Panel:
     ]
     parts += [markdown_facts(measured(results)), _markdown_scored(results)]
     return Panel(slug, f"Perplexity: {results.title}", html, "\n\n".join(part for part in parts if part), drawing)
+
+
+def left_out_panel(notes: Sequence[str]) -> Panel:
+    """Return the panel that stands in the place of tables where no row can stand in one, and says why."""
+    html = "\n".join(f'<p class="note">{escape(note)}</p>' for note in notes)
+    return Panel("perplexity_left_out", "Perplexity: left out", html, "\n\n".join(notes))
 
 
 def _chart(results: Table, looks: Looks) -> Chart:

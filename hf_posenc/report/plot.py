@@ -6,7 +6,7 @@ import io
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from hf_posenc.report.looks import INK, PAPER, Look
@@ -20,7 +20,9 @@ _MARKED = 12  # about how many points of a long line have a marker
 _LABEL_POINTS = 11  # least distance of two labels
 _LOG_FROM = 4.0  # how many times the lowest value the highest is, for a logarithmic y axis
 _WIDE, _NARROW = (7.6, 4.4), (3.5, 3.2)  # inches; a narrow one grows by its legend, a wide one by its labels
-_TEXT_WIDTH = {False: 84, True: 40}  # characters of a line of a title or a label, by whether the chart is narrow
+_TEXT_WIDTH = {False: 84, True: 34}  # characters of a line of a title or a label, by whether the chart is narrow
+_LEGEND_WIDTH = {False: 50, True: 36}  # characters of a line of a legend; it has two columns where the chart is wide
+_LONGEST_LABEL = 40  # characters of the longest name that stands beside its line: longer ones leave no room for lines
 _BANDS, _WHISKERS = 3, 6  # most lines whose intervals are drawn as bands, and as whiskers
 
 STYLE: dict[str, Any] = {
@@ -66,7 +68,7 @@ class Chart:
     Attributes:
         title: Stands above it.
         x_label, y_label: With units.
-        lines: Named where they end.
+        lines: Named where they end, or in a legend.
         x_ticks: Places on the x axis and what is written there.
         marks: Places on the x axis of dashed lines, and the words above them.
         log_x: To base 2.
@@ -116,7 +118,7 @@ def shows_raw(count: int) -> bool:
 
 
 def draw_chart(chart: Chart) -> Drawing:
-    """Draw a chart: each line named where it ends, and on the narrow form in a legend below."""
+    """Draw a chart: each line named where it ends; in a legend below where names are long, and on the narrow form."""
     wide = _draw(chart, narrow=False)
     return Drawing(wide[".png"], wide[".svg"], _draw(chart, narrow=True)[".svg"])
 
@@ -128,16 +130,23 @@ def _draw(chart: Chart, narrow: bool) -> dict[str, bytes]:
     import matplotlib.pyplot as plt
 
     width, height = _NARROW if narrow else _WIDE
-    size = (width, height + 0.19 * len(chart.lines) if narrow else max(height, 1.2 + 0.16 * len(chart.lines)))
+    has_legend = narrow or max(len(line.name) for line in chart.lines) > _LONGEST_LABEL
+    names = [textwrap.fill(line.name, _LEGEND_WIDTH[narrow]) if has_legend else line.name for line in chart.lines]
+    columns = 1 if narrow else 2
+    if has_legend:
+        size = (width, height + 0.19 * sum(name.count("\n") + 1 for name in names) / columns)
+    else:
+        size = (width, max(height, 1.2 + 0.16 * len(chart.lines)))
     with plt.rc_context(cast(Any, STYLE)):  # its stub lists every key there is
         figure, axes = plt.subplots(figsize=size, layout="constrained")
-        for at, line in enumerate(chart.lines):
-            _draw_line(axes, line, at, len(chart.lines))
+        for at, (line, name) in enumerate(zip(chart.lines, names, strict=True)):
+            _draw_line(axes, replace(line, name=name), at, len(chart.lines))
         _draw_axes(axes, chart)
         axes.set_xlabel(textwrap.fill(chart.x_label, _TEXT_WIDTH[narrow]))
         axes.set_title(textwrap.fill(chart.title, _TEXT_WIDTH[narrow]), loc="left", fontsize=10, pad=16)
-        if narrow:
-            figure.legend(loc="outside lower left", frameon=False, fontsize=8.5, borderaxespad=0.1, handlelength=3.5)
+        if has_legend:
+            place: dict[str, Any] = {"loc": "outside lower left", "ncols": columns, "borderaxespad": 0.1}
+            figure.legend(frameon=False, fontsize=8.5, handlelength=3.5, **place)
         else:
             figure.draw_without_rendering()  # the layout has to be known before labels are spread
             _label_lines(axes, chart.lines)

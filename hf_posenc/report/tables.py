@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TypeVar
 
 from hf_posenc.evaluation.pairs import is_tie
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.retrieval.records import RetrievalRecord
-from hf_posenc.evaluation.rows import is_unpatched, row_key, training_words
+from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
 
 # What must be equal among the numbers of one column, the reason that tells most first; and in words.
 _PER_LENGTH = ("text_hash", "num_documents", "n_tokens", "bos", "average", "key_tokens", "window", "stride")
@@ -138,6 +137,14 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
     """
     if not records:
         raise ValueError("there are no records to report. hf-posenc eval --output results.jsonl writes them.")
+    tables, left_out = sort_tables(records)
+    if not tables:
+        raise ValueError(" ".join(left_out))
+    return [replace(tables[0], notes=(*tables[0].notes, *left_out)), *tables[1:]]
+
+
+def sort_tables(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
+    """Return the tables, and a sentence for each row that is left out; as ``make_tables``, there may be no table."""
     protocols: dict[tuple[str, int | None], list[Record]] = {}
     for record in records:
         protocols.setdefault((record.protocol, record.last_k), []).append(record)
@@ -146,9 +153,7 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
         found, notes = _tables_of(group)
         tables += found
         left_out += notes
-    if not tables:
-        raise ValueError(" ".join(left_out))
-    return [replace(tables[0], notes=(*tables[0].notes, *left_out)), *tables[1:]]
+    return tables, left_out
 
 
 def _tables_of(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
@@ -156,16 +161,17 @@ def _tables_of(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
     groups: list[list[Record]] = []
     reasons: list[str] = []
     left_out = []
+    name_of = _namer(records)
     for row in _runs(records):
-        if note := _long_only(row):
+        if note := _long_only(row, name_of(row[0])):
             left_out.append(note)
             continue
-        why = [_difference([*group, *row]) for group in groups]
+        why = [_difference([*group, *row], name_of) for group in groups]
         if None in why:
             groups[why.index(None)] += row
         else:
             groups.append(row)
-            reasons.append("" if not why else f"{_row_name(row[0], ())} is apart from the first table: {why[0]}.")
+            reasons.append("" if not why else f"{name_of(row[0])} is apart from the first table: {why[0]}.")
     return [
         _make_table(group, number, reason)
         for number, (group, reason) in enumerate(zip(groups, reasons, strict=True), 1)
@@ -188,14 +194,9 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
     return [list(run.values()) for runs in rows.values() for run in runs]
 
 
-def short_model_name(model: str) -> str:
-    """Return the last part of a model's name or path."""
-    return Path(model).name or model
-
-
 def model_names(records: Iterable[Record | RetrievalRecord]) -> str:
     """Return the models of records by their short names, such as ``small, middle and large``."""
-    return in_a_row(dict.fromkeys(short_model_name(record.model) for record in records))
+    return in_a_row(short_model_names(record.model for record in records).values())
 
 
 def in_a_row(names: Iterable[str]) -> str:
@@ -222,6 +223,15 @@ def number_name(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
+def rule_name(record: Record | RetrievalRecord) -> str:
+    """Return how a model was extended, such as ``yarn x4 (beta_fast=16)``."""
+    name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
+    if record.options:
+        values = {key: json.dumps(value).strip('"') for key, value in record.options.items()}
+        name += " (" + ", ".join(f"{k}={v if len(v) <= 20 else '...'}" for k, v in values.items()) + ")"
+    return name
+
+
 def _make_table(records: Sequence[Record], number: int, reason: str) -> Table:
     lengths = tuple(sorted({record.context_length for record in records}))
     originals = tuple(
@@ -242,18 +252,23 @@ def _protocol_names(record: Record) -> tuple[str, str]:
     return slug, title + (", mean of window means" if record.average == "windows" else "")
 
 
-def _difference(records: Sequence[Record]) -> str | None:
-    """Return why numbers cannot stand in one table, in words: other text, another way, two runs of one row; or None."""
+def _difference(records: Sequence[Record], name_of: Callable[[Record], str] = rule_name) -> str | None:
+    """Return why numbers cannot stand in one table, in words: other text, another way, two runs of one row; or None.
+
+    Args:
+        records: In order.
+        name_of: Names the row of a record.
+    """
     seen: dict[int, Record] = {}
     by_position: dict[int, Record] = {}
     rows: dict[tuple[object, ...], Record] = {}
     for record in records:
-        found = _differing(records[0], record, ("tokenizer_hash", "average"))
+        found = _differing(records[0], record, ("tokenizer_hash", "average"), name_of)
         other = seen.setdefault(record.context_length, record)
-        found = found or _differing(other, record, _PER_LENGTH)
+        found = found or _differing(other, record, _PER_LENGTH, name_of)
         if record.position_bucket is not None:  # older files have none
             other = by_position.setdefault(record.context_length, record)
-            found = found or _differing(other, record, ("position_bucket", "position_tokens"))
+            found = found or _differing(other, record, ("position_bucket", "position_tokens"), name_of)
         one = rows.setdefault((*row_key(record), record.context_length), record)
         if found is None and one.run_key != record.run_key:
             found = (
@@ -267,28 +282,28 @@ def _difference(records: Sequence[Record]) -> str | None:
     return None
 
 
-def _differing(one: Record, other: Record, names: Iterable[str]) -> str | None:
+def _differing(one: Record, other: Record, names: Iterable[str], name_of: Callable[[Record], str]) -> str | None:
     for name in names:
         if getattr(one, name) != getattr(other, name):
             return (
                 f"{_DIFFERS[name]}: at {other.context_length} tokens ({other.protocol}), {name} is "
-                f"{getattr(one, name)!r} for {_row_name(one, ())} and {getattr(other, name)!r} for "
-                f"{_row_name(other, ())}"
+                f"{getattr(one, name)!r} for {name_of(one)} and {getattr(other, name)!r} for "
+                f"{name_of(other)}"
             )
     return None
 
 
-def _long_only(records: Sequence[Record]) -> str | None:
+def _long_only(records: Sequence[Record], name: str) -> str | None:
     """Return that a row is left out as it does not show what short texts pay; None of another, and of one whose
     original length is not known."""
     original, shortest = records[0].original_max_position_embeddings, min(one.context_length for one in records)
     if original is None or shortest <= original:
         return None
-    (row,) = make_rows(records)
+    name = ", ".join(filter(None, (name, training_words(records[0], tokens_name))))
     return (
-        f"{row.full_name} is left out: the shortest length evaluated is {shortest} tokens, above the original "
+        f"{name} is left out: the shortest length evaluated is {shortest} tokens, above the original "
         f"{original}, and a report has to show what short texts pay. Evaluate it at {original} tokens or fewer too "
-        f"({row.first.protocol})."
+        f"({records[0].protocol})."
     )
 
 
@@ -309,13 +324,26 @@ def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRec
     groups: dict[tuple[object, ...], list[AnyRecord]] = {}
     for record in records:
         groups.setdefault(row_key(record), []).append(record)
-    # Said only where rows differ in it.
-    names = ("model", "dtype", "attn_implementation")
-    extras = tuple(name for name in names if len({getattr(record, name) for record in records}) > 1)
+    name_of = _namer(records)
     rows = []
     for group in groups.values():
-        rows.append((_row_name(group[0], extras), training_words(group[0], tokens_name), group))
+        rows.append((name_of(group[0]), training_words(group[0], tokens_name), group))
     return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
+
+
+def _namer(records: Sequence[AnyRecord]) -> Callable[[AnyRecord], str]:
+    """Return what names the row of one of these records: its rule, its label, and what rows differ in besides."""
+    differing = [
+        name for name in ("model", "dtype", "attn_implementation") if len({getattr(one, name) for one in records}) > 1
+    ]
+    models = short_model_names(record.model for record in records)
+
+    def name_of(record: AnyRecord) -> str:
+        label = [record.label] if record.label else []
+        extras = (models[record.model] if name == "model" else str(getattr(record, name)) for name in differing)
+        return " · ".join([rule_name(record), *label, *extras])
+
+    return name_of
 
 
 def computed_in(records: Sequence[AnyRecord]) -> str:
@@ -327,18 +355,3 @@ def computed_in(records: Sequence[AnyRecord]) -> str:
         return f"{record.dtype}{note}, {record.attn_implementation} attention"
 
     return "; ".join(dict.fromkeys(map(words, records)))
-
-
-def rule_name(record: Record | RetrievalRecord) -> str:
-    """Return how a model was extended, such as ``yarn x4 (beta_fast=16)``."""
-    name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
-    if record.options:
-        values = {key: json.dumps(value).strip('"') for key, value in record.options.items()}
-        name += " (" + ", ".join(f"{k}={v if len(v) <= 20 else '...'}" for k, v in values.items()) + ")"
-    return name
-
-
-def _row_name(record: Record | RetrievalRecord, extras: Iterable[str]) -> str:
-    shown = {"model": short_model_name(record.model)}
-    label = [record.label] if record.label else []
-    return " · ".join([rule_name(record), *label, *(str(shown.get(extra, getattr(record, extra))) for extra in extras)])
