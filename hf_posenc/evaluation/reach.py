@@ -153,7 +153,8 @@ def _runs(group: Sequence[AnyRecord]) -> list[list[AnyRecord]]:
             if run is None:
                 runs.append(run := [])
             run.append(record)
-    return [[*runs[0], *(one for one in group if isinstance(one, RetrievalRecord))], *runs[1:]]
+    answers = [one for one in group if isinstance(one, RetrievalRecord)]
+    return [[*run, *(answers if run is runs[0] else ())] for run in runs]
 
 
 def _may_go_with(record: Record, other: Record) -> bool:

@@ -331,17 +331,16 @@ def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRec
     return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
 
 
-def _namer(records: Sequence[AnyRecord]) -> Callable[[AnyRecord], str]:
+def _namer(records: Sequence[AnyRecord]) -> Callable[[Record | RetrievalRecord], str]:
     """Return what names the row of one of these records: its rule, its label, and what rows differ in besides."""
     differing = [
         name for name in ("model", "dtype", "attn_implementation") if len({getattr(one, name) for one in records}) > 1
     ]
     models = short_model_names(record.model for record in records)
 
-    def name_of(record: AnyRecord) -> str:
-        label = [record.label] if record.label else []
-        extras = (models[record.model] if name == "model" else str(getattr(record, name)) for name in differing)
-        return " · ".join([rule_name(record), *label, *extras])
+    def name_of(record: Record | RetrievalRecord) -> str:
+        besides = [models[record.model] if name == "model" else str(getattr(record, name)) for name in differing]
+        return " · ".join(part for part in (rule_name(record), record.label, *besides) if part)
 
     return name_of
 
