@@ -128,6 +128,27 @@ def test_a_template_that_does_not_say_which_tokens_are_the_assistants() -> None:
     assert all(-100 in labels and max(labels) > 0 for _, labels in found)
 
 
+@pytest.mark.parametrize("first", ["Hello.", "A B", "", "  And"])
+def test_a_chat_that_the_assistant_begins(first: str) -> None:
+    """All that the template writes by itself before the first turn counted, a system prompt of its own for one."""
+    chat = [{"messages": turns("", first, "Who?", "She.")[1:]}]
+    start = "{{ '[system]\nYou are helpful.' + eos_token + '\n' }}"
+    tagged, plain = (
+        tokens_of(chat, make_tokenizer(start + template), assistant_only_loss=True)[0] for template in (TAGGED, PLAIN)
+    )
+    counted = make_tokenizer().decode(plain.ids[plain.counted])
+    assert counted == make_tokenizer().decode(tagged.ids[tagged.counted])
+    assert "[" not in counted
+    assert first in counted
+
+
+def test_tools_that_are_no_json_are_named() -> None:
+    with pytest.raises(ValueError, match="document 0: column 'tools' is text, but not JSON: Expecting value"):
+        tokens_of([{"messages": turns("a", "b"), "tools": "[search"}])
+    (without,) = tokens_of([{"messages": turns("a", "b"), "tools": ""}])  # as a table writes that there are none
+    assert rows_of([without]) == rows_of(tokens_of([{"messages": turns("a", "b")}]))
+
+
 def test_the_assistants_tokens_by_hand() -> None:
     tokenizer = make_tiny_tokenizer()  # a token a character, so that they can be counted
     tokenizer.chat_template = PLAIN

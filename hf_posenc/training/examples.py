@@ -135,7 +135,7 @@ class ExampleTokenizer:
         return tokens
 
     def _of_the_assistant(self, document: Mapping[str, Any], messages: list[Any], where: str) -> MaskedTokens:
-        if _GENERATION.search(self._template(document)):
+        if _GENERATION.search(self._template(document, where)):
             found = self._applied(document, messages, where, return_assistant_tokens_mask=True)
             tokens = MaskedTokens(torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"]) == 1)
             if any(message["role"] == "assistant" for message in messages) and not tokens.counted.any():
@@ -168,8 +168,13 @@ class ExampleTokenizer:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._applied(document, messages[:number], where, tokenize=False, add_generation_prompt=True)
             with_it = self._applied(document, messages[: number + 1], where, tokenize=False)
+            if number:
+                before = self._applied(document, messages[:number], where, tokenize=False, add_generation_prompt=True)
+            else:  # no template renders an empty chat: what it writes before a first turn does not depend on its words
+                other = "B" if str(message.get("content")).lstrip().startswith("A") else "A"
+                changed = self._applied(document, [{**message, "content": other}], where, tokenize=False)
+                before = with_it[: common_prefix(with_it, changed)]
             if not (text.startswith(with_it) and with_it.startswith(before)):
                 raise ValueError(
                     f"{where}: which tokens are the assistant's cannot be told: the chat template has no "
@@ -188,11 +193,9 @@ class ExampleTokenizer:
 
     def _applied(self, document: Mapping[str, Any], messages: list[Any], where: str, **told: Any) -> Any:
         """Return what the chat template makes of messages: tokens, or with ``tokenize=False`` their text."""
-        template, tools = self._template(document), _tools(document)
+        template, tools = self._template(document, where), _tools(document, where)
         if told.get("tokenize", True):
             told |= {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
-        elif not messages:
-            return ""
         told |= document.get("chat_template_kwargs") or {}
         try:
             return self.tokenizer.apply_chat_template(messages, chat_template=template, tools=tools, **told)
@@ -202,14 +205,14 @@ class ExampleTokenizer:
                 f"{', '.join(message['role'] for message in messages)}."
             ) from error
 
-    def _template(self, document: Mapping[str, Any]) -> str:
+    def _template(self, document: Mapping[str, Any], where: str) -> str:
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 "the documents are chats, and the tokenizer has no chat template, as those of base models. Set "
                 "tokenizer.chat_template, to that of the model's instruct version for one (--chat-template-path FILE, "
                 "a Jinja template), or train on a column of texts."
             )
-        return self.tokenizer.get_chat_template(None, _tools(document))
+        return self.tokenizer.get_chat_template(None, _tools(document, where))
 
     def _warn_once(self, message: str) -> None:
         kind = message.partition(": ")[2][:20]
@@ -218,8 +221,8 @@ class ExampleTokenizer:
             logger.warning("%s This is said once, of the first.", message)
 
 
-def common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many tokens two rows of them begin with alike."""
+def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many tokens, or characters, two rows of them begin with alike."""
     pairs = zip(one, other, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
@@ -237,6 +240,11 @@ def _all_counted(ids: Sequence[int]) -> MaskedTokens:
     return MaskedTokens(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), dtype=torch.bool))
 
 
-def _tools(document: Mapping[str, Any]) -> Any:
+def _tools(document: Mapping[str, Any], where: str) -> Any:
     tools = document.get("tools")
-    return (json.loads(tools) if isinstance(tools, str) else tools) or None  # written as JSON, as TRL advises
+    if not isinstance(tools, str):
+        return tools or None
+    try:
+        return (json.loads(tools) if tools.strip() else None) or None  # written as JSON, as TRL advises
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: column 'tools' is text, but not JSON: {error}.") from error
