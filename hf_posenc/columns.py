@@ -20,7 +20,7 @@ _FOUND = (("text",), *((name,) for name in _CHATS), (PROMPT, COMPLETION))
 _BESIDE_CHATS = ("tools", "chat_template_kwargs")
 # Names that published datasets give to prompt and answer, for advice only.
 _PROMPTS = ("question", "instruction", "input", "query", "prompt", "problem")
-_ANSWERS = ("answer", "output", "response", "completion", "solution")
+_ANSWERS = ("answer", "output", "response", "completion", "solution", "chosen")
 _ALPACA = ("instruction", "input", "output")
 # Who speaks, in ShareGPT's words and in those of chat templates.
 _SPEAKERS = {"human": "user", "gpt": "assistant", **{name: name for name in ("system", "user", "assistant", "tool")}}
@@ -200,8 +200,15 @@ def _advice(row: Mapping[str, Any]) -> str:
         return f"Give a template: --template {_template_of([texts[name] for name in _ALPACA])!r}."
     if prompt is not None and answer is not None:
         return _named([prompt, answer])
+    if written := [texts[name] for name in _CHATS if name in texts]:
+        return (
+            f"Column {written[0]!r} holds text. If it is a chat written as JSON, parse it first (json.loads). To read "
+            f"it as plain text: {_named(written[:1])}"
+        )
     if texts:
         return _named([max(texts.values(), key=lambda name: len(row[name]))])
+    if rows := [str(name) for name, value in row.items() if isinstance(value, list) and value]:
+        return f"Column {rows[0]!r} holds a list: if it is one of rows, write that list alone to a file."
     return "None of them holds texts or chats."
 
 

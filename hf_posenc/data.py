@@ -190,6 +190,8 @@ def _read_rows(path: Path, columns: Columns) -> Iterator[Document]:
     text = _read_text(path)
     if _kind(path) in _SEPARATORS:
         rows = _table(path, text, _SEPARATORS[_kind(path)])
+    elif _kind(path) == ".json" and (row := _one_object(text)) is not None:
+        rows = [("row 1", row)]
     elif text.lstrip()[:1] == "[":
         rows = ((f"row {number}", row) for number, row in enumerate(_parsed(text, repr(str(path))), start=1))
     else:
@@ -197,6 +199,15 @@ def _read_rows(path: Path, columns: Columns) -> Iterator[Document]:
         lines = ((f"line {number}", line) for number, line in numbered if line.strip())
         rows = ((name, _parsed(line, f"{name} of {str(path)!r}")) for name, line in lines)
     return (columns.read(row, f"{name} of {str(path)!r}") for name, row in rows)
+
+
+def _one_object(text: str) -> dict[str, Any] | None:
+    """Return the object that a whole file is, over any number of lines; None if it is a list, or an object a line."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -212,7 +223,10 @@ def _table(path: Path, text: str, separator: str) -> Iterable[tuple[str, dict[st
     try:
         rows = list(csv.DictReader(io.StringIO(text), delimiter=separator, strict=True))
     except csv.Error as error:
-        raise ValueError(f"{str(path)!r} is no {_kind(path)} file: {error}.") from error
+        raise ValueError(
+            f"{str(path)!r} is no {_kind(path)} file: {error}. Commas separate the values of a .csv file, tabs those "
+            "of a .tsv file."
+        ) from error
     finally:
         csv.field_size_limit(limit)
     for number, row in enumerate(rows, start=1):

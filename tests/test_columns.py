@@ -66,6 +66,9 @@ def test_chats_of_sharegpt_and_of_datasets() -> None:
         ({"the chat": [{"from": "human", "value": "v"}]}, "--text-field 'the chat'"),
         ({"instruction": "i", "input": "x", "output": "o"}, r"--template '{instruction}\n{input}\n{output}'"),
         ({"messages": '[{"role": "user"}]'}, "--text-field messages"),
+        ({"messages": '[{"role": "user"}]'}, "If it is a chat written as JSON, parse it first (json.loads)."),
+        ({"prompt": "p", "chosen": "c", "rejected": "r"}, "--text-field prompt chosen"),
+        ({"data": [{"text": "a"}]}, "Column 'data' holds a list: if it is one of rows, write that list alone to"),
         ({"n": 3}, "None of them holds texts or chats."),
     ],
 )

@@ -98,6 +98,12 @@ def test_tables_and_json_arrays_are_rows(tmp_path, suffix):
         "a.json": json.dumps(rows, indent=2),
         "lines.json": "".join(json.dumps(row) + "\n" for row in rows),
     }
+    whole = tmp_path / "whole.json"  # one object over several lines was read as an object a line
+    whole.write_text(json.dumps(rows[0], indent=2))
+    assert list(DocumentStream(whole, ["question", "answer"])) == [{"prompt": "Two, and\ntwo?", "completion": "007"}]
+    whole.write_text(json.dumps({"data": rows}, indent=2))
+    with pytest.raises(ValueError, match=r"row 1 of .* has no column 'text'.* Column 'data' holds a list: if it is"):
+        read_documents(whole)
     pack = gzip.compress if suffix else bytes
     for name, content in contents.items():
         path = tmp_path / (name + suffix)
