@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,11 @@ def test_the_command_trains_on_prompts_with_answers(
         found.append(losses(tmp_path / name))
     assert found[0] == found[1]
     assert len(found[2]) == 4
+    cards = {name: (tmp_path / name / "README.md").read_text() for name in ("columns", "template")}
+    assert "- columns: `question`, `answer`\n" in cards["columns"]
+    assert "- template: `'{question}{answer}'`\n" in cards["template"]
+    counted = r"- counted in the loss: answers or turns of the assistant, \d\d\.\d % of the tokens\n"
+    assert all(re.search(counted, card) for card in cards.values())
     pairs = [{"prompt": row["question"], "completion": row["answer"]} for row in rows]
     model = patch_model(AutoModelForCausalLM.from_pretrained(run_base), "yarn", 2.0)
     expected = loss_by_hand(model, scheduled(make_tokenizer(None), pairs, 1)).item()
@@ -258,7 +264,7 @@ def test_the_command_trains_on_prompts_with_answers(
         ([{"question": "a", "answer": "b"}], [], "it has: question, answer. Give --text-field question answer."),
         ([{"question": "a", "answer": "b"}], ["--text-field", "a", "b", "c"], "--text-field takes one column"),
         ([{"a": "x"}], ["--template", "{b}"], "unknown column 'b'. Known: a. Give --text-field a."),
-        ([{"messages": "hello"}], [], "it has: messages. Give --text-field messages."),
+        ([{"messages": "hello"}], [], "it has: messages. Column 'messages' holds text. If it is a chat"),
         ([{"messages": [{"user": "hello"}]}], [], "turn 1 in column 'messages' has user, but a message has a role"),
         ([{"messages": []}], [], "holds no text"),
     ],

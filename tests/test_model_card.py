@@ -20,7 +20,7 @@ from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model, unpatched, verify_model
 from hf_posenc.training import fine_tuning, finetune
 from hf_posenc.training.base_model import BaseModel, find_base_model
-from hf_posenc.training.document_source import document_source
+from hf_posenc.training.document_source import document_source, said_of
 
 HUB_ID = "owner/tiny-64"
 OTHER = {"license": "other", "license_name": "tiny-licence", "license_link": "LICENSE.md", "language": ["en", "fr"]}
@@ -143,6 +143,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "staged": {"method": "dynamic_yarn"},
     "encoding": {"method": "t5_bias", "factor": 1.0, "seq_len": 64, "eval_lengths": [32, 64]},
 }
+
+
+def test_a_stream_says_all_that_reads_it_again() -> None:
+    """run.toml did not have the template, and another run by it read other columns."""
+    told = {"text_field": None, "split": "test", "config_name": "b", "template": "{a} {b}"}
+    assert said_of(DocumentStream("rows.csv", **told)) == {"documents": "rows.csv", **told}
 
 
 @pytest.mark.parametrize("kind", KINDS)

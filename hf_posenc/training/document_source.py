@@ -32,7 +32,7 @@ def said_of(documents: Any) -> dict[str, Any]:
     if not isinstance(documents, DocumentStream):
         return {}
     said = {"documents": str(documents.source), "text_field": documents.text_field, "split": documents.split}
-    return {**said, "config_name": documents.config_name}
+    return {**said, "config_name": documents.config_name, "template": documents.template}
 
 
 def document_source(told: Mapping[str, Any]) -> DocumentSource:

@@ -227,7 +227,7 @@ def _train(
                 document_source(place.told),
                 held_out=eval_documents is None,
                 tokens_trained=total,
-                settings=_card_settings(config, texts.packed, args),
+                settings=_read(place.told, texts.packed) | _card_settings(config, texts.packed, args),
                 stages=[
                     *place.earlier,
                     TrainedStage(description["context_length"], args.max_steps, total - tokens_trained),
@@ -295,6 +295,22 @@ def _measure_unextended(
     devices = [args.device] if args.device.type == "cuda" else []
     with torch.random.fork_rng(devices), unpatched(model):  # what it is trained to must not depend on this
         return _measure(model, tokenizer, texts, config, args, 0, results)
+
+
+def _read(told: Mapping[str, Any], packed: PackedDataset) -> dict[str, Any]:
+    """Return which columns of the documents were read, and what of their tokens counted, where that is not all."""
+    columns = told.get("text_field") or ()
+    columns = [columns] if isinstance(columns, str) else columns
+    counted = 100 * packed.counted.double().mean().item()
+    return {
+        **({"columns": ", ".join(f"`{name}`" for name in columns)} if columns else {}),
+        **({"template": f"`{told['template']!r}`"} if told.get("template") else {}),
+        **(
+            {"counted in the loss": f"answers or turns of the assistant, {counted:.1f} % of the tokens"}
+            if counted < 100
+            else {}
+        ),
+    }
 
 
 def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: TrainingArguments) -> dict[str, Any]:
