@@ -339,7 +339,9 @@ def _namer(records: Sequence[AnyRecord]) -> Callable[[Record | RetrievalRecord],
     models = short_model_names(record.model for record in records)
 
     def name_of(record: Record | RetrievalRecord) -> str:
-        besides = [models[record.model] if name == "model" else str(getattr(record, name)) for name in differing]
+        besides: list[str] = [
+            models[record.model] if name == "model" else str(getattr(record, name)) for name in differing
+        ]
         return " · ".join(part for part in (rule_name(record), record.label, *besides) if part)
 
     return name_of
