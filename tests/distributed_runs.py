@@ -27,6 +27,17 @@ FSDP2 = {
 CONTEXT_PARALLEL = {**FSDP2, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
 
 
+def zero(stage: int) -> dict[str, str]:
+    """Return what `accelerate launch` sets for hf_posenc/accelerate_configs/zero{stage}.yaml, and for a CPU."""
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+        "DS_ACCELERATOR": "cpu",
+    }
+
+
 @dataclass
 class Run:
     """One run of ``finetune`` on a tiny model.

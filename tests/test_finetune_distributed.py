@@ -12,7 +12,17 @@ from typing import Any
 import one_of_several
 import pytest
 import torch
-from distributed_runs import FSDP2, LAUNCHER, ROOT, Run, assert_same_steps, in_two_processes, log_of, returned_by
+from distributed_runs import (
+    FSDP2,
+    LAUNCHER,
+    ROOT,
+    Run,
+    assert_same_steps,
+    in_two_processes,
+    log_of,
+    returned_by,
+    zero,
+)
 from safetensors.torch import load_file
 from tiny_runs import SEQ
 from transformers import AutoModelForCausalLM
@@ -107,6 +117,22 @@ def test_what_two_processes_save_is_what_one_saves(alone: dict[str, Run], shared
         torch.testing.assert_close(
             plain.model.norm.weight, load_extended(shared[kind].folder).model.norm.weight, rtol=0, atol=0
         )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_trains_and_saves_as_one_process_does(alone: dict[str, Run], stage: int, tmp_path: Path):
+    pytest.importorskip("deepspeed")
+    kinds = ("full", "lora")
+    runs = {kind: Run(str(tmp_path / kind), {**SHARED, **KINDS[kind].get("settings", {})}) for kind in kinds}
+    in_two_processes(tmp_path / "runs.json", list(runs.values()), zero(stage))
+    for kind, run in runs.items():
+        assert_same_steps(run, alone[kind])
+        name = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
+        saved, expected = (load_file(Path(one.folder) / name) for one in (run, alone[kind]))
+        assert saved.keys() == expected.keys()
+        for key, value in saved.items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-3, atol=1e-5, msg=key)
 
 
 @pytest.mark.slow

@@ -671,17 +671,23 @@ def test_a_plain_adapter_on_an_extended_base_is_told(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_trainer_saves_what_it_sharded(base: Path, method: str, tmp_path: Path) -> None:
-    """Two processes train under FSDP2, and Trainer saves: one writes, and writes the extension."""
+@pytest.mark.parametrize("stage", ["", "2", "3"], ids=["fsdp2", "zero2", "zero3"])
+def test_trainer_saves_what_it_sharded(base: Path, method: str, stage: str, tmp_path: Path) -> None:
+    """Two processes train under FSDP2 or DeepSpeed, and Trainer saves: one writes, and writes the extension."""
     program = str(Path(__file__).with_name("trainer_of_several.py"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **FSDP2}
-    command = [*LAUNCHER, program, str(base), method, str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if stage:
+        pytest.importorskip("deepspeed")
+        environment["DS_ACCELERATOR"] = "cpu"
+    else:
+        environment |= FSDP2
+    command = [*LAUNCHER, program, str(base), method, str(tmp_path), *([stage] if stage else [])]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-5000:]
     assert diagnose(tmp_path / "model").sound
     loaded = load_extended(tmp_path / "model")
     expected = patched_base(base, method)
     untrained = logits(expected.eval(), IDS)
-    expected.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"), strict=False)  # tied weights
+    expected.load_state_dict(load_file(tmp_path / "weights.safetensors"), strict=False)  # tied weights
     torch.testing.assert_close(logits(loaded.eval(), IDS), logits(expected, IDS), rtol=1e-5, atol=1e-5)
     assert (logits(loaded, IDS) - untrained).abs().max() > 1e-2

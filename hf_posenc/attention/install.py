@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,8 +298,44 @@ def probe(model: PreTrainedModel, num_tokens: int) -> torch.Tensor | None:
     try:
         ids = torch.arange(1, 1 + num_tokens, device=model.device)[None]
         model.train(False)
-        output: torch.Tensor = model(input_ids=ids, use_cache=False)[0]
+        with _zero3_gathered(model):
+            output: torch.Tensor = model(input_ids=ids, use_cache=False)[0]
         return output
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+@contextmanager
+def _zero3_gathered(model: nn.Module) -> Iterator[None]:
+    """While open, weights that DeepSpeed ZeRO-3 has shared out (they have a ``ds_id``) are whole while they are used.
+
+    One module at a time: the whole model need not fit into one process. Every process has to call it.
+    """
+    shared = {
+        module: parts
+        for module in model.modules()
+        if (parts := [p for p in module.parameters(recurse=False) if hasattr(p, "ds_id")])
+    }
+    if not shared:
+        yield
+        return
+    import deepspeed
+
+    gathered: dict[nn.Module, Any] = {}
+
+    def gather(module: nn.Module, args: Any) -> None:
+        gathered[module] = deepspeed.zero.GatheredParameters(shared[module])
+        gathered[module].__enter__()
+
+    def share_out(module: nn.Module, args: Any, output: Any) -> None:
+        if module in gathered:
+            gathered.pop(module).__exit__(None, None, None)
+
+    hooks = [module.register_forward_pre_hook(gather) for module in shared]
+    hooks += [module.register_forward_hook(share_out, always_call=True) for module in shared]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

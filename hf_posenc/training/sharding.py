@@ -108,9 +108,9 @@ def _gathered(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
         sharded: Any = parameter.detach().to(dtype)
         whole = sharded.full_tensor()
         return whole
-    from deepspeed.zero import GatheredParameters
+    import deepspeed
 
-    with GatheredParameters([parameter]):
+    with deepspeed.zero.GatheredParameters([parameter]):
         whole = parameter.detach().to(dtype, copy=True)
     return whole
 
