@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
 from hf_posenc.config import did_you_mean
-from hf_posenc.units import ContextLength, TokenCount
+from hf_posenc.units import ContextLength, Duration, TokenCount
 
 # The arguments of the command that was parsed last, for its messages.
 _FLAGS: set[str] = set()
@@ -262,6 +262,14 @@ def parse(
         def error(self, message: str) -> NoReturn:
             message = re.sub(r"--\w+/(--[\w-]+)", r"\1", message)  # a flag once, with dashes
             raise ValueError(f"{message} (hf-posenc {command} --help lists the flags)")
+
+        def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+            try:
+                return super()._get_value(action, arg_string)
+            except argparse.ArgumentError as error:  # argparse tells the name of our class instead of what it said
+                if action.type in (ContextLength, TokenCount, Duration):
+                    raise argparse.ArgumentError(action, str(error.__context__)) from None
+                raise
 
         def _get_option_tuples(self, option_string: str) -> list[Any]:
             # A flag and its spelling with underscores are one: an abbreviation of both is not ambiguous.

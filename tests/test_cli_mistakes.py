@@ -64,6 +64,8 @@ def test_requests_are_checked_before_loading(
         linear = (*command, "--method", "linear", "--option", "beta_fast=3")
         assert "takes no option 'beta_fast'" in refused(capsys, *linear)
     assert "invalid float value: 'four'" in refused(capsys, *patch, "--factor", "four")
+    said = refused(capsys, *patch, "--context-length", "far")
+    assert "argument --context-length: expected a number of tokens such as 32768 or 32k, got 'far'" in said
     assert "name=value" in refused(capsys, *patch, "--factor", 4, "--option", "beta_fast")
     assert "--original-max-position-embeddings must be >= 1" in refused(
         capsys, *patch, "--original-max-position-embeddings", 0
