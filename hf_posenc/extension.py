@@ -134,7 +134,7 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
         ValueError: Its ``rope_type`` is none that hf_posenc knows.
     """
     parameters = declared_rope(config)
-    mark = getattr(config, MARK, None)
+    mark = mark_on(config)
     if mark is not None and not rule_is_elsewhere(mark):
         spec = _spec(config, {**parameters, **mark}, mark["original_max_position_embeddings"])
         # A temperature on whole logits is not in a config: load_extended applies it, and says so.
@@ -166,9 +166,29 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
     return Extension(spec, make_scaling(rope_type, float(factor), given), target, known)
 
 
+def mark_on(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return what a text config says of its extension; see ``read_mark``."""
+    return read_mark(getattr(config, MARK, None))
+
+
+def read_mark(found: Any) -> dict[str, Any] | None:
+    """Return what a config says under ``MARK``; None if it is not what we write there."""
+    return dict(found) if isinstance(found, Mapping) and all(key in found for key in Extension.FACTS) else None
+
+
 def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
-    """Return whether what a config says of an extension is a rule that it cannot hold: a manifest beside it has it."""
-    return make_scaling(mark["method"], mark["factor"], mark["options"]).on_attention_door
+    """Return whether what a config says of an extension is a rule that it cannot hold: a manifest beside it has it.
+
+    Raises:
+        ValueError: It is no rule that this version has.
+    """
+    try:
+        return make_scaling(mark["method"], mark["factor"], mark["options"]).on_attention_door
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the config says that the model was extended by {mark['method']!r}, which this hf_posenc cannot read: "
+            f"{error} If a newer one wrote it, upgrade hf_posenc."
+        ) from error
 
 
 def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any) -> RopeSpec:
@@ -179,7 +199,7 @@ def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any
 
 def plain_spec(config: PreTrainedConfig) -> RopeSpec:
     """Return what an unscaled config says the model was trained with."""
-    mark = getattr(config, MARK, None) or {}  # of a rule that is elsewhere; the target may be in the config
+    mark = mark_on(config) or {}  # of a rule that is elsewhere; the target may be in the config
     original = mark.get("original_max_position_embeddings") or config.max_position_embeddings
     return _spec(config, declared_rope(config), original)
 

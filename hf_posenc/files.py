@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
+
+
+def read_json(file: Path) -> Any:
+    """Return what is in a JSON file.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # which a wrong encoding is too
+        raise ValueError(f"{str(file)!r} is not JSON: {error}") from error
 
 
 def write_whole(path: Path, content: bytes | str) -> Path:

@@ -13,8 +13,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from hf_posenc.config import ENCODINGS
-from hf_posenc.extension import MARK, Extension, describe_config
+from hf_posenc.extension import MARK, Extension, describe_config, mark_on
 from hf_posenc.families import text_configs, unwrap
+from hf_posenc.files import read_json
 from hf_posenc.hub_files import folder_with
 from hf_posenc.patching import extension_of, patch_model, unextended_config
 from hf_posenc.registry import get_method, make_scaling
@@ -49,7 +50,7 @@ def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: s
     window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
     # What config.json keeps of the base model, so that a later change of it is found.
     kept = {"base_config": unextended_config(base)} if extension.scaling.on_attention_door else {}
-    mark = getattr(base.config.get_text_config(decoder=True), MARK, {})  # of one that was loaded extended
+    mark = mark_on(base.config.get_text_config(decoder=True)) or {}  # of one that was loaded extended
     # What an adapter's folder does not say of the head that it was trained with.
     head = {"num_labels": base.config.num_labels} if hasattr(base, "num_labels") else {}
     return {
@@ -150,6 +151,8 @@ def describe_folder(source: str | Path) -> dict[str, Any]:
     """
     path = Path(source).expanduser()
     path = path.parent if path.name == CONFIG else path
+    if not path.exists() and (str(source)[:1] in "./~" or str(source).count("/") > 1):
+        raise FileNotFoundError(f"there is no file or folder {str(source)!r}.")
     found = find_manifest(path if path.is_dir() else source)
     if found is not None:
         return {key: found[0][key] for key in Extension.FACTS}
@@ -161,11 +164,18 @@ def describe_folder(source: str | Path) -> dict[str, Any]:
 
 
 def base_of_adapter(source: str | Path) -> str | None:
-    """Return the base model that an adapter names, ``""`` if it names none; None for what is no adapter."""
+    """Return the base model that an adapter names, ``""`` if it names none; None for what is no adapter.
+
+    Raises:
+        ValueError: Its settings are damaged.
+    """
     folder = folder_with(source, (ADAPTER_CONFIG,))
     if folder is None:
         return None
-    return json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+    settings = read_json(folder / ADAPTER_CONFIG)
+    if not isinstance(settings, dict):
+        raise ValueError(f"{str(folder / ADAPTER_CONFIG)!r} holds a {type(settings).__name__}, not an adapter's settings.")
+    return settings.get("base_model_name_or_path") or ""
 
 
 def is_saved_by_us(source: str | Path) -> bool:

@@ -18,7 +18,7 @@ from hf_posenc.attention.doorway import layers_behind
 from hf_posenc.attention.install import OpenDoor, check_door, close_door, door_problem, put_behind_door
 from hf_posenc.console import quiet
 from hf_posenc.encodings.install import PutIn, check_encoding, put_in
-from hf_posenc.extension import MARK, Extension, declared_scaling, describe_config, plain_spec
+from hf_posenc.extension import MARK, Extension, declared_scaling, describe_config, mark_on, plain_spec
 from hf_posenc.families import label_prefix, rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.request import resolve, warn_about_limits, write_config
 from hf_posenc.rotary import SavedRotary, instantiate, read_rotary, restore_rotary, write_rotary, zero_other_layer_types
@@ -360,7 +360,7 @@ def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any
         TypeError: It is none of these.
     """
     if isinstance(source, PreTrainedConfig):  # of a patched model, maybe, whose rule no config can hold
-        mark = getattr(source.get_text_config(decoder=True), MARK, None)
+        mark = mark_on(source.get_text_config(decoder=True))
         return {key: mark[key] for key in Extension.FACTS} if mark else describe_config(source)
     if isinstance(source, (str, Path)):
         from hf_posenc.manifest import describe_folder

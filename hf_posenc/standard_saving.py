@@ -305,11 +305,16 @@ def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> No
 
 def _warn_if_lost(model: PreTrainedModel, source: Any) -> None:
     """Warn of a model that only says that it was extended, by a rule that no config can hold."""
-    from hf_posenc.extension import rule_is_elsewhere
+    from hf_posenc.extension import mark_on, rule_is_elsewhere
     from hf_posenc.manifest import MANIFEST
 
-    mark = getattr(model.config.get_text_config(decoder=True), MARK, None)
-    if mark and rule_is_elsewhere(mark):
+    mark = mark_on(model.config.get_text_config(decoder=True))
+    try:
+        lost = mark is not None and rule_is_elsewhere(mark)
+    except ValueError as error:
+        logger.warning("%s: %s It is read as the rest of its config says.", source, error)
+        return
+    if mark is not None and lost:
         logger.warning(
             "%s: its config says that it was extended by %s to %d tokens, and %s, which holds the rule, is not there. "
             "It is read as the base model; if it is to be extended, call patch_model.",

@@ -551,6 +551,7 @@ def test_a_manifest_that_another_model_was_saved_over_is_not_applied(
         load_extended(folder)
     (found,) = diagnose(folder).findings
     assert (found.code, found.severity) == ("manifest-refused", "error")
+    assert "--fix" not in found.todo  # which cannot mend it
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -568,6 +569,62 @@ def test_a_decoder_saved_without_its_head_says_what_it_lacks(
         assert describe(loaded)["original_max_position_embeddings"] == ORIGINAL
         assert f"extended by {method} to {TARGET} tokens" in caplog.text
         assert "manifest-lost" in codes
+
+
+@pytest.mark.parametrize(
+    ("mark", "severity"),
+    [
+        ("of another program", None),
+        ({"method": "yarn"}, None),
+        ({"method": "of_the_future", "factor": 4.0, "options": {}, "original_max_position_embeddings": 64}, "error"),
+    ],
+)
+def test_a_mark_that_cannot_be_read_does_not_stop_loading(
+    base: Path, mark: Any, severity: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """from_pretrained and doctor fell over it, with a KeyError."""
+    shutil.copytree(base, tmp_path / "model")
+    if severity is not None:
+        mark = {**mark, "context_length": 256}
+    config = json.loads((base / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "context_extension": mark}))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert torch.equal(logits(loaded.eval(), IDS), logits(plain.eval(), IDS))
+    found = diagnose(tmp_path / "model")
+    if severity is None:
+        assert found.sound
+        assert describe(loaded) == describe(loaded.config) == describe(plain)
+    else:
+        assert "extended by 'of_the_future', which this hf_posenc cannot read" in caplog.text
+        assert [(one.code, one.severity) for one in found.findings] == [("unknown-extension", severity)]
+        with pytest.raises(ValueError, match="which this hf_posenc cannot read"):
+            patch_model(loaded, "yarn", 2)
+
+
+def test_a_model_built_from_the_config_of_a_patched_one_says_what_it_lacks(base: Path) -> None:
+    """It failed in its first forward with a KeyError of ours."""
+    patched = patched_base(base, "dynamic_yarn").eval()
+    other = AutoModelForCausalLM.from_pretrained(base, config=patched.config).eval()
+    with pytest.raises(RuntimeError, match=r"from the config of a patched model.*set_attn_implementation\('sdpa'\)"):
+        logits(other, IDS)
+    other.set_attn_implementation("sdpa")
+    patch_model(other, "dynamic_yarn", FACTOR)
+    assert describe(other) == describe(patched)
+    torch.testing.assert_close(logits(other, IDS), logits(patched, IDS))
+
+
+@pytest.mark.parametrize("written", ["[1", "[]"])
+def test_damaged_settings_of_an_adapter_are_named(written: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(written)
+    for look in (diagnose, describe, load_model):
+        with pytest.raises(ValueError, match=r"adapter_config\.json' (is not JSON|is no config|holds a list)"):
+            look(tmp_path)
+
+
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(FileNotFoundError, match="there is no file or folder './nowhere'"):
+        describe("./nowhere")
 
 
 def in_the_cache(folder: Path, cache: Path, name: str) -> Path:

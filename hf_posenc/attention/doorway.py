@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.layout import Forward, text_positions
-from hf_posenc.attention.masks import PREFIX, slot_states
+from hf_posenc.attention.masks import PREFIX, inner_name, slot_states
 
 # What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
 # positions, or a rotary module of its own); the keys of one that attends to images stand nowhere in the text.
@@ -112,6 +112,12 @@ def door_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The function that Transformers calls; each attention layer of a patched model knows its door."""
+    if _DOOR not in module.__dict__:
+        inner = inner_name(module.config._attn_implementation)  # type: ignore[union-attr]  # attention layers have one
+        raise RuntimeError(
+            "this model was built from the config of a patched model, whose rule no config can hold. Call "
+            f"model.set_attn_implementation({inner!r}), and patch_model(model, ...) to extend this model too."
+        )
     door, kind = module.__dict__[_DOOR]
     if kind == CROSS:
         return inner_attention(door.inner, module)(module, query, key, value, attention_mask, **kwargs)

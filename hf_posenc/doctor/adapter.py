@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from hf_posenc.checkpoint import TOKENIZER_CONFIG
 from hf_posenc.doctor.attention_rule import check_tokenizer_limit
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
-from hf_posenc.extension import MARK
+from hf_posenc.extension import MARK, read_mark
+from hf_posenc.files import read_json
 from hf_posenc.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, read_manifest
 
 _WHY = "PEFT puts the adapter on the plain base model, for whose positions it was not trained: it reads wrong."
@@ -31,7 +31,7 @@ def look_at_adapter(path: Path) -> tuple[list[tuple[str, str]], list[Finding]]:
     if manifest is not None:
         said = f"{manifest['method']} x{manifest['factor']:g}, {manifest['context_length']} tokens, in its manifest"
         return [("declared", f"{said}, for {base}")], check_tokenizer_limit(limit, manifest)
-    if mark := settings.get(MARK):
+    if mark := read_mark(settings.get(MARK)):
         what = f"{ADAPTER_CONFIG} says it was trained with {mark['method']} x{mark['factor']:g}, and {MANIFEST} is gone"
         return [("declared", f"{mark['method']} x{mark['factor']:g}, for {base}")], [_lost(what)]
     length = _length_of(str(base))
@@ -65,4 +65,7 @@ def _length_of(base: str) -> int | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+    content = read_json(file) if file.is_file() else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{str(file)!r} is no config: it holds a {type(content).__name__}.")
+    return content

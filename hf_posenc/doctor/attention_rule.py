@@ -9,7 +9,7 @@ from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
-from hf_posenc.extension import MARK, rule_is_elsewhere
+from hf_posenc.extension import MARK, read_mark, rule_is_elsewhere
 from hf_posenc.manifest import CONFIG, MANIFEST, is_encoding
 from hf_posenc.spelling import ENCODING_MARK
 
@@ -36,8 +36,11 @@ def manifest_lines(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def check_manifest_is_there(config: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> list[Finding]:
     """Return whether a config says that a rule is in a manifest that is not there."""
-    mark = text_config(config)[1].get(MARK)
-    if manifest is not None or not isinstance(mark, Mapping) or not rule_is_elsewhere(mark):
+    mark = read_mark(text_config(config)[1].get(MARK))
+    try:
+        if manifest is not None or mark is None or not rule_is_elsewhere(mark):
+            return []
+    except ValueError:  # read_dialect tells that
         return []
     what = f"{CONFIG} says that the model was extended: {rule_in_words(mark)}; and {MANIFEST}, which has it, is gone"
     why = "No config can say this rule, so everyone loads the base model."

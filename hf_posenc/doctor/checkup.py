@@ -33,7 +33,7 @@ from hf_posenc.doctor.mending import mended
 from hf_posenc.doctor.reach import look_at_reach
 from hf_posenc.extension import MARK, Extension
 from hf_posenc.families import unwrap
-from hf_posenc.files import write_whole
+from hf_posenc.files import read_json, write_whole
 from hf_posenc.hub_files import check_hub, folder_with
 from hf_posenc.manifest import (
     ADAPTER_CONFIG,
@@ -124,10 +124,7 @@ def _config_file(path: Path, given: str) -> Path:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ValueError(f"{str(file)!r} is not JSON: {error}") from error
+    content = read_json(file)
     if not isinstance(content, dict):
         raise ValueError(f"{str(file)!r} is not a model's config: it holds a {type(content).__name__}.")
     return content
@@ -141,7 +138,8 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
             manifest = read_manifest(file.parent)
         except ValueError as error:
             why = "What it says is not put in by load_extended or from_pretrained; the config alone is read below."
-            findings.append(Finding("manifest-refused", "error", str(error).rstrip("."), why, mendable=False))
+            todo = f"Save the model again with save_extended, or remove {MANIFEST} if it is not extended."
+            findings.append(Finding("manifest-refused", "error", str(error).rstrip("."), why, todo, mendable=False))
         else:
             findings += check_manifest_is_there(config, manifest)
     if file is not None and manifest is not None and is_encoding(manifest):

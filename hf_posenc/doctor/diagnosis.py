@@ -23,7 +23,7 @@ from hf_posenc.doctor.declaration import (
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import CHECKS, Finding, check_lengths, check_versions
-from hf_posenc.extension import MARK, rule_is_elsewhere
+from hf_posenc.extension import MARK, read_mark, rule_is_elsewhere
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
         if not isinstance(text.get(key) or {}, Mapping):
             raise ValueError(f"{key} must be a dictionary, got {text[key]!r}.")
     model_type = text["model_type"]
-    mark = text.get(MARK) or config.get(MARK)
+    mark, unknown = read_mark(text.get(MARK) or config.get(MARK)), []
     if not has_rope(text):
         return Dialect(
             model_type, "no rotary embedding", {}, None, text.get("max_position_embeddings"), "", None, None, ()
@@ -81,14 +81,19 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
     original, origin = original_length(text, parameters, mark, known)
     if original is not None and parameters["rope_type"] in READS_ORIGINAL | {"linear"}:
         parameters[ORIGINAL] = original
-    if mark and rule_is_elsewhere(mark):  # the config itself is the base model's
+    try:
+        if mark and rule_is_elsewhere(mark):  # the config itself is the base model's
+            mark = None
+    except ValueError as error:
+        why, todo = "Only the rest of the config is read below.", "Look at it with the version that wrote it."
+        unknown = [Finding("unknown-extension", "error", str(error).rstrip("."), why, todo, mendable=False)]
         mark = None
     if mark:
         parameters = from_mark(text, parameters, mark)
     facts = Facts(text, parameters, source_of(text), original, known, bool(mark))
     rope = meant(facts)
     target = target_length(facts)
-    findings = [finding for check in CHECKS for finding in check(facts)]
+    findings = [*unknown, *(finding for check in CHECKS for finding in check(facts))]
     findings += check_lengths(facts, target)
     if all(finding.mendable for finding in findings):
         findings += check_versions(facts, rope)
