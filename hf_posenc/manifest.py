@@ -174,7 +174,9 @@ def base_of_adapter(source: str | Path) -> str | None:
         return None
     settings = read_json(folder / ADAPTER_CONFIG)
     if not isinstance(settings, dict):
-        raise ValueError(f"{str(folder / ADAPTER_CONFIG)!r} holds a {type(settings).__name__}, not an adapter's settings.")
+        raise ValueError(
+            f"{str(folder / ADAPTER_CONFIG)!r} holds a {type(settings).__name__}, not an adapter's settings."
+        )
     return settings.get("base_model_name_or_path") or ""
 
 

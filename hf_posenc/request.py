@@ -118,6 +118,16 @@ def resolve(
     there = declared_scaling(config)
     spec = _base_spec(config, there, original_max_position_embeddings, on_scaled)
     original = spec.original_max_position_embeddings
+    if (
+        rope_scaling is not None
+        and there is None
+        and original > (own := plain_spec(config)).original_max_position_embeddings
+    ):
+        warnings.warn(
+            f"rope_scaling says that the model was trained on {original} tokens, and its config "
+            f"{own.original_max_position_embeddings}: is the dictionary another model's?",
+            stacklevel=4,
+        )
     target = _target(original, factor, context_length, METHODS[name].default_factor)
     # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
     scaling = make_scaling(name, target / original, options)

@@ -108,7 +108,7 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
         raise ValueError(f"rope_scaling {found}. One of {', '.join(_RULES)} is needed: {_EXAMPLE}.")
     [rule] = types
     if rule not in _RULES:
-        hint = did_you_mean(rule, _RULES) or " Other methods of hf_posenc are named by method=, not here."
+        hint = did_you_mean(rule.lower(), _RULES) or " Other methods of hf_posenc are named by method=, not here."
         raise ValueError(f"rope_scaling has rope_type {rule!r}; it can be {', '.join(_RULES)}.{hint}")
     method, options = _RULES[rule]
     allowed = get_method(method).options

@@ -84,6 +84,12 @@ def test_it_counts_from_its_own_original_length() -> None:
     assert describe(model)[LENGTH] == 64
 
 
+def test_a_dictionary_of_another_model_is_warned_about() -> None:
+    """Qwen2.5's, on a model of 64 tokens, was put in without a word."""
+    with pytest.warns(UserWarning, match="trained on 32768 tokens, and its config 64: is the dictionary another model"):
+        patch_model(make_tiny_llama(), rope_scaling={**YARN, LENGTH: 32768})
+
+
 def test_a_length_can_say_how_far() -> None:
     model = patch_model(make_tiny_llama(), rope_scaling={"rope_type": "yarn"}, context_length=512)
     assert describe(model)["factor"] == 8

@@ -623,7 +623,7 @@ def test_damaged_settings_of_an_adapter_are_named(written: str, tmp_path: Path) 
 
 
 def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
-    with pytest.raises(FileNotFoundError, match="there is no file or folder './nowhere'"):
+    with pytest.raises(FileNotFoundError, match=r"there is no file or folder '\./nowhere'"):
         describe("./nowhere")
 
 

@@ -113,7 +113,7 @@ def door_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The function that Transformers calls; each attention layer of a patched model knows its door."""
     if _DOOR not in module.__dict__:
-        inner = inner_name(module.config._attn_implementation)  # type: ignore[union-attr]  # attention layers have one
+        inner = inner_name(module.config._attn_implementation)  # type: ignore[arg-type, union-attr]  # attention layers have a config
         raise RuntimeError(
             "this model was built from the config of a patched model, whose rule no config can hold. Call "
             f"model.set_attn_implementation({inner!r}), and patch_model(model, ...) to extend this model too."

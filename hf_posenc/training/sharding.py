@@ -27,7 +27,7 @@ def make_whole(model: nn.Module, before: _Kept, dtypes: Mapping[str, torch.dtype
 
     A collective call. Each process needs memory for all weights on its device, in the dtype they came in; before they
     were shared out it held them whole too, for a moment in float32. What sharding saves, during training, is the memory
-    of float32 weights, gradients and optimizer states. ZeRO-3's branch has not been run; the shapes are checked.
+    of float32 weights, gradients and optimizer states. ZeRO-3's branch is tested on the CPU.
 
     Args:
         model: The model, in place; nothing happens to one that is not sharded but for its hooks.
