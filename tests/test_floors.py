@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -39,6 +40,22 @@ def test_every_dependency_is_tested_at_its_lower_bound(project: dict[str, Any], 
     assert len(project["dependencies"]) >= 8
 
 
+def test_every_package_that_is_imported_is_a_dependency(project: dict[str, Any]) -> None:
+    """What comes only because another package needs it has no lower bound, and may leave with that package."""
+    modules = set()
+    for file in (ROOT / "hf_posenc").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+                modules.add(node.module.split(".")[0])
+    imported = modules - sys.stdlib_module_names - {"hf_posenc"}
+    assert {"torch", "transformers"} < imported
+    extras = {name: needed for name, needed in project["optional-dependencies"].items() if name != "dev"}
+    declared = [*project["dependencies"], *(requirement for needed in extras.values() for requirement in needed)]
+    assert imported <= {Requirement(requirement).name.replace("-", "_") for requirement in declared}
+
+
 def test_tools_stay_at_the_pinned_versions(project: dict[str, Any], floors: dict[str, str]) -> None:
     pins = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), flags=re.M))
     bounds = lower_bounds(project["optional-dependencies"]["dev"])
@@ -63,7 +80,7 @@ def test_the_readme_says_the_same(project: dict[str, Any], floors: dict[str, str
     assert f"Python {project['requires-python']}".replace(">=", ">= ") in readme
     listed = re.search(r"lowest versions together: (.*?) \(`scripts/test --floors`", readme)
     assert listed is not None
-    said = dict(re.findall(r"([A-Za-z0-9]+) ([0-9.]*[0-9])", listed[1]))
+    said = dict(re.findall(r"(\w+) ([0-9.]*[0-9])", listed[1]))
     names = [Requirement(text).name for text in project["dependencies"]]
     assert {name.lower(): Version(version) for name, version in said.items()} == {
         name: Version(floors[name]) for name in names
