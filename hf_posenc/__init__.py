@@ -5,23 +5,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.standard_saving import install as _install
+from hf_posenc.checkpoint.standard_saving import install as _install
 from hf_posenc.version import __version__
 
 if TYPE_CHECKING:
-    from hf_posenc.checkpoint import load_extended, save_extended
+    from hf_posenc.checkpoint.extended import load_extended, save_extended
     from hf_posenc.doctor.checkup import diagnose
     from hf_posenc.encodings.layouts import convert_layout
     from hf_posenc.evaluation.perplexity import perplexity
     from hf_posenc.evaluation.records import Record
-    from hf_posenc.patching import describe, patch_model, patched, unpatch_model, verify_model
+    from hf_posenc.methods.registry import available_methods
+    from hf_posenc.patching.api import describe, patch_model, patched, unpatch_model, verify_model
+    from hf_posenc.patching.request import extend_config
+    from hf_posenc.patching.verification import RotaryMismatchError, Verification
     from hf_posenc.planning.planner import Plan, plan
-    from hf_posenc.registry import available_methods
-    from hf_posenc.request import extend_config
     from hf_posenc.training.config import FinetuneConfig
     from hf_posenc.training.fine_tuning import FinetuneResult, finetune
     from hf_posenc.training.perplexity_callback import PerplexityCallback
-    from hf_posenc.verification import RotaryMismatchError, Verification
 
 # Imported when first asked for: PyTorch and Trainer take seconds, which `hf-posenc --help` need not cost.
 _MODULES = {
@@ -30,22 +30,22 @@ _MODULES = {
     "PerplexityCallback": "training",
     "Plan": "planning",
     "Record": "evaluation",
-    "RotaryMismatchError": "verification",
-    "Verification": "verification",
-    "available_methods": "registry",
+    "RotaryMismatchError": "patching.verification",
+    "Verification": "patching.verification",
+    "available_methods": "methods.registry",
     "convert_layout": "encodings.layouts",
-    "describe": "patching",
+    "describe": "patching.api",
     "diagnose": "doctor",
-    "extend_config": "request",
+    "extend_config": "patching.request",
     "finetune": "training",
-    "load_extended": "checkpoint",
-    "patch_model": "patching",
-    "patched": "patching",
+    "load_extended": "checkpoint.extended",
+    "patch_model": "patching.api",
+    "patched": "patching.api",
     "perplexity": "evaluation",
     "plan": "planning",
-    "save_extended": "checkpoint",
-    "unpatch_model": "patching",
-    "verify_model": "patching",
+    "save_extended": "checkpoint.extended",
+    "unpatch_model": "patching.api",
+    "verify_model": "patching.api",
 }
 
 __all__ = [

@@ -36,10 +36,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import extend_config, patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.data import tokenize_documents
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.plan_arguments import MemorySize
+from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.evaluation import perplexity
-from hf_posenc.loading import load_model
-from hf_posenc.planning.arguments import MemorySize
 
 Result = dict[str, Any]
 CURVES = ("one_pass", "pass_per_length")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["compare", *sys.argv[1:]]))

@@ -39,8 +39,8 @@ def download(folder: Path) -> Path:
 
 def convert(gguf: Path, output_dir: Path) -> None:
     """Write the dequantised model and its tokenizer; the folder appears only when it is whole."""
-    from hf_posenc.checkpoint import CONFIG, both_spellings
-    from hf_posenc.loading import load_model
+    from hf_posenc.checkpoint.extended import CONFIG, both_spellings
+    from hf_posenc.checkpoint.loading import load_model
 
     partial = output_dir.with_name(output_dir.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)

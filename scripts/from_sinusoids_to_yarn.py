@@ -12,6 +12,7 @@ import torch
 
 from hf_posenc import convert_layout, patch_model, patched, perplexity, unpatch_model
 from hf_posenc.assets import load_novel, tiny_model_path
+from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.encodings.formulas import (
     alibi_slopes,
     join_pairs,
@@ -22,7 +23,6 @@ from hf_posenc.encodings.formulas import (
     sinusoidal_table,
     split_pairs,
 )
-from hf_posenc.loading import load_model
 
 torch.manual_seed(0)
 

@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
-from hf_posenc.dtypes import computes_natively
-from hf_posenc.files import write_whole
+from hf_posenc.utils.dtypes import computes_natively
+from hf_posenc.utils.files import write_whole
 
 CONTEXT = 256  # of the model in the package
 VOCAB_SIZE = 2048

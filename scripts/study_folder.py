@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation import read_retrieval_records
-from hf_posenc.files import write_whole
+from hf_posenc.utils.files import write_whole
 
 
 def claim(folder: Path, settings: dict[str, Any]) -> None:

@@ -26,11 +26,11 @@ import torch
 from study_folder import claim, passkeys_right
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
-from hf_posenc.dtypes import computes_natively
+from hf_posenc.checkpoint.manifest import MANIFEST
 from hf_posenc.evaluation import read_records
-from hf_posenc.files import write_whole
-from hf_posenc.manifest import MANIFEST
-from hf_posenc.units import length_name
+from hf_posenc.utils.dtypes import computes_natively
+from hf_posenc.utils.files import write_whole
+from hf_posenc.utils.units import length_name
 
 LENGTHS = (512, 2048, 8192, 16384, 32768)
 ORIGINAL = 8192
@@ -107,7 +107,7 @@ def write_texts(folder: Path) -> None:
 
 def run(words: Sequence[str]) -> None:
     print(f"\nhf-posenc {shlex.join(words)}", flush=True)
-    subprocess.run([sys.executable, "-m", "hf_posenc.cli", *words], check=True)
+    subprocess.run([sys.executable, "-m", "hf_posenc", *words], check=True)
 
 
 def show(folder: Path) -> None:

@@ -18,8 +18,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_posenc import RotaryMismatchError, extend_config, patch_model
-from hf_posenc.families import FAMILIES_TABLE, FULL_ATTENTION, capabilities, census_version, rope_label
-from hf_posenc.windows import window_of_all_layers
+from hf_posenc.families.discovery import FAMILIES_TABLE, FULL_ATTENTION, capabilities, census_version, rope_label
+from hf_posenc.families.sliding_window import window_of_all_layers
 
 # Given where a config has the name and it is a plain number there.
 _SIZES: dict[str, Any] = {

@@ -133,7 +133,7 @@ def whole_run(run_base: Path) -> Path:
     """The fine-tuning run of ``killed_runs`` that nothing happened to."""
     from killed_runs import command
 
-    from hf_posenc.cli import main
+    from hf_posenc.cli.main import main
 
     assert main(command(run_base, run_base.with_name("whole"))) == 0
     return run_base.with_name("whole")

@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-# What `accelerate launch` sets for hf_posenc/accelerate_configs/fsdp2.yaml; test_launching holds them against it.
+# What `accelerate launch` sets for hf_posenc/utils/accelerate_configs/fsdp2.yaml; test_launching holds them against it.
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -28,7 +28,7 @@ CONTEXT_PARALLEL = {**FSDP2, "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARAL
 
 
 def zero(stage: int) -> dict[str, str]:
-    """Return what `accelerate launch` sets for hf_posenc/accelerate_configs/zero{stage}.yaml, and for a CPU."""
+    """Return what `accelerate launch` sets for hf_posenc/utils/accelerate_configs/zero{stage}.yaml, and for a CPU."""
     return {
         "ACCELERATE_USE_DEEPSPEED": "true",
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),

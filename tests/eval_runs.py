@@ -12,7 +12,7 @@ from typing import Any
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 
 ROOT = Path(__file__).parents[1]
-CLI = ["-m", "hf_posenc.cli"]
+CLI = ["-m", "hf_posenc"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *CLI]
 MEASURED = ["--context-lengths", "64", "128", "--protocol", "truncated", "sliding_window", "--stride", "32"]
 

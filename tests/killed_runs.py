@@ -79,7 +79,7 @@ def arm(point: str, where: str) -> None:
 if __name__ == "__main__":
     import torch
 
-    from hf_posenc.cli import main
+    from hf_posenc.cli.main import main
 
     torch.set_num_threads(2)  # as in the tests: the order in which numbers are added depends on it
     arm(sys.argv[1], sys.argv[2])

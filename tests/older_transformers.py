@@ -13,7 +13,7 @@ import transformers
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_posenc.families import capabilities, census_version
+from hf_posenc.families.discovery import capabilities, census_version
 
 INSTALLED = Version(transformers.__version__)
 IS_5_0 = INSTALLED.release[:2] == (5, 0)

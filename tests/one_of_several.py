@@ -73,7 +73,7 @@ def do(run: Run) -> None:
     from conftest import make_tiny_llama
     from tiny_runs import Killed, config, kill_at, make_documents, make_tokenizer
 
-    from hf_posenc.loading import load_model
+    from hf_posenc.checkpoint.loading import load_model
     from hf_posenc.training import finetune
     from hf_posenc.training.packing import MaskedTokens
 

@@ -19,7 +19,7 @@ from tiny_models import assert_same_state, logits, native, state
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
-from hf_posenc.families import capabilities
+from hf_posenc.families.discovery import capabilities
 
 pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 128")  # the census's own small window
 

@@ -30,8 +30,8 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
 from hf_posenc.attention.doorway import FULL, door_of
 from hf_posenc.attention.rotation import Rotation
-from hf_posenc.families import capabilities, door_capabilities
-from hf_posenc.windows import window_of_all_layers
+from hf_posenc.families.discovery import capabilities, door_capabilities
+from hf_posenc.families.sliding_window import window_of_all_layers
 
 ORIGINAL = 64  # tokens
 IDS = token_ids(180)

@@ -25,7 +25,7 @@ from tiny_models import assert_same_state, logits, state, token_ids
 from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, MllamaForCausalLM, PreTrainedModel
 
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
-from hf_posenc.families import door_capabilities, rotary_modules
+from hf_posenc.families.discovery import door_capabilities, rotary_modules
 
 IDS = token_ids(50)
 BEHIND = [t for t in rotary_types() if door_capabilities().get(t, "") is None]

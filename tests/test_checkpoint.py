@@ -17,10 +17,10 @@ from tiny_models import STATIC_METHODS, logits, make_model, method_options, toke
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc import load_extended, patch_model, save_extended, unpatch_model
-from hf_posenc.checkpoint import both_spellings
-from hf_posenc.manifest import MANIFEST, read_manifest
-from hf_posenc.patching import describe
-from hf_posenc.verification import RotaryMismatchError
+from hf_posenc.checkpoint.extended import both_spellings
+from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
+from hf_posenc.patching.api import describe
+from hf_posenc.patching.verification import RotaryMismatchError
 
 IDS = token_ids(100)
 

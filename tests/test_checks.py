@@ -9,11 +9,11 @@ import pytest
 from conftest import make_tiny_tokenizer
 from tiny_models import make_model
 
-from hf_posenc.cli import main
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.main import main
 from hf_posenc.evaluation import perplexity, read_records
-from hf_posenc.loading import load_model
-from hf_posenc.patching import patched
-from hf_posenc.presets import presets
+from hf_posenc.patching.api import patched
+from hf_posenc.patching.presets import presets
 
 PRESET = "smollm2-yarn-2x"
 
@@ -93,7 +93,7 @@ def test_what_contradicts_a_preset_is_refused_before_loading(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hf_posenc.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_posenc.checkpoint.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     out = str(tmp_path / "out")
     train = ["finetune", str(declared_8k), "--documents", str(text_file), "--output-dir", out]
     for command in (["patch", str(declared_8k), out], measure(declared_8k, text_file), train):

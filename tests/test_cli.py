@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_posenc.arguments import parse_options
-from hf_posenc.checkpoint import save_extended
-from hf_posenc.cli import COMMANDS, main
-from hf_posenc.eval_arguments import PROTOCOLS
+from hf_posenc.checkpoint.extended import save_extended
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.cli.eval_arguments import PROTOCOLS
+from hf_posenc.cli.main import COMMANDS, main
+from hf_posenc.cli.shared_arguments import parse_options
 from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.evaluation.plans import PROTOCOLS as KNOWN_PROTOCOLS
-from hf_posenc.families import capabilities, door_capabilities
-from hf_posenc.loading import load_model
-from hf_posenc.manifest import read_manifest
-from hf_posenc.patching import describe, patch_model, patched
-from hf_posenc.presets import presets
+from hf_posenc.families.discovery import capabilities, door_capabilities
+from hf_posenc.patching.api import describe, patch_model, patched
+from hf_posenc.patching.presets import presets
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_help_works_and_has_no_empty_defaults(command: list[str], capsys: pytest
 
 
 def test_version_is_the_packages() -> None:
-    run = [sys.executable, "-m", "hf_posenc.cli", "--version"]
+    run = [sys.executable, "-m", "hf_posenc", "--version"]
     assert subprocess.run(run, capture_output=True, text=True, check=True).stdout.startswith("hf-posenc 0.1.0")
 
 
@@ -245,7 +245,7 @@ def test_protocols_are_those_of_the_library() -> None:
 
 HELP = """
 import contextlib, io, sys
-from hf_posenc.cli import COMMANDS, main
+from hf_posenc.cli.main import COMMANDS, main
 for command in COMMANDS:
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
         main([command, "--help"])
@@ -256,7 +256,7 @@ for command in COMMANDS:
 LISTINGS = """
 import contextlib, io, sys
 from transformers import HfArgumentParser
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 alone = set(sys.modules)  # Transformers 5.0 brings PyTorch with anything of it
 for words in (["presets"], ["presets", "--checkpoints"], ["recipes"], ["methods", "--families"]):
     with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_posenc.arguments import parse_options
-from hf_posenc.checkpoint import save_extended
-from hf_posenc.cli import COMMANDS, main
-from hf_posenc.loading import load_model
-from hf_posenc.patching import patch_model
+from hf_posenc.checkpoint.extended import save_extended
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.main import COMMANDS, main
+from hf_posenc.cli.shared_arguments import parse_options
+from hf_posenc.patching.api import patch_model
 
 
 @pytest.fixture

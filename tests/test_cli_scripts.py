@@ -44,7 +44,7 @@ def test_the_demo_writes_where_its_caller_is(repository: Path, tmp_path: Path) -
 def test_the_demo_from_the_root_writes_to_outputs(repository: Path) -> None:
     ran_in, *words = run("./scripts/demo", cwd=repository)
     assert ran_in == str(repository)
-    assert words == ["-P", "-m", "hf_posenc.cli", "demo", "--output-dir", "outputs/demo"]
+    assert words == ["-P", "-m", "hf_posenc", "demo", "--output-dir", "outputs/demo"]
 
 
 def test_other_scripts_run_in_the_repository(repository: Path, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_posenc.columns import Columns
+from hf_posenc.data.columns import Columns
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CHAT = [USER, ASSISTANT]

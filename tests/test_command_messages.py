@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from hf_posenc import FinetuneConfig
-from hf_posenc.arguments import in_flags, parse
-from hf_posenc.cli import main
-from hf_posenc.data import DocumentStream, read_documents
-from hf_posenc.eval_arguments import EvalArguments
+from hf_posenc.cli.eval_arguments import EvalArguments
+from hf_posenc.cli.main import main
+from hf_posenc.cli.shared_arguments import in_flags, parse
+from hf_posenc.data.reading import DocumentStream, read_documents
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -64,7 +64,7 @@ def test_an_abbreviated_flag_is_taken() -> None:
     ],
 )
 def test_arguments_are_named_as_flags(message: str, expected: str) -> None:
-    from hf_posenc.arguments import DocumentArguments, ExtensionArguments
+    from hf_posenc.cli.shared_arguments import DocumentArguments, ExtensionArguments
 
     words = ["m", "--context-lengths", "64"]
     parse("eval", "", words, (EvalArguments, ExtensionArguments, DocumentArguments), {"model": ""})
@@ -152,7 +152,7 @@ def test_perplexity_does_not_depend_on_line_ends(tmp_path: Path) -> None:
     """It was 4,662 instead of 28.7 on the tiny model, for a text with Windows' line ends."""
     from hf_posenc import perplexity
     from hf_posenc.assets import load_novel, tiny_model_path
-    from hf_posenc.loading import load_model
+    from hf_posenc.checkpoint.loading import load_model
 
     model, tokenizer = load_model(tiny_model_path(), dtype="float32")
     found = []

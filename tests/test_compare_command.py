@@ -13,17 +13,17 @@ import pytest
 from conftest import make_tiny_llama
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.cli import main
-from hf_posenc.comparing.arguments import CompareArguments
+from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.cli.compare import _next
+from hf_posenc.cli.compare_arguments import CompareArguments
+from hf_posenc.cli.main import main
 from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC, UNPATCHED
-from hf_posenc.comparing.command import _next
 from hf_posenc.comparing.recommending import Recommendation
 from hf_posenc.evaluation import read_records, read_retrieval_records
-from hf_posenc.manifest import read_manifest
-from hf_posenc.units import ContextLength
+from hf_posenc.utils.units import ContextLength
 
 ROOT = Path(__file__).parents[1]
-HF_POSENC = [sys.executable, "-m", "hf_posenc.cli"]
+HF_POSENC = [sys.executable, "-m", "hf_posenc"]
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_mistakes_are_found_before_anything_is_loaded(
     book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_posenc.comparing.command.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_posenc.cli.compare.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     comparison = the_comparison(book)
     assert "Did you mean 'yarn'" in refused(capsys, *comparison, "--methods", "yran")
     assert "unknown task 'pass'" in refused(capsys, *comparison, "--tasks", "pass")

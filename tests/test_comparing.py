@@ -13,18 +13,18 @@ from tiny_models import make_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.comparing.arguments import CompareArguments
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.compare import _Sweep
+from hf_posenc.cli.compare_arguments import CompareArguments
 from hf_posenc.comparing.candidates import Candidate, find_candidates
-from hf_posenc.comparing.command import _Sweep
 from hf_posenc.comparing.planning import Plan, Step, make_plan
 from hf_posenc.comparing.timing import Law, Work, fit, work_of
-from hf_posenc.config import ENCODINGS
 from hf_posenc.evaluation import perplexity
-from hf_posenc.families import door_capabilities
-from hf_posenc.loading import load_model
-from hf_posenc.patching import is_patched
-from hf_posenc.registry import METHODS
-from hf_posenc.units import ContextLength, Duration, duration_name
+from hf_posenc.families.discovery import door_capabilities
+from hf_posenc.methods.registry import METHODS
+from hf_posenc.patching.api import is_patched
+from hf_posenc.spec import ENCODINGS
+from hf_posenc.utils.units import ContextLength, Duration, duration_name
 
 ZERO_SHOT_STATIC = {"ntk", "ntk_by_parts", "yarn", "llama3"}
 DOOR = {"dynamic", "dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"}

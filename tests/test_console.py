@@ -14,10 +14,11 @@ from tiny_runs import config, make_tokenizer
 from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from hf_posenc import console, finetune, patch_model, perplexity, save_extended
-from hf_posenc.cli import main
-from hf_posenc.console import LONG, Progress, without_weight_bars
-from hf_posenc.loading import load_model
+from hf_posenc import finetune, patch_model, perplexity, save_extended
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.main import main
+from hf_posenc.utils import console
+from hf_posenc.utils.console import LONG, Progress, without_weight_bars
 
 Build = Callable[..., LlamaForCausalLM]
 
@@ -37,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[tuple[str, str]]]:
-    caplog.set_level(logging.INFO, "hf_posenc.console")
+    caplog.set_level(logging.INFO, "hf_posenc.utils.console")
     return lambda: [(record.levelname, record.getMessage()) for record in caplog.records]
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_posenc.assets import load_novel
-from hf_posenc.data import DocumentStream, read_documents, tokenize_documents
+from hf_posenc.data.reading import DocumentStream, read_documents, tokenize_documents
 
 
 def test_text_file_is_one_document(tmp_path):

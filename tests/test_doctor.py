@@ -21,7 +21,7 @@ from hf_posenc.doctor import diagnose, write_mended
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.mending import mended
-from hf_posenc.families import capabilities
+from hf_posenc.families.discovery import capabilities
 
 SIZES = {
     "vocab_size": 128,

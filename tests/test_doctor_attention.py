@@ -14,7 +14,7 @@ from tiny_runs import make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import load_extended, patch_model, save_extended
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.doctor import diagnose, write_mended
 
 RULES = ("dynamic", "dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope")

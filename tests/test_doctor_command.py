@@ -13,7 +13,7 @@ from tiny_models import STATIC_METHODS, make_model, method_options
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import patch_model
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.doctor import diagnose, write_mended
 
 # Live models.

@@ -16,7 +16,7 @@ from tiny_models import make_model
 from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import patch_model, save_extended, verify_model
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.doctor import diagnose, write_mended
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.mending import mended

@@ -11,12 +11,12 @@ import pytest
 from other_transformers import python_with
 from test_doctor import LAYERS, OF_64, SIZES, YARN, config_of
 
-from hf_posenc.config import RopeSpec
 from hf_posenc.doctor.dialects import VERSIONS, Refused, Rope, read_by
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.mending import mended
-from hf_posenc.frequencies import plain_frequencies
-from hf_posenc.registry import METHODS, make_scaling
+from hf_posenc.methods.closed_forms import plain_frequencies
+from hf_posenc.methods.registry import METHODS, make_scaling
+from hf_posenc.spec import RopeSpec
 
 LISTS = {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8}
 LINEAR = {"rope_type": "linear", "factor": 4.0}

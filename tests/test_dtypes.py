@@ -15,12 +15,12 @@ from safetensors import safe_open
 from tiny_runs import config, make_documents, make_tokenizer
 
 from hf_posenc import FinetuneConfig, finetune, load_extended, patch_model, perplexity, save_extended
-from hf_posenc.cli import main
-from hf_posenc.dtypes import checkpoint_dtype, choose_dtype, computes_natively
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.main import main
 from hf_posenc.evaluation import read_records
-from hf_posenc.loading import load_model
 from hf_posenc.planning import plan
 from hf_posenc.report import text_table
+from hf_posenc.utils.dtypes import checkpoint_dtype, choose_dtype, computes_natively
 
 Fake = Callable[[bool], None]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -25,7 +25,7 @@ from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_t
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.encodings.door import EncodingDoor
 from hf_posenc.encodings.modules import Alibi
 

@@ -13,9 +13,9 @@ from tiny_models import STATIC_METHODS
 from torch.nn.functional import cross_entropy
 
 from hf_posenc import describe, load_extended, patch_model, save_extended
-from hf_posenc.cli import main
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.main import main
 from hf_posenc.evaluation import perplexity, read_records
-from hf_posenc.loading import load_model
 
 RULES: dict[str, dict[str, Any]] = {
     "dynamic": {"stage": 32},

@@ -10,11 +10,11 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.data import tokenize_documents
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.evaluation import perplexity
 from hf_posenc.evaluation.losses import default_batch_size, window_losses
 from hf_posenc.evaluation.plans import Window, sliding_windows
-from hf_posenc.loading import load_model
 
 Make = Callable[..., LlamaForCausalLM]
 WINDOWS = [*sliding_windows(100, 24, 7), Window(0, 90, 80), Window(3, 93, 91)]

@@ -10,7 +10,7 @@ import pytest
 from eval_runs import CLI, MEASURED, TORCHRUN, command, records_of, run, write_documents
 from test_evaluation_killed import kill_when
 
-from hf_posenc.processes import Processes, join_processes
+from hf_posenc.utils.processes import Processes, join_processes
 
 
 @pytest.mark.slow  # half a minute: four processes that import everything
@@ -57,7 +57,7 @@ def test_two_processes_share_prompts(tmp_path: Path) -> None:
 UNEQUAL = """
 import os, sys
 from accelerate import PartialState
-from hf_posenc.processes import Processes, leave_processes
+from hf_posenc.utils.processes import Processes, leave_processes
 PartialState(cpu=True)
 both, said = Processes(several=True), []
 def work(item):
@@ -92,7 +92,7 @@ def test_a_failure_in_one_process_stops_all_and_all_must_do_the_same(tmp_path: P
 
 
 def test_a_single_process_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_posenc.processes.PartialState", None)  # not even asked
+    monkeypatch.setattr("hf_posenc.utils.processes.PartialState", None)  # not even asked
     alone = Processes()
     assert list(alone.share([3, 4], lambda item: item + 1)) == [(3, 4), (4, 5)]
     assert (alone.gather(1), alone.from_main(lambda: 2), alone.is_main) == ([1], 2, True)

@@ -18,7 +18,7 @@ def limit(event, args):
     if event == "open" and str(args[0]) == {path!r} and "a" in str(args[1]):
         resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize({path!r}) + 40,) * 2)
 sys.addaudithook(limit)
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 sys.exit(main())
 """
 

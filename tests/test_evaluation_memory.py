@@ -39,7 +39,7 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.losses import document_losses
 from hf_posenc.evaluation.memory import predict_memory, shape_of
-from hf_posenc.loading import load_model
+from hf_posenc.checkpoint.loading import load_model
 
 torch.set_num_threads(1)
 for dtype, num_tokens, chunk in json.loads(sys.argv[1]):

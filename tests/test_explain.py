@@ -18,10 +18,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.explaining.encodings_facts import ENCODING_FACTS
 from hf_posenc.explaining.method_words import METHOD_WORDS
-from hf_posenc.registry import METHODS
+from hf_posenc.methods.registry import METHODS
 
 Explain = Callable[..., str]
 

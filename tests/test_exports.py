@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc import load_extended, patch_model, save_extended
-from hf_posenc.arguments import STACKS as KNOWN_TO_THE_PARSER
-from hf_posenc.cli import main
+from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.cli.main import main
+from hf_posenc.cli.shared_arguments import STACKS as KNOWN_TO_THE_PARSER
 from hf_posenc.exports import STACKS, export_command, gguf_metadata, gguf_tensors
-from hf_posenc.manifest import read_manifest
 from tests.tiny_models import STATIC_METHODS, make_model, method_options
 
 Frequencies = tuple[torch.Tensor, float]

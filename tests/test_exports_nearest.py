@@ -22,7 +22,7 @@ from tiny_models import make_model
 from transformers import AutoConfig
 
 from hf_posenc import patch_model, save_extended
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.exports import STACKS, export_command, gguf_metadata, gguf_tensors
 
 STATIC_IN_PLACE = ("linear", "ntk", "ntk_by_parts", "yarn", "llama3")

@@ -15,10 +15,10 @@ from tiny_runs import SEQ, Build, config, load_as_the_card_says, logits_of
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hf_posenc.checkpoint import load_extended, save_extended
+from hf_posenc.checkpoint.extended import load_extended, save_extended
+from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.evaluation import read_records
-from hf_posenc.manifest import read_manifest
-from hf_posenc.patching import patch_model, verify_model
+from hf_posenc.patching.api import patch_model, verify_model
 from hf_posenc.training import finetune
 from hf_posenc.training.lora import attention_linears, norm_names
 from hf_posenc.training.measure import hold_out

@@ -17,8 +17,8 @@ from tiny_runs import SEQ, Killed, assert_same_run, config, kill_at, losses
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
-from hf_posenc.cli import main
-from hf_posenc.patching import patch_model
+from hf_posenc.cli.main import main
+from hf_posenc.patching.api import patch_model
 from hf_posenc.training import finetune
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.first_loss import documents_of
@@ -278,7 +278,7 @@ def test_mistakes_are_told_before_weights_are_loaded(
     flags: list[str],
     message: str,
 ) -> None:
-    monkeypatch.setattr("hf_posenc.training.command.load_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr("hf_posenc.cli.finetune.load_model", lambda *args, **kwargs: pytest.fail("loaded"))
     line = said(capsys, words(run_base, written(tmp_path, rows), tmp_path / "run", *flags))
     assert message in line
     assert "_" not in line.replace(str(tmp_path), "").replace("{% generation %}", "").replace(

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tiny_runs import Killed, assert_same_run, kill_at
 from transformers import Trainer
 
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.training import finetune as finetune_function
 from hf_posenc.training.checkpoints import PARTIAL, SEAL, last_checkpoint, problem_of, seal
 from hf_posenc.training.run_folder import open_run
@@ -150,7 +150,7 @@ subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk], check=T
 sys.path.insert(0, str(tests))
 from killed_runs import command
 from tiny_runs import assert_same_run
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.training.checkpoints import last_checkpoint
 torch.set_num_threads(2)
 run = disk / "run"

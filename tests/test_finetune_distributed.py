@@ -27,8 +27,8 @@ from safetensors.torch import load_file
 from tiny_runs import SEQ
 from transformers import AutoModelForCausalLM
 
-from hf_posenc.checkpoint import load_extended
-from hf_posenc.manifest import read_manifest
+from hf_posenc.checkpoint.extended import load_extended
+from hf_posenc.checkpoint.manifest import read_manifest
 
 ALONE = {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
 SHARED = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
@@ -184,7 +184,7 @@ def test_an_error_of_the_first_process_stops_all(tmp_path: Path):
 DECIDES = """
 import os, sys
 from accelerate import PartialState
-from hf_posenc.processes import from_main
+from hf_posenc.utils.processes import from_main
 
 PartialState(cpu=True)
 def fail():

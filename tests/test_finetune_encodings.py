@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny_runs import Killed, config, kill_at, load, logits_of, losses
 
-from hf_posenc.checkpoint import load_extended
-from hf_posenc.config import ENCODINGS
-from hf_posenc.patching import describe, patch_model, verify_model
+from hf_posenc.checkpoint.extended import load_extended
+from hf_posenc.patching.api import describe, patch_model, verify_model
+from hf_posenc.spec import ENCODINGS
 from hf_posenc.training import finetune
 
 LENGTH, STEPS, SEED = 64, 4, 3  # what the tiny model was made for

@@ -11,9 +11,9 @@ from tiny_models import make_model
 from tiny_runs import SEQ, Build, config, load_as_the_card_says
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
-from hf_posenc.checkpoint import load_extended
-from hf_posenc.manifest import read_manifest
-from hf_posenc.patching import describe, patch_model, unpatch_model
+from hf_posenc.checkpoint.extended import load_extended
+from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.patching.api import describe, patch_model, unpatch_model
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.training.extending import extend
 

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from hf_posenc.assets import TRAIN_NOVELS, load_novel, tiny_model_path
-from hf_posenc.patching import patch_model
+from hf_posenc.patching.api import patch_model
+from hf_posenc.patching.verification import RotaryMismatchError
 from hf_posenc.training import chunked_loss, finetune
 from hf_posenc.training.first_loss import (
     check_first_loss,
@@ -26,7 +27,6 @@ from hf_posenc.training.first_loss import (
     tolerance_of,
 )
 from hf_posenc.training.train_log import read_log
-from hf_posenc.verification import RotaryMismatchError
 
 LONG = 512  # factor 2 of the pretrained tiny model's 256
 

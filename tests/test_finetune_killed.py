@@ -15,7 +15,7 @@ from killed_runs import command as words
 from safetensors.torch import load_file
 from tiny_runs import assert_same_run
 
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.training.checkpoints import PARTIAL
 
 ROOT = Path(__file__).parents[1]

@@ -20,7 +20,7 @@ from tiny_runs import Build, Killed, config, kill_at, losses
 from torch.nn.functional import cross_entropy
 
 from hf_posenc.assets import tiny_model_path
-from hf_posenc.patching import patch_model
+from hf_posenc.patching.api import patch_model
 from hf_posenc.training import chunked_loss, finetune, positions
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.positions import PositionSchedule

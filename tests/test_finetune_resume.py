@@ -11,10 +11,10 @@ import torch
 from tiny_runs import SEQ, Build, Killed, config, kill_at, logits_of
 from transformers import AutoModelForCausalLM
 
-from hf_posenc.checkpoint import load_extended
+from hf_posenc.checkpoint.extended import load_extended
+from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.evaluation import read_records
-from hf_posenc.manifest import read_manifest
-from hf_posenc.patching import describe, patch_model
+from hf_posenc.patching.api import describe, patch_model
 from hf_posenc.training import finetune, trainer
 from hf_posenc.training.checkpoints import last_checkpoint
 from hf_posenc.training.train_log import read_log

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from hf_posenc.attention import lazy_mask
 from hf_posenc.attention.shifted import shifted_sparse_attention
-from hf_posenc.checkpoint import load_extended
-from hf_posenc.cli import main
-from hf_posenc.patching import patch_model
+from hf_posenc.checkpoint.extended import load_extended
+from hf_posenc.cli.main import main
+from hf_posenc.patching.api import patch_model
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.probe import probe_isolation

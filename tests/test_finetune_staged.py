@@ -12,10 +12,10 @@ from tiny_runs import Killed, config, kill_at, load, logits_of, losses
 from torch.nn.functional import cross_entropy
 
 from hf_posenc.attention.pieces import Pieces
-from hf_posenc.checkpoint import load_extended
+from hf_posenc.checkpoint.extended import load_extended
+from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.doctor import diagnose
-from hf_posenc.manifest import read_manifest
-from hf_posenc.patching import describe, patch_model, verify_model
+from hf_posenc.patching.api import describe, patch_model, verify_model
 from hf_posenc.training import finetune
 from hf_posenc.training.extending import extend
 from hf_posenc.training.positions import PositionSchedule

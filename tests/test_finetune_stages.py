@@ -15,9 +15,9 @@ from tiny_runs import Build, Killed, config, logits_of
 from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_posenc import extend_config, load_extended, patch_model
+from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.evaluation import read_records
-from hf_posenc.manifest import read_manifest
-from hf_posenc.patching import describe
+from hf_posenc.patching.api import describe
 from hf_posenc.training import finetune
 from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.training.train_log import LossLog, read_log

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 
 
 def documents(folder: Path, lengths: list[int]) -> Path:

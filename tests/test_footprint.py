@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_posenc.attention.doorway import door_of
 from hf_posenc.attention.footprint import Footprint, footprint
 from hf_posenc.evaluation.memory import predict_memory, shape_of
-from hf_posenc.patching import extension_of
+from hf_posenc.patching.api import extension_of
 
 RULES = [*STAGED, *DISTANCES]
 

@@ -9,9 +9,9 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_posenc import frequencies as rules
-from hf_posenc.config import RopeScaling, RopeSpec
-from hf_posenc.registry import METHODS, make_scaling
+from hf_posenc.methods import closed_forms as rules
+from hf_posenc.methods.registry import METHODS, make_scaling
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 SHAPES = [(64, 1e4, 2048), (80, 1e4, 4096), (128, 5e5, 8192), (128, 1e6, 32768)]
 LLAMA2 = RopeSpec(rotary_dim=128, rope_theta=1e4, original_max_position_embeddings=4096)

@@ -17,8 +17,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_posenc.cli import main
-from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.cli.main import main
 from hf_posenc.gallery.canvas import tokens_name
 from hf_posenc.gallery.curves import binned, draw_decay
 from hf_posenc.gallery.maps import Shape, draw_maps
@@ -27,6 +26,7 @@ from hf_posenc.gallery.spirals import draw_dials
 from hf_posenc.gallery.stretching import compared_rules, rule_pictures
 from hf_posenc.gallery.tables import draw_t5_buckets
 from hf_posenc.gallery.told import told_distances
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 PAIRS, BASE = 8, 10000.0
 FREQUENCIES = [BASE ** (-pair / PAIRS) for pair in range(PAIRS)]

@@ -8,8 +8,8 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 
-import hf_posenc.harness as harness
-from hf_posenc.cli import main
+import hf_posenc.cli.lm_eval as harness
+from hf_posenc.cli.main import main
 
 
 @pytest.fixture

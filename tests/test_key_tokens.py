@@ -13,11 +13,11 @@ from conftest import make_tiny_tokenizer
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM
 
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.evaluation import KeyTokens, Record, perplexity, read_records
 from hf_posenc.evaluation.key_tokens import short_windows
 from hf_posenc.evaluation.windows import Window
-from hf_posenc.patching import patched
+from hf_posenc.patching.api import patched
 from hf_posenc.report.tables import make_tables
 
 Make = Callable[..., LlamaForCausalLM]

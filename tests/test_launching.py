@@ -16,11 +16,11 @@ from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu
 from distributed_runs import CONTEXT_PARALLEL, FSDP2, ROOT
 
 from hf_posenc.assets import tiny_model_path
-from hf_posenc.cli import main
-from hf_posenc.launching import CONFIGS, LaunchArguments, config_file, launch_words
+from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.levers import check_levers
+from hf_posenc.utils.launching import CONFIGS, LaunchArguments, config_file, launch_words
 
 # Names as in TRL, of its command line and its examples.
 EXPECTED = {
@@ -83,7 +83,7 @@ def test_what_the_flag_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     at = words.index("-m", 3)
     args = launch_command_parser().parse_args(words[3:])
     assert (Path(args.config_file), args.num_processes, args.module) == (CONFIGS / "fsdp2.yaml", 2, True)
-    assert words[at:] == ["-m", "hf_posenc.cli", "finetune", *argv]
+    assert words[at:] == ["-m", "hf_posenc", "finetune", *argv]
     assert launch_words(LaunchArguments(), "finetune", ["model"]) is None
     own = tmp_path / "own.yaml"
     own.write_text(yaml.safe_dump({"compute_environment": "LOCAL_MACHINE"}))
@@ -114,14 +114,14 @@ def test_the_processes_are_told_to_show_tracebacks(before: bool, monkeypatch: py
     def launched(words: list[str]) -> None:
         raise Launched(*words)
 
-    monkeypatch.setattr("hf_posenc.cli.relaunch", launched)
+    monkeypatch.setattr("hf_posenc.cli.main.relaunch", launched)
     words = ["finetune", str(tiny_model_path()), "--output-dir", str(tmp_path / "out"), "--accelerate-config", "fsdp2"]
     with pytest.raises(Launched) as plain:
         main(words)
     assert "--traceback" not in plain.value.args
     with pytest.raises(Launched) as raised:
         main(["--traceback", *words] if before else [*words[:2], "--traceback", *words[2:]])
-    told = raised.value.args[raised.value.args.index("hf_posenc.cli") + 1 :]
+    told = raised.value.args[raised.value.args.index("hf_posenc.cli.main") + 1 :]
     assert told == (*words, "--traceback")
     monkeypatch.setenv("HF_POSENC_LAUNCHED", "1")
     with pytest.raises(ValueError, match="--documents"):  # what a process does with these words
@@ -132,7 +132,7 @@ def test_the_processes_are_told_to_show_tracebacks(before: bool, monkeypatch: py
 def test_the_flag_trains_in_several_processes(tmp_path: Path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"The {n}th letter came to her sister on a morning in May. " for n in range(600)))
-    command = [sys.executable, "-m", "hf_posenc.cli", "finetune", str(tiny_model_path()), "--documents", str(text)]
+    command = [sys.executable, "-m", "hf_posenc", "finetune", str(tiny_model_path()), "--documents", str(text)]
     command += ["--output-dir", str(tmp_path / "out"), "--device", "cpu", "--factor", "2", "--seq-len", "256"]
     command += ["--token-budget", "2048", "--eval-documents", "0"]
     command += ["--accelerate-config", "multi_gpu", "--num-processes", "2", "--main-process-port", "29417"]

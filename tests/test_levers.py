@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.checkpoints import seal
 from hf_posenc.training.launch import Launch

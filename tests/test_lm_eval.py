@@ -20,8 +20,8 @@ from lm_eval_packages import ROOT, find_lm_eval
 
 import hf_posenc
 from hf_posenc import load_extended, patch_model, perplexity, save_extended
-from hf_posenc.cli import main
-from hf_posenc.manifest import read_manifest
+from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 
@@ -101,7 +101,7 @@ def run(model: Any, tasks: Path, size: str, **model_args: Any) -> dict[str, Any]
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    import hf_posenc.lm_eval_model  # noqa: F401  # registers the class
+    import hf_posenc.evaluation.lm_eval_model  # noqa: F401  # registers the class
 
     results = simple_evaluate(
         model=model,
@@ -224,7 +224,7 @@ def test_a_folder_brings_its_rule(checkpoint: Path, tasks: Path, tmp_path: Path)
 def test_adapters(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
     from lm_eval.models.huggingface import HFLM
 
-    from hf_posenc.loading import load_model
+    from hf_posenc.checkpoint.loading import load_model
 
     base, _ = load_model(checkpoint, device="cpu")
     adapted = add_lora(patch_model(base, "dynamic_yarn", FACTOR), FinetuneConfig("x", lora_rank=4, lora_alpha=8))
@@ -245,7 +245,7 @@ def test_adapters(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
 
 
 def test_longer_texts_are_not_cut_and_results_say_what_was_measured(checkpoint: Path, tasks: Path) -> None:
-    from hf_posenc.lm_eval_model import ExtendedLM
+    from hf_posenc.evaluation.lm_eval_model import ExtendedLM
 
     told = {"method": "yarn", "context_length": "256", "options": {"beta_fast": 16}}
     assert ExtendedLM(str(checkpoint), device="cpu").max_length == ORIGINAL
@@ -266,7 +266,7 @@ def test_longer_texts_are_not_cut_and_results_say_what_was_measured(checkpoint: 
 
 
 def test_a_loaded_model_is_taken_as_it_is(checkpoint: Path, tasks: Path) -> None:
-    from hf_posenc.lm_eval_model import ExtendedLM
+    from hf_posenc.evaluation.lm_eval_model import ExtendedLM
 
     model = patch_model(make_tiny_llama(), "yarn", FACTOR)
     lm = ExtendedLM(model, tokenizer=make_tiny_tokenizer())
@@ -294,7 +294,7 @@ REFUSED = [
 def test_what_cannot_be_is_refused(checkpoint: Path, told: dict[str, Any], message: str) -> None:
     from lm_eval.api.registry import get_model
 
-    import hf_posenc.lm_eval_model  # noqa: F401  # registers the model class
+    import hf_posenc.evaluation.lm_eval_model  # noqa: F401  # registers the model class
 
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         get_model("hf_posenc").create_from_arg_obj({"pretrained": str(checkpoint), "device": "cpu", **told})
@@ -326,7 +326,7 @@ def test_lm_evals_own_command_knows_the_model_once_it_is_imported(
     checkpoint: Path, tasks: Path, tmp_path: Path, lm_eval: Path
 ) -> None:
     """In a process of its own, offline, with the arguments as words."""
-    program = "import hf_posenc.lm_eval_model; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+    program = "import hf_posenc.evaluation.lm_eval_model; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
     words = ["--model", "hf_posenc", "--model_args", f"pretrained={checkpoint},method=yarn,context_length=256"]
     words += ["options={'beta_fast': 16}", "--tasks", "short_multiple_choice", "--include_path", str(tasks)]
     words += ["--output_path", "out", "--device", "cpu"]
@@ -342,7 +342,7 @@ def test_lm_evals_own_command_knows_the_model_once_it_is_imported(
 
 def test_a_trained_folder_says_how_long(tmp_path: Path) -> None:
     """The manifest's number is what the results have."""
-    from hf_posenc.lm_eval_model import ExtendedLM
+    from hf_posenc.evaluation.lm_eval_model import ExtendedLM
 
     saved = save_extended(
         patch_model(make_tiny_llama(), "ntk", 2), tmp_path / "ntk", make_tiny_tokenizer(), tokens_trained=99

@@ -14,7 +14,7 @@ from transformers import (
     LlamaModel,
 )
 
-from hf_posenc.lm_head import check_head, decoder_body, head_logits, row_chunks, token_losses
+from hf_posenc.evaluation.lm_head import check_head, decoder_body, head_logits, row_chunks, token_losses
 
 SHARED = {
     "vocab_size": 128,

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_posenc.checkpoint import save_extended
-from hf_posenc.loading import load_model
-from hf_posenc.patching import describe, patch_model
+from hf_posenc.checkpoint.extended import save_extended
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.patching.api import describe, patch_model
 from hf_posenc.training import FinetuneConfig, finetune
 
 IDS = torch.arange(40).unsqueeze(0)
@@ -94,7 +94,9 @@ def test_a_device_that_is_not_there_is_said_before_loading(
 ) -> None:
     if device.split(":")[0] in ("mps", "xpu") and torch.get_device_module(device).is_available():
         pytest.skip(f"{device} is there")
-    monkeypatch.setattr("hf_posenc.loading.load_weights", lambda *_, **__: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(
+        "hf_posenc.checkpoint.loading.load_weights", lambda *_, **__: pytest.fail("weights were loaded")
+    )
     with pytest.raises(ValueError, match=rf"device '{device}' cannot be used here\. Allowed: auto, cpu"):
         load_model(tmp_path, device=device)
 

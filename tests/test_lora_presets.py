@@ -16,10 +16,10 @@ from tiny_runs import SEQ, Build, config
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from hf_posenc import load_extended, verify_model
-from hf_posenc.loading import load_model
-from hf_posenc.manifest import read_manifest
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.planning.training_memory import predict_training_memory
-from hf_posenc.quantised import keep_layout
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.training.in_order import InOrderTrainer
 from hf_posenc.training.lora import add_lora
@@ -149,7 +149,9 @@ def test_what_4_bits_cannot_be_is_said_before_anything_is_loaded(
     assert "--load-in-4bit: a .gguf file" in refused(capsys, "finetune", "m.gguf", *train[2:], "--lora")
     with monkeypatch.context() as patch:
         find_spec = importlib.util.find_spec
-        patch.setattr("hf_posenc.loading.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+        patch.setattr(
+            "hf_posenc.checkpoint.loading.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name)
+        )
         assert "not installed: pip install bitsandbytes" in refused(capsys, *train, "--lora")
         recipe = (*train[:-1], "--recipe", "qlora")
         assert "not installed: pip install bitsandbytes" in refused(capsys, *recipe)

@@ -14,10 +14,10 @@ from conftest import make_tiny_llama
 from huggingface_hub import ModelCard, metadata_save
 from tiny_runs import SEQ, Killed, config, kill_at, load, load_as_the_card_says, logits_of
 
-from hf_posenc.config import TRAINED_ENCODINGS
-from hf_posenc.data import DocumentStream
+from hf_posenc.data.reading import DocumentStream
 from hf_posenc.evaluation import Record, perplexity, read_records
-from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model, unpatched, verify_model
+from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model, unpatched, verify_model
+from hf_posenc.spec import TRAINED_ENCODINGS
 from hf_posenc.training import fine_tuning, finetune
 from hf_posenc.training.base_model import BaseModel, find_base_model
 from hf_posenc.training.document_source import document_source, said_of

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from hf_posenc import describe, load_extended, patch_model, save_extended
-from hf_posenc.cli import main
-from hf_posenc.loading import load_model
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.main import main
 
 IDS = torch.arange(1, 100)[None]
 CLASSES = (LlamaForSequenceClassification, LlamaForTokenClassification, LlamaForQuestionAnswering, LlamaModel)

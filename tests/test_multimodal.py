@@ -14,7 +14,7 @@ from tiny_models import assert_same_state, logits, native, state
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
-from hf_posenc.pretrained import auto_class_of
+from hf_posenc.checkpoint.pretrained import auto_class_of
 
 REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64}
 SECTION = [2, 3, 3]  # pairs of a head that turn by time, height and width

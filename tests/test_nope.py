@@ -13,9 +13,9 @@ from tiny_models import logits, make_model, token_ids
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import load_extended, patch_model, save_extended, unpatch_model, verify_model
-from hf_posenc.manifest import MANIFEST
-from hf_posenc.patching import describe
-from hf_posenc.verification import RotaryMismatchError
+from hf_posenc.checkpoint.manifest import MANIFEST
+from hf_posenc.patching.api import describe
+from hf_posenc.patching.verification import RotaryMismatchError
 
 IDS = token_ids(100)
 

@@ -39,7 +39,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert {name for name in names if name.endswith(".py")} == sources | {"hf_posenc/patches/__init__.py"}
     presets = {f"hf_posenc/patches/{p.name}" for p in (ROOT / "patches").glob("*.toml")}
     assert {name for name in names if name.endswith(".toml")} == presets
-    assert "hf_posenc/families.json" in names
+    assert "hf_posenc/families/families.json" in names
     assert {"hf_posenc/py.typed", "hf_posenc/assets/tiny/model.safetensors"} <= set(names)
     assert {"hf_posenc/assets/tiny/tokenizer.json", "hf_posenc/assets/austen/emma.txt.xz"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -57,7 +57,7 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
         "assert len(assets.load_novel(assets.HELD_OUT_NOVEL)) > 400_000"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    for command in (["-c", program], ["-m", "hf_posenc.cli", "methods"], ["-m", "hf_posenc.cli", "presets"]):
+    for command in (["-c", program], ["-m", "hf_posenc", "methods"], ["-m", "hf_posenc", "presets"]):
         run = subprocess.run(
             [sys.executable, *command],
             cwd=tmp_path / "empty",
@@ -81,7 +81,7 @@ socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = no_netwo
 import evaluate
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.evaluation import METRIC, perplexity
-from hf_posenc.loading import load_model
+from hf_posenc.checkpoint.loading import load_model
 
 model, tokenizer = load_model(tiny_model_path(), device="cpu")
 texts = ["It is a truth universally acknowledged, that a single man must be in want of a wife. " * 4] * 2

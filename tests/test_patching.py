@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 
 import hf_posenc
 from hf_posenc import patch_model, patched, unpatch_model, verify_model
-from hf_posenc.patching import describe
-from hf_posenc.verification import RotaryMismatchError
+from hf_posenc.patching.api import describe
+from hf_posenc.patching.verification import RotaryMismatchError
 
 IDS = token_ids(100, rows=2)  # past the original 64
 
@@ -257,7 +257,7 @@ def test_public_names() -> None:
 
 
 def test_importing_the_package_does_not_wait_for_pytorch() -> None:
-    code = "import sys, hf_posenc, hf_posenc.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, hf_posenc, hf_posenc.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -319,7 +319,7 @@ def test_length_dependent_frequencies_get_a_pass_per_length(tiny_llama, make, ca
 
 
 def test_records_say_how_they_were_measured(tiny_llama, tmp_path):
-    from hf_posenc.patching import patched
+    from hf_posenc.patching.api import patched
 
     model, path = tiny_llama(), tmp_path / "out" / "results.jsonl"
     with patched(model, method="yarn", factor=4):

@@ -25,9 +25,9 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc.assets import tiny_model_path
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
+from hf_posenc.cli.plan_arguments import MemorySize
 from hf_posenc.planning import plan, plan_text
-from hf_posenc.planning.arguments import MemorySize
 from hf_posenc.planning.facts import kv_cache, model_facts
 from hf_posenc.planning.finetune_command import finetune_words, flags_of
 from hf_posenc.planning.flops import training_flops
@@ -210,8 +210,8 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_finetune_reads_the_command_of_each_way_as_that_way(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr("hf_posenc.cli.launch_words", lambda launch, *_: started.append(launch))
-    monkeypatch.setattr("hf_posenc.training.command.run_finetune", lambda *told: started.append(told))
+    monkeypatch.setattr("hf_posenc.cli.main.launch_words", lambda launch, *_: started.append(launch))
+    monkeypatch.setattr("hf_posenc.cli.finetune.run_finetune", lambda *told: started.append(told))
     made = plan(LlamaConfig(**TINY_SIZES), 1024, gpus=gpus, run=RUN)
     told = plan_text(made).splitlines()
     assert len({way.label for way in made.levers}) == len(made.levers) == (12 if gpus == 1 else 18)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
 from hf_posenc.attention.staged import Stages
-from hf_posenc.patching import extension_of
+from hf_posenc.patching.api import extension_of
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.positions import PositionSchedule, documents_start_at_zero
 from hf_posenc.training.probe import probe_isolation

@@ -9,7 +9,7 @@ import torch
 from conftest import make_tiny_llama
 from transformers import masking_utils
 
-from hf_posenc.patching import describe, patch_model
+from hf_posenc.patching.api import describe, patch_model
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.positions import (
     PositionSchedule,

@@ -13,10 +13,10 @@ from tiny_models import logits, make_model, token_ids
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from hf_posenc import describe, extend_config, patch_model, save_extended
-from hf_posenc.cli import main
-from hf_posenc.listings import checkpoints_text, presets_text
-from hf_posenc.presets import Checkpoint, Preset, checkpoints, known_checkpoint, presets
-from hf_posenc.registry import get_method, make_scaling
+from hf_posenc.cli.listings import checkpoints_text, presets_text
+from hf_posenc.cli.main import main
+from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.patching.presets import Checkpoint, Preset, checkpoints, known_checkpoint, presets
 
 IDS = token_ids(60)
 each_preset = pytest.mark.parametrize("preset", presets().values(), ids=presets())

@@ -14,7 +14,7 @@ import torch
 from tiny_runs import make_tokenizer
 from transformers import LlamaForCausalLM
 
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.evaluation import PROTOCOLS, KeyTokens, Record, perplexity, read_records
 from hf_posenc.evaluation.protocols import RULES
 from hf_posenc.evaluation.windows import Window, stepping_windows, whole_windows

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, P
 
 from hf_posenc import extend_config, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.assets import tiny_model_path
-from hf_posenc.loading import load_model
-from hf_posenc.quantised import keep_layout
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.training import finetune
 from hf_posenc.training.train_log import read_log
 

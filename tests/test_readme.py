@@ -25,13 +25,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import hf_posenc.arguments
-import hf_posenc.harness
+import hf_posenc.cli.lm_eval
+import hf_posenc.cli.shared_arguments
 from hf_posenc import describe, load_extended
 from hf_posenc.assets import load_novel, tiny_model_path
-from hf_posenc.cli import COMMANDS, main
-from hf_posenc.demo import run_demo
-from hf_posenc.standard_saving import plain_loading
+from hf_posenc.checkpoint.standard_saving import plain_loading
+from hf_posenc.cli.demo import run_demo
+from hf_posenc.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -222,7 +222,7 @@ def parse_only(command: str) -> None:
     program, *words = shlex.split(command)
     with pytest.MonkeyPatch.context() as patch:
         if program == "hf-posenc":
-            for module in (hf_posenc.arguments, hf_posenc.harness):
+            for module in (hf_posenc.cli.shared_arguments, hf_posenc.cli.lm_eval):
                 patch.setattr(module, "parse", stopping(module.parse))
             patch.setattr(sys, "argv", [program, *words])
             with pytest.raises(_ParsedError):

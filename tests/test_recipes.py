@@ -11,8 +11,8 @@ import torch
 from tiny_runs import Build, config
 
 from hf_posenc import load_extended
-from hf_posenc.cli import main
-from hf_posenc.patching import describe
+from hf_posenc.cli.main import main
+from hf_posenc.patching.api import describe
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.training.fitting import choose_base, fit_recipe
 from hf_posenc.training.recipes import RECIPES, get_recipe
@@ -125,7 +125,7 @@ def test_every_recipe_trains(
     model = tiny_llama()
     recipe = RECIPES[name]
     if recipe.loading:
-        from hf_posenc.loading import load_model
+        from hf_posenc.checkpoint.loading import load_model
 
         tiny_llama().save_pretrained(tmp_path / "base")
         tokenizer.save_pretrained(tmp_path / "base")

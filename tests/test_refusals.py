@@ -12,8 +12,8 @@ from tiny_models import assert_same_state, logits, make_model, native, state, to
 from torch import nn
 
 from hf_posenc import extend_config, patch_model, unpatch_model, verify_model
-from hf_posenc.patching import describe
-from hf_posenc.verification import RotaryMismatchError
+from hf_posenc.patching.api import describe
+from hf_posenc.patching.verification import RotaryMismatchError
 
 IDS = token_ids(100, rows=2)  # past the original 64
 

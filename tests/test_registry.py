@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hf_posenc import available_methods
-from hf_posenc.config import RopeScaling, RopeSpec, check_length
-from hf_posenc.registry import METHODS, get_method, make_scaling
+from hf_posenc.methods.registry import METHODS, get_method, make_scaling
+from hf_posenc.spec import RopeScaling, RopeSpec, check_length
 
 
 def test_rows_cover_the_table() -> None:

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, PhiConfig
 
 from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import tiny_model_path
-from hf_posenc.cli import main
-from hf_posenc.pretrained import load_tokenizer
+from hf_posenc.checkpoint.pretrained import load_tokenizer
+from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.levers import check_levers

@@ -14,11 +14,11 @@ import torch
 from report_records import make_record, make_retrieval_record
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from hf_posenc.cli import main
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.main import main
 from hf_posenc.evaluation import KeyTokens, Record, perplexity, read_records, read_retrieval_records, retrieval
 from hf_posenc.evaluation.facts import rope_facts
-from hf_posenc.loading import load_model
-from hf_posenc.patching import patched
+from hf_posenc.patching.api import patched
 from hf_posenc.report import report
 from hf_posenc.report.commands import make_commands
 

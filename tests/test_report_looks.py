@@ -12,7 +12,7 @@ import pytest
 from report_records import make_record, make_retrieval_record, read_page
 
 from hf_posenc.evaluation.rows import row_key
-from hf_posenc.registry import METHODS
+from hf_posenc.methods.registry import METHODS
 from hf_posenc.report import _with_models, report
 from hf_posenc.report.looks import _ORDER, COLOURS, COLOURS_ON_DARK, INK, PLAIN, make_looks
 from hf_posenc.report.plot import Chart, Line, draw_chart

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc.evaluation import perplexity
-from hf_posenc.patching import patched
+from hf_posenc.patching.api import patched
 from hf_posenc.report import report
 from hf_posenc.report.costs import bytes_name, row_costs, seconds_name
 from hf_posenc.report.frequencies import make_rules

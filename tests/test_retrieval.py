@@ -21,10 +21,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.evaluation import perplexity, read_records, read_retrieval_records, retrieval
-from hf_posenc.evaluation.retrieval import RetrievalRecord, wilson_interval
-from hf_posenc.evaluation.retrieval.haystack import read_haystack
-from hf_posenc.evaluation.retrieval.prompts import PromptMaker
-from hf_posenc.evaluation.retrieval.scoring import Reply, reply
+from hf_posenc.retrieval import RetrievalRecord, wilson_interval
+from hf_posenc.retrieval.haystack import read_haystack
+from hf_posenc.retrieval.prompts import PromptMaker
+from hf_posenc.retrieval.scoring import Reply, reply
 
 NOVEL = load_novel(HELD_OUT_NOVEL)[2000:40_000]
 CHAT = (
@@ -224,7 +224,7 @@ def test_a_rerun_asks_only_what_is_missing(
         asked.append(len(args[1]))
         return reply(*args, **kwargs)
 
-    monkeypatch.setattr(sys.modules["hf_posenc.evaluation.retrieval.measure"], "reply", counting)
+    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.measuring"], "reply", counting)
     again = ask(model, characters, [260, 300], depths=[0, 100], output=output)
 
     def bare(records: list[RetrievalRecord]) -> list[RetrievalRecord]:

@@ -13,15 +13,15 @@ from report_records import make_retrieval_record, read_page
 from svg_values import line_values
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
-from hf_posenc.cli import main
-from hf_posenc.eval_arguments import TASKS, RetrievalArguments
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.eval_arguments import TASKS, RetrievalArguments
+from hf_posenc.cli.main import main
 from hf_posenc.evaluation import read_retrieval_records, retrieval
-from hf_posenc.evaluation.retrieval import DEFAULT_DEPTHS, RetrievalRecord, wilson_interval
-from hf_posenc.evaluation.retrieval.tasks import TASKS as KNOWN_TASKS
-from hf_posenc.loading import load_model
-from hf_posenc.patching import patched
+from hf_posenc.patching.api import patched
 from hf_posenc.report import report, text_table
 from hf_posenc.report.retrieval import make_grids
+from hf_posenc.retrieval import DEFAULT_DEPTHS, RetrievalRecord, wilson_interval
+from hf_posenc.retrieval.tasks import TASKS as KNOWN_TASKS
 
 
 def make_records() -> list[RetrievalRecord]:
@@ -177,7 +177,7 @@ def test_eval_asks_for_each_method_and_the_report_takes_both_kinds(
 def test_mistakes_are_found_before_a_model_is_loaded(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hf_posenc.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_posenc.checkpoint.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     argv = ["eval", str(tiny_checkpoint), "--context-lengths", "256"]
     for more, message in (
         (["--tasks", "passkey", "--stride", "64"], "--stride says how perplexity is measured"),

@@ -12,13 +12,13 @@ from conftest import make_tiny_llama, make_tiny_tokenizer
 from oracles import Oracle, solve
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hf_posenc import retrieval
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.evaluation import retrieval
-from hf_posenc.evaluation.retrieval import TASKS
-from hf_posenc.evaluation.retrieval.haystack import read_haystack
-from hf_posenc.evaluation.retrieval.measure import _has_word
-from hf_posenc.evaluation.retrieval.prompts import Prompt, PromptMaker
-from hf_posenc.evaluation.retrieval.words import vocabulary
+from hf_posenc.retrieval import TASKS
+from hf_posenc.retrieval.haystack import read_haystack
+from hf_posenc.retrieval.measuring import _has_word
+from hf_posenc.retrieval.prompts import Prompt, PromptMaker
+from hf_posenc.retrieval.vocabulary import vocabulary
 
 NOVEL = load_novel(HELD_OUT_NOVEL)[2000:60_000]
 NUM_ANSWERS = dict.fromkeys(TASKS, 1) | {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
@@ -159,6 +159,6 @@ def test_a_length_without_room_or_words_is_refused(maker: PromptMaker, monkeypat
         with pytest.raises(ValueError, match=rf"'{task}' does not fit into 80 tokens: .* the shortest text \d+"):
             make(maker, task, 80, 0)
     few = tuple(Random(0).sample(vocabulary(), 60))
-    monkeypatch.setattr(sys.modules["hf_posenc.evaluation.retrieval.words"], "vocabulary", lambda: few)
+    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.vocabulary"], "vocabulary", lambda: few)
     with pytest.raises(ValueError, match=r"there are words for \d+ tokens only, and room for \d+"):
         make(maker, "cwe", 3000, 0)

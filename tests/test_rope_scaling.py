@@ -15,10 +15,10 @@ from tiny_models import logits, token_ids
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import FinetuneConfig, describe, extend_config, patch_model, patched
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 from hf_posenc.evaluation import read_records
 from hf_posenc.training.extending import extend
-from hf_posenc.units import ContextLength
+from hf_posenc.utils.units import ContextLength
 
 IDS = token_ids(200)
 LENGTH = "original_max_position_embeddings"

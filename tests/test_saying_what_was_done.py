@@ -25,7 +25,7 @@ YARN = {
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "hf_posenc.patching" and r.levelno == logging.INFO]
+    return [r.getMessage() for r in caplog.records if r.name == "hf_posenc.patching.api" and r.levelno == logging.INFO]
 
 
 @pytest.mark.parametrize(

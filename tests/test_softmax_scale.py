@@ -19,7 +19,7 @@ from hf_posenc import (
     unpatch_model,
     verify_model,
 )
-from hf_posenc.standard_saving import plain_loading
+from hf_posenc.checkpoint.standard_saving import plain_loading
 
 REQUEST = {"original_max_position_embeddings": 64, "on_scaled": "replace"}
 TEMPERATURE = 0.1 * math.log(4) + 1  # YaRN's attention factor for factor 4

@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc import RotaryMismatchError, describe, patch_model, patched, unpatch_model, verify_model
 from hf_posenc.attention.staged import Stages
-from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 
 @pytest.mark.parametrize(("family", "rule"), families_and_rules(FAMILIES, RULES))

@@ -12,8 +12,8 @@ from tiny_models import logits
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import describe, load_extended, patch_model, save_extended
-from hf_posenc.manifest import MANIFEST
-from hf_posenc.standard_saving import plain_loading
+from hf_posenc.checkpoint.manifest import MANIFEST
+from hf_posenc.checkpoint.standard_saving import plain_loading
 
 
 def staged(family: str = "Llama") -> PreTrainedModel:

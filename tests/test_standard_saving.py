@@ -39,10 +39,10 @@ from transformers import (
 )
 
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
+from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.checkup import diagnose
-from hf_posenc.loading import load_model
-from hf_posenc.manifest import MANIFEST, read_manifest
-from hf_posenc.standard_saving import plain_loading
 
 # TRL's defaults use names that the newest Transformers has others for.
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")
@@ -449,7 +449,7 @@ def test_an_adapter_loaded_onto_a_model_extends_it(base: Path, way: str, tmp_pat
 _HOOKED = """
 import importlib, importlib.util, sys
 from pathlib import Path
-from hf_posenc.import_hooks import when_imported
+from hf_posenc.utils.import_hooks import when_imported
 folder = Path(sys.argv[1])
 sys.path.insert(0, str(folder))
 (folder / "somewhere.py").write_text("raise RuntimeError('not yet')")

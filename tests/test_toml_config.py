@@ -11,9 +11,9 @@ import pytest
 from test_cli_mistakes import refused
 from transformers import LlamaForCausalLM
 
-from hf_posenc import arguments as args_
-from hf_posenc import cli
-from hf_posenc.arguments import FinetuneModelArguments, TrainingDocumentArguments
+from hf_posenc.cli import main as cli
+from hf_posenc.cli import shared_arguments as args_
+from hf_posenc.cli.shared_arguments import FinetuneModelArguments, TrainingDocumentArguments
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.toml_config import RUN_FILE, read_run, write_run
 

@@ -13,7 +13,7 @@ from tiny_models import logits, make_model, native, token_ids
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import load_extended, patch_model, save_extended, unpatch_model
-from hf_posenc.cli import main
+from hf_posenc.cli.main import main
 
 IDS = token_ids(200)  # past the window of 160, or of 128
 

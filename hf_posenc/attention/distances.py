@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_posenc.config import RopeScaling, RopeSpec
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 Places = Callable[[torch.Tensor], torch.Tensor]
 PLAIN = "plain"

@@ -19,12 +19,20 @@ from hf_posenc.attention.doorway import CROSS, FULL, INNER, PASS, door_of, put_d
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
-from hf_posenc.extension import Extension, declared_rope
-from hf_posenc.families import FULL_ATTENTION, MLA, label_prefix, rope_label, rotary_modules, text_configs, unwrap
-from hf_posenc.frequencies import plain_frequencies
-from hf_posenc.rotary import SavedRotary, rotary_class, write_rotary
-from hf_posenc.verification import RotaryMismatchError
-from hf_posenc.windows import window_of_all_layers
+from hf_posenc.families.discovery import (
+    FULL_ATTENTION,
+    MLA,
+    label_prefix,
+    rope_label,
+    rotary_modules,
+    text_configs,
+    unwrap,
+)
+from hf_posenc.families.sliding_window import window_of_all_layers
+from hf_posenc.methods.closed_forms import plain_frequencies
+from hf_posenc.patching.extension import Extension, declared_rope
+from hf_posenc.patching.rotary_module import SavedRotary, rotary_class, write_rotary
+from hf_posenc.patching.verification import RotaryMismatchError
 
 _PROBE_TOKENS = 5
 _PROBE_EPSILONS = 16  # roundings of a state that is turned twice, in epsilons of its dtype

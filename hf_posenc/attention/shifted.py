@@ -22,8 +22,8 @@ from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.install import attention_layers, goes_through_interface, probe, reads_whole_context
 from hf_posenc.attention.lazy_mask import LazyMask, lazy_mask
 from hf_posenc.attention.masks import PREFIX, SHIFTED, piece_mask
-from hf_posenc.families import text_configs, unwrap
-from hf_posenc.windows import window_of_all_layers
+from hf_posenc.families.discovery import text_configs, unwrap
+from hf_posenc.families.sliding_window import window_of_all_layers
 
 logger = logging.getLogger(__name__)
 

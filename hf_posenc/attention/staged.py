@@ -7,8 +7,8 @@ from functools import cached_property
 
 import torch
 
-from hf_posenc.config import RopeScaling, RopeSpec
-from hf_posenc.frequencies import Frequencies, ntk_frequencies, plain_frequencies, yarn_frequencies
+from hf_posenc.methods.closed_forms import Frequencies, ntk_frequencies, plain_frequencies, yarn_frequencies
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 # Stage 0 is the original length; each later one is this share of it long, unless asked otherwise. Measured: README.
 DEFAULT_STAGE = 0.25

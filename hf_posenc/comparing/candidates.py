@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_posenc.config import ENCODINGS, RopeScaling
-from hf_posenc.extension import declared_rope
-from hf_posenc.families import unwrap
-from hf_posenc.patching import describe
-from hf_posenc.registry import METHODS, get_method, make_scaling
-from hf_posenc.rope_scaling import check_model_values, read_rope_scaling
-from hf_posenc.rows import try_rows
+from hf_posenc.evaluation.row_models import try_rows
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.methods.registry import METHODS, get_method, make_scaling
+from hf_posenc.patching.api import describe
+from hf_posenc.patching.extension import declared_rope
+from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
+from hf_posenc.spec import ENCODINGS, RopeScaling
 
 # From what everything runs to what is hardest to serve; of methods that tie, the first kind is taken.
 UNPATCHED, STATIC, STAGED, OTHER = range(4)

@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.comparing.arguments import CompareArguments
+from hf_posenc.cli.compare_arguments import CompareArguments
 from hf_posenc.comparing.candidates import Candidate, find_candidates
 from hf_posenc.comparing.timing import Timings, time_candidates
 from hf_posenc.evaluation.documents import hash_token_ids, select_documents, to_token_ids
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.haystack import read_haystack
-from hf_posenc.evaluation.retrieval.prompts import PromptMaker
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord
-from hf_posenc.evaluation.retrieval.tasks import TASKS
-from hf_posenc.patching import describe
-from hf_posenc.units import duration_name, length_name
+from hf_posenc.patching.api import describe
+from hf_posenc.retrieval.cell_records import RetrievalRecord
+from hf_posenc.retrieval.haystack import read_haystack
+from hf_posenc.retrieval.prompts import PromptMaker
+from hf_posenc.retrieval.tasks import TASKS
+from hf_posenc.utils.units import duration_name, length_name
 
 AnyRecord = Record | RetrievalRecord
 

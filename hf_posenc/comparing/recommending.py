@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED, kind_of
+from hf_posenc.evaluation.effective_length import LossReach, reach
 from hf_posenc.evaluation.pairs import paired_interval
-from hf_posenc.evaluation.reach import LossReach, reach
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
-from hf_posenc.units import length_name
+from hf_posenc.retrieval.cell_records import RetrievalRecord, wilson_interval
+from hf_posenc.utils.units import length_name
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from hf_posenc.comparing.candidates import STATIC, Candidate
 from hf_posenc.evaluation.losses import document_losses, evaluation_mode
-from hf_posenc.evaluation.retrieval.scoring import reply
-from hf_posenc.families import unwrap
-from hf_posenc.rows import as_asked
+from hf_posenc.evaluation.row_models import as_asked
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.retrieval.scoring import reply
 
 _LONG_ENOUGH = 1.0  # seconds of the shorter timed pass: above the noise, and attention has begun to show
 _SHORTEST = 64

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint import TOKENIZER_CONFIG
+from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG
+from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, read_manifest
 from hf_posenc.doctor.attention_rule import check_tokenizer_limit
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
-from hf_posenc.extension import MARK, read_mark
-from hf_posenc.files import read_json
-from hf_posenc.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, read_manifest
+from hf_posenc.patching.extension import MARK, read_mark
+from hf_posenc.utils.files import read_json
 
 _WHY = "PEFT puts the adapter on the plain base model, for whose positions it was not trained: it reads wrong."
 _TODO = "Save it again from the patched model; or patch the base as in training, put the adapter on, and save_extended."

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hf_posenc.checkpoint.manifest import CONFIG, MANIFEST, is_encoding
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
-from hf_posenc.extension import MARK, read_mark, rule_is_elsewhere
-from hf_posenc.manifest import CONFIG, MANIFEST, is_encoding
-from hf_posenc.spelling import ENCODING_MARK
+from hf_posenc.methods.serialization import ENCODING_MARK
+from hf_posenc.patching.extension import MARK, read_mark, rule_is_elsewhere
 
 
 def rule_in_words(manifest: Mapping[str, Any]) -> str:

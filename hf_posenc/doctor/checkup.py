@@ -12,7 +12,18 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint import TOKENIZER_CONFIG
+from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG
+from hf_posenc.checkpoint.hub_files import check_hub, folder_with
+from hf_posenc.checkpoint.manifest import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    MANIFEST,
+    is_encoding,
+    is_on_attention_door,
+    mark_from,
+    read_manifest,
+)
+from hf_posenc.checkpoint.pretrained import is_gguf
 from hf_posenc.doctor.adapter import UNLIMITED, look_at_adapter
 from hf_posenc.doctor.attention_rule import (
     base_config,
@@ -28,23 +39,12 @@ from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.doctor.gguf_file import look_at_gguf
+from hf_posenc.doctor.information_reach import look_at_reach
 from hf_posenc.doctor.live_model import against_meaning, check_applied, held_by_modules, load_live, look_at_modules
 from hf_posenc.doctor.mending import mended
-from hf_posenc.doctor.reach import look_at_reach
-from hf_posenc.extension import MARK, Extension
-from hf_posenc.families import unwrap
-from hf_posenc.files import read_json, write_whole
-from hf_posenc.hub_files import check_hub, folder_with
-from hf_posenc.manifest import (
-    ADAPTER_CONFIG,
-    CONFIG,
-    MANIFEST,
-    is_encoding,
-    is_on_attention_door,
-    mark_from,
-    read_manifest,
-)
-from hf_posenc.pretrained import is_gguf
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.patching.extension import MARK, Extension
+from hf_posenc.utils.files import read_json, write_whole
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.config import RopeSpec
 from hf_posenc.doctor.dialects import (
     Refused,
     Rope,
@@ -20,10 +19,11 @@ from hf_posenc.doctor.dialects import (
     yarn_temperature,
 )
 from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_text, default_theta
-from hf_posenc.extension import MARK, SCALING_KEYS, rotary_width
-from hf_posenc.families import LONGROPE_ONLY
-from hf_posenc.registry import make_scaling
-from hf_posenc.request import spelling_of
+from hf_posenc.families.discovery import LONGROPE_ONLY
+from hf_posenc.methods.registry import make_scaling
+from hf_posenc.patching.extension import MARK, SCALING_KEYS, rotary_width
+from hf_posenc.patching.request import spelling_of
+from hf_posenc.spec import RopeSpec
 
 ORIGINAL = "original_max_position_embeddings"
 READS_ORIGINAL = frozenset({"yarn", "llama3", "longrope"})

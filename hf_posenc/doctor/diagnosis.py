@@ -23,7 +23,7 @@ from hf_posenc.doctor.declaration import (
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import CHECKS, Finding, check_lengths, check_versions
-from hf_posenc.extension import MARK, read_mark, rule_is_elsewhere
+from hf_posenc.patching.extension import MARK, read_mark, rule_is_elsewhere
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from hf_posenc.doctor.family_facts import (
     THETA_4,
     default_theta,
 )
-from hf_posenc.families import FULL_ATTENTION, LEGACY_KEYS, LONGROPE_ONLY, NESTED_KEYS
+from hf_posenc.families.discovery import FULL_ATTENTION, LEGACY_KEYS, LONGROPE_ONLY, NESTED_KEYS
 
 VERSIONS = ("4.57", "5.0", "5.23")
 _READS_HEAD_DIM = frozenset({"yarn", "dynamic", "longrope"})

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_posenc.families import FULL_ATTENTION
+from hf_posenc.families.discovery import FULL_ATTENTION
 
 # Their configs leave head_dim None where it is not written: yarn, dynamic, longrope then crash. Mistral's: only in 4.
 HEAD_DIM_NONE = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "minimax", "ministral", "mistral", "mixtral"})

@@ -19,7 +19,7 @@ from hf_posenc.doctor.dialects import (
     top_level,
 )
 from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_theta
-from hf_posenc.extension import SCALING_KEYS
+from hf_posenc.patching.extension import SCALING_KEYS
 
 _NO_SPELLING = "No spelling helps there: take Transformers 4.57 or a newer 5."
 

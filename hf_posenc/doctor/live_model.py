@@ -17,17 +17,17 @@ from transformers import (
 )
 
 from hf_posenc.attention.masks import inner_name
-from hf_posenc.config import ENCODINGS, RopeScaling, RopeSpec
+from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
+from hf_posenc.checkpoint.manifest import is_on_attention_door as manifest_alone_has
+from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
+from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
-from hf_posenc.families import label_prefix, rope_label, rotary_modules
-from hf_posenc.manifest import MANIFEST, read_manifest
-from hf_posenc.manifest import is_on_attention_door as manifest_alone_has
-from hf_posenc.patching import describe, is_on_attention_door, is_patched, verify_model
-from hf_posenc.pretrained import is_gguf, load_weights
-from hf_posenc.registry import METHODS, make_scaling
-from hf_posenc.standard_saving import plain_loading
-from hf_posenc.verification import RotaryMismatchError, check_rotary
+from hf_posenc.families.discovery import label_prefix, rope_label, rotary_modules
+from hf_posenc.methods.registry import METHODS, make_scaling
+from hf_posenc.patching.api import describe, is_on_attention_door, is_patched, verify_model
+from hf_posenc.patching.verification import RotaryMismatchError, check_rotary
+from hf_posenc.spec import ENCODINGS, RopeScaling, RopeSpec
 
 _RELOAD = "Reload the model, and change its positions with patch_model only."
 

@@ -9,15 +9,15 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint import both_spellings
+from hf_posenc.checkpoint.extended import both_spellings
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import Dialect, read_dialect
 from hf_posenc.doctor.dialects import full_label, is_nested
 from hf_posenc.doctor.family_facts import HEAD_DIM_NONE, MROPE_IN_MODULE, default_text, text_config
-from hf_posenc.extension import MARK, SCALING_KEYS, head_dim_of
-from hf_posenc.registry import get_method
-from hf_posenc.request import resolve, write_config
-from hf_posenc.windows import window_of_all_layers
+from hf_posenc.families.sliding_window import window_of_all_layers
+from hf_posenc.methods.registry import get_method
+from hf_posenc.patching.extension import MARK, SCALING_KEYS, head_dim_of
+from hf_posenc.patching.request import resolve, write_config
 
 _ORIGINAL = "original_max_position_embeddings"
 

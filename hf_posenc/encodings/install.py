@@ -22,13 +22,13 @@ from hf_posenc.attention.install import (
     turns,
 )
 from hf_posenc.attention.masks import PREFIX
-from hf_posenc.config import RopeScaling
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.door import EncodingDoor
 from hf_posenc.encodings.modules import AddedToEmbeddings, AddedToLogits, TurnsPairs, make_encoding
-from hf_posenc.extension import Extension
-from hf_posenc.families import rotary_modules, text_configs, unwrap
-from hf_posenc.verification import RotaryMismatchError
+from hf_posenc.families.discovery import rotary_modules, text_configs, unwrap
+from hf_posenc.patching.extension import Extension
+from hf_posenc.patching.verification import RotaryMismatchError
+from hf_posenc.spec import RopeScaling
 
 # Its name in the decoder, and so that of its parameters in a checkpoint.
 MODULE = "positional_encoding"

@@ -9,12 +9,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.install import attention_layers, goes_through_interface, probe, turns
-from hf_posenc.config import unknown_name
 from hf_posenc.encodings.formulas import join_pairs, split_pairs
-from hf_posenc.extension import head_dim_of
-from hf_posenc.families import unwrap
-from hf_posenc.patching import describe, extension_of, patch_model, unpatch_model
-from hf_posenc.verification import RotaryMismatchError
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.patching.api import describe, extension_of, patch_model, unpatch_model
+from hf_posenc.patching.extension import head_dim_of
+from hf_posenc.patching.verification import RotaryMismatchError
+from hf_posenc.spec import unknown_name
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.encodings.formulas import (
     alibi_slopes,
     rotate_complex,
@@ -20,7 +19,8 @@ from hf_posenc.encodings.formulas import (
     t5_buckets,
     xpos_decay,
 )
-from hf_posenc.extension import Extension, head_dim_of
+from hf_posenc.patching.extension import Extension, head_dim_of
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 # What a key itself may come to, as a logarithm, besides the factor of xPos.
 _HEADROOM = 5.0

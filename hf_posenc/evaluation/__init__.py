@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hf_posenc.evaluation.effective_length import Reach, reach, reach_lines
 from hf_posenc.evaluation.key_tokens import KeyTokens
 from hf_posenc.evaluation.pairs import Ratio, paired_interval
 from hf_posenc.evaluation.perplexity import perplexity
 from hf_posenc.evaluation.plans import PROTOCOLS
-from hf_posenc.evaluation.reach import Reach, reach, reach_lines
 from hf_posenc.evaluation.records import Record, read_records
-from hf_posenc.evaluation.retrieval import RetrievalRecord, read_retrieval_records, retrieval
+from hf_posenc.retrieval import RetrievalRecord, read_retrieval_records, retrieval
 
 METRIC = str(Path(__file__).with_name("metric.py"))  # for evaluate.load, which takes a file
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_posenc.attention.masks import inner_name
-from hf_posenc.families import unwrap
+from hf_posenc.families.discovery import unwrap
 
 
 class RoomyLayer(DynamicLayer):

@@ -11,9 +11,9 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.data import tokenize_documents
+from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.evaluation.plans import spread
-from hf_posenc.families import unwrap
+from hf_posenc.families.discovery import unwrap
 
 Document = str | Sequence[int] | torch.Tensor
 

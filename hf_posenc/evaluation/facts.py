@@ -16,11 +16,11 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.masks import inner_name
-from hf_posenc.dtypes import dtype_name, dtype_of_checkpoint
 from hf_posenc.evaluation.documents import hash_token_ids
 from hf_posenc.evaluation.plans import Run
-from hf_posenc.extension import plain_spec
-from hf_posenc.families import refuse_family, unwrap
+from hf_posenc.families.discovery import refuse_family, unwrap
+from hf_posenc.patching.extension import plain_spec
+from hf_posenc.utils.dtypes import dtype_name, dtype_of_checkpoint
 from hf_posenc.version import __version__
 
 _ROW_BYTES = 8192
@@ -35,7 +35,7 @@ def model_facts(
     model: PreTrainedModel, model_name: str | None, tokens_trained: int | None, label: str, command: str = ""
 ) -> dict[str, Any]:
     """Return the fields of a record that belong to the model and the software."""
-    from hf_posenc.patching import describe
+    from hf_posenc.patching.api import describe
 
     base, description = unwrap(model), describe(model)
     shared = ("method", "factor", "options", "original_max_position_embeddings")
@@ -59,7 +59,7 @@ def model_facts(
 
 def rope_facts(model: PreTrainedModel) -> dict[str, Any]:
     """Return what the frequencies of a model were as it was trained; empty for one without a rotary embedding."""
-    from hf_posenc.patching import extension_of
+    from hf_posenc.patching.api import extension_of
 
     config = unwrap(model).config.get_text_config(decoder=True)
     try:

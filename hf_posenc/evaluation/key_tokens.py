@@ -156,7 +156,7 @@ def load_key_tokens(
     Raises:
         ValueError: Its tokenizer is another one.
     """
-    from hf_posenc.loading import load_model
+    from hf_posenc.checkpoint.loading import load_model
 
     if evaluator is None:
         return KeyTokens(None, alpha, beta, short_context)

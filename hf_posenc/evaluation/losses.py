@@ -12,11 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.evaluation.cache import make_cache
+from hf_posenc.evaluation.lm_head import decoder_body, row_chunks, token_losses
 from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predict_memory, shape_of
 from hf_posenc.evaluation.plans import Window
-from hf_posenc.families import unwrap
-from hf_posenc.lm_head import decoder_body, row_chunks, token_losses
-from hf_posenc.patching import patched_extension
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.patching.api import patched_extension
 
 Advance = Callable[[int], object]  # told how many tokens have been fed since the last call
 _TOKENS_AT_ONCE_CPU, _TOKENS_AT_ONCE = 1024, 8192  # of windows in one batch

@@ -12,7 +12,6 @@ from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.dtypes import slow_dtype_advice
 from hf_posenc.evaluation.documents import Document, hash_tokenizer, to_token_ids
 from hf_posenc.evaluation.facts import (
     hash_weights,
@@ -21,6 +20,7 @@ from hf_posenc.evaluation.facts import (
     peak_memory,
 )
 from hf_posenc.evaluation.key_tokens import KeyTokenFinder, KeyTokens
+from hf_posenc.evaluation.lm_head import check_head
 from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_types, memory_need, window_losses
 from hf_posenc.evaluation.memory import memory_told
 from hf_posenc.evaluation.plans import Pass, Run, plan_passes, plan_runs
@@ -37,8 +37,8 @@ from hf_posenc.evaluation.texts import (
     tell_of_averages,
 )
 from hf_posenc.evaluation.walk import Evaluation
-from hf_posenc.lm_head import check_head
-from hf_posenc.processes import Processes
+from hf_posenc.utils.dtypes import slow_dtype_advice
+from hf_posenc.utils.processes import Processes
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation.records import append_line, whole_lines
-from hf_posenc.files import write_whole
-from hf_posenc.processes import Processes
+from hf_posenc.utils.files import write_whole
+from hf_posenc.utils.processes import Processes
 
 
 @dataclass(frozen=True)

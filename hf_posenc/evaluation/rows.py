@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import PurePath
 
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord
+from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 AnyRecord = Record | RetrievalRecord
 

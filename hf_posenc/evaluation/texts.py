@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.evaluation.documents import bos_token_id, make_stream, select_documents
 from hf_posenc.evaluation.plans import Run, spread
-from hf_posenc.families import unwrap
+from hf_posenc.families.discovery import unwrap
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hf_posenc.console import Progress
 from hf_posenc.evaluation.facts import hash_json
 from hf_posenc.evaluation.key_tokens import KeyTokenFinder, short_windows
 from hf_posenc.evaluation.losses import Advance
@@ -29,7 +28,8 @@ from hf_posenc.evaluation.tallies import (
     run_totals,
 )
 from hf_posenc.evaluation.windows import Window, grouped, lay_out
-from hf_posenc.processes import Processes
+from hf_posenc.utils.console import Progress
+from hf_posenc.utils.processes import Processes
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class Evaluation:
     ) -> None:
         """Walk over every document of every pass that has a record to give, and append the records.
 
-        Of work that takes long ``shorter`` is said (see ``hf_posenc.console.Progress``).
+        Of work that takes long ``shorter`` is said (see ``hf_posenc.utils.console.Progress``).
         """
         keys = [self._key(one) for one in passes]  # of those with their records too: a kill may have left their lines
         passes = [one for one in passes if any(run not in self.records for run in one.runs)]

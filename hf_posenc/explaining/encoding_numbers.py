@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.encodings.formulas import alibi_slopes, t5_buckets, xpos_decay
 from hf_posenc.explaining.pairs import HEADS, number_name, pair_rows, pair_sentences
 from hf_posenc.explaining.subject import Subject
-from hf_posenc.extension import plain_spec
+from hf_posenc.patching.extension import plain_spec
 from hf_posenc.report.frequencies import PairRule, wavelengths
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 # Sentences, the heads of a table and its rows; no heads for no table.
 Numbers = tuple[list[str], list[str], list[list[str]]]

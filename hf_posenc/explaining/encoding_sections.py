@@ -10,12 +10,12 @@ from hf_posenc.explaining.encoding_numbers import encoding_numbers
 from hf_posenc.explaining.encodings_facts import ENCODING_FACTS
 from hf_posenc.explaining.sections import Section
 from hf_posenc.explaining.subject import Subject
-from hf_posenc.extension import plain_spec
 from hf_posenc.gallery.canvas import Picture
 from hf_posenc.gallery.curves import draw_decay, draw_xpos
 from hf_posenc.gallery.maps import Shape, draw_maps
 from hf_posenc.gallery.spirals import draw_dials, draw_spirals
 from hf_posenc.gallery.tables import draw_alibi_bias, draw_alibi_slopes, draw_sinusoidal_table, draw_t5_buckets
+from hf_posenc.patching.extension import plain_spec
 
 _NEAR = 100  # tokens of the first heat map
 

@@ -176,7 +176,7 @@ def encoding_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: It takes no such option, or a value is no number.
         ValueError: A value is out of range.
     """
-    from hf_posenc.config import check_length, check_number
+    from hf_posenc.spec import check_length, check_number
 
     options = dict(ENCODING_FACTS[name].options)
     for option, value in given.items():

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from hf_posenc.config import RopeScaling
 from hf_posenc.explaining.encoding_numbers import partial_sentence
 from hf_posenc.explaining.method_words import words_of
 from hf_posenc.explaining.pairs import HEADS, chosen_pairs, pair_rows, pair_sentences, rule_sentences
@@ -21,15 +20,16 @@ from hf_posenc.explaining.places import (
 )
 from hf_posenc.explaining.sections import Section
 from hf_posenc.explaining.subject import Subject
-from hf_posenc.extension import Extension
 from hf_posenc.gallery.canvas import Picture
 from hf_posenc.gallery.method_pictures import draw_query_factors, draw_ramp, draw_stages, draw_temperature
 from hf_posenc.gallery.spirals import draw_dials
 from hf_posenc.gallery.stretching import Stretched, draw_stretch, draw_wavelengths
 from hf_posenc.gallery.told import draw_told, draw_told_maps
-from hf_posenc.registry import METHODS
+from hf_posenc.methods.registry import METHODS
+from hf_posenc.patching.extension import Extension
 from hf_posenc.report.frequencies import PairRule
-from hf_posenc.units import length_name
+from hf_posenc.spec import RopeScaling
+from hf_posenc.utils.units import length_name
 
 
 def method_title(extension: Extension) -> str:

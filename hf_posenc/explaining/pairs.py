@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from hf_posenc.config import RopeScaling
-from hf_posenc.frequencies import yarn_ramp
+from hf_posenc.methods.closed_forms import yarn_ramp
 from hf_posenc.report.frequencies import PairRule, wavelengths
+from hf_posenc.spec import RopeScaling
 
 HEADS = ("pair", "wavelength", "turns", "new wavelength", "stretch", "")
 _ROWS = 12  # of the small table, besides the pairs where something begins

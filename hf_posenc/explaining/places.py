@@ -8,9 +8,9 @@ import torch
 
 from hf_posenc.attention.distances import DISTANCE_RULES, query_factors
 from hf_posenc.attention.staged import Stages
-from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.explaining.pairs import number_name
 from hf_posenc.gallery.told import last_row
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 STAGE_HEADS = ["stage", "queries at", "scale", "cos and sin times", "slowest pair, tokens"]
 DISTANCE_HEADS = ["true distance", "told"]

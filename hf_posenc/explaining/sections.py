@@ -10,7 +10,7 @@ from html import escape
 from hf_posenc.gallery.canvas import Picture
 from hf_posenc.gallery.pages import picture_panel
 from hf_posenc.report.pieces import Cell, Panel, folded, markdown_lines, table
-from hf_posenc.units import aligned
+from hf_posenc.utils.units import aligned
 
 _ROWS = 14  # of a table in a terminal, about
 

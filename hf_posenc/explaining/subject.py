@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig
 
-from hf_posenc.extension import head_dim_of, plain_spec
+from hf_posenc.patching.extension import head_dim_of, plain_spec
 from hf_posenc.planning.facts import read_config
-from hf_posenc.units import length_name
+from hf_posenc.utils.units import length_name
 
 # The papers on longer contexts extend it.
 _DEFAULT_NAME = "Llama 2 7B's numbers (give --model for yours)"

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.config import RopeScaling, RopeSpec
-from hf_posenc.frequencies import yarn_attention_factor
-from hf_posenc.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, is_on_attention_door, read_manifest
-from hf_posenc.registry import get_method, make_scaling
+from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, is_on_attention_door, read_manifest
+from hf_posenc.methods.closed_forms import yarn_attention_factor
+from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 # The rope_type of rules that are a rope_theta and nothing else.
 PLAIN = "default"

@@ -6,10 +6,10 @@ import math
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.checkpoint.manifest import CONFIG
 from hf_posenc.exports.folder import PLAIN, ExportFolder, check_one_list, check_rule, command, read_folder
 from hf_posenc.exports.nearest import refuse_attention_rule
-from hf_posenc.frequencies import STOPPED, llama3_frequencies, plain_frequencies
-from hf_posenc.manifest import CONFIG
+from hf_posenc.methods.closed_forms import STOPPED, llama3_frequencies, plain_frequencies
 
 # What convert_hf_to_gguf.py calls the families whose conversion was read (conversion/llama.py, conversion/qwen.py).
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

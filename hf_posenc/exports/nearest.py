@@ -7,11 +7,11 @@ from dataclasses import replace
 from transformers import AutoConfig
 
 from hf_posenc.attention.distances import DISTANCE_RULES
+from hf_posenc.checkpoint.manifest import CONFIG, MANIFEST, is_encoding
 from hf_posenc.exports.folder import ExportFolder, command
-from hf_posenc.manifest import CONFIG, MANIFEST, is_encoding
-from hf_posenc.registry import get_method, make_scaling
-from hf_posenc.request import resolve, write_config
-from hf_posenc.windows import KEEP
+from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.patching.request import resolve, write_config
 
 # Static rules that need no number besides the factor.
 STATIC = ("linear", "ntk", "ntk_by_parts", "yarn", "llama3")

@@ -8,14 +8,14 @@ import torch
 
 from hf_posenc.attention.distances import query_factors
 from hf_posenc.attention.staged import Stages
-from hf_posenc.config import RopeScaling, RopeSpec
-from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.gallery.canvas import Picture, tokens_name
 from hf_posenc.gallery.stretching import Stretched
 from hf_posenc.gallery.told import spread_places
-from hf_posenc.registry import METHODS
+from hf_posenc.methods.closed_forms import plain_frequencies
+from hf_posenc.methods.registry import METHODS
 from hf_posenc.report.looks import numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 _POINTS = 48  # of a curve
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_posenc.files import write_whole
 from hf_posenc.gallery.canvas import Picture
 from hf_posenc.report.page import html_page
 from hf_posenc.report.pieces import Panel, inline, quiet
+from hf_posenc.utils.files import write_whole
 
 
 def check_output_folder(output_dir: str | Path) -> Path:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from hf_posenc.config import RopeSpec
-from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid, tokens_name
+from hf_posenc.methods.closed_forms import plain_frequencies
 from hf_posenc.report.looks import COLOURS, INK
+from hf_posenc.spec import RopeSpec
 
 _TOKENS = 128  # of a spiral
 _TRAINED, _NEW = COLOURS[0], COLOURS[1]

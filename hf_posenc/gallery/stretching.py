@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_posenc.config import RopeScaling, RopeSpec
-from hf_posenc.frequencies import plain_frequencies
 from hf_posenc.gallery.canvas import Picture
-from hf_posenc.registry import METHODS
+from hf_posenc.methods.closed_forms import plain_frequencies
+from hf_posenc.methods.registry import METHODS
 from hf_posenc.report.looks import COLOURS, PLAIN, Look, numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
-from hf_posenc.units import length_name
+from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.utils.units import length_name
 
 
 @dataclass(frozen=True)

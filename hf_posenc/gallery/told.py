@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hf_posenc.attention.distances import DISTANCE_RULES
-from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid, heat_map, tokens_name
 from hf_posenc.report.looks import PLAIN, numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 _CELLS = 128
 _POINTS = 400  # of a curve

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.dtypes import config_dtype
-from hf_posenc.extension import describe_config, head_dim_of
-from hf_posenc.hub_files import folder_with
-from hf_posenc.loading import check_path
-from hf_posenc.manifest import ADAPTER_CONFIG, CONFIG, find_manifest, is_encoding, read_manifest
+from hf_posenc.checkpoint.hub_files import folder_with
+from hf_posenc.checkpoint.loading import check_path
+from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, find_manifest, is_encoding, read_manifest
+from hf_posenc.checkpoint.pretrained import is_gguf, refuse_gguf_scaling
+from hf_posenc.patching.extension import describe_config, head_dim_of
+from hf_posenc.patching.presets import known_checkpoint
 from hf_posenc.planning.shapes import (
     fill_with_fake,
     layer_repeat,
@@ -23,8 +24,7 @@ from hf_posenc.planning.shapes import (
     with_layers,
     without_data,
 )
-from hf_posenc.presets import known_checkpoint
-from hf_posenc.pretrained import is_gguf, refuse_gguf_scaling
+from hf_posenc.utils.dtypes import config_dtype
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _ATTENDING = ("full_attention", *_WINDOWED)

@@ -26,18 +26,18 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_posenc.console import without_weight_bars
-from hf_posenc.dtypes import config_dtype
+from hf_posenc.checkpoint.loading import in_4bit
+from hf_posenc.checkpoint.pretrained import load_weights
+from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
-from hf_posenc.loading import in_4bit
 from hf_posenc.planning.shapes import layer_repeat, meta_model, with_layers
-from hf_posenc.pretrained import load_weights
-from hf_posenc.quantised import keep_layout
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.packing import PackedDataset
 from hf_posenc.training.trainer import train, training_arguments
-from hf_posenc.units import TokenCount
+from hf_posenc.utils.console import without_weight_bars
+from hf_posenc.utils.dtypes import config_dtype
+from hf_posenc.utils.units import TokenCount
 
 _DOCUMENTS_A_BLOCK = 3
 

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_posenc.config import check_length, check_number
-from hf_posenc.dtypes import DtypeChoice, choose_dtype, config_dtype
-from hf_posenc.planning.arguments import MemorySize
+from hf_posenc.cli.plan_arguments import MemorySize
 from hf_posenc.planning.facts import ModelFacts, kv_cache, model_facts, read_config
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.gpus import usable
@@ -21,9 +19,11 @@ from hf_posenc.planning.levers import Lever, Sharding, levers, shard
 from hf_posenc.planning.reading import Reading, Readings
 from hf_posenc.planning.rules import Advice, Situation, advise
 from hf_posenc.planning.shapes import in_dtype
+from hf_posenc.spec import check_length, check_number
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
-from hf_posenc.units import TokenCount, length_name
+from hf_posenc.utils.dtypes import DtypeChoice, choose_dtype, config_dtype
+from hf_posenc.utils.units import TokenCount, length_name
 
 if TYPE_CHECKING:
     from hf_posenc.planning.measuring import MeasuredTraining
@@ -188,7 +188,7 @@ def plan(
         tflops: Sustained speed of the device, in 10^12 operations a second.
         measure_length: Train a few steps of random weights on this machine, in blocks of so many tokens.
         dtype: Of the weights: ``"auto"`` is the checkpoint's own where ``gpu_memory``, which is a GPU's, is given, else
-            what this machine computes natively (see ``hf_posenc.dtypes.choose_dtype``).
+            what this machine computes natively (see ``hf_posenc.utils.dtypes.choose_dtype``).
 
     Raises:
         ValueError, TypeError: A value is out of range, the config cannot be read, its original length is not known, or

@@ -10,14 +10,14 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.footprint import footprint
-from hf_posenc.dtypes import config_dtype, dtype_name
 from hf_posenc.evaluation.memory import ModelShape, predict_memory, shape_of
-from hf_posenc.extension import Extension
+from hf_posenc.patching.extension import Extension
+from hf_posenc.patching.request import resolve
 from hf_posenc.planning.facts import KvCache
 from hf_posenc.planning.gpus import smallest_gpu, usable
 from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
 from hf_posenc.planning.shapes import meta_model
-from hf_posenc.request import resolve
+from hf_posenc.utils.dtypes import config_dtype, dtype_name
 
 # Tokens that are fed at a time, as `generate(prefill_chunk_size=...)` and `--prefill-chunk` do.
 READ_CHUNK = 1024

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.dtypes import DtypeChoice, config_dtype
+from hf_posenc.utils.dtypes import DtypeChoice, config_dtype
 
 
 def meta_model(

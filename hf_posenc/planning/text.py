@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shlex
 
-from hf_posenc.dtypes import dtype_name
 from hf_posenc.planning.finetune_command import finetune_words, flags_of
 from hf_posenc.planning.gpus import RENTED, RESERVE, smallest_gpu, usable
 from hf_posenc.planning.levers import SHARED_OVER, Lever, Sharding, spread
 from hf_posenc.planning.planner import Plan
 from hf_posenc.planning.reading import READ_CHUNK
 from hf_posenc.planning.training_memory import TrainingMemory
-from hf_posenc.units import duration_name, length_name
+from hf_posenc.utils.dtypes import dtype_name
+from hf_posenc.utils.units import duration_name, length_name
 
 _HEADS = {
     "weights": "weights",

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.dtypes import HALF, config_dtype
-from hf_posenc.families import unwrap
-from hf_posenc.lm_head import decoder_body, row_chunks
+from hf_posenc.evaluation.lm_head import decoder_body, row_chunks
+from hf_posenc.families.discovery import unwrap
 from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
 from hf_posenc.planning.shapes import (
     fill_with_fake,
@@ -38,6 +37,7 @@ from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.precision import float32_weights
 from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
+from hf_posenc.utils.dtypes import HALF, config_dtype
 
 _STATES = 2  # of AdamW, in the weights' own dtype
 # Of bitsandbytes' AdamW (``Optimizer2State.init_state``): small weights keep states of 4 bytes, as embeddings do

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.evaluation.rows import short_model_names
-from hf_posenc.files import write_whole
 from hf_posenc.report.commands import command_panel
 from hf_posenc.report.costs import cost_panel
 from hf_posenc.report.frequency_panel import frequency_panels
@@ -23,6 +21,8 @@ from hf_posenc.report.retrieval import make_grids
 from hf_posenc.report.tables import in_a_row, make_tables, sort_tables
 from hf_posenc.report.verdicts import verdict_panel
 from hf_posenc.report.words import text_table
+from hf_posenc.retrieval.cell_records import RetrievalRecord
+from hf_posenc.utils.files import write_whole
 
 DEFAULT_TITLE = "Results by context length"
 __all__ = ["ReportPaths", "report", "text_table"]

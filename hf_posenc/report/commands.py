@@ -14,8 +14,8 @@ from hf_posenc.evaluation.key_tokens import CHOSEN_BY_ITSELF, KeyTokens
 from hf_posenc.evaluation.plans import DEFAULT_STRIDE
 from hf_posenc.evaluation.protocols import rule_of
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.report.pieces import Panel, quiet
+from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 _TYPED = "As they were typed:"
 _MADE = (

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from hf_posenc.attention.staged import Stages
-from hf_posenc.config import RopeScaling, RopeSpec
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord
-from hf_posenc.frequencies import Frequencies, plain_frequencies
-from hf_posenc.registry import METHODS, make_scaling
+from hf_posenc.methods.closed_forms import Frequencies, plain_frequencies
+from hf_posenc.methods.registry import METHODS, make_scaling
 from hf_posenc.report.tables import rule_name
+from hf_posenc.retrieval.cell_records import RetrievalRecord
+from hf_posenc.spec import RopeScaling, RopeSpec
 
 _SAME = (
     0.005  # relative: a pair stretched by less is kept, one stretched by this much less than the factor has all of it

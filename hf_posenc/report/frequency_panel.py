@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from html import escape
 
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.evaluation.rows import row_key, short_model_names
-from hf_posenc.frequencies import STOPPED
+from hf_posenc.methods.closed_forms import STOPPED
 from hf_posenc.report.frequencies import Rule, make_rules, wavelengths
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.pieces import Cell, Panel, folded, inline, markdown_lines, quiet, table
 from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart
 from hf_posenc.report.tables import length_name
+from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 _HEADS = ("method", "angles never trained", "at", "kept", "between", "stretched in full", "attention factor")
 

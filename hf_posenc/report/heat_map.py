@@ -5,7 +5,6 @@ from __future__ import annotations
 from html import escape
 from typing import Any, cast
 
-from hf_posenc.evaluation.retrieval.records import wilson_interval
 from hf_posenc.evaluation.rows import row_key
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.pieces import Cell, Panel, facts, inline, markdown_facts, markdown_lines, quiet, scrolling, table
@@ -21,6 +20,7 @@ from hf_posenc.report.retrieval import (
     share_name,
 )
 from hf_posenc.report.tables import length_name
+from hf_posenc.retrieval.cell_records import wilson_interval
 
 _STRONGEST = 55  # percent of the colour where all is right: text stays readable on it, on light and dark pages
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord, wilson_interval
 from hf_posenc.report.tables import computed_in, group_rows, length_name, model_names
+from hf_posenc.retrieval.cell_records import RetrievalRecord, wilson_interval
 
 BY = {"forced": "teacher-forced", "written": "written"}
 _EXPLAINED = {

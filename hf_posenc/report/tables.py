@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from hf_posenc.evaluation.pairs import is_tie
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
+from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 # What must be equal among the numbers of one column, the reason that tells most first; and in words.
 _PER_LENGTH = ("text_hash", "num_documents", "n_tokens", "bos", "average", "key_tokens", "window", "stride")

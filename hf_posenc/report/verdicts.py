@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from hf_posenc.evaluation.reach import reach
+from hf_posenc.evaluation.effective_length import reach
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.report.pieces import Panel
+from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 
 def verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:

@@ -8,9 +8,9 @@ from typing import Any, cast
 from hf_posenc.evaluation.pairs import WORTH, is_tie
 from hf_posenc.evaluation.protocols import in_words, rule_of
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.retrieval.records import RetrievalRecord
 from hf_posenc.report.retrieval import grid_lines
 from hf_posenc.report.tables import Row, Table, computed_in, in_a_row, length_name, make_rows, number_name
+from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 
 def column_names(table: Table) -> list[str]:

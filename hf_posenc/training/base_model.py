@@ -12,7 +12,7 @@ from huggingface_hub import hf_hub_download, metadata_load, try_to_load_from_cac
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public, and not in __all__
 
-from hf_posenc.manifest import CONFIG, MANIFEST
+from hf_posenc.checkpoint.manifest import CONFIG, MANIFEST
 
 _CARD = "README.md"
 _GENERATIONS = 8  # of folders that name the one they were made from

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_posenc.config import INSTEAD_OF_ROPE
 from hf_posenc.evaluation.records import Record
-from hf_posenc.registry import get_method
+from hf_posenc.methods.registry import get_method
+from hf_posenc.spec import INSTEAD_OF_ROPE
 from hf_posenc.training.base_model import BaseModel
 from hf_posenc.training.card_loading import loading_section
 from hf_posenc.training.document_source import DocumentSource
@@ -38,7 +38,7 @@ class TrainedRun:
     """What a card tells.
 
     Attributes:
-        description: What ``hf_posenc.patching.describe`` says of the model.
+        description: What ``hf_posenc.patching.api.describe`` says of the model.
         base: The model that was extended.
         auto_class: Name of the auto class that loads it.
         documents: What it was trained on.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_posenc.config import ENCODINGS
-from hf_posenc.manifest import is_on_attention_door
+from hf_posenc.checkpoint.manifest import is_on_attention_door
+from hf_posenc.spec import ENCODINGS
 from hf_posenc.training.base_model import BaseModel
 
 FOLDER = '"path/of/this/folder"'  # or the name that it gets on the Hub
@@ -17,7 +17,7 @@ def loading_section(description: Mapping[str, Any], base: BaseModel, auto_class:
     """Return the lines of the section, each block of code complete in itself.
 
     Args:
-        description: What ``hf_posenc.patching.describe`` says of the model.
+        description: What ``hf_posenc.patching.api.describe`` says of the model.
         base: The model that was extended.
         auto_class: Name of the auto class that loads it.
         is_adapter: The folder holds an adapter.

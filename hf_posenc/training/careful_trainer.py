@@ -12,10 +12,10 @@ from torch import nn
 from transformers import Trainer
 
 from hf_posenc.evaluation.losses import evaluation_mode
-from hf_posenc.processes import from_main
 from hf_posenc.training.checkpoints import PARTIAL, clear_partial, move_into_place
 from hf_posenc.training.train_log import ADVICE_NOT_FINITE
 from hf_posenc.training.writing import checkpoint_bytes, how_to_go_on, writing
+from hf_posenc.utils.processes import from_main
 
 
 class CarefulTrainer(Trainer):

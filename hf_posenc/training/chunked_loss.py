@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_posenc.families import unwrap
-from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
+from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
+from hf_posenc.families.discovery import unwrap
 from hf_posenc.training.packing import IGNORED
 from hf_posenc.training.positions import documents_start_at_zero, finished_masks
 

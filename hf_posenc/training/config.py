@@ -8,18 +8,18 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
-from hf_posenc.config import DEFAULT_METHOD
-from hf_posenc.lm_head import DEFAULT_ROWS_PER_CHUNK
-from hf_posenc.presets import get_preset
-from hf_posenc.registry import get_method, make_scaling
-from hf_posenc.rope_scaling import read_rope_scaling
+from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
+from hf_posenc.families.sliding_window import check_window
+from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.patching.presets import get_preset
+from hf_posenc.patching.rope_scaling import read_rope_scaling
+from hf_posenc.spec import DEFAULT_METHOD
 from hf_posenc.training.positions import check_rule
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.training.setting_checks import LR_SCHEDULES, OPTIMIZERS, check_count, check_numbers, check_words
 from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.training.trackers import check_tracker
-from hf_posenc.units import ContextLength, TokenCount
-from hf_posenc.windows import check_window
+from hf_posenc.utils.units import ContextLength, TokenCount
 
 # What may differ between a run and its continuation: none of it changes what is trained or held out.
 # A step's blocks may be shared out otherwise, among other numbers of processes: their number is held fixed instead.

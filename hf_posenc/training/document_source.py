@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.data import NOVEL, DocumentStream
+from hf_posenc.data.reading import NOVEL, DocumentStream
 from hf_posenc.training.base_model import is_repo_id
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from hf_posenc.columns import COMPLETION, MESSAGES, PROMPT, Columns
-from hf_posenc.data import tokenize_documents
+from hf_posenc.data.columns import COMPLETION, MESSAGES, PROMPT, Columns
+from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.packing import MaskedTokens, Tokens
 

@@ -9,20 +9,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.attention.shifted import check_shiftable
-from hf_posenc.config import DEFAULT_METHOD, INSTEAD_OF_ROPE
 from hf_posenc.encodings.install import refuse_adapter
-from hf_posenc.extension import declared_rope
-from hf_posenc.families import unwrap
-from hf_posenc.patching import describe, is_on_attention_door, is_patched, patch_model, unpatch_model
-from hf_posenc.presets import get_preset
-from hf_posenc.registry import make_scaling
-from hf_posenc.request import resolve
-from hf_posenc.rope_scaling import check_model_values
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.sliding_window import KEEP, OFF, window_of_all_layers
+from hf_posenc.methods.registry import make_scaling
+from hf_posenc.patching.api import describe, is_on_attention_door, is_patched, patch_model, unpatch_model
+from hf_posenc.patching.extension import declared_rope
+from hf_posenc.patching.presets import get_preset
+from hf_posenc.patching.request import resolve
+from hf_posenc.patching.rope_scaling import check_model_values
+from hf_posenc.spec import DEFAULT_METHOD, INSTEAD_OF_ROPE
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.levers import check_levers
 from hf_posenc.training.lora import is_adapted
 from hf_posenc.training.positions import PositionSchedule, block_length, make_position_schedule
-from hf_posenc.windows import KEEP, OFF, window_of_all_layers
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def begin(model: PreTrainedModel, config: FinetuneConfig) -> tuple[dict[str, Any
         config: The run, or one stage of it.
 
     Returns:
-        What ``hf_posenc.patching.describe`` says of the model, and how positions run in its blocks.
+        What ``hf_posenc.patching.api.describe`` says of the model, and how positions run in its blocks.
 
     Raises:
         ValueError: With the reason.
@@ -75,7 +75,7 @@ def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:
     """Patch the model as asked; take one that is extended already as it is, unless it contradicts the request.
 
     Returns:
-        What ``hf_posenc.patching.describe`` says of the model then.
+        What ``hf_posenc.patching.api.describe`` says of the model then.
 
     Raises:
         ValueError: The model is extended in another way than is asked for, or does not say what it was trained on.

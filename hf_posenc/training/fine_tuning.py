@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from hf_posenc.checkpoint import partial_of, save_extended
+from hf_posenc.checkpoint.extended import partial_of, save_extended
+from hf_posenc.checkpoint.pretrained import auto_class_of
+from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
 from hf_posenc.evaluation import Record
 from hf_posenc.evaluation.facts import hash_weights
+from hf_posenc.evaluation.lm_head import check_head
 from hf_posenc.evaluation.losses import evaluation_mode
-from hf_posenc.families import unwrap
-from hf_posenc.lm_head import check_head
-from hf_posenc.patching import is_patched, unpatch_model, unpatched
-from hf_posenc.pretrained import auto_class_of
-from hf_posenc.processes import from_main
-from hf_posenc.quantised import keep_layout, refuse_laid_out
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.patching.api import is_patched, unpatch_model, unpatched
 from hf_posenc.training.base_model import find_base_model
 from hf_posenc.training.card import TrainedRun, TrainedStage, model_card
 from hf_posenc.training.config import FinetuneConfig
@@ -47,7 +46,8 @@ from hf_posenc.training.toml_config import RUN_FILE, write_run
 from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
 from hf_posenc.training.writing import saved_bytes, says_how_to_go_on, writing
-from hf_posenc.units import TokenCount
+from hf_posenc.utils.processes import from_main
+from hf_posenc.utils.units import TokenCount
 
 RESULTS = "results.jsonl"
 _LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets", "lora_embeddings")

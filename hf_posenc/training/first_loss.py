@@ -13,10 +13,10 @@ from accelerate.utils import gather_object  # type: ignore[import-untyped]  # ac
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_posenc.evaluation.lm_head import decoder_body, token_losses
 from hf_posenc.evaluation.losses import evaluation_mode
-from hf_posenc.families import unwrap
-from hf_posenc.lm_head import decoder_body, token_losses
-from hf_posenc.patching import verify_model
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.patching.api import verify_model
 from hf_posenc.training.packing import IGNORED
 from hf_posenc.training.precision import is_half
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from hf_posenc.config import DEFAULT_METHOD
-from hf_posenc.extension import plain_spec
-from hf_posenc.families import unwrap
-from hf_posenc.patching import describe, extension_of
-from hf_posenc.registry import get_method
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.methods.registry import get_method
+from hf_posenc.patching.api import describe, extension_of
+from hf_posenc.patching.extension import plain_spec
+from hf_posenc.spec import DEFAULT_METHOD
 from hf_posenc.training.stage_list import parse_stages
-from hf_posenc.units import ContextLength, length_name
+from hf_posenc.utils.units import ContextLength, length_name
 
 if TYPE_CHECKING:
     from hf_posenc.training.config import FinetuneConfig

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers.utils.import_utils import is_flash_attn_2_available, is_liger_kernel_available
 
-from hf_posenc.families import unwrap
-from hf_posenc.patching import is_on_attention_door
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.patching.api import is_on_attention_door
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
 

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_posenc.attention.masks import inner_name
-from hf_posenc.config import TRAINED_ENCODINGS
-from hf_posenc.registry import make_scaling
+from hf_posenc.methods.registry import make_scaling
+from hf_posenc.spec import TRAINED_ENCODINGS
 from hf_posenc.training.checkpoints import last_checkpoint
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint import peft_renamed_attribute
+from hf_posenc.checkpoint.extended import peft_renamed_attribute
 from hf_posenc.training.config import FinetuneConfig
 
 

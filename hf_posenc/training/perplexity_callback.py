@@ -22,7 +22,7 @@ from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.documents import Document, bos_token_id, select_documents, to_token_ids
 from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.plans import plan_runs
-from hf_posenc.families import unwrap
+from hf_posenc.families.discovery import unwrap
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_posenc.attention.distances import DISTANCE_RULES
-from hf_posenc.families import FULL_ATTENTION
+from hf_posenc.families.discovery import FULL_ATTENTION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -162,7 +162,7 @@ def make_position_schedule(
 
     Args:
         config: The run.
-        description: What ``hf_posenc.patching.describe`` says of the extended model.
+        description: What ``hf_posenc.patching.api.describe`` says of the extended model.
         window: The sliding window that every layer has, in tokens; None if some layer reads everything.
 
     Raises:

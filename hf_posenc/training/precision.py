@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from hf_posenc.dtypes import HALF
+from hf_posenc.utils.dtypes import HALF
 
 
 def is_half(model: nn.Module) -> bool:

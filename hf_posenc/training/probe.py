@@ -11,9 +11,9 @@ import torch
 
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.attention.shifted import shift_of
-from hf_posenc.families import unwrap
-from hf_posenc.lm_head import decoder_body, head_logits
-from hf_posenc.patching import extension_of
+from hf_posenc.evaluation.lm_head import decoder_body, head_logits
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.patching.api import extension_of
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.positions import FULL, PositionSchedule
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from hf_posenc.config import unknown_name
+from hf_posenc.spec import unknown_name
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from hf_posenc.checkpoint import add_to_config
-from hf_posenc.console import quiet
-from hf_posenc.manifest import base_of_adapter, find_manifest, is_encoding
-from hf_posenc.patching import is_patched, unpatch_model
+from hf_posenc.checkpoint.extended import add_to_config
+from hf_posenc.checkpoint.manifest import base_of_adapter, find_manifest, is_encoding
+from hf_posenc.checkpoint.pretrained import auto_class, is_gguf
+from hf_posenc.patching.api import is_patched, unpatch_model
 from hf_posenc.planning.shapes import meta_model
-from hf_posenc.pretrained import auto_class, is_gguf
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import begin, check_model_levers
 from hf_posenc.training.fitting import fit_recipe
 from hf_posenc.training.stages import settings_of_stages
+from hf_posenc.utils.console import quiet
 
 
 def rehearse(name: str, config: FinetuneConfig, *, attention: str | None = None) -> None:

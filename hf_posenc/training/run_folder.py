@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.files import write_whole
 from hf_posenc.training.checkpoints import by_step, clear_partial, last_checkpoint
 from hf_posenc.training.train_log import LOSS_LOG, read_log
+from hf_posenc.utils.files import write_whole
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_posenc.config import check_number
+from hf_posenc.spec import check_number
 
 LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
 EIGHT_BIT_ADAMW = "adamw_bnb_8bit"

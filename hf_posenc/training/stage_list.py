@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_posenc.units import ContextLength, TokenCount, length_name
+from hf_posenc.utils.units import ContextLength, TokenCount, length_name
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.evaluation import Record
-from hf_posenc.manifest import read_manifest
-from hf_posenc.patching import describe, is_patched, unpatch_model
-from hf_posenc.pretrained import load_weights
+from hf_posenc.patching.api import describe, is_patched, unpatch_model
 from hf_posenc.training.card import TrainedStage
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
@@ -23,7 +23,7 @@ from hf_posenc.training.lora import is_adapted
 from hf_posenc.training.measure import default_lengths
 from hf_posenc.training.stage_list import Stage, check_stages, parse_stages
 from hf_posenc.training.train_log import LOSS_LOG, read_log
-from hf_posenc.units import ContextLength, TokenCount
+from hf_posenc.utils.units import ContextLength, TokenCount
 
 logger = logging.getLogger(__name__)
 

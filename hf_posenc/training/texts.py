@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.families import unwrap
+from hf_posenc.families.discovery import unwrap
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.enough_text import check_enough_text
 from hf_posenc.training.examples import ExampleTokenizer

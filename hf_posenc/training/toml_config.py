@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hf_posenc.config import did_you_mean
-from hf_posenc.files import write_whole
-from hf_posenc.units import ContextLength, TokenCount
+from hf_posenc.spec import did_you_mean
+from hf_posenc.utils.files import write_whole
+from hf_posenc.utils.units import ContextLength, TokenCount
 
 RUN_FILE = "run.toml"
 _NOT_IN_FILES = frozenset({"options", "option", "config", "resume", "model_values"})

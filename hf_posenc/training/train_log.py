@@ -10,9 +10,9 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_posenc.console import Progress
-from hf_posenc.files import write_whole
 from hf_posenc.training.writing import how_to_go_on
+from hf_posenc.utils.console import Progress
+from hf_posenc.utils.files import write_whole
 
 LOSS_LOG = "train_log.jsonl"
 ADVICE_NOT_FINITE = "Start again in another output_dir with a lower learning_rate, a longer warm-up, or bf16=False. {}"

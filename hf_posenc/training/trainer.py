@@ -13,11 +13,9 @@ import torch
 from transformers import PreTrainedModel, ProgressCallback, TrainerCallback, TrainingArguments
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
-from hf_posenc.checkpoint import write_extension
-from hf_posenc.console import without_weight_bars
-from hf_posenc.dtypes import computes_natively, round_to_stored
+from hf_posenc.checkpoint.extended import write_extension
 from hf_posenc.evaluation.losses import length_dependent_rope_types
-from hf_posenc.families import unwrap
+from hf_posenc.families.discovery import unwrap
 from hf_posenc.training.checkpoints import KEPT
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
@@ -32,6 +30,8 @@ from hf_posenc.training.probe import probe_isolation
 from hf_posenc.training.sharding import make_whole, remember_modules
 from hf_posenc.training.train_log import Console
 from hf_posenc.training.writing import warn_if_too_small
+from hf_posenc.utils.console import without_weight_bars
+from hf_posenc.utils.dtypes import computes_natively, round_to_stored
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc.patching.verification import RotaryMismatchError
 from hf_posenc.training.checkpoints import by_step, last_checkpoint
-from hf_posenc.verification import RotaryMismatchError
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, 
 
 from gpu.exact import model_of
 from hf_posenc import load_extended, patch_model, perplexity, plan, save_extended, unpatch_model, verify_model
+from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.planning.measuring import measure_training
-from hf_posenc.quantised import keep_layout
 from hf_posenc.training import FinetuneConfig, finetune
 
 pytestmark = [

@@ -1,0 +1,454 @@
+"""Checkpoints that plain Transformers reads, in both its spellings, and the manifest beside them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_posenc.checkpoint.hub_files import folder_with
+from hf_posenc.checkpoint.manifest import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    MANIFEST,
+    apply_manifest,
+    find_manifest,
+    is_encoding,
+    is_on_attention_door,
+    is_saved_by_us,
+    make_manifest,
+    mark_from,
+    mark_of,
+    read_manifest,
+)
+from hf_posenc.checkpoint.pretrained import expecting_keys, load_weights, model_class
+from hf_posenc.checkpoint.quantised import refuse_unsaveable
+from hf_posenc.checkpoint.standard_saving import carry_extension
+from hf_posenc.encodings.install import MODULE, load_parameters, refuse_adapter
+from hf_posenc.families.discovery import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
+from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.serialization import mark_encoding
+from hf_posenc.patching.api import describe, unextended_config, verify_model
+from hf_posenc.patching.extension import MARK, Extension
+from hf_posenc.utils.console import without_weight_bars
+from hf_posenc.utils.dtypes import as_stored
+from hf_posenc.utils.files import write_whole
+
+logger = logging.getLogger(__name__)
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# The classes of PEFT that build the base model of an adapter with a head that the base's checkpoint does not have.
+_CLASSES_OF_TASKS = {
+    "SEQ_CLS": "AutoPeftModelForSequenceClassification",
+    "TOKEN_CLS": "AutoPeftModelForTokenClassification",
+    "QUESTION_ANS": "AutoPeftModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
+}
+# The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
+_CHECKPOINT_FILES = (
+    MANIFEST,
+    CONFIG,
+    ADAPTER_CONFIG,
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+    "adapter_model.safetensors",
+)
+
+
+def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a text config with its rotary settings as Transformers 5 and as Transformers 4 read them.
+
+    Transformers 4 ignores ``rope_parameters``: a checkpoint saved by 5 loads there with ``rope_theta=10000`` and no
+    scaling, and no warning. It reads ``rope_theta`` and ``rope_scaling`` (``rope_type``, before 4.43 ``type``).
+    """
+    nested = {key: dict(value) for key, value in config["rope_parameters"].items() if isinstance(value, dict)}
+    full = next((label for label in nested if label in FULL_ATTENTION), "")
+    parameters = {k: v for k, v in (nested[full] if full else config["rope_parameters"]).items() if k != "type"}
+    model_type = str(config.get("model_type"))
+    spelled = {**config, "rope_parameters": {**config["rope_parameters"], full: parameters} if full else parameters}
+    if full and model_type not in NESTED_KEYS:  # Transformers 4 does not know the family, or no scaling of it
+        return spelled
+    names = LEGACY_KEYS.get(model_type, {})
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if parameters.get(key) is not None:
+            spelled[names.get(key, key)] = parameters[key]
+    if full and (sliding := NESTED_KEYS[model_type]):
+        spelled[sliding] = nested["sliding_attention"]["rope_theta"]
+    rope_type = parameters["rope_type"]
+    scaling = {key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    # Qwen2-VL's decoder in Transformers 4 reads mrope_section from here, whatever the rule.
+    is_plain = rope_type == "default" and not any(key.startswith("mrope_") for key in scaling)
+    spelled["rope_scaling"] = None if is_plain else {**scaling, "type": rope_type}
+    if rope_type == "longrope":  # Transformers 4 looks for it here only, and else switches lists at the target
+        spelled["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+    return spelled
+
+
+def save_extended(
+    model: nn.Module,
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    tokens_trained: int | None = 0,
+    base_model: str | None = None,
+    card: str | None = None,
+) -> Path:
+    """Save a patched model so that Transformers 4.57 and 5 load it extended, without hf_posenc.
+
+    A PEFT-wrapped model is saved as an adapter with the manifest beside it; ``load_extended`` applies it to the base.
+    Everything is written to a folder beside ``path`` and moved there at the end.
+
+    Args:
+        model: A model that ``patch_model`` extended, or one loaded extended. One that ``load_model`` widened to
+            float32 for a CPU without bfloat16 is saved in its checkpoint's dtype.
+        path: The folder; the files of an earlier checkpoint in it are replaced, others are left alone.
+        tokenizer: Saved too, with ``model_max_length`` set to the target.
+        tokens_trained: Tokens it was fine-tuned on since, for the manifest; None if that is not known.
+        base_model: Where the unextended model came from; None to take it from the config.
+        card: Text of the model card, README.md.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RotaryMismatchError: The live model does not hold what would be saved.
+        ValueError: The model is not extended, ``path`` is a file, or quantised weights cannot be saved as they are.
+    """
+    target = Path(path).expanduser().absolute()
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{str(path)!r} is a file. Give the folder to save the model in.")
+    base = unwrap(model)
+    whole = isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config")
+    refuse_unsaveable(base, whole=whole)
+    if whole:
+        _refuse_class(base)
+    else:
+        refuse_adapter(base, "Merge it (model.merge_and_unload()) and save the whole model.")
+    manifest = make_manifest(base, tokens_trained=tokens_trained, base_model=base_model)
+    verify_model(base)
+    if manifest["options"].get("temperature") == "logits":
+        logger.warning(
+            "%s: plain Transformers will apply the temperature to the rotated part of a head only; load_extended gives "
+            "this model.",
+            path,
+        )
+    if is_on_attention_door(manifest):
+        logger.warning(
+            "%s: %s is in %s alone; load_extended applies it, Transformers without hf_posenc %s.",
+            path,
+            manifest["method"],
+            MANIFEST,
+            "refuses the checkpoint" if is_encoding(manifest) else "reads the base model",
+        )
+    partial = partial_of(target)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with as_stored(base), without_weight_bars():
+        if whole:
+            type(base).save_pretrained(base, partial)
+        else:
+            model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes it for a tensor
+    if tokenizer is not None:
+        _save_tokenizer(tokenizer, partial, manifest["context_length"])
+    if card is not None:
+        (partial / "README.md").write_text(card, encoding="utf-8")
+    _write_manifest(partial, base, manifest, adapter=not whole)
+    _move_into(partial, target)
+    return target
+
+
+def write_extension(
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    adapter: bool,
+    tokens_trained: int | None = None,
+    base_model: str | None = None,
+) -> None:
+    """Write the extension of a model beside weights, or an adapter, that others have saved in a folder.
+
+    Args:
+        model: The extended model, not its wrapper.
+        folder: Where it was saved.
+        adapter: Whether an adapter of it was saved, not the whole.
+        tokens_trained: Tokens it was fine-tuned on since; None where that is not known.
+        base_model: Where the unextended model came from; None to take it from the config.
+
+    Raises:
+        RotaryMismatchError: The live model does not hold what would be written.
+        ValueError: An adapter cannot hold it.
+    """
+    if adapter:
+        refuse_adapter(model, "Merge it (model.merge_and_unload()) and save the whole model.")
+    elif (folder / ADAPTER_CONFIG).is_file():
+        logger.warning(
+            "%s: an adapter was saved there before, and Transformers will put it on the model that is there now. "
+            "Remove %s, or save the model into a folder of its own.",
+            folder,
+            ADAPTER_CONFIG,
+        )
+    manifest = make_manifest(model, tokens_trained=tokens_trained, base_model=base_model)
+    verify_model(model)
+    _write_manifest(folder, model, manifest, adapter=adapter)
+    raise_tokenizer_limit(folder)
+
+
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write the config of a model into the folder that its weights alone were saved to."""
+    config = copy.deepcopy(model.config)
+    config.architectures, config.dtype = [type(model).__name__.removeprefix("FSDP")], model.dtype
+    config.save_pretrained(folder)
+
+
+def raise_tokenizer_limit(folder: Path) -> None:
+    """Set ``model_max_length`` of a tokenizer saved in a folder to the manifest's target, where it is below."""
+    file, manifest = folder / TOKENIZER_CONFIG, read_manifest(folder)
+    if manifest is None or not file.is_file():
+        return
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    limit = settings.get("model_max_length")
+    if limit is not None and limit < manifest["context_length"]:
+        settings["model_max_length"] = manifest["context_length"]
+        write_whole(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_manifest(folder: Path, model: PreTrainedModel, manifest: dict[str, Any], *, adapter: bool) -> None:
+    """Write what there is to say of an extension into the config of a model or an adapter, and the manifest, last."""
+    if adapter:
+        # PEFT itself warns of a key that it does not know, which is all that those without hf_posenc can be told.
+        file, mark = folder / ADAPTER_CONFIG, {MARK: {key: manifest[key] for key in Extension.FACTS}}
+        said = json.loads(file.read_text(encoding="utf-8")) | mark
+        write_whole(file, json.dumps(said, indent=2, sort_keys=True) + "\n")
+    elif (folder / CONFIG).is_file():  # a checkpoint of sharded training has none
+        _rewrite_config(folder / CONFIG, model, manifest)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _refuse_class(model: PreTrainedModel) -> None:
+    """Refuse a model of a class that ``load_extended`` could not build again: one that Transformers does not have."""
+    name = type(model).__name__.removeprefix("FSDP")
+    if model_class(name) is not None:
+        return
+    known = next(cls for cls in type(model).__mro__ if model_class(cls.__name__) is cls)
+    own: list[str] = []
+    if known is not PreTrainedModel:
+        with torch.device("meta"):
+            own = sorted(model.state_dict().keys() - known(model.config).state_dict().keys())
+        if not own and known.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+            return  # the same weights: it is loaded as what it derives from
+    beside = f", and {known.__name__} has no {own[0]}" if own else ""
+    raise ValueError(
+        f"load_extended could not build a {name} again: Transformers has no such class{beside}. Save it with "
+        f"model.save_pretrained, which writes its extension too, and load it with {name}.from_pretrained with "
+        "hf_posenc imported."
+    )
+
+
+def partial_of(path: Path) -> Path:
+    """Return the folder that ``save_extended`` writes to before it moves the files into ``path``."""
+    target = path.expanduser().absolute()
+    return target.with_name(target.name + ".partial")
+
+
+def _config_values(model: PreTrainedModel, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Return what the text config on disk has otherwise than the live one."""
+    mark = mark_from(manifest)
+    if not is_on_attention_door(manifest):
+        return mark
+    values = {**unextended_config(model), **mark}  # by which it is known that there was a manifest
+    if is_encoding(manifest):
+        label = rope_label(model.config.get_text_config(decoder=True))
+        mark_encoding(values["rope_parameters"], label, manifest["method"])
+    return values
+
+
+def _rewrite_config(file: Path, model: PreTrainedModel, manifest: dict[str, Any]) -> None:
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    config = model.config
+    text_config = config.get_text_config(decoder=True)
+    changed = _config_values(model, manifest)
+    if text_config is config:
+        saved = both_spellings({**saved, **changed})
+    else:
+        name = next(key for key in config.sub_configs if getattr(config, key) is text_config)
+        saved[name] = both_spellings({**saved[name], **changed})
+    write_whole(file, json.dumps(saved, indent=2, sort_keys=True) + "\n")
+
+
+def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, path: Path, length: int) -> None:
+    before = tokenizer.model_max_length
+    try:
+        tokenizer.model_max_length = length
+        tokenizer.save_pretrained(path)
+    finally:
+        tokenizer.model_max_length = before
+
+
+def _move_into(partial: Path, target: Path) -> None:
+    """Move a finished folder into place, over an earlier checkpoint; other files there are left alone.
+
+    What makes a folder a checkpoint goes first and comes back last: one left half-moved is not taken for whole.
+    """
+    if not target.exists():
+        partial.rename(target)
+        return
+    for pattern in _CHECKPOINT_FILES:
+        for stale in target.glob(pattern):
+            stale.unlink()
+    for file in sorted(partial.iterdir(), key=lambda p: (p.name == MANIFEST, p.name in (CONFIG, ADAPTER_CONFIG))):
+        os.replace(file, target / file.name)
+    partial.rmdir()
+
+
+def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwargs: Any) -> Any:
+    """Load what ``save_extended`` wrote, verified: a model, or a base model with its adapter.
+
+    Args:
+        path: The folder, or the name of one on the Hub.
+        base: The base model of an adapter, loaded already, extended or not; None loads the one the adapter names, in
+            its own precision even if the adapter was trained on 4-bit weights (QLoRA): ``quantization_config``
+            quantises it again.
+        **kwargs: Passed on to ``from_pretrained``, such as ``dtype`` or ``device_map``.
+
+    Raises:
+        FileNotFoundError: There is no manifest.
+        ValueError: The adapter's base is already extended in another way, or a base came with a whole model.
+        RotaryMismatchError: The loaded model does not hold what the manifest says.
+    """
+    found = find_manifest(path, kwargs)
+    if (adapter := folder_with(path, (ADAPTER_CONFIG,))) is not None:
+        return _load_adapter(path, adapter, None if found is None else found[0], base, kwargs)
+    if found is None:
+        raise FileNotFoundError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
+    if base is not None:
+        raise ValueError(f"{path} holds a whole model, not an adapter: it takes no base.")
+    manifest, folder = found
+    if is_encoding(manifest):
+        model = _load_encoded(path, folder, manifest, kwargs)
+    else:
+        model = load_weights(path, **kwargs)
+        add_to_config(model, manifest)
+    _check_loaded(model, manifest, path)
+    return model
+
+
+def add_to_config(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
+    """Patch a model, built as ``config.json`` says, with what of its manifest no config can say: nothing, mostly.
+
+    What the model's own ``save_pretrained`` writes is extended too.
+    """
+    if is_on_attention_door(manifest):
+        config = model.config.get_text_config(decoder=True).__dict__
+        config.pop(MARK, None)  # undone, the model is the base
+        config |= {key: value for key, value in manifest["base_config"].items() if key == MARK}
+        apply_manifest(model, manifest, on_scaled="replace")
+    elif manifest["options"].get("temperature") == "logits":  # of which config.json says as much as it can
+        apply_manifest(model, {**manifest, "sliding_window": KEEP}, on_scaled="replace")
+    else:
+        carry_extension(model)
+
+
+def _load_encoded(path: str | Path, folder: Path, manifest: dict[str, Any], kwargs: dict[str, Any]) -> PreTrainedModel:
+    """Load a model that another encoding takes the place of RoPE in, with the parameters of the encoding."""
+    config = _plain_config(folder / CONFIG, manifest["base_config"])
+    with expecting_keys(rf"(^|\.){MODULE}\."):
+        model = load_weights(path, **{**kwargs, "config": config})
+    apply_manifest(model, manifest)
+    load_parameters(model, folder)
+    return model
+
+
+def _plain_config(file: Path, base: dict[str, Any]) -> PreTrainedConfig:
+    """Return the config of a file with the base model's RoPE, before Transformers can meet a name it does not know."""
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    section = next((s for s in (saved, *saved.values()) if isinstance(s, dict) and "rope_parameters" in s), saved)
+    for key in ("rope_scaling", "rope_theta", MARK):
+        section.pop(key, None)
+    section |= base
+    return AutoConfig.for_model(**saved)
+
+
+def _load_adapter(
+    path: str | Path,
+    folder: Path,
+    manifest: dict[str, Any] | None,
+    base: PreTrainedModel | None,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Put an adapter on its base model, which PEFT's own loading extends then, as ``standard_saving`` has it."""
+    import peft
+    from peft import PeftConfig, PeftModel
+
+    settings = PeftConfig.from_pretrained(str(path))
+    source = settings.base_model_name_or_path
+    if manifest is None and mark_of(folder / ADAPTER_CONFIG) is None:
+        logger.warning("%s: the adapter does not say whether its base was extended; it is taken as it is.", path)
+    elif manifest is None:
+        raise ValueError(f"{path}: {ADAPTER_CONFIG} says that its base was extended, and {MANIFEST} is gone.")
+    if base is None and not source:
+        raise ValueError(f"{folder / ADAPTER_CONFIG} does not name its base model: load that and pass it as base.")
+    task = settings.task_type
+    with peft_renamed_attribute():
+        if base is None and task in _CLASSES_OF_TASKS:
+            if manifest is not None and task.endswith("_CLS"):
+                kwargs = {"num_labels": manifest["num_labels"], **kwargs}
+            model = getattr(peft, _CLASSES_OF_TASKS[task]).from_pretrained(str(path), **kwargs)
+        else:
+            if base is None:
+                base = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
+            model = PeftModel.from_pretrained(base, str(path))
+    if manifest is not None:
+        _check_loaded(unwrap(model), manifest, path)
+    return model
+
+
+def base_as_adapter_needs(base: Any, manifest: dict[str, Any], path: Path) -> None:
+    """Extend a plain base model as the manifest of an adapter says; see that an extended one is so already.
+
+    Args:
+        base: What the adapter is about to be put on.
+        manifest: Of the adapter.
+        path: Its folder, for messages.
+
+    Raises:
+        ValueError: The base is extended in another way, or has an encoding of its own whose parameters are needed.
+        RotaryMismatchError: The base does not hold what the manifest says.
+    """
+    base = unwrap(base)
+    if describe(base)["method"] == "none":
+        apply_manifest(base, manifest)
+        refuse_adapter(base, "Pass the model it was trained on, which holds them: base=load_extended(...).")
+    _check_loaded(base, manifest, path)
+
+
+@contextmanager
+def peft_renamed_attribute() -> Iterator[None]:
+    """While open, PEFT may ask Transformers for an attribute that was renamed; a user can do nothing about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
+
+
+def _check_loaded(model: PreTrainedModel, manifest: dict[str, Any], path: str | Path) -> None:
+    verify_model(model)
+    there = describe(model)
+    differing = [key for key in Extension.FACTS if there[key] != manifest[key]]
+    if differing:
+        raise ValueError(
+            f"{path}: the model does not carry the manifest's extension: "
+            + ", ".join(f"{key} is {there[key]!r}, the manifest says {manifest[key]!r}" for key in differing)
+            + "."
+        )

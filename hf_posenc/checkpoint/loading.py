@@ -1,0 +1,172 @@
+"""Loading a model by a name on the Hub, a folder (plain, extended or an adapter's), or a ``.gguf`` file."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG, load_extended
+from hf_posenc.checkpoint.hub_files import check_hub, folder_with
+from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, base_of_adapter, is_saved_by_us
+from hf_posenc.checkpoint.pretrained import is_gguf, load_tokenizer, load_weights, refuse_without_tokens
+from hf_posenc.families.discovery import unwrap
+from hf_posenc.utils.console import without_weight_bars
+from hf_posenc.utils.dtypes import DtypeChoice, checkpoint_dtype, choose_dtype, parse_dtype, remember_choice
+from hf_posenc.utils.launching import own_device
+
+
+def load_model(
+    name_or_path: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    attn_implementation: str | None = None,
+    load_in_4bit: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model and its tokenizer, in evaluation mode.
+
+    A folder written by ``save_extended`` comes back extended, an adapter on its base model. Weights are read from
+    safetensors only, and a checkpoint's own Python code is not run. Those of a ``.gguf`` file are dequantised.
+
+    Args:
+        name_or_path: What ``from_pretrained`` takes, or the path of a ``.gguf`` file.
+        dtype: ``"auto"`` for what the hardware computes natively (see ``choose_dtype``; float32 for ``.gguf``),
+            ``"checkpoint"`` for the checkpoint's own, or a name such as ``"bfloat16"``. A model that ``"auto"`` loads
+            in float32 is saved in the checkpoint's dtype.
+        device: Where to put the model; None for a GPU if there is one; ``"auto"`` spreads it over all.
+        attn_implementation: ``"sdpa"``, ``"flash_attention_2"``, ``"eager"``; None lets Transformers choose.
+        load_in_4bit: Quantise linear layers to NF4, nested, by bitsandbytes; they compute in ``dtype``.
+
+    Raises:
+        FileNotFoundError: The path, or the ``config.json`` in it, does not exist.
+        ValueError: The Hub has no such model, it cannot be read, or a ``.gguf`` declares a scaling that
+            Transformers drops, or weights are missing; or the device is unknown or not there.
+        ImportError: A package that reads the model (``.gguf``, quantised) or the attention asked for is not installed.
+    """
+    path = Path(name_or_path).expanduser()
+    parse_dtype(dtype)  # a wrong name is an error before anything is read
+    kwargs: dict[str, Any] = {}
+    if attn_implementation is not None:
+        kwargs["attn_implementation"] = attn_implementation
+    if device == "auto":
+        kwargs["device_map"] = "auto"
+    else:
+        if load_in_4bit and not isinstance(device, torch.device):
+            device = own_device(device)  # it cannot be moved later
+        device = to_device(device)
+    check_path(path, str(name_or_path))
+    try:
+        source = str(path if path.exists() else name_or_path)
+        choice = choose_dtype_of(source, dtype, device)
+        kwargs["dtype"] = choice.dtype
+        if load_in_4bit:
+            kwargs |= _in_4bit(source, choice)
+            kwargs.setdefault("device_map", {"": device})
+        if (weights := weights_source(source)) is not None:
+            refuse_without_tokens(weights)
+        with without_weight_bars():
+            model = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
+        remember_choice(unwrap(model), choice)
+        tokenizer = load_tokenizer(tokenizer_source(source), model)
+    except OSError as error:
+        raise ValueError(
+            f"cannot load {str(name_or_path)!r}: {str(error).strip().splitlines()[0]} "
+            "Give a name on the Hugging Face Hub, a folder with config.json and *.safetensors, or a .gguf file."
+        ) from error
+    except ImportError as error:  # Transformers' own, for FlashAttention and quantised models, name what is missing
+        raise ImportError(f"cannot load {str(name_or_path)!r}: {str(error).strip()}") from error
+    if device != "auto" and not load_in_4bit:  # which are where they were quantised
+        model.to(device)  # type: ignore[arg-type]  # mypy takes Transformers' wrapper for a plain function
+    model.train(False)
+    return model, tokenizer
+
+
+def choose_dtype_of(source: str | Path, dtype: str | torch.dtype, device: str | torch.device | None) -> DtypeChoice:
+    """Return what a model of a name, folder or ``.gguf`` file computes in; see ``choose_dtype``.
+
+    Raises:
+        OSError: There is no config.
+        ValueError: An unknown dtype.
+    """
+    weights = weights_source(source)
+    readable = weights is not None and not is_gguf(weights)
+    return choose_dtype(dtype, checkpoint_dtype(str(weights)) if readable else None, device)
+
+
+def weights_source(source: str | Path) -> str | None:
+    """Return the source of the weights: of an adapter's folder the base model, None if it does not name one."""
+    base = base_of_adapter(source)
+    return str(source) if base is None else base or None
+
+
+def check_4bit(name_or_path: str | Path, lora: bool) -> None:
+    """Refuse what 4-bit weights cannot be, before texts are read and weights are loaded.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+        ValueError: No adapters are to be trained, or the model is a ``.gguf`` file.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise ImportError("--load-in-4bit needs a package that is not installed: pip install bitsandbytes")
+    if not lora:
+        raise ValueError("--load-in-4bit: weights in 4 bits cannot be trained. Train adapters on them: add --lora.")
+    if is_gguf(name_or_path):
+        raise ValueError("--load-in-4bit: a .gguf file is dequantised when it is loaded. Give a checkpoint's folder.")
+
+
+def _in_4bit(source: str, choice: DtypeChoice) -> dict[str, Any]:
+    if choice.checkpoint is None:
+        raise ValueError(f"{source!r} holds quantised weights already: leave --load-in-4bit out.")
+    return in_4bit(choice.dtype)
+
+
+def in_4bit(dtype: torch.dtype | str) -> dict[str, Any]:
+    """Return what ``from_pretrained`` is told to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
+    settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": settings}
+
+
+def to_device(device: str | torch.device | None) -> torch.device:
+    """Return the device to use, tried out: a wrong one would show only after minutes of loading."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+        torch.empty(1, device=resolved)
+    # AssertionError: PyTorch without that backend. ImportError: a backend that is a package of its own.
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = (str(error).splitlines() or ["no reason given"])[0]
+        there = "auto, cpu, cuda" if torch.cuda.is_available() else "auto, cpu (PyTorch sees no GPU)"
+        raise ValueError(f"device {str(device)!r} cannot be used here. Allowed: {there}. ({reason})") from error
+    return resolved
+
+
+def check_path(path: Path, given: str) -> None:
+    """Say what is wrong with a path before Transformers asks the Hub for it."""
+    if path.is_dir():
+        if not (path / "config.json").is_file() and not (path / ADAPTER_CONFIG).is_file():
+            found = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
+            raise FileNotFoundError(
+                f"folder {given!r} has no config.json, so it is no Transformers checkpoint; it holds {found}."
+            )
+    elif path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{given!r} is a file. Give the folder it is in; only .gguf files are read alone.")
+    elif path.suffix == ".gguf" or given[:1] in "./~" or given.count("/") > 1:
+        raise FileNotFoundError(f"there is no {'file' if path.suffix else 'file or folder'} {given!r}.")
+    else:
+        check_hub(given)
+
+
+def tokenizer_source(source: str) -> str:
+    """Return the source, or for an adapter saved without a tokenizer, its base model."""
+    return source if folder_with(source, (TOKENIZER_CONFIG,)) is not None else weights_source(source) or source

@@ -1,0 +1,210 @@
+"""The manifest beside a checkpoint: what was asked of which model, and how a model is patched again as it says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig
+
+from hf_posenc.checkpoint.hub_files import folder_with
+from hf_posenc.families.discovery import text_configs, unwrap
+from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.patching.api import extension_of, patch_model, unextended_config
+from hf_posenc.patching.extension import MARK, Extension, describe_config, mark_on
+from hf_posenc.spec import ENCODINGS
+from hf_posenc.utils.files import read_json
+from hf_posenc.version import __version__
+
+MANIFEST = "context_extension.json"
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+# 2: the config beside it, a model's or an adapter's, says the same under MARK, so that one saved over it is found.
+FORMAT = 2
+_NEEDED = (*Extension.FACTS, "rope_theta", "base_model", "tokens_trained")
+
+
+def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: str | None) -> dict[str, Any]:
+    """Return the manifest: what was asked, of what, how long it was trained, and with which versions.
+
+    Args:
+        model: The extended model.
+        tokens_trained: Tokens it was fine-tuned on since; None where others trained it, and did not say.
+        base_model: Where the unextended model came from; None to take it from the config.
+    """
+    base = unwrap(model)
+    extension = extension_of(base)
+    if extension is None:
+        raise ValueError("the model is not extended: call patch_model first, or save it with save_pretrained.")
+    if not extension.original_known:
+        raise ValueError(
+            "the model was loaded scaled (linear), and its config does not say what length it was trained on. Say it: "
+            "patch_model(model, 'linear', factor, original_max_position_embeddings=..., on_scaled='replace')."
+        )
+    window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
+    # What config.json keeps of the base model, so that a later change of it is found.
+    kept = {"base_config": unextended_config(base)} if extension.scaling.on_attention_door else {}
+    mark = mark_on(base.config.get_text_config(decoder=True)) or {}  # of one that was loaded extended
+    # What an adapter's folder does not say of the head that it was trained with.
+    head = {"num_labels": base.config.num_labels} if hasattr(base, "num_labels") else {}
+    return {
+        "format": FORMAT,
+        **extension.describe(),
+        **window,
+        "rope_theta": extension.spec.rope_theta,
+        "base_model": base_model or mark.get("base_model", getattr(base.config, "_name_or_path", "") or None),
+        "tokens_trained": tokens_trained,
+        "rope_parameters": base.config.get_text_config(decoder=True).rope_parameters,
+        **kept,
+        **head,
+        "versions": {"hf_posenc": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
+    }
+
+
+def read_manifest(path: str | Path) -> dict[str, Any] | None:
+    """Return the manifest of a folder; None if it has none.
+
+    Raises:
+        ValueError: It is damaged, of a newer format, or of a model that another one was saved over.
+    """
+    file = Path(path) / MANIFEST
+    if not file.is_file():
+        return None
+    try:
+        manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        newer = int(manifest["format"]) > FORMAT
+        if not newer and (lacking := [key for key in _NEEDED if key not in manifest]):
+            raise ValueError(f"it has no {', '.join(lacking)}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is damaged ({error}). Save the model again with save_extended.") from error
+    if newer:
+        raise ValueError(f"{file} was written by a newer hf_posenc (format {manifest['format']}). Upgrade hf_posenc.")
+    _refuse_stale(file, manifest)
+    return manifest
+
+
+def _refuse_stale(file: Path, manifest: dict[str, Any]) -> None:
+    """Refuse a manifest that is left of an earlier model: the config saved since does not say the same.
+
+    Raises:
+        ValueError: It is.
+    """
+    there = [name for name in (CONFIG, ADAPTER_CONFIG) if (file.parent / name).is_file()]
+    if manifest["format"] < 2 or not there:  # before, configs of rules that only a manifest can say said nothing
+        return
+    facts = {key: manifest[key] for key in Extension.FACTS}
+    for name in there:
+        mark = mark_of(file.parent / name)
+        if mark is not None and facts.items() <= mark.items():
+            return
+    raise ValueError(
+        f"{file} says {manifest['method']} to {manifest['context_length']} tokens, and {there[0]} beside it does not: "
+        f"another model was saved into the folder since. Remove {MANIFEST} if that one is not extended; else save it "
+        "again with save_extended."
+    )
+
+
+def mark_from(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what the text config beside a manifest says of the extension, by its key."""
+    return {MARK: {key: manifest[key] for key in (*Extension.FACTS, "rope_theta", "base_model")}}
+
+
+def mark_of(file: Path) -> dict[str, Any] | None:
+    """Return what a config.json or adapter_config.json says of an extension, None if nothing or it cannot be read."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    sections = [config, *(value for value in config.values() if isinstance(value, dict))]  # text_config and the like
+    return next((section[MARK] for section in sections if isinstance(section.get(MARK), dict)), None)
+
+
+def find_manifest(source: str | Path, kwargs: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], Path] | None:
+    """Return the manifest of a checkpoint and the folder it is in, here or on the Hub; None if it has none.
+
+    Args:
+        source: A folder, or a name on the Hub.
+        kwargs: ``from_pretrained``'s, which may say a revision and the like.
+
+    Raises:
+        ValueError: As ``read_manifest``.
+    """
+    folder = folder_with(source, (MANIFEST, CONFIG, ADAPTER_CONFIG), kwargs)
+    manifest = None if folder is None else read_manifest(folder)
+    return None if folder is None or manifest is None else (manifest, folder)
+
+
+def describe_folder(source: str | Path) -> dict[str, Any]:
+    """Return ``describe`` of what is in a folder, or on the Hub under a name: by its manifest, else by its config.
+
+    Raises:
+        OSError: There is no config.
+        ValueError: The manifest is damaged.
+    """
+    path = Path(source).expanduser()
+    path = path.parent if path.name == CONFIG else path
+    if not path.exists() and (str(source)[:1] in "./~" or str(source).count("/") > 1):
+        raise FileNotFoundError(f"there is no file or folder {str(source)!r}.")
+    found = find_manifest(path if path.is_dir() else source)
+    if found is not None:
+        return {key: found[0][key] for key in Extension.FACTS}
+    if (base := base_of_adapter(path if path.is_dir() else source)) is not None:
+        if not base:
+            raise ValueError(f"{str(source)!r} is an adapter that does not name its base model: describe that.")
+        return describe_folder(base)
+    return describe_config(AutoConfig.from_pretrained(path if path.is_dir() else str(source)))
+
+
+def base_of_adapter(source: str | Path) -> str | None:
+    """Return the base model that an adapter names, ``""`` if it names none; None for what is no adapter.
+
+    Raises:
+        ValueError: Its settings are damaged.
+    """
+    folder = folder_with(source, (ADAPTER_CONFIG,))
+    if folder is None:
+        return None
+    settings = read_json(folder / ADAPTER_CONFIG)
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{str(folder / ADAPTER_CONFIG)!r} holds a {type(settings).__name__}, not an adapter's settings."
+        )
+    return settings.get("base_model_name_or_path") or ""
+
+
+def is_saved_by_us(source: str | Path) -> bool:
+    """Return whether ``load_extended`` is what loads a folder or name: an adapter, or a model with a manifest."""
+    return base_of_adapter(source) is not None or find_manifest(source) is not None
+
+
+def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = "refuse") -> None:
+    """Patch a model as a manifest says."""
+    patch_model(
+        model,
+        manifest["method"],
+        context_length=manifest["context_length"],
+        original_max_position_embeddings=manifest["original_max_position_embeddings"],
+        sliding_window=manifest.get("sliding_window", KEEP),
+        on_scaled=on_scaled,
+        **manifest["options"],
+    )
+    for config in text_configs(unwrap(model)):  # the model's own name is that of the extended one
+        getattr(config, MARK)["base_model"] = manifest["base_model"]
+
+
+def is_on_attention_door(manifest: dict[str, Any]) -> bool:
+    """Return whether a manifest's rule is one that no config can say, so that ``config.json`` stays the base's."""
+    return make_scaling(manifest["method"], manifest["factor"], manifest["options"]).on_attention_door
+
+
+def is_encoding(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a manifest's rule takes the place of RoPE, so that plain Transformers must not run the model."""
+    return get_method(manifest["method"]).name in ENCODINGS

@@ -1,0 +1,348 @@
+"""Saving and loading by the functions of Transformers, PEFT and accelerate: they carry a model's extension.
+
+Trainer, TRL, ``push_to_hub`` and PEFT save a model without asking us. While a model is patched, its own
+``save_pretrained`` therefore writes what ``save_extended`` would. Where there is no model of ours to hang that on (an
+adapter's wrapper, which comes later; a model about to be loaded; a tokenizer), the library's own function is wrapped
+once, as soon as the library is imported; it does what it always did for whatever we have nothing to do with.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hf_posenc.utils.import_hooks import when_imported
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+# What a config, a model's or an adapter's, says of its extension to those who have only it.
+MARK = "context_extension"
+_SAVE = "save_pretrained"
+_UPLOAD = "_upload_modified_files"
+_plain: ContextVar[bool] = ContextVar("plain_loading", default=False)
+
+
+def install() -> None:
+    """Wrap the functions of the libraries, those that are imported and those that will be."""
+    when_imported("transformers.modeling_utils", _wrap_model_loading)
+    when_imported("transformers.configuration_utils", _wrap_config_of_no_family)
+    when_imported("transformers.tokenization_utils_base", _wrap_tokenizer_saving)
+    when_imported("peft.peft_model", _wrap_adapters)
+    when_imported("peft.config", _wrap_adapter_config)
+    when_imported("transformers.integrations.peft", _wrap_adapters_of_transformers)
+    when_imported("accelerate.accelerator", _wrap_accelerator)
+
+
+def carry_extension(model: PreTrainedModel) -> None:
+    """Make a patched model's own ``save_pretrained`` write the extension too, until ``drop_extension``."""
+    model.__dict__[_SAVE] = functools.partial(_save_carrying, model)
+
+
+def carries_extension(model: PreTrainedModel) -> bool:
+    """Return whether ``carry_extension`` was called for a model."""
+    return _SAVE in model.__dict__
+
+
+def drop_extension(model: PreTrainedModel) -> None:
+    """Undo ``carry_extension``."""
+    model.__dict__.pop(_SAVE, None)
+
+
+@contextmanager
+def plain_loading() -> Iterator[None]:
+    """While open, ``from_pretrained`` loads what is in ``config.json`` and nothing else, as without hf_posenc."""
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
+
+
+# ---- saving ----
+
+
+def _save_carrying(model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+    """Save a patched model as its class does, then write its extension beside the weights."""
+    save = getattr(type(model), _SAVE)
+    bound = inspect.signature(save).bind(model, save_directory, *args, **kwargs)
+    writes = bound.arguments.get("is_main_process", True)
+    if hasattr(model, "should_save_on_this_rank"):  # newer Transformers: of tensor parallel ranks one writes
+        writes = model.should_save_on_this_rank(writes)
+    # Transformers' own add_adapter was called: it saves the adapter alone.
+    adapter = bool(getattr(model, "_hf_peft_config_loaded", False))
+    write = functools.partial(_write_beside, model, adapter=adapter)
+    with _before_upload(model, write):
+        result = save(*bound.args, **bound.kwargs)
+    if writes:
+        write(Path(save_directory))
+    return result
+
+
+@contextmanager
+def _before_upload(model: PreTrainedModel, write: Callable[[Path], None]) -> Iterator[None]:
+    """While open, ``save_pretrained(push_to_hub=True)`` uploads what ``write`` put into the folder, too."""
+    upload = model._upload_modified_files
+
+    def write_first(working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        write(Path(working_dir))
+        return upload(working_dir, *args, **kwargs)
+
+    model.__dict__[_UPLOAD] = write_first
+    try:
+        yield
+    finally:
+        del model.__dict__[_UPLOAD]
+
+
+def _write_beside(base: PreTrainedModel, folder: Path, *, adapter: bool) -> None:
+    """Write the extension into the folder that a model or its adapter was saved to; say what to do if that fails."""
+    from hf_posenc.checkpoint.extended import write_extension
+
+    try:
+        write_extension(base, folder, adapter=adapter)
+    except Exception as error:  # the weights are saved by now, and losing them would be worse
+        what = "the adapter" if adapter else "the model"
+        logger.warning(
+            "%s: %s was saved WITHOUT its extension (%s). Save it again with hf_posenc.save_extended(model, %r).",
+            folder,
+            what,
+            error,
+            str(folder),
+        )
+
+
+def _wrap_tokenizer_saving(module: ModuleType) -> None:
+    def save(original: Callable[..., Any], tokenizer: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(tokenizer, save_directory, *args, **kwargs)
+        from hf_posenc.checkpoint.manifest import MANIFEST
+
+        if (Path(save_directory) / MANIFEST).is_file():
+            from hf_posenc.checkpoint.extended import raise_tokenizer_limit
+
+            try:
+                raise_tokenizer_limit(Path(save_directory))
+            except ValueError as error:  # a damaged manifest: the tokenizer is saved all the same
+                logger.warning("%s The tokenizer's limit is left as it was.", error)
+        return result
+
+    _wrap(module.PreTrainedTokenizerBase, _SAVE, save)
+
+
+def _wrap_accelerator(module: ModuleType) -> None:
+    def save_model(original: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(accelerator, model, *args, **kwargs)
+        base = _carrying_inside(model)
+        folder = Path(args[0] if args else kwargs["save_directory"])
+        if base is None or not accelerator.is_main_process or not folder.is_dir():
+            return result
+        if hasattr(accelerator.unwrap_model(model), "peft_config"):
+            logger.warning(
+                "%s: accelerate saved the weights of a PEFT model without its extension. Save the adapter with "
+                "hf_posenc.save_extended(model, ...).",
+                folder,
+            )
+            return result
+        from hf_posenc.checkpoint.extended import save_config
+
+        save_config(base, folder)
+        _write_beside(base, folder, adapter=False)
+        return result
+
+    _wrap(module.Accelerator, "save_model", save_model)
+
+
+# ---- adapters ----
+
+
+def _wrap_adapters(module: ModuleType) -> None:
+    def save(original: Callable[..., Any], model: Any, save_directory: str, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, save_directory, *args, **kwargs)
+        base = _carrying_inside(model)
+        bound = inspect.signature(original).bind(model, save_directory, *args, **kwargs)
+        if base is not None and bound.arguments.get("is_main_process", True):
+            for name in bound.arguments.get("selected_adapters") or list(model.peft_config):
+                folder = Path(save_directory)
+                _write_beside(base, folder if name == "default" else folder / name, adapter=True)
+        return result
+
+    def load(original: Callable[..., Any], cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        _extend_for_adapter(model, model_id, kwargs)
+        return original(cls, model, model_id, *args, **kwargs)
+
+    def add(original: Callable[..., Any], model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        _extend_for_adapter(model, model_id, kwargs)
+        return original(model, model_id, *args, **kwargs)
+
+    _wrap(module.PeftModel, _SAVE, save)
+    _wrap(module.PeftModel, "from_pretrained", load)
+    _wrap(module.PeftModel, "load_adapter", add)
+
+
+def _wrap_adapters_of_transformers(module: ModuleType) -> None:
+    def add(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        source = args[0] if args else kwargs.get("peft_model_id")
+        if source is not None:
+            _extend_for_adapter(model, source, kwargs)
+        return original(model, *args, **kwargs)
+
+    _wrap(module.PeftAdapterMixin, "load_adapter", add)
+
+
+def _extend_for_adapter(model: Any, source: Any, kwargs: dict[str, Any]) -> None:
+    """Extend the base that an adapter is about to be put on, as the adapter's manifest says.
+
+    Raises:
+        ValueError: It is extended in another way.
+    """
+    if _plain.get():
+        return
+    base, found = _carrying_inside(model), _find_manifest(source, kwargs)
+    if found is not None:
+        from hf_posenc.checkpoint.extended import base_as_adapter_needs
+
+        base_as_adapter_needs(model, *found)
+        if base is None:
+            _say_put_in(*found)
+    elif base is not None:
+        from hf_posenc.patching.api import describe
+
+        logger.warning(
+            "%s: the adapter does not say that its base was extended in training, and is put on one that is (%s).",
+            source,
+            describe(base)["method"],
+        )
+
+
+def _say_put_in(manifest: dict[str, Any], folder: Path) -> None:
+    from hf_posenc.checkpoint.manifest import MANIFEST
+
+    method, length = manifest["method"], manifest["context_length"]
+    logger.warning("%s: %s to %d tokens, which %s says, was put in.", folder, method, length, MANIFEST)
+
+
+def _wrap_adapter_config(module: ModuleType) -> None:
+    def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():  # of the key that is there for us
+            warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{MARK}'\]")
+            return original(*args, **kwargs)
+
+    _wrap(module.PeftConfigMixin, "from_pretrained", load)
+
+
+def _carrying_inside(model: Any) -> PreTrainedModel | None:
+    """Return the model inside wrappers if its extension is to be saved with it."""
+    from hf_posenc.families.discovery import unwrap
+
+    try:
+        base = unwrap(model)
+    except TypeError:  # not a Transformers model
+        return None
+    return base if carries_extension(base) else None
+
+
+# ---- loading ----
+
+
+def _wrap_model_loading(module: ModuleType) -> None:
+    def load(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+        source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        loaded = original(cls, *args, **kwargs)  # an adapter goes through load_adapter in it
+        if source is not None and not _plain.get():
+            model = loaded[0] if isinstance(loaded, tuple) else loaded
+            found = _find_manifest(source, kwargs)
+            if found is not None:
+                _apply(model, *found)
+            else:
+                _warn_if_lost(model, source)
+        return loaded
+
+    _wrap(module.PreTrainedModel, "from_pretrained", load)
+
+
+def _wrap_config_of_no_family(module: ModuleType) -> None:
+    """Let Trainer resume: it reads a checkpoint's config as one of no family, which fails on both serializations."""
+
+    def read(original: Callable[..., Any], cls: Any, json_file: Any) -> Any:
+        if cls is module.PreTrainedConfig:
+            values = cls._dict_from_json_file(json_file)
+            if "rope_parameters" in values and "rope_scaling" in values:
+                return cls(**{key: value for key, value in values.items() if key not in ("rope_scaling", "rope_theta")})
+        return original(cls, json_file)
+
+    _wrap(module.PreTrainedConfig, "from_json_file", read)
+
+
+def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> None:
+    """Patch a model that plain Transformers loaded with what only its manifest says."""
+    from hf_posenc.checkpoint.extended import add_to_config
+    from hf_posenc.checkpoint.manifest import MANIFEST
+    from hf_posenc.patching.api import is_patched
+
+    if is_patched(model):  # by its adapter
+        return
+    try:
+        add_to_config(model, manifest)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        # Transformers has loaded the weights, which someone may want as they are.
+        what = str(manifest.get("method"))
+        logger.warning("%s: %s, which %s says, was NOT put in: %s", folder, what, MANIFEST, error)
+        return
+    if is_patched(model):
+        _say_put_in(manifest, folder)
+
+
+def _warn_if_lost(model: PreTrainedModel, source: Any) -> None:
+    """Warn of a model that only says that it was extended, by a rule that no config can hold."""
+    from hf_posenc.checkpoint.manifest import MANIFEST
+    from hf_posenc.patching.extension import mark_on, rule_is_elsewhere
+
+    mark = mark_on(model.config.get_text_config(decoder=True))
+    try:
+        lost = mark is not None and rule_is_elsewhere(mark)
+    except ValueError as error:
+        logger.warning("%s: %s It is read as the rest of its config says.", source, error)
+        return
+    if mark is not None and lost:
+        logger.warning(
+            "%s: its config says that it was extended by %s to %d tokens, and %s, which holds the rule, is not there. "
+            "It is read as the base model; if it is to be extended, call patch_model.",
+            source,
+            mark["method"],
+            mark["context_length"],
+            MANIFEST,
+        )
+
+
+def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Path] | None:
+    """Return the manifest beside a checkpoint and its folder; None if there is none, or none that can be read."""
+    from hf_posenc.checkpoint.manifest import find_manifest
+
+    try:
+        return find_manifest(str(source), kwargs)
+    except ValueError as error:
+        logger.warning("%s. If the checkpoint needs it, it is read as another model.", str(error).rstrip("."))
+        return None
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put ``around(original, *args, **kwargs)`` in the place of a method or class method."""
+    there = owner.__dict__[name]
+    original = there.__func__ if isinstance(there, classmethod) else there
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, classmethod(wrapper) if isinstance(there, classmethod) else wrapper)

@@ -1,0 +1,168 @@
+"""What ``hf-posenc methods``, ``hf-posenc presets`` and ``hf-posenc recipes`` print."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from hf_posenc.patching.presets import Checkpoint, Preset, checkpoints, known_checkpoint, presets
+from hf_posenc.utils.units import aligned
+
+
+@dataclass
+class PresetsArguments:
+    """What `hf-posenc presets` lists."""
+
+    checkpoints: bool = field(
+        default=False, metadata={"help": "list what is known of published checkpoints, each with its source"}
+    )
+
+
+def _filled(text: str, width: int, indent: str = "    ") -> str:
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)
+
+
+# What the words of `options` do not say.
+_NOTES = {
+    "dynamic": (
+        "scope=query (the default): stages of `stage` tokens past the original length, growth=linear or geometric; "
+        "hf_posenc alone runs it",
+        "scope=sequence: Transformers' own rule, one scale for a whole forward; plain Transformers runs it, and it is "
+        "not exact with a KV cache",
+    ),
+}
+
+
+def methods_text(width: int) -> str:
+    """Return every method with its aliases, options, spelling on disk and paper."""
+    from hf_posenc.methods.registry import available_methods  # brings PyTorch
+
+    lines = [
+        _filled(
+            "On disk: the rope_type in config.json, which plain Transformers reads. Rules in the manifest only are run "
+            "by hf_posenc (load_extended, hf-posenc eval); for servers `hf-posenc export --as yarn` has the nearest.",
+            width,
+            indent="",
+        ),
+        "",
+    ]
+    for row in available_methods():
+        also = f" (or {', '.join(row['aliases'])})" if row["aliases"] else ""
+        options = (f"options: {', '.join(row['options']) or 'none'}", *_NOTES.get(row["name"], ()))
+        facts = (row["summary"], *options, f"on disk: {row['on_disk']}", row["paper"])
+        lines += [f"{row['name']}{also}", *(_filled(fact, width) for fact in facts)]
+    return "\n".join(lines)
+
+
+def recipes_text(width: int) -> str:
+    """Return every recipe with its settings, what it chooses by the model, and what it leaves to the user."""
+    from hf_posenc.training.recipes import RECIPES  # brings PyTorch
+
+    lines = []
+    for recipe in RECIPES.values():
+        values = {**recipe.values, **recipe.loading}
+        told = [f"{name} {value}" for name, value in values.items() if name != "options"]
+        told += [f"option {name}={value}" for name, value in recipe.values.get("options", {}).items()]
+        facts = [recipe.summary, f"sets: {', '.join(told)}"]
+        facts += [f"chooses {recipe.by_model}"] if recipe.by_model else []
+        facts += [f"left: {recipe.left}", recipe.paper]
+        lines += [recipe.name, *(_filled(fact, width) for fact in facts)]
+    return "\n".join(lines)
+
+
+def families_text(width: int) -> str:
+    """Return which model types can be extended by which methods, and the others by the reason why not."""
+    from hf_posenc.families.discovery import capabilities, census_version, door_capabilities  # brings PyTorch
+
+    table, door = capabilities(), door_capabilities()
+    both = [model_type for model_type, reason in door.items() if reason is None]
+    return "\n".join(
+        [
+            f"Of the {len(table)} causal language model types of Transformers {census_version()}, {len(door)} can be "
+            "extended.",
+            "",
+            f"Rotary door and attention door: {len(both)}, by every method",
+            _filled(", ".join(both), width),
+            "",
+            f"Rotary door only: {len(door) - len(both)}, by all but dynamic (its scope 'query'), dynamic_yarn, "
+            "self_extend, dca, rerope and leaky_rerope",
+            *_by_reason(door, width),
+            "",
+            f"Refused: {len(table) - len(door)}",
+            *_by_reason(table, width),
+        ]
+    )
+
+
+# What messages say before and after the reason itself.
+_AROUND_REASON = (
+    r"^(method '[^']+' is not supported for )?model_type '[^']+'(:| is not supported:)? | Static rules such .*$"
+)
+
+
+def _by_reason(table: Mapping[str, str | None], width: int) -> list[str]:
+    """Return the types that have a reason as lines, the rarest reasons first."""
+    refused: dict[str, list[str]] = {}
+    for model_type, reason in table.items():
+        if reason is not None:
+            refused.setdefault(re.sub(_AROUND_REASON, "", reason), []).append(model_type)
+    lines = []
+    for reason, model_types in sorted(refused.items(), key=lambda pair: len(pair[1])):
+        lines += [_filled(", ".join(model_types), width), _filled(reason, width, indent="        ")]
+    return lines
+
+
+def _rule(preset: Preset) -> str:
+    original = preset.original_max_position_embeddings
+    options = [
+        f"{name}: {len(value)} numbers" if isinstance(value, list) else f"{name} {value:g}"
+        for name, value in preset.options.items()
+    ]
+    window = [f"sliding window {preset.sliding_window}"] if preset.sliding_window else []
+    rule = f"{', '.join([preset.method, f'factor {preset.factor:g}', *options])}: {original} -> "
+    return rule + ", ".join([f"{round(original * preset.factor)}", *window])
+
+
+def _names(preset: Preset) -> list[str]:
+    """Return a preset's checkpoints, those trained with it marked."""
+    facts = [known_checkpoint(name) for name in preset.checkpoints]
+    return [f"{one.name} (trained with it)" if one.scaled else one.name for one in facts if one is not None]
+
+
+def presets_text(width: int) -> str:
+    """Return every preset with its numbers, the checkpoints it is for and the source."""
+    lines = []
+    for preset in presets().values():
+        facts = (_rule(preset), f"for {', '.join(_names(preset))}", f"source: {preset.source}")
+        lines += [preset.name, *(_filled(fact, width) for fact in facts)]
+    return "\n".join(lines)
+
+
+def _cells(one: Checkpoint) -> tuple[str, ...]:
+    return (
+        one.name,
+        f"{one.trained_length}",
+        "-" if one.declared_length is None else f"{one.declared_length}",
+        f"{one.head_dim}" if one.rotary_dim == one.head_dim else f"{one.rotary_dim} of {one.head_dim}",
+        f"{one.rope_theta:.0f}",
+        f"{one.sliding_window}, {one.windowed_layers}" if one.sliding_window else "-",
+        f"{one.scaled['method']} x{one.scaled['factor']:g} from {one.trained_length}" if one.scaled else "-",
+    )
+
+
+_COLUMNS = ("", "trained", "declares", "rotary", "theta", "window", "scaled")
+
+
+def checkpoints_text(width: int) -> str:
+    """Return what is known of published checkpoints: a table in tokens, at most 120 columns, and the sources."""
+    known = list(checkpoints().values())
+    header, *lines = aligned([_COLUMNS, *map(_cells, known)], left=(0, 5, 6))
+    shown = []
+    for family, pairs in groupby(zip(known, lines, strict=True), key=lambda pair: pair[0].family):
+        shown += ["", family + header[len(family) :]]
+        for source, rows in groupby(pairs, key=lambda pair: pair[0].source):
+            shown += [*(line for _, line in rows), _filled(f"source: {source}", width)]
+    return "\n".join(shown[1:])

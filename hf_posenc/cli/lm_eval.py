@@ -1,0 +1,88 @@
+"""``hf-posenc lm-eval``: EleutherAI's evaluation harness on a model as it is, or extended."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from typing import Any
+
+from hf_posenc.cli.request_checks import in_our_words, rows_to_measure
+from hf_posenc.cli.shared_arguments import ExtensionArguments, ModelArguments, OptionArguments, parse, parse_options
+
+_FLAG = re.compile(r"--?[A-Za-z]")
+
+
+@dataclass
+class HarnessArguments:
+    """Which rule the model is extended by."""
+
+    method: str | None = field(
+        default=None,
+        metadata={"help": "a name from `hf-posenc methods`; default: as it is, or as its folder or --preset says"},
+    )
+
+
+def run_harness(summary: str, argv: Sequence[str]) -> None:
+    """Run lm-eval with the model class ``hf_posenc``; flags that are not ours are lm-eval's.
+
+    Raises:
+        ImportError: lm-eval is not installed.
+        TypeError, ValueError: The request for a method is wrong, as for ``hf-posenc eval``, or lm-eval refuses its own.
+    """
+    known = (HarnessArguments, ExtensionArguments, OptionArguments, ModelArguments)
+    ours, theirs = split_flags(argv, known)
+    places = {"model": "name on the Hub, folder or .gguf file; first, before all flags"}
+    given, which, extension, options, loading = parse("lm-eval", summary, ours, known, places)
+    named = [] if which.method is None else [which.method]
+    named, extension, rules = in_our_words(named, extension, parse_options(options.option))
+    rows_to_measure(named, extension, rules)
+    if {"--model", "-M"} & {word.partition("=")[0] for word in theirs}:
+        raise ValueError("--model is always hf_posenc here; other model classes of lm-eval are run by lm_eval itself.")
+    if find_spec("lm_eval") is None:
+        raise ImportError("lm-eval is not installed. It comes with: pip install 'hf_posenc[lm-eval]'")
+    told = model_args(given.model, named[0] if named else None, extension, rules, loading)
+    device = [] if loading.device in (None, "auto") else ["--device", loading.device]
+    call_lm_eval(["run", "--model", "hf_posenc", "--model_args", json.dumps(told), *device, *theirs])
+
+
+def split_flags(argv: Sequence[str], known: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Return the words of our flags, with what comes before any flag, and those of all others."""
+    names = {one.name for kind in known for one in fields(kind)} | {"h", "help", "traceback"}
+    ours: list[str] = []
+    theirs: list[str] = []
+    here = ours
+    for word in argv:
+        if _FLAG.match(word):
+            here = ours if word.lstrip("-").partition("=")[0].replace("-", "_") in names else theirs
+        here.append(word)
+    return ours, theirs
+
+
+def model_args(
+    model: str, method: str | None, extension: ExtensionArguments, rules: dict[str, Any], loading: ModelArguments
+) -> dict[str, Any]:
+    """Return lm-eval's ``model_args``, as JSON can say them, without what is left at its default."""
+    usual = vars(ExtensionArguments())
+    told: dict[str, Any] = {"pretrained": model, "method": method, "options": rules or None}
+    told |= {name: value for name, value in vars(extension).items() if value != usual[name]}
+    told |= {"dtype": loading.dtype, "attn_implementation": loading.attn_implementation}
+    told["parallelize"] = True if loading.device == "auto" else None
+    return {name: value for name, value in told.items() if value is not None}
+
+
+def call_lm_eval(words: Sequence[str]) -> None:
+    """Run lm-eval's own command, which reads ``sys.argv``, with our model class known to it."""
+    from lm_eval.__main__ import cli_evaluate
+
+    import hf_posenc.evaluation.lm_eval_model  # noqa: F401  # registers the class
+
+    before = sys.argv
+    sys.argv = ["lm-eval", *words]
+    try:
+        cli_evaluate()
+    finally:
+        sys.argv = before

@@ -1,0 +1,84 @@
+"""The flags of ``hf-posenc plan``; imports no PyTorch, so that help answers at once."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Self
+
+from hf_posenc.utils.units import ContextLength, TokenCount
+
+_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+class MemorySize(int):
+    """Bytes; ``24GB`` is 24 times 10^9, ``24GiB`` is 24 times 2^30, a plain number is bytes."""
+
+    def __new__(cls, value: str | int) -> Self:
+        return super().__new__(cls, _parse(value) if isinstance(value, str) else value)
+
+
+def _parse(text: str) -> int:
+    match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$", text)
+    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
+        raise ValueError(f"expected an amount of memory such as 24GB or 80GiB, got {text!r}")
+    return round(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@dataclass
+class PlanArguments:
+    """How far, with which memory, and how fast."""
+
+    context_length: ContextLength = field(metadata={"help": "tokens the model is to read (128k = 131072)"})
+    gpu_memory: MemorySize | None = field(
+        default=None, metadata={"help": "memory of one device, such as 24GB: what fits, and how long a text"}
+    )
+    gpus: int = field(default=1, metadata={"help": "devices of that memory"})
+    training: bool = field(
+        default=False,
+        metadata={
+            "help": "say too what fits to train, with the command for each way; any flag below that is about training "
+            "asks for it too"
+        },
+    )
+    token_budget: TokenCount | None = field(
+        default=None, metadata={"help": "tokens to train on (1M); left out: whether to train is part of the answer"}
+    )
+    original_max_position_embeddings: ContextLength | None = field(
+        default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
+    )
+    server: bool = field(default=False, metadata={"help": "a server is to run it, which only static rules can"})
+    recipe: str | None = field(
+        default=None, metadata={"help": "train by a recipe (see `hf-posenc recipes`); other flags win over its values"}
+    )
+    lora: bool = field(default=False, metadata={"help": "train adapters, the embedding and the norms only"})
+    gradient_checkpointing: bool = field(default=False, metadata={"help": "recompute each layer in the backward pass"})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "of the weights; auto: the checkpoint's own with --gpu-memory, else what this machine computes "
+            "natively, as for eval and finetune"
+        },
+    )
+    bf16: bool | None = field(
+        default=None, metadata={"help": "compute in bfloat16; default: if the weights are in half precision"}
+    )
+    micro_batch_size: int = field(default=1, metadata={"help": "blocks per forward"})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "forwards per optimizer step"})
+    whole_documents: bool = field(
+        default=False,
+        metadata={"help": "every block is of one document, so that attention needs no mask of block x block"},
+    )
+    tokens_per_second: float | None = field(
+        default=None, metadata={"help": "measured speed of training at the planned length, for the hours"}
+    )
+    tflops: float | None = field(
+        default=None, metadata={"help": "sustained speed of the device in 10^12 operations a second, for the hours"}
+    )
+    measure: bool = field(
+        default=False, metadata={"help": "train a few steps with random weights here, and take the hours from them"}
+    )
+    measure_length: ContextLength = field(
+        default=ContextLength("1k"), metadata={"help": "tokens of a block for --measure, at most the planned length"}
+    )
+    json: bool = field(default=False, metadata={"help": "print JSON instead of a table"})

@@ -1,0 +1,1 @@
+"""Texts, chats and prompts from files, folders, stdin and datasets."""

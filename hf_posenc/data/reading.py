@@ -1,0 +1,262 @@
+"""Texts from files, folders, stdin and datasets, and their token ids, whole: nothing is truncated here."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_posenc.data.columns import COMPLETION, PROMPT, Columns, Document, with_plain_line_ends
+
+TEXT_SUFFIXES = (".txt", ".md")
+_OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
+_DAMAGED = (lzma.LZMAError, gzip.BadGzipFile, zlib.error, EOFError)
+NOVEL = "novel:"
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_JSON = (".json", ".jsonl")
+_FORMS = (
+    "a .txt, .md, .jsonl, .json or .csv file (.xz and .gz too), a .parquet file, a folder of text files, '-', "
+    "novel:NAME or a dataset's name"
+)
+
+
+def read_documents(
+    source: str | Path,
+    *,
+    text_field: str | Sequence[str] | None = None,
+    template: str | None = None,
+    split: str = "train",
+    config_name: str | None = None,
+) -> list[str]:
+    """Read whole documents from wherever the user keeps them.
+
+    Args:
+        source: A text file (one document), a ``.jsonl``, ``.json``, ``.csv`` or ``.tsv`` file (one document a row), any
+            of them compressed as ``.xz`` or ``.gz``, a ``.parquet`` file, a folder (each ``.txt`` or ``.md`` file one
+            document, sorted by path), ``-`` for stdin (one document), ``novel:persuasion`` for a novel of this package,
+            or else what ``datasets.load_dataset`` takes: a name on the Hub or a folder of parquet or jsonl files.
+        text_field, template: Which columns of a row are read; see ``Columns``. A prompt and its answer are one text.
+        split: The split of a dataset; ``test[:50]`` works too.
+        config_name: The configuration of a dataset, for those that have several.
+
+    Returns:
+        The documents that hold more than blanks, in the order of the source. Their lines end with a line feed, however
+        they did in the source, and a byte order mark is left out.
+
+    Raises:
+        FileNotFoundError: ``source`` looks like a path and there is nothing.
+        ValueError: No text in it, no such column, chats, not UTF-8, a damaged .xz or .gz file, or no such dataset.
+    """
+    stream = DocumentStream(source, text_field, split, config_name, template, whole=True)
+    return [_as_text(document, str(source)) for document in stream.all()]
+
+
+def _as_text(document: Document, source: str) -> str:
+    if isinstance(document, str):
+        return document
+    parts = [document.get(name) for name in (PROMPT, COMPLETION)]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError(
+            f"{source!r} holds chats, and texts are measured here: which tokens a chat becomes is the chat template's "
+            "matter. Name a column of texts with text_field=. Chats can be trained on: hf-posenc finetune."
+        )
+    return "".join(map(str, parts))
+
+
+@dataclass(frozen=True)
+class DocumentStream:
+    """Documents of any source that ``read_documents`` takes, read as they are asked for; each loop begins anew.
+
+    They are texts, or as ``Columns.read`` returns them: chats, and prompts with answers. A dataset is streamed: nothing
+    is downloaded beyond what is read. Of a folder one file is held at a time.
+
+    Attributes:
+        source, text_field, split, config_name, template: As for ``read_documents``.
+        whole: Do not stream a dataset; parts of splits (``train[:50]``) can be read only so.
+
+    Raises:
+        ValueError, FileNotFoundError: As ``read_documents``, when they are read.
+    """
+
+    source: str | Path
+    text_field: str | Sequence[str] | None = None
+    split: str = "train"
+    config_name: str | None = None
+    template: str | None = None
+    whole: bool = False
+
+    def __iter__(self) -> Iterator[Document]:
+        columns = Columns(self.text_field, self.template)
+        found = _read(str(self.source), columns, self.split, self.config_name, streaming=not self.whole)
+        return (document for document in found if _holds_something(document))
+
+    def all(self) -> list[Document]:
+        """Return all of them.
+
+        Raises:
+            ValueError: There is none.
+        """
+        documents = list(self)
+        if not documents:
+            raise ValueError(f"{str(self.source)!r} holds no text. Give {_FORMS}.")
+        return documents
+
+
+def _holds_something(document: Document) -> bool:
+    if isinstance(document, str):
+        return bool(document.strip())
+    return any(value.strip() if isinstance(value, str) else value for value in document.values())
+
+
+def tokenize_documents(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str]) -> list[torch.Tensor]:
+    """Turn each document into all of its token ids, int64 ``(num_tokens,)``.
+
+    Never truncated, whatever the tokenizer's ``model_max_length``, and no warning about length; no special tokens
+    are added, so that a BOS is there only where the caller puts one.
+    """
+    return [
+        torch.tensor(
+            tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"], dtype=torch.int64
+        )
+        for text in documents
+    ]
+
+
+def _read(
+    source: str, columns: Columns, split: str, config_name: str | None, *, streaming: bool = False
+) -> Iterable[Document]:
+    texts = _read_plain(source)
+    if texts is not None:
+        if columns.template is not None:
+            raise ValueError(f"{source!r} is plain text and has no columns that a template (--template) could name.")
+        return texts
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".parquet":
+        return _read_rows(path, columns)
+    if not path.exists() and (_kind(path) in (*TEXT_SUFFIXES, *_JSON, *_SEPARATORS, ".parquet") or source[:1] in "./~"):
+        raise FileNotFoundError(f"there is no file or folder {source!r}. Give {_FORMS}.")
+    return _read_dataset(path if path.exists() else source, columns, split, config_name, streaming)
+
+
+def _read_plain(source: str) -> Iterable[str] | None:
+    """Return the texts of a source that has no columns; None for any other."""
+    if source == "-":
+        return [with_plain_line_ends(sys.stdin.read())]
+    if source.startswith(NOVEL):
+        from hf_posenc.assets import load_novel
+
+        return [load_novel(source.removeprefix(NOVEL))]
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix != ".parquet" and _kind(path) not in (*_JSON, *_SEPARATORS):
+        return [_read_text(path)]
+    if path.is_dir() and (files := _text_files(path)):
+        return (_read_text(file) for file in files)
+    return None
+
+
+def _text_files(folder: Path) -> list[Path]:
+    """Return a folder's text files, sorted; a folder may be named ``notes.txt`` too."""
+    return [path for path in sorted(folder.rglob("*")) if _kind(path) in TEXT_SUFFIXES and path.is_file()]
+
+
+def _kind(path: Path) -> str:
+    """Return the suffix that says what is in the file, below any compression: ``.txt`` for ``a.txt.xz``."""
+    return Path(path.stem).suffix if path.suffix in _OPENERS else path.suffix
+
+
+def _read_text(path: Path) -> str:
+    try:
+        content = _OPENERS.get(path.suffix, bytes)(path.read_bytes())
+        return with_plain_line_ends(content.decode("utf-8-sig"))
+    except _DAMAGED as error:
+        raise ValueError(f"{str(path)!r} is damaged or no {path.suffix} file ({error}). Get it again.") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not UTF-8 text ({error}). Convert it, or give {_FORMS}.") from error
+
+
+def _read_rows(path: Path, columns: Columns) -> Iterator[Document]:
+    text = _read_text(path)
+    if _kind(path) in _SEPARATORS:
+        rows = _table(path, text, _SEPARATORS[_kind(path)])
+    elif _kind(path) == ".json" and (row := _one_object(text)) is not None:
+        rows = [("row 1", row)]
+    elif text.lstrip()[:1] == "[":
+        rows = ((f"row {number}", row) for number, row in enumerate(_parsed(text, repr(str(path))), start=1))
+    else:
+        numbered = enumerate(text.split("\n"), start=1)
+        lines = ((f"line {number}", line) for number, line in numbered if line.strip())
+        rows = ((name, _parsed(line, f"{name} of {str(path)!r}")) for name, line in lines)
+    return (columns.read(row, f"{name} of {str(path)!r}") for name, row in rows)
+
+
+def _one_object(text: str) -> dict[str, Any] | None:
+    """Return the object that a whole file is, over any number of lines; None if it is a list, or an object a line."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+
+
+def _table(path: Path, text: str, separator: str) -> Iterable[tuple[str, dict[str, str]]]:
+    """Return the rows of a table, every value as the text it is: a number would lose its zeros."""
+    limit = csv.field_size_limit(2**31 - 1)  # of a module; its default is 128 thousand characters
+    try:
+        rows = list(csv.DictReader(io.StringIO(text), delimiter=separator, strict=True))
+    except csv.Error as error:
+        raise ValueError(
+            f"{str(path)!r} is no {_kind(path)} file: {error}. Commas separate the values of a .csv file, tabs those "
+            "of a .tsv file."
+        ) from error
+    finally:
+        csv.field_size_limit(limit)
+    for number, row in enumerate(rows, start=1):
+        if None in row or None in row.values():
+            raise ValueError(f"row {number} of {str(path)!r} has more or fewer values than the first line has names.")
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _read_dataset(
+    source: str | Path, columns: Columns, split: str, config_name: str | None, streaming: bool
+) -> Iterator[Document]:
+    import datasets
+
+    try:
+        if isinstance(source, Path) and source.is_file():
+            rows: Any = datasets.load_dataset("parquet", data_files=str(source), split=split, streaming=streaming)
+        else:
+            rows = datasets.load_dataset(str(source), config_name, split=split, streaming=streaming)
+        rows = iter(rows)
+    except Exception as error:  # whatever the hub, the network and the file formats raise
+        raise _unreadable(source, error) from error
+    for number in itertools.count(1):
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except Exception as error:  # a stream goes on reading
+            raise _unreadable(source, error) from error
+        yield columns.read(row, f"row {number} of dataset {str(source)!r}")
+
+
+def _unreadable(source: str | Path, error: Exception) -> ValueError:
+    return ValueError(f"{str(source)!r} cannot be read as a dataset: {error}. Give {_FORMS}.")

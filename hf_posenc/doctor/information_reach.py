@@ -1,0 +1,83 @@
+"""How far information reaches whatever the positions say: sliding windows and chunks, of the layers that are rotary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_posenc.doctor.diagnosis import Dialect
+from hf_posenc.doctor.findings import Finding
+from hf_posenc.doctor.mending import plain_config
+from hf_posenc.families.sliding_window import window_of_all_layers
+
+
+def look_at_reach(text: dict[str, Any], dialect: Dialect) -> tuple[list[tuple[str, str]], list[Finding]]:
+    """Return the lines and findings about windows and chunks; none where every rotary layer reads everything."""
+    target = dialect.target
+    if dialect.rope is None or target is None:
+        return [], []
+    try:
+        config = plain_config(text, dialect)
+    except Exception:  # whatever a family's own config class trips over; what is wrong is found elsewhere
+        return [], []
+    others = set(getattr(config, "layer_types", None) or ()) - {"sliding_attention"}  # DeepSeek-V4: compressed ones
+    if not others and (window := window_of_all_layers(config)) is not None:
+        return _look_at_window(window, int(config.num_hidden_layers), target, dialect)
+    if (chunk := chunk_of_rotary_layers(config)) is not None:
+        return _look_at_chunks(chunk, config, target, dialect)
+    return [], []
+
+
+def _look_at_window(
+    window: int, layers: int, target: int, dialect: Dialect
+) -> tuple[list[tuple[str, str]], list[Finding]]:
+    reach = window * layers
+    line = ("reach", f"{window} tokens a layer, {window} x {layers} layers = {reach} at most: a window on every layer")
+    if window >= target:
+        return [line], []
+    plain = dialect.rope is not None and dialect.rope.rope_type == "default" and dialect.original == target
+    doubt = (
+        f" What it was trained to may be less than {target} too: Mistral 7B 0.1 declares 32768, and 8192 is the "
+        "original length that YaRN's authors give it."
+    )
+    finding = Finding(
+        "window-ends-short" if reach < target else "window-on-every-layer",
+        "warning" if reach < target else "note",
+        f"every layer looks back {window} tokens only, of {target}",
+        f"What is further away arrives through other tokens, from at most {reach} tokens back." + doubt * plain,
+        "hf-posenc patch --sliding-window off (or a larger one), with --original-max-position-embeddings if known.",
+    )
+    return [line], [finding]
+
+
+def chunk_of_rotary_layers(config: PreTrainedConfig) -> int | None:
+    """Return the chunk, in tokens, that no rotary layer looks out of (Llama 4); None if some rotary layer does."""
+    chunk, rotary = getattr(config, "attention_chunk_size", None), getattr(config, "no_rope_layers", None)
+    kinds = getattr(config, "layer_types", None) or []
+    if not chunk or not rotary or len(kinds) != len(rotary):  # no_rope_layers: 1 where a layer is rotary
+        return None
+    seen = {kind for kind, turns in zip(kinds, rotary, strict=True) if turns}
+    return int(chunk) if seen == {"chunked_attention"} else None
+
+
+def _look_at_chunks(
+    chunk: int, config: PreTrainedConfig, target: int, dialect: Dialect
+) -> tuple[list[tuple[str, str]], list[Finding]]:
+    turning = sum(map(bool, config.no_rope_layers))
+    line = (
+        "reach",
+        f"chunks of {chunk} tokens in the {turning} rotary layers; the other {len(config.no_rope_layers) - turning} "
+        "read everything, without positions",
+    )
+    if chunk >= target:
+        return [line], []
+    finding = Finding(
+        "rotary-in-chunks",
+        "note",
+        f"no rotary layer looks out of its chunk of {chunk} tokens, and {target} are declared",
+        f"Rotary distances never exceed {chunk - 1}, so scaling changes what happens inside a chunk and does not make "
+        "the model read further; its layers that read everything have no positions to scale.",
+        "Do not scale it to reach further; a longer max_position_embeddings alone changes no number.",
+    )
+    return [line], [finding]

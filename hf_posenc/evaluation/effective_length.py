@@ -1,0 +1,348 @@
+"""How far a model reads and retrieves, row by row: its effective context, and what short texts pay for it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hf_posenc.evaluation.curves import Segment, loss_curve
+from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.rows import AnyRecord, is_unpatched, row_key, short_model_names, training_words
+from hf_posenc.retrieval.cell_records import RetrievalRecord, wilson_interval
+from hf_posenc.utils.units import length_name
+
+NOT_MEASURED = "loss not measured"
+RETRIEVED = 0.85  # the share of answers from which a length counts as retrieved
+_Z = 1.959964  # of a normal distribution's central 95 %
+MOST_TOLERATED = 20.0  # percent of perplexity: a verdict that lets more pass as the text's own variation is none
+_LEAST = math.log(1.01)  # nats: less than 1 % of perplexity is no worse, however sure
+
+
+@dataclass(frozen=True)
+class LossReach:
+    """How far the loss holds.
+
+    Attributes:
+        length: The longest length at which it is no worse, in tokens; None if it is worse at the original already.
+        is_longest: Whether nothing longer was measured.
+        by: What it was told from: "loss by position" or "perplexity by length".
+        tolerance: Percent of perplexity that is no worse: what the text itself varies by.
+        change: Percent of perplexity at that length (or the original) above the reference.
+        reference: "unpatched", or "itself" where there is no unpatched row on the same text.
+    """
+
+    length: int | None
+    is_longest: bool
+    by: str
+    tolerance: float
+    change: float
+    reference: str
+
+
+@dataclass(frozen=True)
+class RetrievalReach:
+    """How far one task is retrieved: ``share``, ``low`` and ``high`` (Wilson's interval) are those of ``length``.
+
+    Where the shortest length is not retrieved, ``length`` is None and they are that one's, ``shortest``.
+    """
+
+    task: str
+    length: int | None
+    is_longest: bool
+    shortest: int
+    share: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Reach:
+    """One row: a model as it was extended and trained.
+
+    ``target`` is how far it was asked to read, None for a row that was not extended. ``loss`` is a reason in words
+    where it cannot be told. ``short_cost`` is the percent of perplexity above the
+    unpatched row at ``short_length``, the longest up to the original; None where that was not measured, and for the
+    unpatched row itself.
+    """
+
+    name: str
+    model: str
+    is_unpatched: bool
+    original: int | None
+    target: int | None
+    loss: LossReach | str
+    retrieval: tuple[RetrievalReach, ...]
+    short_cost: float | None
+    short_length: int | None
+
+    def line(self) -> str:
+        """Return the row in one line."""
+        parts = [_loss_words(self), *map(_retrieval_words, self.retrieval)]
+        if not self.retrieval:
+            parts.append("retrieval not measured")
+        return f"{self.name}: {', '.join([*parts, *_short_words(self)])}"
+
+    def loss_sentence(self) -> str:
+        """Return how far it reads and what short texts pay, in one sentence; empty where no loss was measured."""
+        if self.loss == NOT_MEASURED:
+            return ""
+        return f"{self.name}: {', '.join([_loss_words(self), *_short_words(self)])}."
+
+    def retrieval_sentences(self) -> list[str]:
+        """Return how far it retrieves, in a sentence for each task that was measured."""
+        return [f"{self.name}: {_retrieval_words(found)}." for found in self.retrieval]
+
+
+def reach(records: Sequence[AnyRecord]) -> list[Reach]:
+    """Return how far each row reaches, the unpatched first, then in order of appearance.
+
+    The loss reaches N tokens if two means are no worse than that of the unpatched model on the same text over the
+    second half of its original length: the mean over the last eighth before N, and that over all from the original
+    length to N, so that an easy page does not hide a broken stretch before it. How hard a text is varies from place to
+    place: worse is what exceeds the 95 % interval of that variation (of the buckets' means, or as the records'
+    intervals say it) and 1 % of perplexity. A half, not an eighth, as the reference, for the same reason: one easy
+    page would condemn every method.
+
+    Retrieval reaches N if at least 85 % of the answers were right there and at every shorter length measured.
+
+    A row that was measured on several texts, or in several ways, is told once for each: losses of different texts make
+    no curve.
+
+    Args:
+        records: Of ``perplexity`` and ``retrieval``, of any number of models; of repeats (equal ``run_key``) the last
+            counts.
+    """
+    groups: dict[tuple[object, ...], list[AnyRecord]] = {}
+    for record in records:
+        groups.setdefault(row_key(record), []).append(record)
+    models = short_model_names(record.model for record in records)
+    rows = []
+    for group in groups.values():
+        for number, run in enumerate(_runs(group), 1):
+            found = _reach_of(run, records, models)
+            rows.append(found if number == 1 else replace(found, name=f"{found.name}, run {number}"))
+    return sorted(rows, key=lambda row: not row.is_unpatched)
+
+
+def reach_lines(records: Sequence[AnyRecord]) -> list[str]:
+    """Return ``reach`` as a line for each row."""
+    return [row.line() for row in reach(records)]
+
+
+def _name(record: AnyRecord, models: Mapping[str, str]) -> str:
+    name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
+    if record.options:
+        name += f" ({', '.join(f'{key}={json.dumps(value)}' for key, value in record.options.items())})"
+    trained = [] if record.tokens_trained == 0 else [training_words(record)]
+    model = [models[record.model]] if len(models) > 1 else []
+    return ", ".join([" · ".join([name, *([record.label] if record.label else []), *model]), *trained])
+
+
+def _runs(group: Sequence[AnyRecord]) -> list[list[AnyRecord]]:
+    """Return the records of a row by the documents they are of; answers, each to a text of its own, go with the first.
+
+    No record names its documents. Those of one protocol are of the same ones if they are as many, and if no length was
+    measured twice.
+    """
+    runs: list[list[Record]] = [[]]
+    for record in group:
+        if isinstance(record, Record):
+            run = next((one for one in reversed(runs) if all(_may_go_with(record, other) for other in one)), None)
+            if run is None:
+                runs.append(run := [])
+            run.append(record)
+    answers = [one for one in group if isinstance(one, RetrievalRecord)]
+    return [[*run, *(answers if run is runs[0] else ())] for run in runs]
+
+
+def _may_go_with(record: Record, other: Record) -> bool:
+    if (record.protocol, record.last_k) != (other.protocol, other.last_k):
+        return True
+    if record.context_length == other.context_length:
+        return record.run_key == other.run_key
+    return record.num_documents == other.num_documents
+
+
+def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], models: Mapping[str, str]) -> Reach:
+    first = group[0]
+    own = [record for record in group if isinstance(record, Record)]
+    base = [] if is_unpatched(first) else _unpatched_of(own, records)
+    cost, short = _short_cost(own, base)
+    return Reach(
+        name=_name(first, models),
+        model=first.model,
+        is_unpatched=is_unpatched(first),
+        original=first.original_max_position_embeddings,
+        target=None if is_unpatched(first) else _target(first),
+        loss=_loss_reach(own, base or own, "unpatched" if base or is_unpatched(first) else "itself"),
+        retrieval=tuple(_retrieval_reach(group)),
+        short_cost=cost,
+        short_length=short,
+    )
+
+
+def _target(record: AnyRecord) -> int | None:
+    """Return how far the row was asked to read; None where that is not more than it was trained on, or not known."""
+    original = record.original_max_position_embeddings
+    return round(original * record.factor) if original is not None and record.factor > 1 else None
+
+
+def _unpatched_of(own: Sequence[Record], records: Sequence[AnyRecord]) -> list[Record]:
+    """Return the unpatched model's records of lengths, protocols and texts that a row has too."""
+    asked = {_asked(record) for record in own}
+    return [one for one in records if isinstance(one, Record) and is_unpatched(one) and _asked(one) in asked]
+
+
+def _asked(record: Record) -> tuple[object, ...]:
+    text = (record.model, record.text_hash, record.tokenizer_hash, record.bos, record.n_tokens)
+    scored = (record.protocol, record.stride, record.last_k, record.average, json.dumps(record.key_tokens))
+    return (*text, record.context_length, *scored)
+
+
+def _short_cost(own: Sequence[Record], base: Sequence[Record]) -> tuple[float | None, int | None]:
+    plain = {_asked(one): one.perplexity for one in base}
+    short = [
+        one for one in own if _asked(one) in plain and one.context_length <= (one.original_max_position_embeddings or 0)
+    ]
+    if not short:
+        return None, None
+    last = max(short, key=lambda one: one.context_length)
+    return 100 * (last.perplexity / plain[_asked(last)] - 1), last.context_length
+
+
+def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -> LossReach | str:
+    if not own:
+        return NOT_MEASURED
+    original = own[0].original_max_position_embeddings
+    if original is None:
+        return "loss cannot be judged (the original length is not known)"
+    protocols = {one.protocol for one in base}
+    curve = loss_curve([one for one in own if one.protocol in protocols], original)
+    plain = loss_curve(base, original)
+    if curve is None or plain is None:
+        return "loss cannot be judged (no protocol of the beginning of texts, last_k or sliding_window)"
+    usual, at_original = plain.between(original / 2, original), curve.between(original / 2, original)
+    if usual is None or at_original is None:
+        span = f"from {length_name(original // 2)} to {length_name(original)}"
+        return f"loss cannot be judged (no length {span} was measured)"
+    judge = _Judge(usual, plain.spread)
+    tried = {at_original.end: [at_original]}
+    for end in (one.end for one in curve.segments if one.end > at_original.end):
+        windows = (curve.between(end * 7 / 8, end), curve.between(at_original.end, end))
+        tried[end] = [window for window in windows if window is not None]
+    good = [end for end, windows in tried.items() if all(map(judge.is_no_worse, windows))]
+    holds = at_original.end in good
+    at = max(good) if holds else at_original.end
+    tolerance = 100 * math.expm1(judge.excused(tried[at][0]))
+    if holds and tolerance > MOST_TOLERATED:
+        return _too_little_text(judge.excused(tried[at][0]), max(one.n_tokens for one in (*own, *base)))
+    return LossReach(
+        length=at if holds else None,
+        is_longest=at == max(tried),
+        by=curve.by if curve.by == plain.by else "perplexity by length",
+        tolerance=tolerance,
+        change=100 * math.expm1(judge.excess(tried[at][0])),
+        reference=reference,
+    )
+
+
+def _too_little_text(excused: float, n_tokens: int) -> str:
+    """Say that a text varies too much from place to place, and how much would be enough: noise falls as 1/sqrt(n).
+
+    Args:
+        excused: Nats that the text explains.
+        n_tokens: Tokens that were scored.
+    """
+    needed = n_tokens * (excused / math.log1p(MOST_TOLERATED / 100)) ** 2
+    step = 10 ** max(math.floor(math.log10(needed)) - 1, 0)
+    chance = f"with {n_tokens:,} tokens scored, {100 * math.expm1(excused):.0f} % more or less is chance"
+    enough = f"about {math.ceil(needed / step) * step:,} tokens are needed"
+    return f"loss cannot be judged (too little text: {chance}; {enough})"
+
+
+@dataclass(frozen=True)
+class _Judge:
+    """What losses are held against: the usual one, and how much the mean over some tokens varies with the text."""
+
+    usual: Segment
+    spread: float
+
+    def excess(self, there: Segment) -> float:
+        """Return nats above the usual."""
+        return there.mean - self.usual.mean
+
+    def excused(self, there: Segment) -> float:
+        """Return the nats that the text explains."""
+        return max(_LEAST, _Z * self.spread * math.sqrt(1 / self.usual.n_tokens + 1 / there.n_tokens))
+
+    def is_no_worse(self, there: Segment) -> bool:
+        return self.excess(there) <= self.excused(there)
+
+
+def _retrieval_reach(group: Sequence[AnyRecord]) -> list[RetrievalReach]:
+    found = [record for record in group if isinstance(record, RetrievalRecord)]
+    return [
+        _task_reach(task, [one for one in found if one.task == task])
+        for task in dict.fromkeys(record.task for record in found)
+    ]
+
+
+def _task_reach(task: str, records: Sequence[RetrievalRecord]) -> RetrievalReach:
+    prompts = {(one.context_length, one.text_hash): one for one in records}  # of a repeat, the last
+    scores: dict[int, list[float]] = {}
+    for (length, _), one in sorted(prompts.items()):
+        score = one.score("forced")
+        scores.setdefault(length, []).append(one.num_written / len(one.answers) if score is None else score)
+    good: list[int] = []
+    for length, each in scores.items():
+        if math.fsum(each) / len(each) < RETRIEVED:
+            break
+        good.append(length)
+    at = good[-1] if good else min(scores)
+    share = math.fsum(scores[at]) / len(scores[at])
+    longest = bool(good) and at == max(scores)
+    return RetrievalReach(task, good[-1] if good else None, longest, min(scores), share, *wilson_interval(scores[at]))
+
+
+def _loss_words(row: Reach) -> str:
+    loss = row.loss
+    if isinstance(loss, str):
+        return loss
+    how = f"{loss.by}, within {loss.tolerance:.{0 if loss.tolerance >= 10 else 1}f} %"
+    if loss.reference == "itself":
+        how += ", against itself: no unpatched row"
+    if loss.length is None:
+        original = length_name(row.original or 0)
+        return f"worse than unpatched at {original} already ({loss.change:+.0f} %; {how})"
+    return f"reads to {'at least ' if loss.is_longest else ''}{length_name(loss.length)}{_of_target(row, loss)} ({how})"
+
+
+def _of_target(row: Reach, loss: LossReach) -> str:
+    """Say how a verdict relates to how far the row was asked to read."""
+    if row.target is None or loss.length is None or loss.length == row.target:
+        return ""
+    if loss.length > row.target:
+        return f", past its target of {length_name(row.target)}"
+    if loss.is_longest:
+        return f", the longest measured; its target is {length_name(row.target)}"
+    return f", short of its target of {length_name(row.target)}"
+
+
+def _retrieval_words(found: RetrievalReach) -> str:
+    share = f"{100 * found.share:.0f} % right, interval {100 * found.low:.0f}–{100 * found.high:.0f}"
+    needed = f">= {100 * RETRIEVED:.0f} %"
+    if found.length is None:
+        return f"retrieves at no length ({found.task} {needed}; at {length_name(found.shortest)} {share})"
+    most = "at least " if found.is_longest else ""
+    return f"retrieves to {most}{length_name(found.length)} ({found.task} {needed}; there {share})"
+
+
+def _short_words(row: Reach) -> list[str]:
+    if row.is_unpatched:
+        return []
+    if row.short_cost is None or row.short_length is None:
+        return ["cost on short texts not measured"]
+    cost = round(row.short_cost, 1) + 0.0  # no minus before a zero
+    return [f"short texts ({length_name(row.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"]

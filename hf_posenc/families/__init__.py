@@ -1,0 +1,1 @@
+"""What model families have in common, and their exceptions."""

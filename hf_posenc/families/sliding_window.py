@@ -1,0 +1,82 @@
+"""Sliding windows: how far information reaches, and what becomes of a window that ends before the target."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+from hf_posenc.families.discovery import FULL_ATTENTION
+from hf_posenc.spec import check_length
+from hf_posenc.utils.units import ContextLength
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+KEEP, OFF = "keep", "off"
+
+
+def window_of_all_layers(config: PreTrainedConfig) -> int | None:
+    """Return the sliding window, in tokens, that every layer has; None if some layer reads the whole context."""
+    window = getattr(config, "sliding_window", None)
+    if not window or FULL_ATTENTION & set(getattr(config, "layer_types", None) or ()):
+        return None
+    return int(window)
+
+
+def choose_window(config: PreTrainedConfig, asked: str | int, target: int) -> int | None:
+    """Return the window a model is to have: a number of tokens, or None for none.
+
+    Args:
+        config: The model's text config.
+        asked: ``"keep"``, ``"off"``, or a number of tokens.
+        target: The length the model is extended to, in tokens.
+
+    Raises:
+        ValueError: The model has no window on every layer that could be changed, or information cannot reach as far
+            as ``target`` through the window that stays: it moves on by one window in each layer.
+    """
+    window = window_of_all_layers(config)
+    if asked != KEEP and window is None:
+        raise ValueError(
+            f"sliding_window={asked!r}: model_type {config.model_type!r} has no sliding window on every layer, so "
+            "there is nothing to change (layers with a window beside layers that read everything keep theirs)."
+        )
+    if asked == OFF:
+        return None
+    chosen = window if asked == KEEP else int(check_window(asked))
+    if chosen is None:
+        return None
+    reach = chosen * int(config.num_hidden_layers)
+    if reach < target:
+        raise ValueError(
+            f"a sliding window of {chosen} tokens on {config.num_hidden_layers} layers carries information at most "
+            f"{reach} tokens, so {target} cannot be reached. Pass sliding_window='off', or a larger one."
+        )
+    return chosen
+
+
+def check_window(asked: str | int) -> str | int:
+    """Return ``"keep"``, ``"off"`` or a number of tokens, which may be given as ``"4k"``.
+
+    Raises:
+        ValueError, TypeError: It is none of them.
+    """
+    if asked in (KEEP, OFF):
+        return asked
+    try:
+        return check_length("sliding_window", ContextLength(asked) if isinstance(asked, str) else asked)
+    except ValueError as error:
+        raise ValueError(f"sliding_window must be 'keep', 'off' or a number of tokens: {error}") from None
+
+
+def warn_about_window(config: PreTrainedConfig, target: int) -> None:
+    """Say how far information reaches, and how, if a window that every layer has ends before ``target`` tokens."""
+    window = window_of_all_layers(config)
+    if window is not None and window < target:
+        layers = int(config.num_hidden_layers)
+        warnings.warn(
+            f"config.sliding_window is {window}: each layer looks back {window} tokens, so what is further away "
+            f"arrives only through other tokens (at most {window} x {layers} layers = {window * layers}). Pass "
+            "sliding_window='off' to attend to all of it.",
+            stacklevel=5,
+        )

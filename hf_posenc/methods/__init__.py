@@ -1,0 +1,1 @@
+"""The methods: closed forms, options, and how each is written to config.json."""

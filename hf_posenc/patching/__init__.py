@@ -1,0 +1,1 @@
+"""Changing the rotary embedding of a loaded model, verified and undoable."""

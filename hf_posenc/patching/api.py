@@ -1,0 +1,415 @@
+"""``patch_model`` and its undoing, and the check that the live modules hold what the closed form says."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_posenc.attention.doorway import layers_behind
+from hf_posenc.attention.install import OpenDoor, check_door, close_door, door_problem, put_behind_door
+from hf_posenc.checkpoint.standard_saving import carries_extension, carry_extension, drop_extension
+from hf_posenc.encodings.install import PutIn, check_encoding, put_in
+from hf_posenc.families.discovery import label_prefix, rope_label, rotary_modules, text_configs, unwrap
+from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.serialization import mark_encoding
+from hf_posenc.patching.extension import MARK, Extension, declared_scaling, describe_config, mark_on, plain_spec
+from hf_posenc.patching.request import resolve, warn_about_limits, write_config
+from hf_posenc.patching.rotary_module import (
+    SavedRotary,
+    instantiate,
+    read_rotary,
+    restore_rotary,
+    write_rotary,
+    zero_other_layer_types,
+)
+from hf_posenc.patching.softmax_scale import (
+    attention_factor_of,
+    expected_scale,
+    instantiate_scale,
+    latent_attentions,
+    live_scale,
+    partial_attentions,
+)
+from hf_posenc.patching.verification import (
+    RotaryCheck,
+    RotaryMismatchError,
+    Verification,
+    check_rotary,
+    check_scale,
+    extension_words,
+)
+from hf_posenc.utils.console import quiet
+
+logger = logging.getLogger(__name__)
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_RECORD = "_hf_posenc_patch"
+# What write_config may change; absent ones stay absent.
+_CONFIG_VALUES = (
+    "rope_parameters",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "head_dim",
+    "layer_rope_theta",
+    "sliding_window",
+    MARK,
+)
+# How far a cast to bfloat16 before patching can have rounded the frequencies of an otherwise right model.
+_BF16_ROUNDING = 2.0**-8
+
+
+@dataclass
+class _Record:
+    extension: Extension
+    rotary: dict[str, SavedRotary]
+    scales: dict[str, float]
+    config_values: list[dict[str, Any]]
+    door: OpenDoor | None = None
+    encoding: PutIn | None = None
+    tokenizer: tuple[PreTrainedTokenizerBase, int] | None = None  # and its limit before
+    carried_before: bool = False  # loaded extended, it is saved so without this patch too
+
+
+def patch_model(
+    model: ModelT,
+    method: str | None = None,
+    factor: float | None = None,
+    *,
+    context_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    preset: str | None = None,
+    rope_scaling: Mapping[str, Any] | str | None = None,
+    sliding_window: str | int = KEEP,
+    on_scaled: str = "refuse",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    **options: Any,
+) -> ModelT:
+    """Extend a loaded model: swap its rotary frequencies, in place, verified and undoable.
+
+    Works on any device or several, quantised or not, before or after ``torch.compile`` or PEFT. The model gets a
+    config of its own, so another model built from the same config object is not touched. A KV cache filled before the
+    call holds keys at the old frequencies: drop it (a rule of the attention door takes it as it is). A line of the
+    log, at INFO, says what was done.
+
+    Args:
+        model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.
+        method: A name or alias of ``available_methods()``; None is ``"yarn"``, or what ``preset`` or ``rope_scaling``
+            says.
+        factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens. If
+            neither it nor ``context_length`` is given, 4, and 1 for an encoding that takes the place of RoPE.
+        context_length: The target in tokens, instead of ``factor``.
+        original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
+        preset: A name of ``hf-posenc presets``, instead of all the above: how a published checkpoint is extended.
+        rope_scaling: A dictionary as Transformers, vLLM, LLaMA-Factory and Axolotl take it, instead of method, factor,
+            original length and options: ``{"rope_type": "yarn", "factor": 4.0,
+            "original_max_position_embeddings": 32768}``; JSON too. Their ``dynamic`` is ``scope="sequence"`` here. What
+            it repeats of the model, such as ``rope_theta``, must be as the model has it.
+        sliding_window: What becomes of a window that every layer has (Mistral 0.1, Phi-3): ``"keep"``, ``"off"`` or a
+            number of tokens.
+        on_scaled: ``"replace"`` to put the rule in place of one the checkpoint already has (Llama 3.1, Yarn-...);
+            lengths still count from the original length.
+        tokenizer: Its ``model_max_length`` is set to the target, and put back by ``unpatch_model``; saved with the
+            model it gets the target in any case.
+        **options: The method's own, such as ``beta_fast`` or ``rope_theta``.
+
+    Returns:
+        The model that was given.
+
+    Raises:
+        TypeError: Not a Transformers model, or an option the method does not take.
+        ValueError: A bad value, an already patched or scaled model, an unsupported family. Nothing was changed.
+        RotaryMismatchError: The live frequencies are not what the config says, before or after patching.
+    """
+    base = unwrap(model)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
+    if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
+        raise TypeError(f"tokenizer must be a tokenizer or a processor, got {type(tokenizer).__name__}.")
+    if _RECORD in base.__dict__:
+        there = describe(base)
+        raise ValueError(
+            f"model is already patched ({there['method']}, factor {there['factor']:g}). "
+            "Call unpatch_model(model) first; factors do not multiply."
+        )
+    text_config = base.config.get_text_config(decoder=True)
+    extension = resolve(
+        text_config,
+        method,
+        factor,
+        options,
+        context_length=context_length,
+        original_max_position_embeddings=original_max_position_embeddings,
+        preset=preset,
+        rope_scaling=rope_scaling,
+        sliding_window=sliding_window,
+        on_scaled=on_scaled,
+    )
+    modules = rotary_modules(base)
+    rotation = None
+    if extension.scaling.is_encoding:
+        check_encoding(model, extension)
+    elif extension.scaling.on_attention_door:
+        rotation = check_door(model, extension)
+    _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
+    new_config = copy.deepcopy(text_config)
+    write_config(new_config, extension)
+    values = {name: instantiate(module, new_config) for name, module in modules.items()}
+    for saved in values.values() if extension.scaling.is_encoding else ():
+        zero_other_layer_types(saved, rope_label(new_config))
+    attentions, scales = _new_scales(base, extension, new_config, values)
+    warn_about_limits(new_config, extension)
+
+    _own_configs(model)
+    record = _Record(
+        extension,
+        {name: _undoable(module, text_config) for name, module in modules.items()},
+        {name: live_scale(module) for name, module in attentions.items()},
+        _read_configs(base),
+        carried_before=carries_extension(base),
+    )
+    for config in text_configs(base):
+        write_config(config, extension)
+        if extension.scaling.is_encoding:  # which save_pretrained alone must not lose
+            mark_encoding(config.rope_parameters, rope_label(config), extension.scaling.method)
+    said = extension_words(extension.describe())
+    for name, module in modules.items():
+        write_rotary(module, values[name], said)
+    for name, module in attentions.items():
+        module.__dict__["scaling"] = scales[name]
+    base.__dict__[_RECORD] = record
+    carry_extension(base)
+    try:
+        if extension.scaling.is_encoding:
+            record.encoding = put_in(base, extension)
+        elif rotation is not None:
+            record.door = put_behind_door(base, extension, next(iter(values.values())), rotation)
+        verified = verify_model(base)
+    except RotaryMismatchError:
+        unpatch_model(base)
+        raise
+    except Exception as error:  # whatever a family's own forward trips over
+        unpatch_model(base)
+        raise ValueError(
+            f"Transformers cannot run {type(base).__name__} with this rule ({type(error).__name__}: {error}). "
+            f"Take another method for model_type {text_config.model_type!r}."
+        ) from error
+    limit = "the tokenizer's limit is not changed"
+    if tokenizer is not None:
+        record.tokenizer = (tokenizer, tokenizer.model_max_length)
+        tokenizer.model_max_length = extension.context_length
+        limit = f"the tokenizer's limit is {extension.context_length}"
+    logger.info("%s; %s", verified, limit)
+    return model
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Put every tensor and config value that ``patch_model`` changed back, bit for bit.
+
+    Raises:
+        ValueError: The model is not patched.
+    """
+    base = unwrap(model)
+    record = base.__dict__.get(_RECORD)
+    if record is None:
+        raise ValueError("model is not patched: there is nothing to undo. A checkpoint saved extended stays extended.")
+    if record.door is not None:
+        close_door(base, record.door)
+    if record.encoding is not None:
+        record.encoding.take_out(base)
+    for name, module in rotary_modules(base).items():
+        restore_rotary(module, record.rotary[name])
+    for name, scale in record.scales.items():
+        base.get_submodule(name).__dict__["scaling"] = scale
+    for config, values in zip(text_configs(base), record.config_values, strict=True):
+        for name in _CONFIG_VALUES:
+            if name in values:
+                setattr(config, name, values[name])
+            else:
+                config.__dict__.pop(name, None)
+    if record.tokenizer is not None:
+        tokenizer, limit = record.tokenizer
+        tokenizer.model_max_length = limit
+    if not record.carried_before:
+        drop_extension(base)
+    del base.__dict__[_RECORD]
+    return model
+
+
+@contextmanager
+def patched(model: ModelT, method: str | None = None, factor: float | None = None, **kwargs: Any) -> Iterator[ModelT]:
+    """Patch for the length of a ``with`` block; keywords as ``patch_model``'s."""
+    patch_model(model, method, factor, **kwargs)
+    try:
+        yield model
+    finally:
+        unpatch_model(model)
+
+
+@contextmanager
+def unpatched(model: ModelT) -> Iterator[ModelT]:
+    """Take an extension out for the length of a ``with`` block, and put the same one in again.
+
+    Raises:
+        ValueError: The model is not patched.
+    """
+    base = unwrap(model)
+    record: _Record | None = base.__dict__.get(_RECORD)
+    marks = [getattr(config, MARK, None) for config in text_configs(base)]  # they know the base model's name
+    unpatch_model(model)
+    assert record is not None  # unpatch_model has refused that
+    try:
+        yield model
+    finally:
+        said = record.extension.describe()
+        with warnings.catch_warnings(), quiet(__name__):  # all was said when it was patched first
+            warnings.simplefilter("ignore")
+            patch_model(
+                model,
+                said["method"],
+                context_length=said["context_length"],
+                original_max_position_embeddings=said["original_max_position_embeddings"],
+                sliding_window=record.extension.sliding_window,
+                on_scaled="replace",
+                tokenizer=None if record.tokenizer is None else record.tokenizer[0],
+                **said["options"],
+            )
+        for config, mark in zip(text_configs(base), marks, strict=True):
+            setattr(config, MARK, mark)
+        if record.encoding is not None:  # which may have learned something
+            base.__dict__[_RECORD].encoding.encoding.load_state_dict(record.encoding.encoding.state_dict())
+
+
+def verify_model(model: nn.Module) -> Verification:
+    """Compare what the live rotary modules hold and hand out with the float64 closed form.
+
+    For a patched model the closed form is that of the request; for any other, that of its config, so a scaling that
+    was set on the config after loading, which has no effect, is found.
+
+    Raises:
+        RotaryMismatchError: They differ; the message says where and by how much.
+        ValueError: The family is not supported.
+    """
+    return _verify(unwrap(model), rtol=None)
+
+
+def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
+    record, layers = base.__dict__.get(_RECORD), 0
+    if record is not None and (record.door is not None or record.encoding is not None):
+        problem = door_problem(base, record.door) if record.door is not None else record.encoding.problem(base)
+        if problem is not None:
+            raise RotaryMismatchError(f"{describe(base)['method']} is no longer in place: {problem}.")
+        layers = record.encoding.layers(base) if record.encoding else layers_behind(base, record.door.door)
+    extension = extension_of(base)
+    if extension is not None and extension.scaling.is_encoding:
+        return Verification(describe(base), (), layers)
+    spec = extension.spec if extension is not None else plain_spec(base.config.get_text_config(decoder=True))
+    # Behind a door queries and keys come rotated by the model's own frequencies.
+    scaling = extension.scaling if extension is not None and not layers else None
+    label = rope_label(base.config.get_text_config(decoder=True))
+    checks: list[RotaryCheck] = []
+    for name, module in rotary_modules(base).items():
+        if not module._buffers[f"{label_prefix(label)}inv_freq"].is_meta:  # type: ignore[union-attr]  # rotary modules have one
+            checks.append(check_rotary(name, module, label, spec, scaling, rtol))
+    for name, module in latent_attentions(base).items():
+        check_scale(name, live_scale(module), expected_scale(module, scaling))
+    if extension is not None and extension.scaling.temperature == "logits":
+        factor = attention_factor_of(extension)
+        for name, scale in base.__dict__[_RECORD].scales.items():
+            check_scale(name, live_scale(base.get_submodule(name)), scale * factor**2)
+    return Verification(describe(base), tuple(checks), layers)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Return whether ``unpatch_model`` has something to undo: ``patch_model`` extended it, here or while loading."""
+    return _RECORD in unwrap(model).__dict__
+
+
+def patched_extension(model: nn.Module) -> Extension | None:
+    """Return what ``patch_model`` put in; None where nothing was, whatever the config declares."""
+    record = unwrap(model).__dict__.get(_RECORD)
+    return None if record is None else record.extension
+
+
+def is_on_attention_door(model: nn.Module) -> bool:
+    """Return whether a model's rule is in its attention, not in its rotary module; only one that was put in can be."""
+    extension = patched_extension(model)
+    return extension is not None and extension.scaling.on_attention_door
+
+
+def extension_of(model: nn.Module) -> Extension | None:
+    """Return what a model was patched with, or what its config declares; None for a plain model."""
+    return patched_extension(model) or declared_scaling(unwrap(model).config.get_text_config(decoder=True))
+
+
+def unextended_config(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the values of a patched model's text config before ``patch_model``; absent ones were not there."""
+    values: dict[str, Any] = copy.deepcopy(model.__dict__[_RECORD].config_values[0])
+    return {name: values[name] for name in _CONFIG_VALUES if name in values}
+
+
+def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
+    """Return method, factor, options, original and target length; method ``"none"`` for what is not extended.
+
+    Args:
+        source: A model, wrapped or not; a config; a checkpoint's folder, an adapter's too, or a name on the Hub.
+
+    Raises:
+        OSError: There is no such folder, and no such name on the Hub.
+        TypeError: It is none of these.
+    """
+    if isinstance(source, PreTrainedConfig):  # of a patched model, maybe, whose rule no config can hold
+        mark = mark_on(source.get_text_config(decoder=True))
+        return {key: mark[key] for key in Extension.FACTS} if mark else describe_config(source)
+    if isinstance(source, (str, Path)):
+        from hf_posenc.checkpoint.manifest import describe_folder
+
+        return describe_folder(source)
+    extension = patched_extension(source)
+    return describe_config(unwrap(source).config) if extension is None else extension.describe()
+
+
+def _new_scales(
+    base: PreTrainedModel, extension: Extension, config: PreTrainedConfig, values: dict[str, SavedRotary]
+) -> tuple[dict[str, nn.Module], dict[str, float]]:
+    """Return the attention modules whose softmax scale changes, and their scales.
+
+    A temperature that goes there is taken out of ``values``, what the rotary modules will hold.
+    """
+    if extension.scaling.temperature != "logits":
+        latent = latent_attentions(base)
+        return latent, {name: instantiate_scale(module, config) for name, module in latent.items()}
+    attentions, factor = partial_attentions(base), attention_factor_of(extension)
+    for saved in values.values():
+        saved.attributes[f"{label_prefix(rope_label(config))}attention_scaling"] = 1.0
+    return attentions, {name: live_scale(module) * factor**2 for name, module in attentions.items()}
+
+
+def _undoable(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
+    """Return the state to undo to; of a module without data (meta device), what Transformers will fill in."""
+    is_meta = any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
+    return instantiate(module, config) if is_meta else read_rotary(module)
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Give the model copies of its config objects, which other models may share."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        config = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.__dict__["config"] = copy.deepcopy(config, memo)
+
+
+def _read_configs(base: PreTrainedModel) -> list[dict[str, Any]]:
+    return [
+        {name: copy.deepcopy(config.__dict__[name]) for name in _CONFIG_VALUES if name in config.__dict__}
+        for config in text_configs(base)
+    ]

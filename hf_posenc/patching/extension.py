@@ -1,0 +1,229 @@
+"""What a config says of its rotary embedding: how it was trained, and how it is extended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from transformers import PreTrainedConfig
+
+from hf_posenc.checkpoint.standard_saving import MARK as MARK  # here for all who read configs
+from hf_posenc.families.discovery import refuse_family, rope_label
+from hf_posenc.methods.registry import METHODS, get_method, make_scaling
+from hf_posenc.methods.serialization import ENCODING_MARK, NEVER_TURNS
+from hf_posenc.spec import RopeScaling, RopeSpec, check_length
+
+# What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
+SCALING_KEYS = frozenset(
+    {
+        "rope_type",
+        "type",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "attn_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "low_freq_factor",
+        "high_freq_factor",
+        "short_factor",
+        "long_factor",
+        "short_mscale",
+        "long_mscale",
+        "finetuned",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A scaling resolved against a model.
+
+    Attributes:
+        spec: What the model was trained with.
+        scaling: What is asked for; ``factor`` is exactly ``context_length / original``.
+        context_length: The target, in tokens.
+        original_known: False for a checkpoint whose config does not say what it was trained on.
+        sliding_window: What was asked of a window that every layer has: ``"keep"``, ``"off"`` or tokens.
+    """
+
+    spec: RopeSpec
+    scaling: RopeScaling
+    context_length: int
+    original_known: bool = True
+    sliding_window: str | int = "keep"
+
+    FACTS: ClassVar[tuple[str, ...]] = (
+        "method",
+        "factor",
+        "options",
+        "original_max_position_embeddings",
+        "context_length",
+    )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the extension as JSON-able facts, the words of records and manifests."""
+        return {
+            "method": self.scaling.method,
+            "factor": self.scaling.factor,
+            "options": self.scaling.changed_options(),
+            "original_max_position_embeddings": (
+                self.spec.original_max_position_embeddings if self.original_known else None
+            ),
+            "context_length": self.context_length,
+        }
+
+    def mark(self) -> dict[str, Any]:
+        """Return what a config says of the extension to whoever has only the config, under ``MARK``."""
+        return {**self.describe(), "rope_theta": self.spec.rope_theta}
+
+
+def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the ``rope_parameters`` of a text config, those of full attention if each layer type has its own.
+
+    Raises:
+        ValueError: There are none, none for full attention, or they lack ``rope_theta``.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        raise ValueError(f"model_type {config.model_type!r} has no rope_parameters: it has no rotary embedding.")
+    label = rope_label(config)
+    if label is not None:
+        parameters = parameters[label]
+    if parameters.get("rope_theta") is None:
+        raise ValueError(
+            "config.rope_parameters has no rope_theta. Assigning config.rope_scaling or config.rope_parameters "
+            "replaces the whole dict in Transformers 5, and has no effect on a loaded model. Reload the model and "
+            "call patch_model."
+        )
+    legacy = config.__dict__.get("rope_theta")
+    if label is None and legacy is not None and legacy != parameters["rope_theta"]:
+        raise ValueError(
+            f"config.rope_theta was set to {legacy!r}, which Transformers 5 does not read "
+            f"(rope_parameters['rope_theta'] is {parameters['rope_theta']!r}). Use method='abf' with "
+            f"rope_theta={legacy!r}, or delete the attribute."
+        )
+    return dict(parameters)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Return the features of a head, of full attention, also where ``config.head_dim`` is missing or None."""
+    label = rope_label(config)
+    if label is not None and getattr(config, "is_heterogeneous", False):  # Gemma 4: it differs by layer type
+        config = config.per_layer_config[label]  # type: ignore[call-overload]  # a layer type does too
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def rotary_width(head_dim: int, parameters: Mapping[str, Any]) -> tuple[int, int]:
+    """Return how many features of a head turn in ``rope_parameters``, and how many of their pairs never do."""
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if parameters.get("rope_type") == "proportional":
+        return head_dim, head_dim // 2 - int(share * head_dim // 2)
+    still = sum(divisor >= NEVER_TURNS for divisor in parameters.get("long_factor") or ())
+    return int(head_dim * share), still
+
+
+def declared_scaling(config: PreTrainedConfig) -> Extension | None:
+    """Return the scaling that a config already carries, None for a plain one.
+
+    Raises:
+        ValueError: Its ``rope_type`` is none that hf_posenc knows.
+    """
+    parameters = declared_rope(config)
+    mark = mark_on(config)
+    if mark is not None and not rule_is_elsewhere(mark):
+        spec = _spec(config, {**parameters, **mark}, mark["original_max_position_embeddings"])
+        # A temperature on whole logits is not in a config: load_extended applies it, and says so.
+        options = {name: value for name, value in mark["options"].items() if name != "temperature"}
+        return Extension(spec, make_scaling(mark["method"], mark["factor"], options), mark["context_length"])
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "proportional":  # some pairs never turn; a factor divides the others
+        rope_type = "linear" if (parameters.get("factor") or 1.0) > 1 else "default"
+    if rope_type == "default":
+        return None
+    if rope_type.startswith(ENCODING_MARK):
+        raise ValueError(
+            f"the model was trained with {rope_type.removeprefix(ENCODING_MARK)} in place of RoPE, which only "
+            "hf_posenc runs: load it with load_extended."
+        )
+    if rope_type not in METHODS:
+        raise ValueError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
+    target = int(config.max_position_embeddings)
+    original = parameters.get("original_max_position_embeddings", target)
+    given = {k: parameters[k] for k in get_method(rope_type).options if parameters.get(k) is not None}
+    if rope_type == "dynamic":
+        given["scope"] = "sequence"
+    for name in given.keys() & {"short_factor", "long_factor"}:
+        given[name] = [divisor for divisor in given[name] if divisor < NEVER_TURNS]
+    factor = parameters.get("factor") or max(target / original, 1.0)
+    # Of linear checkpoints, some keep max_position_embeddings at the trained length and some raise it.
+    known = rope_type != "linear" or "original_max_position_embeddings" in parameters
+    spec = _spec(config, parameters, original)
+    return Extension(spec, make_scaling(rope_type, float(factor), given), target, known)
+
+
+def mark_on(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return what a text config says of its extension; see ``read_mark``."""
+    return read_mark(getattr(config, MARK, None))
+
+
+def read_mark(found: Any) -> dict[str, Any] | None:
+    """Return what a config says under ``MARK``; None if it is not what we write there."""
+    return dict(found) if isinstance(found, Mapping) and all(key in found for key in Extension.FACTS) else None
+
+
+def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
+    """Return whether what a config says of an extension is a rule that it cannot hold: a manifest beside it has it.
+
+    Raises:
+        ValueError: It is no rule that this version has.
+    """
+    try:
+        return make_scaling(mark["method"], mark["factor"], mark["options"]).on_attention_door
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"the config says that the model was extended by {mark['method']!r}, which this hf_posenc cannot read: "
+            f"{error} If a newer one wrote it, upgrade hf_posenc."
+        ) from error
+
+
+def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any) -> RopeSpec:
+    length = check_length("original_max_position_embeddings", original)
+    rotary_dim, still_pairs = rotary_width(head_dim_of(config), parameters)
+    return RopeSpec(rotary_dim, float(parameters["rope_theta"]), length, still_pairs)
+
+
+def plain_spec(config: PreTrainedConfig) -> RopeSpec:
+    """Return what an unscaled config says the model was trained with."""
+    mark = mark_on(config) or {}  # of a rule that is elsewhere; the target may be in the config
+    original = mark.get("original_max_position_embeddings") or config.max_position_embeddings
+    return _spec(config, declared_rope(config), original)
+
+
+def _has_frequencies(config: PreTrainedConfig) -> bool:
+    try:
+        refuse_family(config)
+        return bool(declared_rope(config))
+    except ValueError:
+        return False
+
+
+def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return method, factor, options, original and target length of a config.
+
+    The method is ``"none"`` if the config is plain, and for models whose positions hf_posenc cannot change, such as
+    those without a rotary embedding.
+    """
+    text_config = config.get_text_config(decoder=True)
+    if not _has_frequencies(text_config):
+        length = getattr(text_config, "max_position_embeddings", None)  # GPT-2's n_positions under a common name
+        return dict(zip(Extension.FACTS, ("none", 1.0, {}, length, length), strict=True))
+    declared = declared_scaling(text_config)
+    if declared is not None:
+        return declared.describe()
+    length = int(text_config.max_position_embeddings)
+    return Extension(plain_spec(text_config), RopeScaling("none"), length).describe()

@@ -1,0 +1,167 @@
+"""The ``rope_scaling`` dictionaries that people have, in the words of Transformers, vLLM, LLaMA-Factory and Axolotl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.spec import check_length, check_number, did_you_mean
+
+# Their names for rules, and ours. Their ``dynamic`` has one scale for a whole forward, which we call its scope.
+_RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("linear", {}),
+    "dynamic": ("dynamic", {"scope": "sequence"}),
+    "yarn": ("yarn", {}),
+    "llama3": ("llama3", {}),
+    "longrope": ("longrope", {}),
+    "su": ("longrope", {}),
+}
+_TYPE = ("rope_type", "type")
+_LENGTH = "original_max_position_embeddings"
+# What such a dictionary may repeat of the model's own rope_parameters, and why it cannot say anything else there.
+_OWN = {
+    "rope_theta": "the base stays the model's own, unless the rule 'abf' changes it: patch_model(model, 'abf', "
+    "rope_theta=...)",
+    "partial_rotary_factor": "it is the model's own, and no rule changes it",
+    "mrope_section": "it is the model's own, and no rule changes it",
+    "attn_factor": "vLLM multiplies YaRN's temperature by it: give attention_factor, which is the product",
+    "finetuned": "it chose between two rules of early YaRN code, which 'yarn' and 'dynamic_yarn' are here",
+    "short_mscale": "it is Phi-3.5-MoE's name for an attention factor: give attention_factor",
+    "long_mscale": "it is Phi-3.5-MoE's name for an attention factor: give attention_factor",
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a dictionary asks for, in our words; the names are those of ``patch_model``.
+
+    Attributes:
+        model_values: What of it must be as the model has it, such as ``rope_theta``: see ``check_model_values``.
+    """
+
+    method: str
+    factor: float | None
+    original_max_position_embeddings: int | None
+    options: dict[str, Any] = field(default_factory=dict)
+    model_values: dict[str, Any] = field(default_factory=dict)
+
+    def refuse_other(self, **given: Any) -> None:
+        """Refuse what a caller gave beside the dictionary, unless it is what the dictionary says.
+
+        Args:
+            **given: ``method``, ``factor``, ``original_max_position_embeddings``, ``options`` and whatever else
+                excludes a dictionary, such as ``preset``; None and an empty dict are not given.
+
+        Raises:
+            ValueError: Something else was given.
+        """
+        options = given.pop("options", None) or {}
+        if given.get("method") is not None:
+            given["method"] = get_method(given["method"]).name
+        told = {name: value for name, value in {**given, **options}.items() if value not in (None, {}, [], ())}
+        says = {
+            **{name: getattr(self, name, None) for name in given},
+            **{key: self.options.get(key) for key in options},
+        }
+        if wrong := [name for name, value in told.items() if value != says[name]]:
+            found = " and ".join(f"{name} {told[name]!r}{_which_is_not(says[name])}" for name in wrong)
+            raise ValueError(
+                f"rope_scaling says what the rule is, and {found} {'was' if len(wrong) == 1 else 'were'} given too: "
+                "give one of the two."
+            )
+
+    def check_length_is_said(self, *others: Any) -> None:
+        """Refuse a dictionary that does not say how far, where nothing else does: no default stands for its factor.
+
+        Args:
+            *others: What else could say it, such as ``context_length``; None if it was not given.
+
+        Raises:
+            ValueError: Nothing does.
+        """
+        if self.factor is None and all(other is None for other in others):
+            raise ValueError(
+                f'rope_scaling of type {self.method!r} has no factor, so it does not say how far. Add "factor", as in '
+                f"{_EXAMPLE}, or give context_length."
+            )
+
+
+def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
+    """Return what a ``rope_scaling`` dictionary asks for.
+
+    Args:
+        given: Such as ``{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}``; ``type`` is
+            the same as ``rope_type``. A string is JSON, or the name of a rule alone, as LLaMA-Factory has it.
+
+    Raises:
+        TypeError: It is no dictionary, or a value has the wrong type.
+        ValueError: There is no rule in it, one that we do not have, a value out of range, or a key that the rule does
+            not have; with what to write.
+    """
+    told = _parsed(given)
+    types = {str(told[key]) for key in _TYPE if told.get(key) is not None}
+    if len(types) != 1:
+        found = f"has {' and '.join(sorted(types))} as its type" if types else "has no rope_type (or type)"
+        raise ValueError(f"rope_scaling {found}. One of {', '.join(_RULES)} is needed: {_EXAMPLE}.")
+    [rule] = types
+    if rule not in _RULES:
+        hint = did_you_mean(rule.lower(), _RULES) or " Other methods of hf_posenc are named by method=, not here."
+        raise ValueError(f"rope_scaling has rope_type {rule!r}; it can be {', '.join(_RULES)}.{hint}")
+    method, options = _RULES[rule]
+    allowed = get_method(method).options
+    names = ("rope_type", "factor", _LENGTH, *allowed)
+    for key in told.keys() - {*_TYPE, *names, *_OWN}:
+        hint = did_you_mean(key, names)
+        raise ValueError(f"rope_scaling of type {rule!r} has no {key!r}.{hint} It has {', '.join(names)}.")
+    factor = told.get("factor")
+    length = told.get(_LENGTH)
+    options = {**options, **{key: told[key] for key in allowed if told.get(key) is not None}}
+    make_scaling(method, 1.0 if factor is None else factor, options)  # raises on values out of range
+    return Request(
+        method,
+        None if factor is None else check_number("factor", factor, at_least=1),
+        None if length is None else check_length(_LENGTH, length),
+        options,
+        {key: told[key] for key in _OWN if key in told},
+    )
+
+
+def check_model_values(repeated: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Refuse a dictionary that has a value of the model otherwise than the model does.
+
+    Args:
+        repeated: As ``Request.model_values``.
+        own: The model's ``rope_parameters``.
+
+    Raises:
+        ValueError: With both values.
+    """
+    for key, value in repeated.items():
+        there = own.get(key)
+        if value != there:
+            has = "has none" if there is None else f"has {there!r}"
+            raise ValueError(f"rope_scaling has {key} {value!r}, and the model {has}: {_OWN[key]}. Leave it out.")
+
+
+def _which_is_not(said: Any) -> str:
+    return "" if said is None else f" (it says {said!r})"
+
+
+_EXAMPLE = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'
+
+
+def _parsed(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    if isinstance(given, str):
+        text = given.strip()
+        if not text.startswith(("{", "[", '"')):
+            return {"rope_type": text}
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"rope_scaling is not JSON ({error}): got {text!r}, an example is {_EXAMPLE}.") from error
+    if not isinstance(given, Mapping):
+        raise TypeError(f"rope_scaling must be a dictionary such as {_EXAMPLE}, got {given!r}.")
+    return dict(given)

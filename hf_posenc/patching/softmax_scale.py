@@ -1,0 +1,77 @@
+"""The softmax scale, by which a temperature reaches whole logits where only part of a head turns.
+
+In multi-head latent attention YaRN's ``mscale_all_dim`` multiplies it when a model is built, so a change of the rotary
+modules alone does not reach it. Elsewhere Transformers has no word for it: ``temperature="logits"`` is ours.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_posenc.families.discovery import MLA
+from hf_posenc.methods.registry import METHODS
+from hf_posenc.patching.extension import Extension
+from hf_posenc.spec import RopeScaling
+
+
+def latent_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the attention modules, by name, whose ``scaling`` depends on the rotary settings; often none."""
+    if model.config.get_text_config(decoder=True).model_type not in MLA:
+        return {}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if "qk_head_dim" in vars(module) and isinstance(vars(module).get("scaling"), float)
+    }
+
+
+def partial_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """Return the attention modules, by name, that hand a ``scaling`` of their own to the softmax.
+
+    Raises:
+        ValueError: There are none.
+    """
+    found = {
+        name: module
+        for name, module in model.named_modules()
+        if "layer_idx" in vars(module) and isinstance(vars(module).get("scaling"), float)
+    }
+    if not found:
+        raise ValueError(
+            f"temperature='logits': the attention of {type(model).__name__} has no scaling that could carry it. "
+            "Leave temperature at 'rotary'."
+        )
+    return found
+
+
+def live_scale(module: nn.Module) -> float:
+    """Return what an attention module multiplies its logits by before the softmax."""
+    return float(vars(module)["scaling"])
+
+
+def instantiate_scale(module: nn.Module, config: PreTrainedConfig) -> float:
+    """Return the scale Transformers itself gives an attention of this class when it is built from ``config``."""
+    attention_class: Any = type(module)
+    with torch.device("meta"):
+        return float(attention_class(config, module.layer_idx).scaling)
+
+
+def expected_scale(module: nn.Module, scaling: RopeScaling | None) -> float:
+    """Return the closed form: ``1 / sqrt(qk_head_dim)``, times the square of ``mscale_all_dim``'s temperature.
+
+    Reference: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4; the square because both queries and keys carry it.
+    """
+    plain = 1.0 / math.sqrt(int(module.qk_head_dim))  # type: ignore[arg-type]  # nn.Module's attributes may be tensors, this one is an int
+    if scaling is None or scaling.mscale_all_dim is None or scaling.factor <= 1:
+        return plain
+    return plain * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+
+
+def attention_factor_of(extension: Extension) -> float:
+    """Return what an extension multiplies queries and keys by, each, wherever that happens."""
+    return METHODS[extension.scaling.method].formula(extension.spec, extension.scaling, None)[1]

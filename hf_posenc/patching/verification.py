@@ -1,0 +1,219 @@
+"""Two independent computations held against each other: a live rotary module and the float64 closed form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.families.discovery import label_prefix
+from hf_posenc.methods.closed_forms import plain_frequencies
+from hf_posenc.methods.registry import METHODS
+from hf_posenc.spec import ENCODINGS, RopeScaling, RopeSpec
+
+_RTOL = 1e-6
+_PROBES = (0, 1, 2, 5, 17, 63)  # positions at which cos and sin are compared
+_HINT = (
+    "A config changed after loading has no effect on the model, and a later cast or another library may have changed "
+    "the module: reload the model and call patch_model."
+)
+
+
+class RotaryMismatchError(RuntimeError):
+    """The live rotary modules do not hold what they should."""
+
+
+@dataclass(frozen=True)
+class RotaryCheck:
+    """One module's largest deviations from the closed form.
+
+    Attributes:
+        name: The module's name in the model.
+        inv_freq_error: Relative, over all pairs.
+        attention_factor: What multiplies cos and sin, as found.
+        output_error: Absolute, of cos and sin at a few positions.
+    """
+
+    name: str
+    inv_freq_error: float
+    attention_factor: float
+    output_error: float
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What ``verify_model`` found; it raises instead if something differs.
+
+    Attributes:
+        extension: Method, factor, options, original and target length.
+        modules: One entry per rotary module; empty for a model on the meta device, and for an encoding in the place
+            of RoPE, under which they rotate nothing.
+        attention_layers: How many layers run the rule in their attention; 0 for a static rule.
+    """
+
+    extension: dict[str, Any]
+    modules: tuple[RotaryCheck, ...]
+    attention_layers: int = 0
+
+    def __str__(self) -> str:
+        """Return the extension and what was found, in words."""
+        return f"{extension_words(self.extension)}; verified: {self.found}"
+
+    @property
+    def found(self) -> str:
+        """What was compared, and how closely it agrees, in words."""
+        found = []
+        if self.attention_layers:
+            found.append(f"run by {count(self.attention_layers, 'attention layer')}")
+        if self.modules:
+            error = max(check.inv_freq_error for check in self.modules)
+            held = "the model's own frequencies" if self.attention_layers else "the closed form"
+            found.append(f"{count(len(self.modules), 'rotary module')} within {error:.1g} of {held}")
+        if not found:
+            added = self.extension["method"] in ENCODINGS
+            found = ["it is added to the embeddings" if added else "nothing, as there is no data yet"]
+        return ", ".join(found)
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with a noun, in the plural where it is not one."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def extension_words(extension: Mapping[str, Any]) -> str:
+    """Return method, factor and lengths of what ``describe`` returns, in words."""
+    if extension["method"] == "none":
+        return f"not extended: {extension['context_length']} tokens"
+    lengths = f"{extension['original_max_position_embeddings']} -> {extension['context_length']} tokens"
+    return f"{extension['method']} x{extension['factor']:g}: {lengths}"
+
+
+def _live_rope_type(module: nn.Module, label: str | None) -> str:
+    rope_type: Any = module.rope_type
+    return str(rope_type if label is None else rope_type[label])
+
+
+def _expected(
+    spec: RopeSpec, scaling: RopeScaling | None, module: nn.Module, label: str | None
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Return the closed form's original frequencies, those in force now, and the attention factor."""
+    formula = METHODS[scaling.method].formula if scaling is not None else plain_frequencies
+    original, attention_factor = formula(spec, scaling, None)  # type: ignore[arg-type]  # the plain rule reads no scaling
+    if scaling is not None and scaling.temperature == "logits":
+        attention_factor = 1.0  # it is in the softmax scale
+    # Transformers' dynamic rule and longrope change inv_freq with the length of a forward.
+    if _live_rope_type(module, label) == "dynamic":
+        cached: Any = getattr(module, f"{label_prefix(label)}max_seq_len_cached", module.max_seq_len_cached)
+        return original, formula(spec, scaling, int(cached))[0], attention_factor  # type: ignore[arg-type]  # the plain rule reads no scaling
+    return original, original, attention_factor
+
+
+def check_rotary(
+    name: str,
+    module: nn.Module,
+    label: str | None,
+    spec: RopeSpec,
+    scaling: RopeScaling | None,
+    rtol: float | None = None,
+) -> RotaryCheck:
+    """Compare one module with the closed form.
+
+    Args:
+        name: The module's name, for messages.
+        module: A rotary module of Transformers' usual form.
+        label: The layer type whose frequencies are compared; None where all share them.
+        spec: What the model was trained with.
+        scaling: What it should hold; None for no scaling.
+        rtol: Relative tolerance; None for float32's own.
+
+    Raises:
+        RotaryMismatchError: It differs.
+    """
+    # float32 holds an exponent with a relative error of 2**-24, which the base multiplies by its logarithm.
+    tolerance = rtol if rtol is not None else _RTOL * max(1.0, math.log(spec.rope_theta) / math.log(1e6))
+    original, current, attention_factor = _expected(spec, scaling, module, label)
+    prefix = label_prefix(label)
+    error = _relative(name, f"{prefix}original_inv_freq", module, original)
+    if _live_rope_type(module, label) != "longrope":
+        error = max(error, _relative(name, f"{prefix}inv_freq", module, current))
+    what = scaling.method if scaling is not None else "no scaling"
+    if not error <= tolerance:
+        raise RotaryMismatchError(
+            f"{name}: the live frequencies are not those of {what}: relative difference {error:.3g}, allowed "
+            f"{tolerance:.3g}. {_HINT}"
+        )
+    found = float(module.__dict__[f"{prefix}attention_scaling"])
+    if not abs(found - attention_factor) <= _RTOL * attention_factor:
+        raise RotaryMismatchError(
+            f"{name}: the live attention factor is {found:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
+        )
+    output_error = _check_output(name, module, label, spec, original, attention_factor, tolerance)
+    return RotaryCheck(name, error, found, output_error)
+
+
+def check_scale(name: str, found: float, expected: float) -> None:
+    """Compare the softmax scale of an attention module with its closed form.
+
+    Raises:
+        RotaryMismatchError: It differs.
+    """
+    if not abs(found - expected) <= _RTOL * expected:
+        raise RotaryMismatchError(
+            f"{name}: the live softmax scale is {found:.6g}, the rotary settings ask for {expected:.6g}. {_HINT}"
+        )
+
+
+def _relative(name: str, buffer: str, module: nn.Module, expected: torch.Tensor) -> float:
+    live = getattr(module, buffer).detach().to(device="cpu", dtype=torch.float64)
+    if live.shape != expected.shape:
+        raise RotaryMismatchError(
+            f"{name}.{buffer} holds {live.numel()} frequencies, the config says {expected.numel()} (rotary_dim / 2)."
+        )
+    error = (live - expected).abs()
+    return float(torch.where(error > 0, error / expected, 0.0).max())  # of a pair that never turns, infinite or none
+
+
+@torch.no_grad()
+def _check_output(
+    name: str,
+    module: nn.Module,
+    label: str | None,
+    spec: RopeSpec,
+    inv_freq: torch.Tensor,
+    attention_factor: float,
+    tolerance: float,
+) -> float:
+    """Run the module at a few positions: what it hands out must come from the frequencies it holds."""
+    device = module.get_buffer(f"{label_prefix(label)}inv_freq").device
+    # Within the original length, where rules that depend on the length of a forward are at rest.
+    positions = [p for p in _PROBES if p < spec.original_max_position_embeddings - 1] or [0]
+    probes = torch.tensor(positions, device=device).unsqueeze(0)
+    cos, sin = _cos_and_sin(module, label, probes)
+    alpha = module._buffers.get("alpha")  # Mistral Large 4 has a learned logarithm of each frequency's multiple
+    learned = 1.0 if alpha is None else alpha.detach().cpu().double().exp()
+    angles = torch.tensor(positions, dtype=torch.float64).unsqueeze(1) * inv_freq * learned
+    num_pairs = len(inv_freq)
+    error = 0.0
+    for output, expected in ((cos, angles.cos()), (sin, angles.sin())):
+        live = output[0].cpu().double()
+        # Pairs are laid out in halves (cat) or side by side (repeat_interleave); either is the family's own.
+        layouts = (live[:, :num_pairs], live[:, ::2]) if live.shape[-1] == 2 * num_pairs else (live,)
+        error = max(error, min(float((x - expected * attention_factor).abs().max()) for x in layouts))
+    allowed = attention_factor * (max(positions) * tolerance + 1e-5)
+    if not error <= allowed:
+        raise RotaryMismatchError(
+            f"{name}: cos and sin differ by {error:.3g} from what its frequencies give (allowed {allowed:.3g}): the "
+            f"module does not use inv_freq as usual, so {type(module).__name__} cannot be scaled."
+        )
+    return error
+
+
+def _cos_and_sin(module: nn.Module, label: str | None, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call a rotary module; DeepSeek-V2 and Llama 4 hand out complex numbers."""
+    x = torch.zeros(1, 1, 1, device=position_ids.device)
+    output = module(x, position_ids) if label is None else module(x, position_ids, layer_type=label)
+    return (output.real, output.imag) if isinstance(output, torch.Tensor) else output
