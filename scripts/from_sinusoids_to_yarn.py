@@ -13,16 +13,9 @@ import torch
 from hf_posenc import convert_layout, patch_model, patched, perplexity, unpatch_model
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.encodings.formulas import (
-    alibi_slopes,
-    join_pairs,
-    rope_decay_bound,
-    rotate_complex,
-    rotate_real,
-    sinusoidal_shift,
-    sinusoidal_table,
-    split_pairs,
-)
+from hf_posenc.methods.encodings.alibi import alibi_slopes
+from hf_posenc.methods.encodings.rope import join_pairs, rope_decay_bound, rotate_complex, rotate_real, split_pairs
+from hf_posenc.methods.encodings.sinusoidal import sinusoidal_shift, sinusoidal_table
 
 torch.manual_seed(0)
 

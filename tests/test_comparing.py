@@ -21,9 +21,8 @@ from hf_posenc.comparing.planning import Plan, Step, make_plan
 from hf_posenc.comparing.timing import Law, Work, fit, work_of
 from hf_posenc.evaluation import perplexity
 from hf_posenc.families.discovery import door_capabilities
-from hf_posenc.methods.registry import METHODS
+from hf_posenc.methods.registry import method_names, methods
 from hf_posenc.patching.api import is_patched
-from hf_posenc.spec import ENCODINGS
 from hf_posenc.utils.units import ContextLength, Duration, duration_name
 
 ZERO_SHOT_STATIC = {"ntk", "ntk_by_parts", "yarn", "llama3"}
@@ -43,7 +42,11 @@ def test_every_method_is_tried_or_named_with_its_reason() -> None:
     found, left_out = names(make_tiny_llama())
     assert found[0] == "none"
     assert set(found) == {"none"} | ZERO_SHOT_STATIC | DOOR
-    assert set(left_out) == {"linear", "longrope", "abf", "nope"} == set(METHODS) - set(found) - ENCODINGS
+    assert (
+        set(left_out)
+        == {"linear", "longrope", "abf", "nope"}
+        == set(methods()) - set(found) - method_names("is_encoding")
+    )
     assert "wants fine-tuning" in left_out["linear"]
     assert "wants fine-tuning" in left_out["abf"]
     assert "needs long_factor" in left_out["longrope"]

@@ -14,8 +14,8 @@ from test_doctor import LAYERS, OF_64, SIZES, YARN, config_of
 from hf_posenc.doctor.dialects import VERSIONS, Refused, Rope, read_by
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.mending import mended
-from hf_posenc.methods.closed_forms import plain_frequencies
-from hf_posenc.methods.registry import METHODS, make_scaling
+from hf_posenc.methods.base import plain_frequencies
+from hf_posenc.methods.registry import make_method
 from hf_posenc.spec import RopeSpec
 
 LISTS = {"short_factor": [1.5] * 8, "long_factor": [2.0] * 8}
@@ -171,9 +171,8 @@ def frequencies(rope: Rope) -> tuple[list[float], float]:
     width = int(SIZES["hidden_size"] / SIZES["num_attention_heads"] * (rope.partial or 1.0))
     spec = RopeSpec(width, rope.rope_theta, rope.original or 64)
     if rope.rope_type == "default":
-        return plain_frequencies(spec)[0].tolist(), 1.0
-    scaling = make_scaling(rope.rope_type, rope.factor, dict(rope.options))
-    inv_freq, factor = METHODS[rope.rope_type].formula(spec, scaling, None)
+        return plain_frequencies(spec).tolist(), 1.0
+    inv_freq, factor = make_method(rope.rope_type, rope.factor, dict(rope.options)).frequencies(spec)
     return inv_freq.tolist(), factor
 
 

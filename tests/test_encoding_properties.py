@@ -15,16 +15,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as lla
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_posenc.encodings.formulas import (
-    alibi_slopes,
-    rope_decay_bound,
-    rotate_complex,
-    rotate_real,
-    sinusoidal_shift,
-    sinusoidal_table,
-    t5_buckets,
-    xpos_decay,
-)
+from hf_posenc.methods.encodings.alibi import alibi_slopes
+from hf_posenc.methods.encodings.rope import rope_decay_bound, rotate_complex, rotate_real
+from hf_posenc.methods.encodings.sinusoidal import sinusoidal_shift, sinusoidal_table
+from hf_posenc.methods.encodings.t5_bias import t5_buckets
+from hf_posenc.methods.encodings.xpos import xpos_decay
 
 Rotation = Callable[..., torch.Tensor]
 

@@ -27,7 +27,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.cli.main import main
 from hf_posenc.encodings.door import EncodingDoor
-from hf_posenc.encodings.modules import Alibi
+from hf_posenc.methods.encodings.alibi import AlibiBias
 
 ENCODINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sinusoidal": ("sinusoidal", {"embedding_scale": 0.05}),
@@ -202,12 +202,12 @@ def test_learned_table_ends() -> None:
 
 def test_biases_go_with_their_forward() -> None:
     """Compiled forwards clear nothing by themselves."""
-    door = EncodingDoor(Alibi(4), "sdpa")
+    door = EncodingDoor(AlibiBias(4), "sdpa")
     for step in range(1, 10):
         positions = step * torch.arange(5)[None]
         forward = door.read(positions, 5, None)
         for _ in range(2):  # made, then kept
-            assert torch.equal(door._bias(forward, 0, 5, 5, torch.zeros(1)), Alibi(4)(positions, positions))
+            assert torch.equal(door._bias(forward, 0, 5, 5, torch.zeros(1)), AlibiBias(4)(positions, positions))
         assert len(door.forwards) <= 4
 
 
@@ -332,8 +332,8 @@ def test_verify_finds_what_was_taken_out() -> None:
 
 def test_alibi_in_bfloat16_keeps_its_slopes() -> None:
     """Slopes of 12 heads are no powers of two: rounded, far tokens would weigh otherwise."""
-    slopes = Alibi(12).to(torch.bfloat16).slopes
-    assert torch.equal(slopes, Alibi(12).slopes)
+    slopes = AlibiBias(12).to(torch.bfloat16).slopes
+    assert torch.equal(slopes, AlibiBias(12).slopes)
     assert not torch.equal(slopes, slopes.bfloat16().float())
 
 

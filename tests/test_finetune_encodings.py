@@ -10,8 +10,8 @@ import torch
 from tiny_runs import Killed, config, kill_at, load, logits_of, losses
 
 from hf_posenc.checkpoint.extended import load_extended
+from hf_posenc.methods.registry import method_names
 from hf_posenc.patching.api import describe, patch_model, verify_model
-from hf_posenc.spec import ENCODINGS
 from hf_posenc.training import finetune
 
 LENGTH, STEPS, SEED = 64, 4, 3  # what the tiny model was made for
@@ -23,7 +23,7 @@ def encoded(folder: Path, method: str | None, **changes: Any) -> Any:
     return config(folder, **{**settings, **shared, **changes})
 
 
-@pytest.mark.parametrize("method", sorted(ENCODINGS))
+@pytest.mark.parametrize("method", sorted(method_names("is_encoding")))
 def test_a_run_resumes_to_the_same_losses_and_saves_the_encoding(
     method: str,
     base_folder: Path,

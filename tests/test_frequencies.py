@@ -9,9 +9,11 @@ import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_posenc.methods import closed_forms as rules
-from hf_posenc.methods.registry import METHODS, make_scaling
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.methods.base import STOPPED, Frequencies, Unscaled, plain_frequencies
+from hf_posenc.methods.ntk import ntk_theta
+from hf_posenc.methods.registry import make_method
+from hf_posenc.methods.yarn import Yarn, yarn_ramp
+from hf_posenc.spec import RopeSpec
 
 SHAPES = [(64, 1e4, 2048), (80, 1e4, 4096), (128, 5e5, 8192), (128, 1e6, 32768)]
 LLAMA2 = RopeSpec(rotary_dim=128, rope_theta=1e4, original_max_position_embeddings=4096)
@@ -33,11 +35,11 @@ def theirs(
     return inv_freq.double(), attention_factor
 
 
-def ours(name: str, spec: RopeSpec, factor: float, seq_len: int | None = None, **options: object) -> rules.Frequencies:
-    return METHODS[name].formula(spec, make_scaling(name, factor, options), seq_len)
+def ours(name: str, spec: RopeSpec, factor: float, seq_len: int | None = None, **options: object) -> Frequencies:
+    return make_method(name, factor, options).frequencies(spec, seq_len)
 
 
-def assert_same(ours: rules.Frequencies, theirs: tuple[torch.Tensor, float], rtol: float = 1e-6) -> None:
+def assert_same(ours: Frequencies, theirs: tuple[torch.Tensor, float], rtol: float = 1e-6) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=rtol, atol=0)
     assert ours[1] == pytest.approx(theirs[1], rel=1e-12)
 
@@ -87,11 +89,11 @@ def test_ntk_by_parts_is_llama3_between_1_and_32_turns(shape: tuple[int, float, 
 
 @pytest.mark.parametrize(("factor", "base"), [(2, 20_221), (4, 40_890), (8, 82_685), (16, 167_199)])
 def test_ntk_base_table(factor: float, base: int) -> None:
-    assert round(rules.ntk_theta(LLAMA2, factor)) == base
+    assert round(ntk_theta(LLAMA2, factor)) == base
 
 
 def test_plain_frequencies_by_hand() -> None:
-    inv_freq, attention_factor = rules.plain_frequencies(RopeSpec(4, 100.0, 16))
+    inv_freq, attention_factor = Unscaled().frequencies(RopeSpec(4, 100.0, 16))
     assert inv_freq.tolist() == pytest.approx([1.0, 0.1])
     assert attention_factor == 1.0
 
@@ -115,7 +117,7 @@ def test_by_parts_by_hand() -> None:
     ],
 )
 def test_yarn_ramp_ends(shape: tuple[int, float, int], low: float, high: float) -> None:
-    ramp = rules.yarn_ramp(RopeSpec(*shape), RopeScaling("yarn", 4))
+    ramp = yarn_ramp(RopeSpec(*shape), Yarn(4))
     assert (ramp == 0).sum() == math.floor(low) + 1
     assert int((ramp < 1).sum()) == math.ceil(high)
 
@@ -129,7 +131,7 @@ def test_yarn_ramp_ends(shape: tuple[int, float, int], low: float, high: float) 
     ],
 )
 def test_three_published_yarn_curves(ramp: str, stretch: list[float]) -> None:
-    plain, _ = rules.plain_frequencies(LLAMA2)
+    plain = plain_frequencies(LLAMA2)
     scaled, _ = ours("yarn", LLAMA2, 16, ramp=ramp)
     found = (plain / scaled)[[24, 28, 32, 36, 40, 44]]
     assert found.tolist() == pytest.approx(stretch, abs=0.006)
@@ -144,7 +146,7 @@ def test_yarn_temperature_table(factor: float, value: float) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fast_pairs_are_kept_and_slow_ones_divided(method: str, shape: tuple[int, float, int]) -> None:
     spec = RopeSpec(*shape)
-    plain, _ = rules.plain_frequencies(spec)
+    plain = plain_frequencies(spec)
     scaled, _ = ours(method, spec, 4)
     turns = spec.original_max_position_embeddings * plain / (2 * math.pi)
     fast, slow = turns >= 32, turns <= 0.9
@@ -156,7 +158,7 @@ def test_fast_pairs_are_kept_and_slow_ones_divided(method: str, shape: tuple[int
 
 def test_ntk_keeps_the_fastest_pair_and_stretches_the_slowest_as_linear_does() -> None:
     plain, linear, ntk = (
-        ours(m, LLAMA2, 4)[0] if m != "none" else rules.plain_frequencies(LLAMA2)[0] for m in ("none", "linear", "ntk")
+        ours(m, LLAMA2, 4)[0] if m != "none" else plain_frequencies(LLAMA2) for m in ("none", "linear", "ntk")
     )
     assert ntk[0] == plain[0]
     torch.testing.assert_close(ntk[-1], linear[-1], rtol=1e-12, atol=0)
@@ -176,7 +178,7 @@ STATIC = [
 
 @pytest.mark.parametrize(("method", "options"), STATIC)
 def test_factor_one_is_the_identity_and_frequencies_fall(method: str, options: dict[str, object]) -> None:
-    plain, _ = rules.plain_frequencies(LLAMA2)
+    plain = plain_frequencies(LLAMA2)
     same, attention_factor = ours(method, LLAMA2, 1, **options)
     torch.testing.assert_close(same, plain, rtol=1e-12, atol=0)
     assert attention_factor == 1.0
@@ -207,5 +209,5 @@ def test_nope_stops_every_pair_at_any_factor() -> None:
         assert_same(ours("nope", LLAMA2, factor), (torch.zeros(64, dtype=torch.float64), 1.0))
     assert ours("nope", LLAMA2, 4, attention_factor=1.2)[1] == 1.2
     # A longrope config without our mark says the same by its divisors.
-    stopped = [rules.STOPPED] * 64
+    stopped = [STOPPED] * 64
     assert_same(ours("longrope", LLAMA2, 4, 9000, long_factor=stopped, attention_factor=1.0), ours("nope", LLAMA2, 4))

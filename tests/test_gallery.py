@@ -26,7 +26,8 @@ from hf_posenc.gallery.spirals import draw_dials
 from hf_posenc.gallery.stretching import compared_rules, rule_pictures
 from hf_posenc.gallery.tables import draw_t5_buckets
 from hf_posenc.gallery.told import told_distances
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.methods.registry import make_method
+from hf_posenc.spec import RopeSpec
 
 PAIRS, BASE = 8, 10000.0
 FREQUENCIES = [BASE ** (-pair / PAIRS) for pair in range(PAIRS)]
@@ -150,7 +151,7 @@ def test_distances_told_are_the_papers_pair_by_pair(rule: str) -> None:
     method, options = RULES[rule]
     spec = RopeSpec(rotary_dim=16, rope_theta=10000.0, original_max_position_embeddings=64)
     places = torch.arange(200)
-    told = told_distances(spec, RopeScaling(method, 8.0, **options), places[:, None], places)
+    told = told_distances(spec, make_method(method, 8.0, options), places[:, None], places)
     expected = torch.where(places[:, None] >= places, relative_positions(rule, 200), torch.nan)
     torch.testing.assert_close(told, expected, equal_nan=True)
 

@@ -16,11 +16,13 @@ from tiny_runs import SEQ, Killed, config, kill_at, load, load_as_the_card_says,
 
 from hf_posenc.data.reading import DocumentStream
 from hf_posenc.evaluation import Record, perplexity, read_records
+from hf_posenc.methods.registry import method_names
 from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model, unpatched, verify_model
-from hf_posenc.spec import TRAINED_ENCODINGS
 from hf_posenc.training import fine_tuning, finetune
 from hf_posenc.training.base_model import BaseModel, find_base_model
 from hf_posenc.training.document_source import document_source, said_of
+
+WITH_PARAMETERS = method_names("has_parameters")
 
 HUB_ID = "owner/tiny-64"
 OTHER = {"license": "other", "license_name": "tiny-licence", "license_link": "LICENSE.md", "language": ["en", "fr"]}
@@ -282,12 +284,12 @@ def test_a_rule_that_is_replaced_is_named_beside_the_base_model(
     assert labels[1] == "extended to 128 tokens, not yet trained"
 
 
-@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "dca", *sorted(TRAINED_ENCODINGS)])
+@pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "dca", *sorted(WITH_PARAMETERS)])
 def test_an_extension_that_is_taken_out_for_a_while_comes_back_as_it_was(method: str, tokenizer: Any) -> None:
     model = make_tiny_llama()
     plain = logits_of(model, 64)
     limit = tokenizer.model_max_length
-    patch_model(model, method, 1 if method in TRAINED_ENCODINGS else 2, tokenizer=tokenizer)
+    patch_model(model, method, 1 if method in WITH_PARAMETERS else 2, tokenizer=tokenizer)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "positional_encoding" in name:  # as if it had learned something

@@ -91,8 +91,8 @@ def rules(model: PreTrainedModel, positions: torch.Tensor) -> tuple[torch.Tensor
     assert extension is not None
     plain = sharp_model("Llama")
     factors = [float(FACTOR)] * len(positions)
-    if extension.scaling.method == "dynamic_yarn":
-        assert Stages(extension.spec, extension.scaling).ends(200) == [64, 96, 128, 160, 192, 224]
+    if extension.method.name == "dynamic_yarn":
+        assert Stages(extension.spec, extension.method).ends(200) == [64, 96, 128, 160, 192, 224]
         factors = [1.0 if p < 64 else (p // 32 * 32 + 32) / 64 for p in positions.tolist()]
     made = {f: native(plain, "yarn", f).get_decoder().rotary_emb for f in set(factors)}
     inv_freq = torch.stack([made[f].inv_freq.double() for f in factors])

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config, Phi3F
 from hf_posenc import describe, extend_config, patch_model, save_extended
 from hf_posenc.cli.listings import checkpoints_text, presets_text
 from hf_posenc.cli.main import main
-from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.presets import Checkpoint, Preset, checkpoints, known_checkpoint, presets
 
 IDS = token_ids(60)
@@ -65,7 +65,7 @@ def test_a_preset_is_what_its_numbers_say_and_loads_in_plain_transformers(
 @each_preset
 def test_the_data_are_whole(preset: Preset) -> None:
     assert preset.method == get_method(preset.method).name
-    make_scaling(preset.method, preset.factor, preset.options)
+    make_method(preset.method, preset.factor, preset.options)
     assert preset.checkpoints
     assert len(preset.source) > 20
 

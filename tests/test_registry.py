@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from hf_posenc import available_methods
-from hf_posenc.methods.registry import METHODS, get_method, make_scaling
-from hf_posenc.spec import RopeScaling, RopeSpec, check_length
+from hf_posenc.methods.registry import get_method, make_method, methods
+from hf_posenc.spec import RopeSpec, check_length
 
 
 def test_rows_cover_the_table() -> None:
     rows = available_methods()
-    assert [row["name"] for row in rows] == list(METHODS)
+    assert [row["name"] for row in rows] == list(methods())
     assert all(row["summary"] and row["paper"] and row["on_disk"] for row in rows)
 
 
@@ -44,7 +44,7 @@ def test_unknown_method_suggests_the_nearest() -> None:
             4,
             {"beta_fast": 32},
             TypeError,
-            r"'linear' takes no option 'beta_fast' \(ntk_by_parts, dynamic_yarn, yarn do\)",
+            r"'linear' takes no option 'beta_fast' \(ntk_by_parts, yarn, dynamic_yarn do\)",
         ),
         ("yarn", 4, {"attn_factor": 1.0}, TypeError, r"takes no option 'attn_factor'\. It takes: attention_factor"),
         ("yarn", 0.25, {}, ValueError, r"factor must be >= 1, got 0\.25\. It is target / original"),
@@ -68,7 +68,7 @@ def test_bad_requests_say_what_came_and_what_is_allowed(
     method: str, factor: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        make_scaling(method, factor, options)
+        make_method(method, factor, options)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_lengths_are_whole_and_finite(value: float, message: str) -> None:
 
 def test_a_number_too_large_for_a_float_is_not_finite() -> None:
     with pytest.raises(ValueError, match="factor must be a finite number, got 1000"):
-        make_scaling("yarn", 10**400, {})
+        make_method("yarn", 10**400, {})
 
 
 def test_changed_options_leave_defaults_out() -> None:
-    assert make_scaling("yarn", 4, {"beta_fast": 16, "truncate": True}).changed_options() == {"beta_fast": 16.0}
-    assert RopeScaling("longrope", 4, long_factor=(1.0, 2.0)).changed_options() == {"long_factor": [1.0, 2.0]}
+    assert make_method("yarn", 4, {"beta_fast": 16, "truncate": True}).changed_options() == {"beta_fast": 16.0}
+    assert make_method("longrope", 4, {"long_factor": (1.0, 2.0)}).changed_options() == {"long_factor": [1.0, 2.0]}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ TABLE = "perplexity_truncated_table"
 
 def make_page(folder: Path) -> Path:
     """A report with every kind of panel."""
-    rope = {"rotary_dim": 64, "rope_theta": 10000.0, "still_pairs": 0}
+    rope = {"rotary_dim": 64, "rope_theta": 10000.0, "unrotated_pairs": 0}
     records: list[Any] = []
     for (method, factor), curve in CURVES.items():
         for length, perplexity in zip((128, 256, 1024), curve, strict=True):

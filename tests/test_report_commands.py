@@ -188,7 +188,7 @@ def test_what_is_told_is_no_part_of_the_key_and_older_files_lack_it(
 def test_records_say_what_the_frequencies_were_as_the_model_was_trained(
     tiny_llama: Callable[..., LlamaForCausalLM],
 ) -> None:
-    model, plain = tiny_llama(), {"rotary_dim": 16, "rope_theta": 10000.0, "still_pairs": 0}
+    model, plain = tiny_llama(), {"rotary_dim": 16, "rope_theta": 10000.0, "unrotated_pairs": 0}
     assert rope_facts(model) == plain
     with patched(model, "abf", 4, rope_theta=500000.0):
         assert rope_facts(model) == plain

@@ -12,12 +12,12 @@ import pytest
 from report_records import make_record, make_retrieval_record, read_page
 
 from hf_posenc.evaluation.rows import row_key
-from hf_posenc.methods.registry import METHODS
+from hf_posenc.methods.registry import methods
 from hf_posenc.report import _with_models, report
 from hf_posenc.report.looks import _ORDER, COLOURS, COLOURS_ON_DARK, INK, PLAIN, make_looks
 from hf_posenc.report.plot import Chart, Line, draw_chart
 
-ROPE = {"rope": {"rotary_dim": 64, "rope_theta": 10000.0, "still_pairs": 0}}
+ROPE = {"rope": {"rotary_dim": 64, "rope_theta": 10000.0, "unrotated_pairs": 0}}
 # Linear RGB as readers without one kind of cones see it. Machado, Oliveira and Fernandes 2009, severity 1.
 SEEN_BY = {
     "all": np.eye(3),
@@ -106,7 +106,7 @@ def test_a_method_has_its_colour_in_every_report(tmp_path: Path) -> None:
     first, second = drawn(alone.plots[1]), drawn(tmp_path / "others" / "perplexity_truncated.svg")
     assert first[1] == second[3]
     assert len(set(second)) == 4
-    assert sorted(_ORDER) == sorted(METHODS)  # a method that is not there would look otherwise in each report
+    assert sorted(_ORDER) == sorted(methods())  # a method that is not there would look otherwise in each report
 
 
 def test_rows_of_a_method_share_colour_and_marker_and_can_be_told_apart() -> None:

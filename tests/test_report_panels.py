@@ -29,7 +29,7 @@ from hf_posenc.report.positions import Losses
 from hf_posenc.report.tables import make_tables
 
 # SmolLM2-135M's.
-ROPE = {"rotary_dim": 64, "rope_theta": 100000.0, "still_pairs": 0}
+ROPE = {"rotary_dim": 64, "rope_theta": 100000.0, "unrotated_pairs": 0}
 SMOL: dict[str, Any] = {"original_max_position_embeddings": 8192, "rope": ROPE}
 
 
@@ -154,7 +154,7 @@ def test_the_frequency_panel_shows_each_pair_and_each_method(tmp_path: Path) -> 
 
 
 def test_models_have_panels_of_their_own_and_older_records_none(tmp_path: Path) -> None:
-    other = {**SMOL, "model": "other", "rope": {**ROPE, "rotary_dim": 32, "still_pairs": 4}}
+    other = {**SMOL, "model": "other", "rope": {**ROPE, "rotary_dim": 32, "unrotated_pairs": 4}}
     records = [extended("none", 1.0), extended("yarn", 4.0), make_record("none", 8192, 31.0, **other)]
     tables = read_page(report(records, tmp_path / "two").html.read_text()).tables
     assert len(tables["frequencies_2_pairs"]) == 1 + 12

@@ -19,7 +19,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc import RotaryMismatchError, describe, patch_model, patched, unpatch_model, verify_model
 from hf_posenc.attention.staged import Stages
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.methods.registry import make_method
+from hf_posenc.spec import RopeSpec
 
 
 @pytest.mark.parametrize(("family", "rule"), families_and_rules(FAMILIES, RULES))
@@ -84,13 +85,13 @@ def test_attention_is_the_definition_in_float64(method: str, log_n: bool) -> Non
     model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: found.append(output[0]))
     ids = IDS[:, : 4 * ORIGINAL]
     logits(model, ids)
-    stages = Stages(RopeSpec(16, 1e4, ORIGINAL), RopeScaling(method, 4, stage=32))
+    stages = Stages(RopeSpec(16, 1e4, ORIGINAL), make_method(method, 4, {"stage": 32}))
     torch.testing.assert_close(found[0][0].double(), by_hand(model, ids, stages, log_n), atol=2e-6, rtol=1e-5)
 
 
 def test_the_frequencies_of_a_stage_are_transformers_own() -> None:
     spec = RopeSpec(64, 1e5, 8192)
-    stages = Stages(spec, RopeScaling("dynamic_yarn", 4, stage=4096, beta_fast=16))
+    stages = Stages(spec, make_method("dynamic_yarn", 4, {"stage": 4096, "beta_fast": 16}))
     config = LlamaConfig(head_dim=64, max_position_embeddings=8192)
     for stage, factor in ((1, 1.5), (2, 2.0), (6, 4.0)):
         config.rope_parameters = {
@@ -104,7 +105,7 @@ def test_the_frequencies_of_a_stage_are_transformers_own() -> None:
         ours, our_temperature = stages.frequencies(stage)
         torch.testing.assert_close(ours.float(), inv_freq, rtol=1e-6, atol=0)
         assert our_temperature == pytest.approx(temperature)
-    ntk = Stages(spec, RopeScaling("dynamic", 4, stage=4096))
+    ntk = Stages(spec, make_method("dynamic", 4, {"stage": 4096}))
     theta = 1e5 * 2 ** (64 / 62)
     assert ntk.frequencies(2)[0][-1].item() == pytest.approx(theta ** (-62 / 64))
     assert ntk.frequencies(0)[0][-1].item() == pytest.approx(1e5 ** (-62 / 64))
@@ -112,13 +113,13 @@ def test_the_frequencies_of_a_stage_are_transformers_own() -> None:
 
 def test_where_stages_end() -> None:
     spec = RopeSpec(64, 1e5, 100)
-    linear = Stages(spec, RopeScaling("dynamic", 4, stage=50))
+    linear = Stages(spec, make_method("dynamic", 4, {"stage": 50}))
     assert linear.ends(250) == [100, 150, 200, 250]
     assert linear.of(torch.tensor([0, 99, 100, 149, 150, 249])).tolist() == [0, 0, 1, 1, 2, 3]
-    geometric = Stages(spec, RopeScaling("dynamic", 4, stage=50, growth="geometric"))
+    geometric = Stages(spec, make_method("dynamic", 4, {"stage": 50, "growth": "geometric"}))
     assert geometric.ends(400) == [100, 150, 225, 338, 507]
     assert [geometric.factor(stage) for stage in range(3)] == [1.0, 1.5, 2.25]
-    assert Stages(spec, RopeScaling("dynamic", 4)).stage_length == 25
+    assert Stages(spec, make_method("dynamic", 4)).stage_length == 25
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2", "GPTNeoX"])
@@ -309,4 +310,4 @@ def test_the_target_is_what_generation_may_reach() -> None:
         "original_max_position_embeddings": ORIGINAL,
         "context_length": 8 * ORIGINAL,
     }
-    assert math.isclose(Stages(RopeSpec(16, 1e4, 64), RopeScaling("dynamic", 8, stage=32)).factor(14), 8.0)
+    assert math.isclose(Stages(RopeSpec(16, 1e4, 64), make_method("dynamic", 8, {"stage": 32})).factor(14), 8.0)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import StaticLayer
 
-from hf_posenc.attention.distances import DISTANCE_RULES, DistanceRule, query_factors
 from hf_posenc.attention.doorway import PASS, Doorway
 from hf_posenc.attention.footprint import KEPT_COSINES
 from hf_posenc.attention.inner import inner_attention
@@ -25,6 +24,7 @@ from hf_posenc.attention.regional import attend_by_distance
 from hf_posenc.attention.rotated_keys import RotatedKeys
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, Tables, angles_at
 from hf_posenc.attention.staged import Stages
+from hf_posenc.methods.base import DistanceMethod, Regions
 
 
 class Door(Doorway[StagedForward]):
@@ -70,10 +70,10 @@ class Door(Doorway[StagedForward]):
         return found
 
     def _warn_past_target(self, length: int) -> None:
-        target = round(self.stages.scaling.factor * self.stages.spec.original_max_position_embeddings)
+        target = round(self.stages.method.factor * self.stages.spec.original_max_position_embeddings)
         if length > target and not self.warned:
             self.warned = True
-            method = self.stages.scaling.method
+            method = self.stages.method.name
             warnings.warn(f"{length} tokens, and {method} was asked for {target}: it goes on as it did.", stacklevel=2)
 
     def frequencies(self, stage: int, device: torch.device) -> tuple[torch.Tensor, float]:
@@ -85,7 +85,7 @@ class Door(Doorway[StagedForward]):
 
     def query_factors(self, places: torch.Tensor) -> torch.Tensor | None:
         """Return what multiplies queries at these places; None for nothing."""
-        return query_factors(self.stages.spec, self.stages.scaling, places)
+        return self.stages.method.query_factors(self.stages.spec, places)
 
     def tables(
         self,
@@ -154,7 +154,7 @@ class Door(Doorway[StagedForward]):
             # The values alone: how one layer turns must not be felt in the next.
             return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
         states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
-        is_step = query.shape[2] == 1 and dense is None and self.distances is None and not self.stages.scaling.log_n
+        is_step = query.shape[2] == 1 and dense is None and self.distances is None and not self.stages.method.log_n
         if torch.compiler.is_compiling() and is_step:
             return self._compiled_step(module, query, key, value, states, kind, kwargs)
         return self._attend(module, query, key, value, states, dense, kind, kwargs)  # type: ignore[no-any-return]  # the decorator leaves it untyped
@@ -218,6 +218,5 @@ class Door(Doorway[StagedForward]):
         return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
 
 
-def _distances(stages: Stages) -> DistanceRule | None:
-    make_rule = DISTANCE_RULES.get(stages.scaling.method)
-    return None if make_rule is None else make_rule(stages.spec, stages.scaling)
+def _distances(stages: Stages) -> Regions | None:
+    return stages.method.regions(stages.spec) if isinstance(stages.method, DistanceMethod) else None

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_posenc.attention.distances import DISTANCE_RULES, DistanceRule
 from hf_posenc.attention.staged import Stages
+from hf_posenc.methods.base import DistanceMethod, Regions, StagedMethod
 from hf_posenc.patching.extension import Extension
 
 # Cosines that a forward keeps for its layers (with the sines, 256 MiB). One table a stage is quadratic in a text's
@@ -36,13 +36,13 @@ def footprint(extension: Extension | None, num_tokens: int, fed: int) -> Footpri
         num_tokens: Tokens of the text so far.
         fed: How many of them are fed, the last; those before are in the KV cache.
     """
-    if extension is None or not extension.scaling.changes_rope_in_attention:
+    if extension is None or not extension.method.rotates_in_attention:
         return Footprint(0, 0)
-    spec, scaling = extension.spec, extension.scaling
-    make_rule = DISTANCE_RULES.get(scaling.method)
-    if make_rule is None:
-        return _of_stages(Stages(spec, scaling), num_tokens, fed)
-    return _of_distances(make_rule(spec, scaling), 2 * spec.num_pairs, num_tokens, fed)
+    spec, method = extension.spec, extension.method
+    if isinstance(method, DistanceMethod):
+        return _of_distances(method.regions(spec), 2 * spec.num_pairs, num_tokens, fed)
+    assert isinstance(method, StagedMethod), method
+    return _of_stages(Stages(spec, method), num_tokens, fed)
 
 
 def _of_stages(stages: Stages, num_tokens: int, fed: int) -> Footprint:
@@ -55,7 +55,7 @@ def _of_stages(stages: Stages, num_tokens: int, fed: int) -> Footprint:
     return Footprint(min(KEPT_COSINES, 2 * stages.spec.num_pairs * (keys + queries)), int(first > 0))
 
 
-def _of_distances(rule: DistanceRule, dim: int, num_tokens: int, fed: int) -> Footprint:
+def _of_distances(rule: Regions, dim: int, num_tokens: int, fed: int) -> Footprint:
     """Each region that is not plain and has keys turns the queries, and each way of such regions the new keys."""
     if num_tokens <= rule.plain_until:
         return Footprint(0, 0)

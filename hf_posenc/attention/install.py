@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.attention.distances import DISTANCE_RULES
 from hf_posenc.attention.door import Door
 from hf_posenc.attention.doorway import CROSS, FULL, INNER, PASS, door_of, put_door, register, take_door
 from hf_posenc.attention.masks import PREFIX
@@ -29,7 +28,7 @@ from hf_posenc.families.discovery import (
     unwrap,
 )
 from hf_posenc.families.sliding_window import window_of_all_layers
-from hf_posenc.methods.closed_forms import plain_frequencies
+from hf_posenc.methods.base import DistanceMethod, StagedMethod, plain_frequencies
 from hf_posenc.patching.extension import Extension, declared_rope
 from hf_posenc.patching.rotary_module import SavedRotary, rotary_class, write_rotary
 from hf_posenc.patching.verification import RotaryMismatchError
@@ -64,7 +63,7 @@ def check_door(wrapped: nn.Module, extension: Extension) -> Rotation:
     """
     model = unwrap(wrapped)
     config = model.config.get_text_config(decoder=True)
-    method = extension.scaling.method
+    method = extension.method.name
     reason = reason_of_family(model, config) or reason_of_settings(model, config)
     if reason is None and window_of_all_layers(config) and extension.sliding_window != "off":
         reason = "every layer has a sliding window (pass sliding_window='off' to attend to all of a text)"
@@ -228,7 +227,8 @@ def open_door(model: PreTrainedModel, extension: Extension, plain: torch.Tensor,
     register()
     config = model.config.get_text_config(decoder=True)
     inner = config._attn_implementation
-    door = Door(Stages(extension.spec, extension.scaling), inner, plain, rotation)
+    assert isinstance(extension.method, (StagedMethod, DistanceMethod)), extension.method
+    door = Door(Stages(extension.spec, extension.method), inner, plain, rotation)
     for module in attention_layers(model):
         put_door(module, door, _kind(module, config))
     for each in text_configs(model):
@@ -262,7 +262,7 @@ def door_problem(model: PreTrainedModel, opened: OpenDoor) -> str | None:
         return "an attention layer has lost its door"
     if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in opened.hooks):
         return "a hook of the decoder is gone"
-    expected = plain_frequencies(opened.door.stages.spec)[0]
+    expected = plain_frequencies(opened.door.stages.spec)
     if not torch.allclose(opened.door.plain.double().cpu(), expected, rtol=1e-5, atol=0):
         return "the frequencies it turns by are not the model's"
     for name, module in rotary_modules(model).items():
@@ -291,10 +291,9 @@ def _kind(module: nn.Module, config: PreTrainedConfig) -> str:
 
 def _plain_until(extension: Extension) -> int:
     """Return up to how many tokens a rule leaves a text as it is."""
-    rule = DISTANCE_RULES.get(extension.scaling.method)
-    if rule is None:
-        return extension.spec.original_max_position_embeddings
-    return rule(extension.spec, extension.scaling).plain_until
+    if isinstance(extension.method, DistanceMethod):
+        return extension.method.regions(extension.spec).plain_until
+    return extension.spec.original_max_position_embeddings
 
 
 @torch.no_grad()

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import dropout, pad
 
-from hf_posenc.attention.distances import DistanceRule, Region
 from hf_posenc.attention.flash_parts import attend_part, merged
 from hf_posenc.attention.pieces import Output, Pieces
 from hf_posenc.attention.rotation import Tables
 from hf_posenc.attention.tiles import query_blocks, region_tiles
+from hf_posenc.methods.base import Region, Regions
 
 # Scores of one head that exist at a time.
 _SCORES = 2**22
 
 
-def attend_by_distance(pieces: Pieces, rule: DistanceRule) -> Output:
+def attend_by_distance(pieces: Pieces, rule: Regions) -> Output:
     """Attend with a rule's regions; no score exists for more than a few queries at a time.
 
     Args:
@@ -57,7 +57,7 @@ class _Document:
     """
 
     pieces: Pieces
-    rule: DistanceRule
+    rule: Regions
     row: int
     start: int
     first: int
@@ -99,7 +99,7 @@ class _Document:
         return plain and self.pieces.can_split(self.query, self.pieces.key, self.value)
 
 
-def _row(pieces: Pieces, rule: DistanceRule, row: int, index: slice) -> torch.Tensor:
+def _row(pieces: Pieces, rule: Regions, row: int, index: slice) -> torch.Tensor:
     layout = pieces.forward.layout
     query, value = pieces.query[index], pieces.value[index]
     ways = {region.name: region for region in rule.regions}  # regions of one name turn keys alike

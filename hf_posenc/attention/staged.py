@@ -7,12 +7,11 @@ from functools import cached_property
 
 import torch
 
-from hf_posenc.methods.closed_forms import Frequencies, ntk_frequencies, plain_frequencies, yarn_frequencies
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.methods.base import DistanceMethod, Frequencies, StagedMethod, plain_frequencies
+from hf_posenc.spec import RopeSpec
 
 # Stage 0 is the original length; each later one is this share of it long, unless asked otherwise. Measured: README.
 DEFAULT_STAGE = 0.25
-_FORMULAS = {"dynamic": ntk_frequencies, "dynamic_yarn": yarn_frequencies}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,24 +20,29 @@ class Stages:
 
     Attributes:
         spec: What the model was trained with.
-        scaling: ``dynamic`` (NTK) or ``dynamic_yarn``, with ``stage``, ``growth`` and YaRN's options.
+        method: One with stages; one of distances has none, and the model's own frequencies.
     """
 
     spec: RopeSpec
-    scaling: RopeScaling
+    method: StagedMethod | DistanceMethod
+
+    @property
+    def _staged(self) -> StagedMethod:
+        assert isinstance(self.method, StagedMethod), self.method
+        return self.method
 
     @cached_property
     def stage_length(self) -> int:
         """Tokens of the first stage past the original length."""
         original = self.spec.original_max_position_embeddings
-        return self.scaling.stage or max(1, round(DEFAULT_STAGE * original))
+        return self._staged.stage or max(1, round(DEFAULT_STAGE * original))
 
     def ends(self, length: int) -> list[int]:
         """Return the position each stage ends before, of as many stages as ``length`` tokens need."""
         ends = [self.spec.original_max_position_embeddings]
         ratio = 1 + self.stage_length / ends[0]
         while ends[-1] < length:
-            grown = round(ends[-1] * ratio) if self.scaling.growth == "geometric" else ends[-1] + self.stage_length
+            grown = round(ends[-1] * ratio) if self._staged.growth == "geometric" else ends[-1] + self.stage_length
             ends.append(max(grown, ends[-1] + 1))
         return ends
 
@@ -58,6 +62,5 @@ class Stages:
     def frequencies(self, stage: int) -> Frequencies:
         """Return ``inv_freq``, float64 ``(rotary_dim // 2,)``, and ``attention_factor`` of a stage."""
         if stage == 0:
-            return plain_frequencies(self.spec)
-        scaling = dataclasses.replace(self.scaling, factor=self.factor(stage))
-        return _FORMULAS[self.scaling.method](self.spec, scaling)
+            return plain_frequencies(self.spec), 1.0
+        return self._staged.at(self.factor(stage)).frequencies(self.spec)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_posenc.attention.distances import DistanceRule, Region
+from hf_posenc.methods.base import Region, Regions
 
 # Queries of one block, where the edge of a region moves with the query: each edge costs as many keys in vain.
 BLOCK = 256
@@ -30,7 +30,7 @@ class Tile:
     is_causal: bool = False
 
 
-def query_blocks(rule: DistanceRule, first: int, last: int) -> Iterator[tuple[int, int]]:
+def query_blocks(rule: Regions, first: int, last: int) -> Iterator[tuple[int, int]]:
     """Yield (first, one past the last) of the blocks of the queries from ``first`` until ``last``.
 
     Up to ``plain_until`` and inside a chunk it is one block, as only the edge at the query itself moves there.

@@ -39,9 +39,8 @@ from hf_posenc.checkpoint.standard_saving import carry_extension
 from hf_posenc.encodings.install import MODULE, load_parameters, refuse_adapter
 from hf_posenc.families.discovery import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
 from hf_posenc.families.sliding_window import KEEP
-from hf_posenc.methods.serialization import mark_encoding
 from hf_posenc.patching.api import describe, unextended_config, verify_model
-from hf_posenc.patching.extension import MARK, Extension
+from hf_posenc.patching.extension import MARK, Extension, mark_encoding
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import as_stored
 from hf_posenc.utils.files import write_whole

@@ -15,10 +15,9 @@ from transformers import AutoConfig
 from hf_posenc.checkpoint.hub_files import folder_with
 from hf_posenc.families.discovery import text_configs, unwrap
 from hf_posenc.families.sliding_window import KEEP
-from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.api import extension_of, patch_model, unextended_config
-from hf_posenc.patching.extension import MARK, Extension, describe_config, mark_on
-from hf_posenc.spec import ENCODINGS
+from hf_posenc.patching.extension import Extension, describe_config, mark_on
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import __version__
 
@@ -49,7 +48,7 @@ def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: s
         )
     window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
     # What config.json keeps of the base model, so that a later change of it is found.
-    kept = {"base_config": unextended_config(base)} if extension.scaling.on_attention_door else {}
+    kept = {"base_config": unextended_config(base)} if extension.method.runs_in_attention else {}
     mark = mark_on(base.config.get_text_config(decoder=True)) or {}  # of one that was loaded extended
     # What an adapter's folder does not say of the head that it was trained with.
     head = {"num_labels": base.config.num_labels} if hasattr(base, "num_labels") else {}
@@ -202,9 +201,9 @@ def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = 
 
 def is_on_attention_door(manifest: dict[str, Any]) -> bool:
     """Return whether a manifest's rule is one that no config can say, so that ``config.json`` stays the base's."""
-    return make_scaling(manifest["method"], manifest["factor"], manifest["options"]).on_attention_door
+    return make_method(manifest["method"], manifest["factor"], manifest["options"]).runs_in_attention
 
 
 def is_encoding(manifest: Mapping[str, Any]) -> bool:
     """Return whether a manifest's rule takes the place of RoPE, so that plain Transformers must not run the model."""
-    return get_method(manifest["method"]).name in ENCODINGS
+    return get_method(manifest["method"]).is_encoding

@@ -16,7 +16,7 @@ from hf_posenc.explaining.sections import Section, section_panels, section_text
 from hf_posenc.explaining.subject import Subject, read_subject
 from hf_posenc.families.discovery import door_capabilities
 from hf_posenc.gallery.pages import check_output_folder, write_page
-from hf_posenc.methods.registry import METHODS, get_method
+from hf_posenc.methods.registry import get_method, methods
 from hf_posenc.patching.request import resolve
 from hf_posenc.spec import check_length, check_number, unknown_name
 from hf_posenc.utils.units import length_name
@@ -41,7 +41,7 @@ def run_explain(
         ValueError, TypeError: The name is unknown, the request does not fit the model, or the folder is a file.
     """
     if extension.rope_scaling is not None:
-        raise ValueError("--rope-scaling: explain is told the method by its name, and how far by --factor.")
+        raise ValueError("--rope-method: explain is told the method by its name, and how far by --factor.")
     encoding = encoding_of(name)
     if encoding is None:
         _check_method(name, extension, options)
@@ -61,7 +61,7 @@ def run_explain(
 
 
 def _check_method(name: str, extension: ExtensionArguments, options: dict[str, Any]) -> None:
-    known = {other for method in METHODS.values() for other in (method.name, *method.aliases)}
+    known = {other for method in methods().values() for other in (method.name, *method.aliases)}
     key = name.lower().replace("-", "_")
     if key not in known:
         raise unknown_name("method or encoding", name, sorted(known | ENCODING_FACTS.keys()), key)
@@ -94,8 +94,8 @@ def _method(
         on_scaled=extension.on_scaled,
     )
     reason = door_capabilities().get(subject.config.model_type)
-    if resolved.scaling.on_attention_door and reason is not None:
-        raise ValueError(reason.replace("'dynamic_yarn'", repr(resolved.scaling.method), 1))  # which the census tried
+    if resolved.method.runs_in_attention and reason is not None:
+        raise ValueError(reason.replace("'dynamic_yarn'", repr(resolved.method.name), 1))  # which the census tried
     return method_title(resolved), method_sections(subject, resolved)
 
 

@@ -12,8 +12,9 @@ from hf_posenc.gallery.spirals import draw_dials, draw_spirals
 from hf_posenc.gallery.stretching import rule_pictures
 from hf_posenc.gallery.tables import draw_alibi_bias, draw_alibi_slopes, draw_sinusoidal_table, draw_t5_buckets
 from hf_posenc.gallery.told import draw_told, draw_told_maps
+from hf_posenc.methods.registry import make_method
 from hf_posenc.report.pieces import Panel
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.spec import RopeSpec
 
 # Llama 2's heads, which the papers on longer contexts extend.
 LLAMA_2 = RopeSpec(rotary_dim=128, rope_theta=10000.0, original_max_position_embeddings=4096)
@@ -30,7 +31,7 @@ def gallery_pictures() -> list[Picture]:
     """Return all pictures of the gallery, in order."""
     shape = Shape(num_pairs=LLAMA_2.num_pairs, base=LLAMA_2.rope_theta)
     target = round(FACTOR * LLAMA_2.original_max_position_embeddings)
-    told = [(name, RopeScaling(name, FACTOR)) for name in _TOLD]
+    told = [(name, make_method(name, FACTOR)) for name in _TOLD]
     found = [
         *rule_pictures(LLAMA_2, FACTOR),
         draw_dials(LLAMA_2, target),

@@ -30,7 +30,8 @@ from hf_posenc.cli.request_checks import (
 )
 from hf_posenc.cli.shared_arguments import TRACEBACK
 from hf_posenc.cli.sources import read
-from hf_posenc.spec import DEFAULT_METHOD, unknown_name
+from hf_posenc.methods.registry import DEFAULT_METHOD
+from hf_posenc.spec import unknown_name
 from hf_posenc.utils.launching import LaunchArguments, launch_words, relaunch
 
 _EXAMPLES = """\

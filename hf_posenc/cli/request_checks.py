@@ -28,7 +28,7 @@ def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: 
         ValueError: A method or preset is unknown, a value is out of range, or two that exclude each other are given.
     """
     from hf_posenc.families.sliding_window import check_window
-    from hf_posenc.methods.registry import make_scaling
+    from hf_posenc.methods.registry import make_method
     from hf_posenc.patching.presets import get_preset
     from hf_posenc.spec import check_length
 
@@ -45,7 +45,7 @@ def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: 
     named = [method for method in methods if method != NONE]
     for method in named:
         try:
-            make_scaling(method, 1.0 if extension.factor is None else extension.factor, rules)
+            make_method(method, 1.0 if extension.factor is None else extension.factor, rules)
         except TypeError as error:
             if len(named) == 1 or not rules:
                 raise

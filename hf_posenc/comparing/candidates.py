@@ -10,17 +10,17 @@ from transformers import PreTrainedModel
 
 from hf_posenc.evaluation.row_models import try_rows
 from hf_posenc.families.discovery import unwrap
-from hf_posenc.methods.registry import METHODS, get_method, make_scaling
+from hf_posenc.methods.base import Method, StagedMethod
+from hf_posenc.methods.registry import get_method, make_method, method_names
+from hf_posenc.methods.registry import methods as all_methods
 from hf_posenc.patching.api import describe
 from hf_posenc.patching.extension import declared_rope
 from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
-from hf_posenc.spec import ENCODINGS, RopeScaling
 
 # From what everything runs to what is hardest to serve; of methods that tie, the first kind is taken.
 UNPATCHED, STATIC, STAGED, OTHER = range(4)
 # The row of a dictionary, which may be of the same method as another row.
 ROPE_SCALING = "rope_scaling"
-_STAGED_METHODS = frozenset({"dynamic", "dynamic_yarn"})
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,30 @@ class Candidate:
         return "none" if self.row is None else str(self.row["method"])
 
     @property
-    def scaling(self) -> RopeScaling | None:
-        """The rule with its options, its factor left out; None for the model as it is."""
+    def rule(self) -> Method | None:
+        """The method with its options, its factor left out; None for the model as it is."""
         if self.row is None:
             return None
-        return make_scaling(
-            self.method, 1.0, {k: v for k, v in self.row.items() if k in get_method(self.method).options}
-        )
+        known = get_method(self.method).option_fields()
+        return make_method(self.method, 1.0, {name: value for name, value in self.row.items() if name in known})
 
     @property
     def kind(self) -> int:
-        return kind_of(self.method, self.scaling)
+        return kind_of(self.method, self.rule)
 
 
-def kind_of(method: str, scaling: RopeScaling | None = None) -> int:
-    """Return how hard a method, with its default options or those of ``scaling``, is to serve.
+def kind_of(method: str, rule: Method | None = None) -> int:
+    """Return how hard a method, with its default options or those of ``rule``, is to serve.
 
     Returns:
         ``UNPATCHED`` to ``OTHER``.
     """
     if method == "none":
         return UNPATCHED
-    if not (scaling or RopeScaling(method)).on_attention_door:
+    rule = rule or make_method(method)
+    if not rule.runs_in_attention:
         return STATIC
-    return STAGED if method in _STAGED_METHODS else OTHER
+    return STAGED if isinstance(rule, StagedMethod) else OTHER
 
 
 def find_candidates(
@@ -82,21 +82,21 @@ def find_candidates(
             it, or does not go as far as is asked.
     """
     chosen = list(dict.fromkeys(get_method(name).name for name in methods if name != "none"))
-    found, left_out = [Candidate("none", None)], {}
+    found, left_out, encodings = [Candidate("none", None)], {}, method_names("is_encoding")
     theirs = None if rope_scaling is None else _of_dictionary(model, told, rope_scaling)
     if theirs is not None:
         try_rows(model, [theirs.row])
         found.append(theirs)
-    every = [] if methods and theirs is not None else [name for name in METHODS if name not in ENCODINGS]
+    every = [] if methods and theirs is not None else [name for name in all_methods() if name not in encodings]
     for name in chosen or every:
-        if name in ENCODINGS:
+        if name in encodings:
             left_out[name] = "takes the place of RoPE, and a model trained with RoPE reads nothing with it"
             continue
-        if not chosen and not METHODS[name].zero_shot:
+        if not chosen and not all_methods()[name].zero_shot:
             left_out[name] = "wants fine-tuning"
             continue
         own = Candidate(name, {"method": name, **told})
-        if theirs is not None and own.scaling == theirs.scaling and _lengths(own) == _lengths(theirs):
+        if theirs is not None and own.rule == theirs.rule and _lengths(own) == _lengths(theirs):
             left_out[name] = f"is the same as {ROPE_SCALING}"
             continue
         try:
@@ -138,7 +138,7 @@ def _lengths(one: Candidate) -> tuple[Any, ...]:
 
 
 def _none_suits(left_out: Mapping[str, str]) -> str:
-    tried = {reason for name, reason in left_out.items() if METHODS[name].zero_shot}
+    tried = {reason for name, reason in left_out.items() if all_methods()[name].zero_shot}
     if len(tried) == 1:  # of the model, not of the methods
         return tried.pop()
     return "no method suits this model without training. " + " ".join(

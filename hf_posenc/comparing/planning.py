@@ -212,7 +212,7 @@ def _is_of(record: AnyRecord, one: Candidate) -> bool:
     """Say whether a record seems to be of a row; what is measured again is decided where it is measured."""
     if record.method != one.method or record.tokens_trained:
         return False
-    if one.row is None or one.scaling is None:
+    if one.row is None or one.rule is None:
         return True
     reached = round(record.factor * (record.original_max_position_embeddings or 0))
-    return record.options == one.scaling.changed_options() and reached == one.row["context_length"]
+    return record.options == one.rule.changed_options() and reached == one.row["context_length"]

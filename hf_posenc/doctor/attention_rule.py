@@ -10,7 +10,7 @@ from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
-from hf_posenc.methods.serialization import ENCODING_MARK
+from hf_posenc.methods.base import ENCODING_MARK
 from hf_posenc.patching.extension import MARK, read_mark, rule_is_elsewhere
 
 

@@ -20,9 +20,9 @@ from hf_posenc.doctor.dialects import (
 )
 from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_text, default_theta
 from hf_posenc.families.discovery import LONGROPE_ONLY
-from hf_posenc.methods.registry import make_scaling
+from hf_posenc.methods.registry import make_method
 from hf_posenc.patching.extension import MARK, SCALING_KEYS, rotary_width
-from hf_posenc.patching.request import spelling_of
+from hf_posenc.patching.request import rope_parameters_of
 from hf_posenc.spec import RopeSpec
 
 ORIGINAL = "original_max_position_embeddings"
@@ -172,12 +172,12 @@ def _head_dim(text: Mapping[str, Any]) -> int:
 
 def from_mark(text: Mapping[str, Any], parameters: Mapping[str, Any], mark: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rule that ``save_extended`` noted beside it, spelled as it spells it."""
-    width, still_pairs = rotary_width(_head_dim(text), parameters)
-    spec = RopeSpec(width, float(mark["rope_theta"]), mark[ORIGINAL], still_pairs)
-    scaling = make_scaling(mark["method"], mark["factor"], mark["options"])
+    width, unrotated_pairs = rotary_width(_head_dim(text), parameters)
+    spec = RopeSpec(width, float(mark["rope_theta"]), mark[ORIGINAL], unrotated_pairs)
+    scaling = make_method(mark["method"], mark["factor"], mark["options"])
     label = full_label(text)
     kept = {key: value for key, value in parameters.items() if key not in SCALING_KEYS}
-    return {**kept, "rope_theta": spec.rope_theta, **spelling_of(text["model_type"], label, scaling)(spec, scaling)}
+    return {**kept, "rope_theta": spec.rope_theta, **rope_parameters_of(text["model_type"], label, scaling, spec)}
 
 
 def meant(facts: Facts) -> Rope | None:

@@ -24,10 +24,10 @@ from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.families.discovery import label_prefix, rope_label, rotary_modules
-from hf_posenc.methods.registry import METHODS, make_scaling
+from hf_posenc.methods.registry import make_method, method_names, method_of_rope_type
 from hf_posenc.patching.api import describe, is_on_attention_door, is_patched, verify_model
 from hf_posenc.patching.verification import RotaryMismatchError, check_rotary
-from hf_posenc.spec import ENCODINGS, RopeScaling, RopeSpec
+from hf_posenc.spec import RopeSpec
 
 _RELOAD = "Reload the model, and change its positions with patch_model only."
 
@@ -70,7 +70,7 @@ def held_by_modules(base: PreTrainedModel) -> list[str]:
     if is_on_attention_door(base):
         inner = inner_name(str(base.config._attn_implementation))
         turning = f"; the attention turns queries and keys on as the rule says, and then calls {inner}"
-        if (there := describe(base)["method"]) in ENCODINGS:
+        if (there := describe(base)["method"]) in method_names("is_encoding"):
             turning = f"; {there} is in the place of RoPE"
     words = []
     for name, module in modules.items():
@@ -84,7 +84,7 @@ def held_by_modules(base: PreTrainedModel) -> list[str]:
 
 def against_meaning(base: PreTrainedModel, rope: Rope | None) -> list[Finding]:
     """Compare the modules with the closed form of what the checkpoint's config means, however it was read."""
-    if rope is None or rope.rope_type not in ("default", *METHODS):
+    if rope is None or (rope.rope_type != "default" and method_of_rope_type(rope.rope_type) is None):
         return []
     try:
         modules = rotary_modules(base)
@@ -95,11 +95,10 @@ def against_meaning(base: PreTrainedModel, rope: Rope | None) -> list[Finding]:
     for name, module in modules.items():
         held = module.get_buffer(f"{label_prefix(label)}inv_freq")
         spec = RopeSpec(2 * held.numel(), rope.rope_theta, rope.original or length)
-        scaling = RopeScaling("none")
-        if rope.rope_type != "default":
-            scaling = make_scaling(rope.rope_type, rope.factor, dict(rope.options))
+        plain = rope.rope_type == "default"
+        method = None if plain else make_method(rope.rope_type, rope.factor, dict(rope.options))
         try:
-            check_rotary(name, module, label, spec, None if rope.rope_type == "default" else scaling)
+            check_rotary(name, module, label, spec, method)
         except RotaryMismatchError as error:
             why = f"The config means {rope}; Transformers {transformers.__version__} did not load that."
             return [Finding("loaded-otherwise", "error", str(error).split(". ")[0].rstrip("."), why)]

@@ -75,7 +75,7 @@ def _request(dialect: Dialect, known: Known) -> tuple[str, float, dict[str, Any]
     rope_type = parameters["rope_type"]
     if rope_type == "default":
         return "none", 1.0, {}
-    names = get_method(rope_type).options
+    names = get_method(rope_type).option_fields()
     options = {key: value for key, value in parameters.items() if key in names and value is not None}
     if rope_type == "dynamic":
         options["scope"] = "sequence"

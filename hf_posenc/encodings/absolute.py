@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.layout import text_positions
-from hf_posenc.encodings.modules import AddedToEmbeddings
+from hf_posenc.methods.encodings.modules import AddedToEmbeddings
 
 
 class AbsolutePositions:

@@ -13,7 +13,7 @@ from hf_posenc.attention.doorway import PASS, Doorway
 from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.layout import Forward, Layout, written_slots
 from hf_posenc.attention.masks import piece_mask
-from hf_posenc.encodings.modules import AddedToLogits, TurnsPairs
+from hf_posenc.methods.encodings.modules import AddedToLogits, TurnsPairs
 
 # Queries of one inner call with a bias, so that none is [length, length].
 QUERY_CHUNK = 512

@@ -24,11 +24,11 @@ from hf_posenc.attention.install import (
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.door import EncodingDoor
-from hf_posenc.encodings.modules import AddedToEmbeddings, AddedToLogits, TurnsPairs, make_encoding
 from hf_posenc.families.discovery import rotary_modules, text_configs, unwrap
-from hf_posenc.patching.extension import Extension
+from hf_posenc.methods.base import Encoding, Method, ModelSizes
+from hf_posenc.methods.encodings.modules import AddedToEmbeddings, AddedToLogits, TurnsPairs
+from hf_posenc.patching.extension import Extension, head_dim_of
 from hf_posenc.patching.verification import RotaryMismatchError
-from hf_posenc.spec import RopeScaling
 
 # Its name in the decoder, and so that of its parameters in a checkpoint.
 MODULE = "positional_encoding"
@@ -93,16 +93,16 @@ def check_encoding(wrapped: nn.Module, extension: Extension) -> None:
     model = unwrap(wrapped)
     config = model.config.get_text_config(decoder=True)
     reason = reason_of_family(model, config) or reason_of_settings(model, config)
-    encoding = make_encoding(config, extension)  # raises on sizes that do not fit
+    encoding = _make_module(config, extension)  # raises on sizes that do not fit
     if reason is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
         reason = f"a bias cannot be added in {config._attn_implementation!r} (load it with attn_implementation='sdpa')"
     if reason is None and isinstance(encoding, TurnsPairs):
-        reason = _several_ropes(config, extension.scaling)
+        reason = _several_ropes(config, extension.method)
     if reason is None and getattr(wrapped, "peft_config", None):
         reason = "it is wrapped by PEFT, whose adapters would not hold the encoding (patch the model, then wrap it)"
     if reason is not None:
         raise ValueError(
-            f"method {extension.scaling.method!r} is not supported for model_type {config.model_type!r}: {reason}."
+            f"method {extension.method.name!r} is not supported for model_type {config.model_type!r}: {reason}."
         )
 
 
@@ -118,7 +118,7 @@ def put_in(model: PreTrainedModel, extension: Extension) -> PutIn:
         RotaryMismatchError: A layer does not ask; nothing is left of it.
     """
     config = model.config.get_text_config(decoder=True)
-    encoding = make_encoding(config, extension)
+    encoding = _make_module(config, extension)
     weight: Any = model.get_input_embeddings().weight
     encoding.to(weight.device, weight.dtype)
     decoder = _decoder(model)
@@ -133,6 +133,20 @@ def put_in(model: PreTrainedModel, extension: Extension) -> PutIn:
         put.take_out(model)
         raise
     return put
+
+
+def _make_module(config: PreTrainedConfig, extension: Extension) -> Any:
+    """Return the encoding that an extension asks for, with parameters drawn anew."""
+    assert isinstance(extension.method, Encoding), extension.method
+    sizes = ModelSizes(
+        spec=extension.spec,
+        context_length=extension.context_length,
+        hidden_size=int(config.hidden_size),
+        num_heads=int(config.num_attention_heads),
+        head_dim=head_dim_of(config),
+        initializer_range=float(getattr(config, "initializer_range", 0.02)),
+    )
+    return extension.method.module(sizes)
 
 
 def load_parameters(model: PreTrainedModel, path: Path) -> None:
@@ -172,13 +186,13 @@ def refuse_adapter(base: nn.Module, advice: str) -> None:
         )
 
 
-def _several_ropes(config: PreTrainedConfig, scaling: RopeScaling) -> str | None:
+def _several_ropes(config: PreTrainedConfig, method: Method) -> str | None:
     """Return why RoPE cannot be put in as the model has it: its layer types turn otherwise, and no value was given."""
     kinds = set(getattr(config, "layer_types", None) or ())
     own = [settings for kind, settings in config.rope_parameters.items() if kind in kinds]
     for name, unset in (("rope_theta", None), ("partial_rotary_factor", 1.0)):
         values = {settings.get(name, unset) for settings in own}
-        if len(values) > 1 and getattr(scaling, name) is None:
+        if len(values) > 1 and getattr(method, name) is None:
             shown = ", ".join(map(str, sorted(values)))
             return f"its layer types have a RoPE each, of {name} {shown}, and all would get one: give {name}"
     return None

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.install import attention_layers, goes_through_interface, probe, turns
-from hf_posenc.encodings.formulas import join_pairs, split_pairs
 from hf_posenc.families.discovery import unwrap
+from hf_posenc.methods.encodings.rope import RopeOptions, join_pairs, split_pairs
 from hf_posenc.patching.api import describe, extension_of, patch_model, unpatch_model
 from hf_posenc.patching.extension import head_dim_of
 from hf_posenc.patching.verification import RotaryMismatchError
@@ -82,7 +82,7 @@ def convert_layout(model: ModelT, to: str = INTERLEAVED) -> ModelT:
         if to == INTERLEAVED:
             unpatch_model(base)
         elif extension is not None:
-            patch_model(base, "rope", **extension.scaling.changed_options(), **original)
+            patch_model(base, "rope", **extension.method.changed_options(), **original)
         raise RotaryMismatchError(
             f"{type(base).__name__} computes something else in the {to} layout: its family turns queries and keys in "
             "another way than Llama's."
@@ -116,8 +116,9 @@ def _layers(base: PreTrainedModel) -> list[nn.Module]:
 
 def _rotary_dim(base: nn.Module) -> int:
     extension = extension_of(base)
-    assert extension is not None  # it is patched
-    share, config = extension.scaling.partial_rotary_factor, unwrap(base).config.get_text_config(decoder=True)
+    assert extension is not None
+    assert isinstance(extension.method, RopeOptions)  # it is patched with 'rope'
+    share, config = extension.method.partial_rotary_factor, unwrap(base).config.get_text_config(decoder=True)
     return extension.spec.rotary_dim if share is None else int(head_dim_of(config) * share)
 
 

@@ -68,7 +68,7 @@ def rope_facts(model: PreTrainedModel) -> dict[str, Any]:
         spec = plain_spec(config) if extension is None else extension.spec
     except ValueError:  # as for GPT-2
         return {}
-    return {name: getattr(spec, name) for name in ("rotary_dim", "rope_theta", "still_pairs")}
+    return {name: getattr(spec, name) for name in ("rotary_dim", "rope_theta", "unrotated_pairs")}
 
 
 def make_run_key(identity: dict[str, Any], settings: Any) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_posenc.methods.registry import method_names
 from hf_posenc.patching.api import describe, is_patched, patched, unpatched
-from hf_posenc.spec import INSTEAD_OF_ROPE
 
 
 def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
@@ -20,7 +20,7 @@ def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
         ValueError: With what to do.
     """
     there = describe(model)
-    if there["method"] in INSTEAD_OF_ROPE:
+    if there["method"] in method_names("instead_of_rope"):
         raise ValueError(
             f"{name!r} holds {there['method']} in the place of its RoPE, and its weights suit no other rule. Take it "
             "as it is: eval and lm-eval without --method."

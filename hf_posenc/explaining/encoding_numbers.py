@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from hf_posenc.encodings.formulas import alibi_slopes, t5_buckets, xpos_decay
 from hf_posenc.explaining.pairs import HEADS, number_name, pair_rows, pair_sentences
 from hf_posenc.explaining.subject import Subject
+from hf_posenc.methods.base import Unscaled
+from hf_posenc.methods.encodings.alibi import alibi_slopes
+from hf_posenc.methods.encodings.t5_bias import t5_buckets
+from hf_posenc.methods.encodings.xpos import xpos_decay
 from hf_posenc.patching.extension import plain_spec
 from hf_posenc.report.frequencies import PairRule, wavelengths
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.spec import RopeSpec
 
 # Sentences, the heads of a table and its rows; no heads for no table.
 Numbers = tuple[list[str], list[str], list[list[str]]]
@@ -36,7 +39,7 @@ def encoding_numbers(name: str, subject: Subject, options: dict[str, Any], targe
 
 def _rope(subject: Subject, options: dict[str, Any], target: int) -> Numbers:
     spec = plain_spec(subject.config)
-    rule = PairRule("rope", spec, RopeScaling("none"), target)
+    rule = PairRule("rope", spec, Unscaled(), target)
     heads = [*HEADS[:2], f"turns in {spec.original_max_position_embeddings:,}"]
     return [*partial_sentence(subject, spec), *pair_sentences(rule)], heads, [row[:3] for row in pair_rows(rule)]
 
@@ -152,7 +155,7 @@ def _nope(subject: Subject, options: dict[str, Any], target: int) -> Numbers:
     if subject.has_rope:
         spec = plain_spec(subject.config)
         sentences.append(
-            f"This model has {spec.turning_pairs} pairs that turn; without positions all of them stand still."
+            f"This model has {spec.rotated_pairs} pairs that turn; without positions all of them stand still."
         )
     return sentences, [], []
 

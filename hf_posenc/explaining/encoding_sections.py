@@ -48,7 +48,7 @@ def model_shape(subject: Subject, options: dict[str, Any]) -> Shape:
     rotary: dict[str, Any] = {}
     if subject.has_rope:
         spec = plain_spec(subject.config)
-        rotary = {"num_pairs": spec.turning_pairs, "base": spec.rope_theta}
+        rotary = {"num_pairs": spec.rotated_pairs, "base": spec.rope_theta}
     return Shape(num_heads=subject.num_heads, width=subject.width, rows=subject.length, options=options, **rotary)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, is_on_attention_door, read_manifest
-from hf_posenc.methods.closed_forms import yarn_attention_factor
-from hf_posenc.methods.registry import get_method, make_scaling
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.methods.base import Method
+from hf_posenc.methods.registry import get_method, make_method
+from hf_posenc.spec import RopeSpec
 
 # The rope_type of rules that are a rope_theta and nothing else.
 PLAIN = "default"
@@ -34,7 +34,7 @@ class ExportFolder:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def on_attention_door(self) -> bool:
+    def runs_in_attention(self) -> bool:
         """Whether the rule is one that no config can say."""
         return is_on_attention_door(self.manifest)
 
@@ -72,17 +72,16 @@ class ExportFolder:
         return RopeSpec(int(head_dim), float(self.rope["rope_theta"]), self.original)
 
     @property
-    def scaling(self) -> RopeScaling:
+    def method(self) -> Method:
         """The rule under the name it has in config.json; none for plain ones."""
-        known = get_method(self.rope_type).options
-        options = {key: self.rope[key] for key in known if self.rope.get(key) is not None}
-        return make_scaling(self.rope_type, float(self.rope["factor"]), options)
+        options = get_method(self.rope_type).read_options(self.rope)
+        return make_method(self.rope_type, float(self.rope["factor"]), options)
 
     @property
     def attention_factor(self) -> float:
         """What multiplies cos and sin."""
         if self.rope_type == "yarn":
-            return yarn_attention_factor(self.scaling)
+            return self.method.frequencies(self.spec)[1]
         return float(self.rope["attention_factor"]) if self.rope_type == "longrope" else 1.0
 
 

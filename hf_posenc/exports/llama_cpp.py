@@ -9,7 +9,7 @@ from typing import Any
 from hf_posenc.checkpoint.manifest import CONFIG
 from hf_posenc.exports.folder import PLAIN, ExportFolder, check_one_list, check_rule, command, read_folder
 from hf_posenc.exports.nearest import refuse_attention_rule
-from hf_posenc.methods.closed_forms import STOPPED, llama3_frequencies, plain_frequencies
+from hf_posenc.methods.base import STOPPED, plain_frequencies
 
 # What convert_hf_to_gguf.py calls the families whose conversion was read (conversion/llama.py, conversion/qwen.py).
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -45,7 +45,7 @@ def gguf_tensors(path: str | Path) -> dict[str, list[float]]:
     folder = read_folder(path)
     metadata_of(folder)
     if folder.rope_type == "llama3":
-        divisors = plain_frequencies(folder.spec)[0] / llama3_frequencies(folder.spec, folder.scaling)[0]
+        divisors = plain_frequencies(folder.spec) / folder.method.frequencies(folder.spec)[0]
         return {"rope_freqs.weight": divisors.tolist()}
     if folder.rope_type == "longrope":
         lists = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}

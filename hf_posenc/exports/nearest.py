@@ -6,15 +6,21 @@ from dataclasses import replace
 
 from transformers import AutoConfig
 
-from hf_posenc.attention.distances import DISTANCE_RULES
 from hf_posenc.checkpoint.manifest import CONFIG, MANIFEST, is_encoding
 from hf_posenc.exports.folder import ExportFolder, command
 from hf_posenc.families.sliding_window import KEEP
-from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.methods.base import DistanceMethod, StaticMethod
+from hf_posenc.methods.registry import get_method, make_method, methods
 from hf_posenc.patching.request import resolve, write_config
 
-# Static rules that need no number besides the factor.
-STATIC = ("linear", "ntk", "ntk_by_parts", "yarn", "llama3")
+
+def static_without_options() -> list[str]:
+    """Return the names of the static methods that need no number besides the factor."""
+    return [
+        name
+        for name, cls in methods().items()
+        if issubclass(cls, StaticMethod) and not cls.needs_options and not cls.instead_of_rope
+    ]
 
 
 def refuse_attention_rule(folder: ExportFolder, title: str) -> None:
@@ -28,7 +34,7 @@ def refuse_attention_rule(folder: ExportFolder, title: str) -> None:
             f"{title} cannot run {folder.manifest['method']}: the model was trained with it in place of RoPE, so only "
             "hf_posenc runs it (load_extended, hf-posenc eval), and no static rule is near."
         )
-    if folder.on_attention_door:
+    if folder.runs_in_attention:
         raise ValueError(
             f"{title} cannot run {folder.manifest['method']}: the rule depends on where each query stands, so only "
             f"hf_posenc runs it (load_extended, hf-posenc eval), and {CONFIG} is the base model's. For the nearest "
@@ -41,20 +47,20 @@ def as_static(folder: ExportFolder, method: str) -> ExportFolder:
 
     Args:
         folder: One whose rule is in its manifest alone.
-        method: A name from ``STATIC``, or an alias.
+        method: A name of ``static_without_options``, or an alias.
 
     Raises:
         ValueError: The folder's config.json says its rule, or is not the base model's any more; or the method is not
             one of these.
     """
     name = get_method(method).name
-    if name not in STATIC:
-        raise ValueError(f"--as takes a static rule that needs no options: {', '.join(STATIC)}; got {method!r}.")
+    if name not in (known := static_without_options()):
+        raise ValueError(f"--as takes a static rule that needs no options: {', '.join(known)}; got {method!r}.")
     if is_encoding(folder.manifest):
         raise ValueError(
             f"{folder.path!r} was trained with {folder.manifest['method']} in place of RoPE: no static rule is near it."
         )
-    if not folder.on_attention_door:
+    if not folder.runs_in_attention:
         raise ValueError(
             f"{CONFIG} in {folder.path!r} says its rule already ({folder.manifest['method']}), and servers run that: "
             f"leave --as out. For another rule: hf-posenc patch {folder.path} OUT --method {name} --on-scaled replace."
@@ -83,9 +89,8 @@ def as_static(folder: ExportFolder, method: str) -> ExportFolder:
 def what_is_lost(folder: ExportFolder, static: ExportFolder) -> list[str]:
     """Return comments that say what a static rule does otherwise than the folder's own."""
     own, other, manifest = folder.manifest["method"], static.manifest["method"], folder.manifest
-    scaling = make_scaling(own, manifest["factor"], manifest["options"])
-    distances = DISTANCE_RULES.get(own)
-    plain = folder.original if distances is None else distances(static.spec, scaling).plain_until
+    method = make_method(own, manifest["factor"], manifest["options"])
+    plain = method.regions(static.spec).plain_until if isinstance(method, DistanceMethod) else folder.original
     asked = ("--method", other, "--context-length", folder.context_length, "--on-scaled", "replace")
     again = command("hf-posenc", "eval", folder.path, *asked)
     trained = int(folder.manifest.get("tokens_trained") or 0)

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from hf_posenc.encodings.formulas import rope_decay_bound, xpos_decay
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid
 from hf_posenc.gallery.maps import Shape
 from hf_posenc.gallery.scores import XPOS_SCALE_BASE, rope_score, xpos_score
+from hf_posenc.methods.encodings.rope import rope_decay_bound
+from hf_posenc.methods.encodings.xpos import xpos_decay
 from hf_posenc.report.looks import COLOURS, DASHES, INK
 
 _MAX_DISTANCE = 8192

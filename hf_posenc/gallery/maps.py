@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from hf_posenc.encodings.formulas import alibi_slopes, t5_buckets
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid, heat_map
 from hf_posenc.gallery.scores import XPOS_SCALE_BASE, block_means, rope_score, xpos_score
+from hf_posenc.methods.encodings.alibi import alibi_slopes
+from hf_posenc.methods.encodings.t5_bias import t5_buckets
 
 LENGTHS = (100, 1000, 10000)
 _CELLS = 100  # of a row and a column: a map of 10,000 tokens has the means of 100 by 100

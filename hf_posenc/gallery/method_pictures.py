@@ -6,27 +6,25 @@ import dataclasses
 
 import torch
 
-from hf_posenc.attention.distances import query_factors
 from hf_posenc.attention.staged import Stages
 from hf_posenc.gallery.canvas import Picture, tokens_name
 from hf_posenc.gallery.stretching import Stretched
 from hf_posenc.gallery.told import spread_places
-from hf_posenc.methods.closed_forms import plain_frequencies
-from hf_posenc.methods.registry import METHODS
+from hf_posenc.methods.base import AttentionMethod, Method, StagedMethod, plain_frequencies
 from hf_posenc.report.looks import numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.spec import RopeSpec
 
 _POINTS = 48  # of a curve
 
 
-def draw_ramp(spec: RopeSpec, scaling: RopeScaling, rule: Stretched) -> Picture | None:
+def draw_ramp(spec: RopeSpec, method: Method, rule: Stretched) -> Picture | None:
     """Draw how much of its interpolation each pair has; None at factor 1, or of a rule that goes beyond dividing."""
-    if scaling.factor == 1:
+    if method.factor == 1:
         return None
-    turning = spec.turning_pairs
-    plain, scaled = plain_frequencies(spec)[0][:turning], rule.inv_freq[:turning]
-    share = (plain - scaled) / (plain - plain / scaling.factor)
+    turning = spec.rotated_pairs
+    plain, scaled = plain_frequencies(spec)[:turning], rule.inv_freq[:turning]
+    share = (plain - scaled) / (plain - plain / method.factor)
     if float(share.max()) > 1.01 or float(share.min()) < -0.01:
         return None
     pairs = list(range(turning))
@@ -47,30 +45,29 @@ def draw_ramp(spec: RopeSpec, scaling: RopeScaling, rule: Stretched) -> Picture 
 
 
 def _first_slow(spec: RopeSpec) -> list[tuple[float, str]]:
-    turns = plain_frequencies(spec)[0][: spec.turning_pairs] * spec.original_max_position_embeddings / (2 * torch.pi)
+    turns = plain_frequencies(spec)[: spec.rotated_pairs] * spec.original_max_position_embeddings / (2 * torch.pi)
     slow = torch.nonzero(turns < 1).flatten()
     return [(int(slow[0]) - 0.5, "no whole turn in training")] if 0 < len(slow) < len(turns) else []
 
 
-def draw_temperature(spec: RopeSpec, scaling: RopeScaling) -> Picture | None:
+def draw_temperature(spec: RopeSpec, method: Method) -> Picture | None:
     """Draw what multiplies logits by the factor; None of a rule without a temperature, or with a given one."""
-    if scaling.attention_factor is not None or scaling.factor <= 1:
+    if getattr(method, "attention_factor", None) is not None or method.factor <= 1:
         return None
-    most = max(8.0, 2 * scaling.factor)
+    most = max(8.0, 2 * method.factor)
     factors = torch.linspace(1, most, _POINTS, dtype=torch.float64).tolist()
-    formula = METHODS[scaling.method].formula
-    logits = [formula(spec, dataclasses.replace(scaling, factor=one), None)[1] ** 2 for one in factors]
+    logits = [dataclasses.replace(method, factor=one).frequencies(spec)[1] ** 2 for one in factors]
     if max(logits) == min(logits):
         return None
-    here = formula(spec, scaling, None)[1] ** 2
+    here = method.frequencies(spec)[1] ** 2
     step = most / 8
     chart = Chart(
         "Temperature",
         "factor: target / original length",
         "logits are multiplied by",
-        [Line(scaling.method, factors, logits, numbered_look(0))],
+        [Line(method.name, factors, logits, numbered_look(0))],
         [(1.0, "1"), *((at * step, f"{at * step:g}") for at in range(1, 9) if at * step > 1)],
-        [(scaling.factor, f"x{scaling.factor:g}: {here:.3f}")],
+        [(method.factor, f"x{method.factor:g}: {here:.3f}")],
         log_x=False,
     )
     caption = (
@@ -79,9 +76,9 @@ def draw_temperature(spec: RopeSpec, scaling: RopeScaling) -> Picture | None:
     return Picture("temperature", "Temperature", caption, draw_chart(chart))
 
 
-def draw_stages(spec: RopeSpec, scaling: RopeScaling, reach: int) -> Picture:
+def draw_stages(spec: RopeSpec, method: StagedMethod, reach: int) -> Picture:
     """Draw the scale of queries, and what multiplies their logits, by where they stand."""
-    stages = Stages(spec, scaling)
+    stages = Stages(spec, method)
     x: list[float] = []
     scales: list[float] = []
     logits: list[float] = []
@@ -110,17 +107,17 @@ def draw_stages(spec: RopeSpec, scaling: RopeScaling, reach: int) -> Picture:
     return Picture("stages", "Stages", caption, draw_chart(chart))
 
 
-def draw_query_factors(spec: RopeSpec, scaling: RopeScaling, reach: int) -> Picture | None:
+def draw_query_factors(spec: RopeSpec, method: AttentionMethod, reach: int) -> Picture | None:
     """Draw what multiplies queries by where they stand; None if nothing does."""
     places = spread_places(reach, 200)
-    factors = query_factors(spec, scaling, places)
+    factors = method.query_factors(spec, places)
     if factors is None:
         return None
     chart = Chart(
         "Queries by where they stand",
         "position of the query, in tokens",
         "multiplied by",
-        [Line("log_n" if scaling.log_n else "sharpen", places.tolist(), factors.tolist(), numbered_look(0))],
+        [Line("log_n" if method.log_n else "sharpen", places.tolist(), factors.tolist(), numbered_look(0))],
         [(at * reach / 4, tokens_name(at * reach / 4)) for at in range(5)],
         [(spec.original_max_position_embeddings, "trained on")],
         log_x=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_posenc.encodings.formulas import xpos_decay
+from hf_posenc.methods.encodings.xpos import xpos_decay
 
 # Tokens by which xPos shrinks a pair's logits by its decay once (Sun et al. 2022, arXiv:2212.10554, algorithm 1).
 XPOS_SCALE_BASE = 512

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid, tokens_name
-from hf_posenc.methods.closed_forms import plain_frequencies
+from hf_posenc.methods.base import plain_frequencies
 from hf_posenc.report.looks import COLOURS, INK
 from hf_posenc.spec import RopeSpec
 
@@ -18,7 +18,7 @@ _TRAINED, _NEW = COLOURS[0], COLOURS[1]
 
 def draw_spirals(spec: RopeSpec) -> Picture:
     """Draw three pairs over the first tokens, the position as the third axis."""
-    inv_freq = plain_frequencies(spec)[0][: spec.turning_pairs]
+    inv_freq = plain_frequencies(spec)[: spec.rotated_pairs]
     # A fast pair, one of a few turns in the picture, and one that hardly moves in it.
     wanted = (0, _nearest(inv_freq, 2 * math.pi / (_TOKENS / 3)), _nearest(inv_freq, 2 * math.pi / (8 * _TOKENS)))
     pairs = sorted(set(wanted))
@@ -66,15 +66,15 @@ def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, 
         scaled: ``inv_freq`` of a rule, float64 ``(num_pairs,)``; None for linear's.
         rule: Its name.
     """
-    original, plain = spec.original_max_position_embeddings, plain_frequencies(spec)[0]
+    original, plain = spec.original_max_position_embeddings, plain_frequencies(spec)
     if scaled is None:
         scaled, rule = plain * original / target, f"linear x{target / original:g}"
-    reached = plain[: spec.turning_pairs] * original
+    reached = plain[: spec.rotated_pairs] * original
     slow = torch.nonzero(reached * target / original < 2 * math.pi).flatten()
     if target <= original or float(reached[-1]) >= 2 * math.pi:
         return None
     # The fastest that stays within one turn, of which the most is to be seen; or the slowest.
-    pair = int(slow[0]) if len(slow) else spec.turning_pairs - 1
+    pair = int(slow[0]) if len(slow) else spec.rotated_pairs - 1
     before, after = float(plain[pair]), float(scaled[pair])
     seen = before * original
     plots = [

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from hf_posenc.gallery.canvas import Picture
-from hf_posenc.methods.closed_forms import plain_frequencies
-from hf_posenc.methods.registry import METHODS
+from hf_posenc.methods.base import plain_frequencies
+from hf_posenc.methods.registry import make_method
+from hf_posenc.methods.yarn import Yarn
 from hf_posenc.report.looks import COLOURS, PLAIN, Look, numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.units import length_name
 
 
@@ -34,7 +35,7 @@ class Stretched:
 
 def turns_of(spec: RopeSpec) -> list[float]:
     """Return the turns of each pair that turns over the original length."""
-    inv_freq = plain_frequencies(spec)[0][: spec.turning_pairs]
+    inv_freq = plain_frequencies(spec)[: spec.rotated_pairs]
     return (inv_freq * spec.original_max_position_embeddings / (2 * math.pi)).tolist()
 
 
@@ -43,10 +44,10 @@ def stretch_lines(spec: RopeSpec, rules: Sequence[Stretched]) -> list[Line]:
 
     A pair that is stopped is stretched without end: rules with one are left out.
     """
-    plain, turns = plain_frequencies(spec)[0][: spec.turning_pairs], turns_of(spec)
+    plain, turns = plain_frequencies(spec)[: spec.rotated_pairs], turns_of(spec)
     lines: list[Line] = []
     for rule in rules:
-        stretch = plain / rule.inv_freq[: spec.turning_pairs]
+        stretch = plain / rule.inv_freq[: spec.rotated_pairs]
         if bool(torch.isfinite(stretch).all()):
             lines.append(Line(rule.name, turns, stretch.tolist(), numbered_look(len(lines))))
     return lines
@@ -75,11 +76,11 @@ def draw_stretch(spec: RopeSpec, rules: Sequence[Stretched], slug: str, title: s
 
 def draw_wavelengths(spec: RopeSpec, rule: Stretched, target: int) -> Picture | None:
     """Draw the tokens of a turn of each pair, before and after; None of a rule that stops pairs."""
-    plain, scaled = (one[: spec.turning_pairs] for one in (plain_frequencies(spec)[0], rule.inv_freq))
+    plain, scaled = (one[: spec.rotated_pairs] for one in (plain_frequencies(spec), rule.inv_freq))
     if bool((scaled == 0).any()):
         return None
-    pairs, original = list(range(spec.turning_pairs)), spec.original_max_position_embeddings
-    ends = [0, spec.turning_pairs - 1]
+    pairs, original = list(range(spec.rotated_pairs)), spec.original_max_position_embeddings
+    ends = [0, spec.rotated_pairs - 1]
     lines = [
         Line("unscaled", pairs, (2 * math.pi / plain).tolist(), PLAIN),
         Line(rule.name, pairs, (2 * math.pi / scaled).tolist(), numbered_look(0)),
@@ -87,13 +88,13 @@ def draw_wavelengths(spec: RopeSpec, rule: Stretched, target: int) -> Picture | 
     ]
     if target > original:
         lines.append(Line(f"asked for: {length_name(target)}", ends, [target] * 2, Look(COLOURS[3], "", (0, (1, 2)))))
-    step = max(1, spec.turning_pairs // 8)
+    step = max(1, spec.rotated_pairs // 8)
     chart = Chart(
         "Tokens of one turn",
         "pair",
         "wavelength in tokens",
         lines,
-        [(at, str(at)) for at in range(0, spec.turning_pairs, step)],
+        [(at, str(at)) for at in range(0, spec.rotated_pairs, step)],
         log_x=False,
     )
     caption = (
@@ -122,15 +123,15 @@ def compared_rules(spec: RopeSpec, factor: float) -> list[Stretched]:
     target = factor * spec.original_max_position_embeddings
     rules = []
     for name, method, options, share in _COMPARED:
-        scaling = RopeScaling(method, factor, **options)  # type: ignore[arg-type]  # of the table above
-        rules.append(Stretched(name, *METHODS[method].formula(spec, scaling, round(share * target))))
+        rule = make_method(method, factor, options)
+        rules.append(Stretched(name, *rule.frequencies(spec, round(share * target))))
     return rules
 
 
 def rule_pictures(spec: RopeSpec, factor: float) -> list[Picture]:
     """Return the curves of all rules side by side, and of YaRN's three ramps."""
     where = (
-        f"{spec.turning_pairs} pairs at base {spec.rope_theta:g}, trained on "
+        f"{spec.rotated_pairs} pairs at base {spec.rope_theta:g}, trained on "
         f"{spec.original_max_position_embeddings:,} tokens, factor {factor:g}"
     )
     every = draw_stretch(
@@ -142,10 +143,7 @@ def rule_pictures(spec: RopeSpec, factor: float) -> list[Picture]:
         f"rule has to stretch by {factor:g} if they are to stay at angles they had. Transformers' dynamic rule at the "
         "target and at half of it; abf is as far as its base goes, whatever the factor.",
     )
-    ramps = [
-        Stretched(name, *METHODS["yarn"].formula(spec, RopeScaling("yarn", factor, ramp=ramp), None))
-        for ramp, name in _RAMPS
-    ]
+    ramps = [Stretched(name, *Yarn(factor, ramp=ramp).frequencies(spec)) for ramp, name in _RAMPS]
     yarn = draw_stretch(
         spec,
         ramps,

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
-from hf_posenc.encodings.formulas import alibi_slopes, sinusoidal_table, t5_buckets
 from hf_posenc.gallery.canvas import Draw, Grid, Picture, draw_grid, heat_map
 from hf_posenc.gallery.maps import Shape
+from hf_posenc.methods.encodings.alibi import alibi_slopes
+from hf_posenc.methods.encodings.sinusoidal import sinusoidal_table
+from hf_posenc.methods.encodings.t5_bias import t5_buckets
 from hf_posenc.report.looks import COLOURS, INK
 
 _TOKENS = 256  # of a bias matrix

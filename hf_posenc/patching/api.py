@@ -20,8 +20,15 @@ from hf_posenc.checkpoint.standard_saving import carries_extension, carry_extens
 from hf_posenc.encodings.install import PutIn, check_encoding, put_in
 from hf_posenc.families.discovery import label_prefix, rope_label, rotary_modules, text_configs, unwrap
 from hf_posenc.families.sliding_window import KEEP
-from hf_posenc.methods.serialization import mark_encoding
-from hf_posenc.patching.extension import MARK, Extension, declared_scaling, describe_config, mark_on, plain_spec
+from hf_posenc.patching.extension import (
+    MARK,
+    Extension,
+    declared_scaling,
+    describe_config,
+    mark_encoding,
+    mark_on,
+    plain_spec,
+)
 from hf_posenc.patching.request import resolve, warn_about_limits, write_config
 from hf_posenc.patching.rotary_module import (
     SavedRotary,
@@ -155,15 +162,15 @@ def patch_model(
     )
     modules = rotary_modules(base)
     rotation = None
-    if extension.scaling.is_encoding:
+    if extension.method.is_encoding:
         check_encoding(model, extension)
-    elif extension.scaling.on_attention_door:
+    elif extension.method.runs_in_attention:
         rotation = check_door(model, extension)
     _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
     new_config = copy.deepcopy(text_config)
     write_config(new_config, extension)
     values = {name: instantiate(module, new_config) for name, module in modules.items()}
-    for saved in values.values() if extension.scaling.is_encoding else ():
+    for saved in values.values() if extension.method.is_encoding else ():
         zero_other_layer_types(saved, rope_label(new_config))
     attentions, scales = _new_scales(base, extension, new_config, values)
     warn_about_limits(new_config, extension)
@@ -178,8 +185,8 @@ def patch_model(
     )
     for config in text_configs(base):
         write_config(config, extension)
-        if extension.scaling.is_encoding:  # which save_pretrained alone must not lose
-            mark_encoding(config.rope_parameters, rope_label(config), extension.scaling.method)
+        if extension.method.is_encoding:  # which save_pretrained alone must not lose
+            mark_encoding(config.rope_parameters, rope_label(config), extension.method.name)
     said = extension_words(extension.describe())
     for name, module in modules.items():
         write_rotary(module, values[name], said)
@@ -188,7 +195,7 @@ def patch_model(
     base.__dict__[_RECORD] = record
     carry_extension(base)
     try:
-        if extension.scaling.is_encoding:
+        if extension.method.is_encoding:
             record.encoding = put_in(base, extension)
         elif rotation is not None:
             record.door = put_behind_door(base, extension, next(iter(values.values())), rotation)
@@ -309,19 +316,19 @@ def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
             raise RotaryMismatchError(f"{describe(base)['method']} is no longer in place: {problem}.")
         layers = record.encoding.layers(base) if record.encoding else layers_behind(base, record.door.door)
     extension = extension_of(base)
-    if extension is not None and extension.scaling.is_encoding:
+    if extension is not None and extension.method.is_encoding:
         return Verification(describe(base), (), layers)
     spec = extension.spec if extension is not None else plain_spec(base.config.get_text_config(decoder=True))
     # Behind a door queries and keys come rotated by the model's own frequencies.
-    scaling = extension.scaling if extension is not None and not layers else None
+    method = extension.method if extension is not None and not layers else None
     label = rope_label(base.config.get_text_config(decoder=True))
     checks: list[RotaryCheck] = []
     for name, module in rotary_modules(base).items():
         if not module._buffers[f"{label_prefix(label)}inv_freq"].is_meta:  # type: ignore[union-attr]  # rotary modules have one
-            checks.append(check_rotary(name, module, label, spec, scaling, rtol))
+            checks.append(check_rotary(name, module, label, spec, method, rtol))
     for name, module in latent_attentions(base).items():
-        check_scale(name, live_scale(module), expected_scale(module, scaling))
-    if extension is not None and extension.scaling.temperature == "logits":
+        check_scale(name, live_scale(module), expected_scale(module, method))
+    if extension is not None and extension.method.temperature_on_logits:
         factor = attention_factor_of(extension)
         for name, scale in base.__dict__[_RECORD].scales.items():
             check_scale(name, live_scale(base.get_submodule(name)), scale * factor**2)
@@ -342,7 +349,7 @@ def patched_extension(model: nn.Module) -> Extension | None:
 def is_on_attention_door(model: nn.Module) -> bool:
     """Return whether a model's rule is in its attention, not in its rotary module; only one that was put in can be."""
     extension = patched_extension(model)
-    return extension is not None and extension.scaling.on_attention_door
+    return extension is not None and extension.method.runs_in_attention
 
 
 def extension_of(model: nn.Module) -> Extension | None:
@@ -384,7 +391,7 @@ def _new_scales(
 
     A temperature that goes there is taken out of ``values``, what the rotary modules will hold.
     """
-    if extension.scaling.temperature != "logits":
+    if not extension.method.temperature_on_logits:
         latent = latent_attentions(base)
         return latent, {name: instantiate_scale(module, config) for name, module in latent.items()}
     attentions, factor = partial_attentions(base), attention_factor_of(extension)

@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint.standard_saving import MARK as MARK  # here for all who read configs
 from hf_posenc.families.discovery import refuse_family, rope_label
-from hf_posenc.methods.registry import METHODS, get_method, make_scaling
-from hf_posenc.methods.serialization import ENCODING_MARK, NEVER_TURNS
-from hf_posenc.spec import RopeScaling, RopeSpec, check_length
+from hf_posenc.methods.base import ENCODING_MARK, NEVER_ROTATED, Method, Unscaled
+from hf_posenc.methods.registry import make_method, method_of_rope_type
+from hf_posenc.spec import RopeSpec, check_length
 
 # What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
 SCALING_KEYS = frozenset(
@@ -41,18 +41,18 @@ SCALING_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class Extension:
-    """A scaling resolved against a model.
+    """A method resolved against a model.
 
     Attributes:
         spec: What the model was trained with.
-        scaling: What is asked for; ``factor`` is exactly ``context_length / original``.
+        method: What is asked for; ``factor`` is exactly ``context_length / original``.
         context_length: The target, in tokens.
         original_known: False for a checkpoint whose config does not say what it was trained on.
         sliding_window: What was asked of a window that every layer has: ``"keep"``, ``"off"`` or tokens.
     """
 
     spec: RopeSpec
-    scaling: RopeScaling
+    method: Method
     context_length: int
     original_known: bool = True
     sliding_window: str | int = "keep"
@@ -68,9 +68,9 @@ class Extension:
     def describe(self) -> dict[str, Any]:
         """Return the extension as JSON-able facts, the words of records and manifests."""
         return {
-            "method": self.scaling.method,
-            "factor": self.scaling.factor,
-            "options": self.scaling.changed_options(),
+            "method": self.method.name,
+            "factor": self.method.factor,
+            "options": self.method.changed_options(),
             "original_max_position_embeddings": (
                 self.spec.original_max_position_embeddings if self.original_known else None
             ),
@@ -123,7 +123,7 @@ def rotary_width(head_dim: int, parameters: Mapping[str, Any]) -> tuple[int, int
     share = parameters.get("partial_rotary_factor", 1.0)
     if parameters.get("rope_type") == "proportional":
         return head_dim, head_dim // 2 - int(share * head_dim // 2)
-    still = sum(divisor >= NEVER_TURNS for divisor in parameters.get("long_factor") or ())
+    still = sum(divisor >= NEVER_ROTATED for divisor in parameters.get("long_factor") or ())
     return int(head_dim * share), still
 
 
@@ -139,7 +139,7 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
         spec = _spec(config, {**parameters, **mark}, mark["original_max_position_embeddings"])
         # A temperature on whole logits is not in a config: load_extended applies it, and says so.
         options = {name: value for name, value in mark["options"].items() if name != "temperature"}
-        return Extension(spec, make_scaling(mark["method"], mark["factor"], options), mark["context_length"])
+        return Extension(spec, make_method(mark["method"], mark["factor"], options), mark["context_length"])
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "proportional":  # some pairs never turn; a factor divides the others
         rope_type = "linear" if (parameters.get("factor") or 1.0) > 1 else "default"
@@ -150,20 +150,16 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
             f"the model was trained with {rope_type.removeprefix(ENCODING_MARK)} in place of RoPE, which only "
             "hf_posenc runs: load it with load_extended."
         )
-    if rope_type not in METHODS:
+    method = method_of_rope_type(rope_type)
+    if method is None:
         raise ValueError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
     target = int(config.max_position_embeddings)
     original = parameters.get("original_max_position_embeddings", target)
-    given = {k: parameters[k] for k in get_method(rope_type).options if parameters.get(k) is not None}
-    if rope_type == "dynamic":
-        given["scope"] = "sequence"
-    for name in given.keys() & {"short_factor", "long_factor"}:
-        given[name] = [divisor for divisor in given[name] if divisor < NEVER_TURNS]
     factor = parameters.get("factor") or max(target / original, 1.0)
     # Of linear checkpoints, some keep max_position_embeddings at the trained length and some raise it.
     known = rope_type != "linear" or "original_max_position_embeddings" in parameters
     spec = _spec(config, parameters, original)
-    return Extension(spec, make_scaling(rope_type, float(factor), given), target, known)
+    return Extension(spec, make_method(method.name, float(factor), method.read_options(parameters)), target, known)
 
 
 def mark_on(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -183,7 +179,7 @@ def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
         ValueError: It is no rule that this version has.
     """
     try:
-        return make_scaling(mark["method"], mark["factor"], mark["options"]).on_attention_door
+        return make_method(mark["method"], mark["factor"], mark["options"]).runs_in_attention
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"the config says that the model was extended by {mark['method']!r}, which this hf_posenc cannot read: "
@@ -193,8 +189,20 @@ def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
 
 def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any) -> RopeSpec:
     length = check_length("original_max_position_embeddings", original)
-    rotary_dim, still_pairs = rotary_width(head_dim_of(config), parameters)
-    return RopeSpec(rotary_dim, float(parameters["rope_theta"]), length, still_pairs)
+    rotary_dim, unrotated_pairs = rotary_width(head_dim_of(config), parameters)
+    return RopeSpec(rotary_dim, float(parameters["rope_theta"]), length, unrotated_pairs)
+
+
+def mark_encoding(parameters: dict[str, Any], label: str | None, method: str) -> None:
+    """Make ``rope_parameters`` say, in place, that another encoding took RoPE's place.
+
+    Args:
+        parameters: Of a text config.
+        label: The layer type whose rule it is; None where all share one.
+        method: The encoding.
+    """
+    section = parameters if label is None else parameters[label]
+    section["rope_type"] = ENCODING_MARK + method
 
 
 def plain_spec(config: PreTrainedConfig) -> RopeSpec:
@@ -226,4 +234,4 @@ def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
     if declared is not None:
         return declared.describe()
     length = int(text_config.max_position_embeddings)
-    return Extension(plain_spec(text_config), RopeScaling("none"), length).describe()
+    return Extension(plain_spec(text_config), Unscaled(), length).describe()

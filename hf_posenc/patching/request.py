@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.families.discovery import LONGROPE_ONLY, MLA, ROTATED_VALUES, refuse_family, rope_label
 from hf_posenc.families.sliding_window import KEEP, choose_window, warn_about_window
-from hf_posenc.methods.registry import METHODS, get_method, make_scaling
-from hf_posenc.methods.serialization import OnDisk, longrope_spelling
+from hf_posenc.methods.base import Method, check_factor
+from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
 from hf_posenc.patching.extension import (
     MARK,
     SCALING_KEYS,
@@ -25,7 +25,7 @@ from hf_posenc.patching.extension import (
 )
 from hf_posenc.patching.presets import choose_preset
 from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
-from hf_posenc.spec import DEFAULT_METHOD, RopeScaling, RopeSpec, check_length, check_number
+from hf_posenc.spec import RopeSpec, check_length
 
 
 def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
@@ -43,13 +43,13 @@ def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int 
             else "original length not recorded"
         )
         raise ValueError(
-            f"the model is already scaled: {there.scaling.method}, factor {there.scaling.factor:g}, {was}. Factors do "
+            f"the model is already scaled: {there.method.name}, factor {there.method.factor:g}, {was}. Factors do "
             "not multiply. Pass on_scaled='replace' to put the new rule in its place, with factor or context_length "
             "counted from the original length."
         )
     elif original is None and not there.original_known:
         raise ValueError(
-            f"the model is already scaled (linear, factor {there.scaling.factor:g}), and such a config does not say "
+            f"the model is already scaled (linear, factor {there.method.factor:g}), and such a config does not say "
             "what it was trained on: pass original_max_position_embeddings."
         )
     else:
@@ -68,9 +68,7 @@ def _target(original: int, factor: float | None, context_length: int | None, def
         if target < original:
             raise ValueError(f"context_length must be at least the original length, {original} tokens, got {target}.")
         return target
-    asked = default if factor is None else factor
-    RopeScaling("linear", asked)  # checks the factor with its full message
-    return round(check_number("factor", asked) * original)
+    return round(check_factor(default if factor is None else factor) * original)
 
 
 def resolve(
@@ -113,7 +111,7 @@ def resolve(
         method, factor, options = chosen.method, chosen.factor, chosen.options
         original_max_position_embeddings = chosen.original_max_position_embeddings
         sliding_window = chosen.window_for(config, sliding_window)
-    name = get_method(DEFAULT_METHOD if method is None else method).name
+    chosen_method = get_method(DEFAULT_METHOD if method is None else method)
     refuse_family(config)
     there = declared_scaling(config)
     spec = _base_spec(config, there, original_max_position_embeddings, on_scaled)
@@ -128,60 +126,44 @@ def resolve(
             f"{own.original_max_position_embeddings}: is the dictionary another model's?",
             stacklevel=4,
         )
-    target = _target(original, factor, context_length, METHODS[name].default_factor)
+    target = _target(original, factor, context_length, chosen_method.default_factor)
     # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
-    scaling = make_scaling(name, target / original, options)
-    if name == "yarn" and config.model_type in MLA and scaling.has_default_temperature():
-        # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax scale.
-        scaling = dataclasses.replace(scaling, mscale=1.0, mscale_all_dim=1.0)
-    if name in ("yarn", "longrope", "nope") and config.model_type in ROTATED_VALUES:
-        scaling = _without_temperature(config, scaling)
-    if scaling.temperature == "logits":
-        scaling = _temperature_on_logits(config, spec, scaling)
+    made = _for_family(config, spec, make_method(chosen_method.name, target / original, options))
     choose_window(config, sliding_window, target)
-    METHODS[name].formula(spec, scaling, None)  # raises on options that do not fit the model
-    return Extension(spec, scaling, target, sliding_window=sliding_window)
+    made.frequencies(spec)  # raises on options that do not fit the model
+    return Extension(spec, made, target, sliding_window=sliding_window)
 
 
-def _temperature_on_logits(config: PreTrainedConfig, spec: RopeSpec, scaling: RopeScaling) -> RopeScaling:
-    """Return the scaling whose temperature reaches whole logits, said the plain way where that is the same."""
+def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Method:
+    """Return a method with its temperature where the family can have it."""
     if config.model_type in MLA:
-        if scaling.attention_factor is not None:
+        return method.for_latent_attention()
+    if config.model_type in ROTATED_VALUES:
+        plain = method.without_temperature()
+        if plain is None:
             raise ValueError(
-                "temperature='logits' with attention_factor: on multi-head latent attention give mscale and "
-                "mscale_all_dim instead, which Transformers reads; without any of them it is the default there."
+                f"model_type {config.model_type!r} turns its values with its keys, so a temperature would scale them "
+                "too: attention_factor can only be 1."
             )
-        return dataclasses.replace(scaling, temperature="rotary")
-    if spec.rotary_dim == head_dim_of(config):  # all of a head turns
-        return dataclasses.replace(scaling, temperature="rotary")
-    return scaling
+        return plain
+    if method.temperature_on_logits and spec.rotary_dim == head_dim_of(config):  # all of a head is rotated
+        return method.temperature_on_cos_and_sin()
+    return method
 
 
-def _without_temperature(config: PreTrainedConfig, scaling: RopeScaling) -> RopeScaling:
-    """Return the scaling with an attention factor of 1, the only one such a family can have."""
-    if not (scaling.has_default_temperature() or scaling.attention_factor == 1) or scaling.temperature != "rotary":
-        raise ValueError(
-            f"model_type {config.model_type!r} turns its values with its keys, so a temperature would scale them too: "
-            "attention_factor can only be 1."
-        )
-    return dataclasses.replace(scaling, attention_factor=1.0)
-
-
-def spelling_of(model_type: str, label: str | None, scaling: RopeScaling) -> OnDisk:
-    """Return how a rule is written for a family: by its own name unless Transformers would read that otherwise."""
-    # Transformers looks for truncate where it is not: beside the layer types.
-    untruncated = label is not None and scaling.method == "yarn" and not scaling.truncate
-    if not scaling.on_attention_door and (model_type in LONGROPE_ONLY or untruncated):
-        return longrope_spelling
-    return METHODS[scaling.method].on_disk
+def rope_parameters_of(model_type: str, label: str | None, method: Method, spec: RopeSpec) -> dict[str, Any]:
+    """Return how a method is written for a family: by its own name unless Transformers would read that otherwise."""
+    if model_type in LONGROPE_ONLY and not method.runs_in_attention:
+        return method.longrope_parameters(spec)
+    return method.rope_parameters(spec, per_layer_type=label is not None)
 
 
 def write_config(config: PreTrainedConfig, extension: Extension) -> None:
     """Write an extension into a text config, in place: merged, never replaced, lengths as ints."""
-    spec, scaling = extension.spec, extension.scaling
+    spec, method = extension.spec, extension.method
     label = rope_label(config)
     kept = {k: v for k, v in declared_rope(config).items() if k not in SCALING_KEYS}
-    written = {**kept, "rope_theta": spec.rope_theta, **spelling_of(config.model_type, label, scaling)(spec, scaling)}
+    written = {**kept, "rope_theta": spec.rope_theta, **rope_parameters_of(config.model_type, label, method, spec)}
     if "llama_4_scaling_beta" in kept:  # Ministral 3's attention reads the original length from here, whatever the rule
         written.setdefault("original_max_position_embeddings", spec.original_max_position_embeddings)
     if (bases := getattr(config, "layer_rope_theta", None)) is not None:  # one base, which layers have or not
@@ -189,10 +171,8 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
     if config.model_type == "phimoe" and "attention_factor" in written:  # names of its own, one for each list
         written |= dict.fromkeys(("short_mscale", "long_mscale"), written["attention_factor"])
     config.rope_parameters = written if label is None else {**config.rope_parameters, label: written}
-    if scaling.method == "dynamic" and scaling.scope == "sequence":  # reads it as the original length
-        config.max_position_embeddings = spec.original_max_position_embeddings
-    else:
-        config.max_position_embeddings = extension.context_length
+    declared = extension.context_length if method.declares_target else spec.original_max_position_embeddings
+    config.max_position_embeddings = declared
     if hasattr(config, "original_max_position_embeddings"):  # Phi-3: wins over rope_parameters
         config.original_max_position_embeddings = spec.original_max_position_embeddings
     if config.__dict__.get("head_dim", 0) is None:  # yarn, dynamic and longrope do not derive it
@@ -205,7 +185,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
     except (KeyError, RuntimeError) as error:  # as on families whose values differ by layer, or by layer type
         why = f"it misses {error}" if isinstance(error, KeyError) else "its head_dim or another size differs by layer"
         raise ValueError(
-            f"{scaling.method} is written as {written['rope_type']} here, and this Transformers cannot check "
+            f"{method.name} is written as {written['rope_type']} here, and this Transformers cannot check "
             f"{written['rope_type']} for model_type {config.model_type!r}: {why}. Take linear, ntk or abf."
         ) from error
 
@@ -213,12 +193,8 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
 def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
     """Warn about what the positions cannot help: a sliding window on every layer, Transformers' dynamic rule."""
     warn_about_window(config, extension.context_length)
-    if extension.scaling.method == "dynamic" and extension.scaling.scope == "sequence":
-        warnings.warn(
-            "dynamic with scope='sequence' picks one scale per forward: results change with the KV cache, with "
-            "batch-mates and with what ran before.",
-            stacklevel=4,
-        )
+    if extension.method.caution is not None:
+        warnings.warn(extension.method.caution, stacklevel=4)
 
 
 def extend_config(
@@ -252,9 +228,9 @@ def extend_config(
         sliding_window=sliding_window,
         on_scaled=on_scaled,
     )
-    if extension.scaling.on_attention_door:
+    if extension.method.runs_in_attention:
         raise ValueError(
-            f"no config can say method {extension.scaling.method!r}: it depends on where each query stands. Call "
+            f"no config can say method {extension.method.name!r}: it depends on where each query stands. Call "
             "patch_model on the loaded model, or take a static method such as 'yarn'."
         )
     write_config(text_config, extension)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.spec import check_length, check_number, did_you_mean
 
 # Their names for rules, and ours. Their ``dynamic`` has one scale for a whole forward, which we call its scope.
@@ -111,7 +111,7 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
         hint = did_you_mean(rule.lower(), _RULES) or " Other methods of hf_posenc are named by method=, not here."
         raise ValueError(f"rope_scaling has rope_type {rule!r}; it can be {', '.join(_RULES)}.{hint}")
     method, options = _RULES[rule]
-    allowed = get_method(method).options
+    allowed = get_method(method).option_fields()
     names = ("rope_type", "factor", _LENGTH, *allowed)
     for key in told.keys() - {*_TYPE, *names, *_OWN}:
         hint = did_you_mean(key, names)
@@ -119,7 +119,7 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
     factor = told.get("factor")
     length = told.get(_LENGTH)
     options = {**options, **{key: told[key] for key in allowed if told.get(key) is not None}}
-    make_scaling(method, 1.0 if factor is None else factor, options)  # raises on values out of range
+    make_method(method, 1.0 if factor is None else factor, options)  # raises on values out of range
     return Request(
         method,
         None if factor is None else check_number("factor", factor, at_least=1),

@@ -14,9 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.families.discovery import MLA
-from hf_posenc.methods.registry import METHODS
+from hf_posenc.methods.base import Method
 from hf_posenc.patching.extension import Extension
-from hf_posenc.spec import RopeScaling
 
 
 def latent_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -61,17 +60,15 @@ def instantiate_scale(module: nn.Module, config: PreTrainedConfig) -> float:
         return float(attention_class(config, module.layer_idx).scaling)
 
 
-def expected_scale(module: nn.Module, scaling: RopeScaling | None) -> float:
+def expected_scale(module: nn.Module, method: Method | None) -> float:
     """Return the closed form: ``1 / sqrt(qk_head_dim)``, times the square of ``mscale_all_dim``'s temperature.
 
     Reference: DeepSeek-AI 2024, arXiv:2405.04434, section 3.1.4; the square because both queries and keys carry it.
     """
     plain = 1.0 / math.sqrt(int(module.qk_head_dim))  # type: ignore[arg-type]  # nn.Module's attributes may be tensors, this one is an int
-    if scaling is None or scaling.mscale_all_dim is None or scaling.factor <= 1:
-        return plain
-    return plain * (0.1 * scaling.mscale_all_dim * math.log(scaling.factor) + 1.0) ** 2
+    return plain if method is None else plain * method.latent_temperature**2
 
 
 def attention_factor_of(extension: Extension) -> float:
     """Return what an extension multiplies queries and keys by, each, wherever that happens."""
-    return METHODS[extension.scaling.method].formula(extension.spec, extension.scaling, None)[1]
+    return extension.method.frequencies(extension.spec)[1]

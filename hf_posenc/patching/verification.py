@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from hf_posenc.families.discovery import label_prefix
-from hf_posenc.methods.closed_forms import plain_frequencies
-from hf_posenc.methods.registry import METHODS
-from hf_posenc.spec import ENCODINGS, RopeScaling, RopeSpec
+from hf_posenc.methods.base import Method, Unscaled
+from hf_posenc.methods.registry import get_method
+from hf_posenc.spec import RopeSpec
 
 _RTOL = 1e-6
 _PROBES = (0, 1, 2, 5, 17, 63)  # positions at which cos and sin are compared
@@ -74,7 +74,7 @@ class Verification:
             held = "the model's own frequencies" if self.attention_layers else "the closed form"
             found.append(f"{count(len(self.modules), 'rotary module')} within {error:.1g} of {held}")
         if not found:
-            added = self.extension["method"] in ENCODINGS
+            added = get_method(self.extension["method"]).is_encoding
             found = ["it is added to the embeddings" if added else "nothing, as there is no data yet"]
         return ", ".join(found)
 
@@ -98,17 +98,17 @@ def _live_rope_type(module: nn.Module, label: str | None) -> str:
 
 
 def _expected(
-    spec: RopeSpec, scaling: RopeScaling | None, module: nn.Module, label: str | None
+    spec: RopeSpec, method: Method | None, module: nn.Module, label: str | None
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the closed form's original frequencies, those in force now, and the attention factor."""
-    formula = METHODS[scaling.method].formula if scaling is not None else plain_frequencies
-    original, attention_factor = formula(spec, scaling, None)  # type: ignore[arg-type]  # the plain rule reads no scaling
-    if scaling is not None and scaling.temperature == "logits":
+    method = method or Unscaled()
+    original, attention_factor = method.frequencies(spec)
+    if method.temperature_on_logits:
         attention_factor = 1.0  # it is in the softmax scale
     # Transformers' dynamic rule and longrope change inv_freq with the length of a forward.
     if _live_rope_type(module, label) == "dynamic":
         cached: Any = getattr(module, f"{label_prefix(label)}max_seq_len_cached", module.max_seq_len_cached)
-        return original, formula(spec, scaling, int(cached))[0], attention_factor  # type: ignore[arg-type]  # the plain rule reads no scaling
+        return original, method.frequencies(spec, int(cached))[0], attention_factor
     return original, original, attention_factor
 
 
@@ -117,7 +117,7 @@ def check_rotary(
     module: nn.Module,
     label: str | None,
     spec: RopeSpec,
-    scaling: RopeScaling | None,
+    method: Method | None,
     rtol: float | None = None,
 ) -> RotaryCheck:
     """Compare one module with the closed form.
@@ -127,7 +127,7 @@ def check_rotary(
         module: A rotary module of Transformers' usual form.
         label: The layer type whose frequencies are compared; None where all share them.
         spec: What the model was trained with.
-        scaling: What it should hold; None for no scaling.
+        method: What it should hold; None for no scaling.
         rtol: Relative tolerance; None for float32's own.
 
     Raises:
@@ -135,12 +135,12 @@ def check_rotary(
     """
     # float32 holds an exponent with a relative error of 2**-24, which the base multiplies by its logarithm.
     tolerance = rtol if rtol is not None else _RTOL * max(1.0, math.log(spec.rope_theta) / math.log(1e6))
-    original, current, attention_factor = _expected(spec, scaling, module, label)
+    original, current, attention_factor = _expected(spec, method, module, label)
     prefix = label_prefix(label)
     error = _relative(name, f"{prefix}original_inv_freq", module, original)
     if _live_rope_type(module, label) != "longrope":
         error = max(error, _relative(name, f"{prefix}inv_freq", module, current))
-    what = scaling.method if scaling is not None else "no scaling"
+    what = method.name if method is not None else "no scaling"
     if not error <= tolerance:
         raise RotaryMismatchError(
             f"{name}: the live frequencies are not those of {what}: relative difference {error:.3g}, allowed "

@@ -13,11 +13,19 @@ import torch
 
 from hf_posenc.attention.staged import Stages
 from hf_posenc.evaluation.records import Record
-from hf_posenc.methods.closed_forms import Frequencies, plain_frequencies
-from hf_posenc.methods.registry import METHODS, make_scaling
+from hf_posenc.methods.base import (
+    DistanceMethod,
+    Encoding,
+    Frequencies,
+    Method,
+    StagedMethod,
+    Unscaled,
+    plain_frequencies,
+)
+from hf_posenc.methods.registry import make_method
 from hf_posenc.report.tables import rule_name
 from hf_posenc.retrieval.cell_records import RetrievalRecord
-from hf_posenc.spec import RopeScaling, RopeSpec
+from hf_posenc.spec import RopeSpec
 
 _SAME = (
     0.005  # relative: a pair stretched by less is kept, one stretched by this much less than the factor has all of it
@@ -32,29 +40,27 @@ class PairRule:
     Attributes:
         name: Of its row.
         spec: What the model was trained with.
-        scaling: What was asked for; method ``"none"`` for the model as it is.
+        method: What was asked for; method ``"none"`` for the model as it is.
         reach: The length it is looked at, in tokens: its target, or the longest measured of the unpatched model.
     """
 
     name: str
     spec: RopeSpec
-    scaling: RopeScaling
+    method: Method
     reach: int
 
     @property
     def changes_distances(self) -> bool:
         """Whether it leaves every frequency as it is, and changes how far apart a query and a key are said to be."""
-        return self.scaling.on_attention_door and self.scaling.method not in ("dynamic", "dynamic_yarn")
+        return isinstance(self.method, (DistanceMethod, Encoding))
 
     @cached_property
     def frequencies(self) -> Frequencies:
         """``inv_freq``, float64 ``(num_pairs,)``, and ``attention_factor`` of a forward of ``reach`` tokens."""
-        if self.scaling.method == "none":
-            return plain_frequencies(self.spec)
-        if self.scaling.on_attention_door and not self.changes_distances:
-            stages = Stages(self.spec, self.scaling)
+        if isinstance(self.method, StagedMethod) and self.method.runs_in_attention:
+            stages = Stages(self.spec, self.method)
             return stages.frequencies(int(stages.of(torch.tensor([self.reach - 1]))))
-        return METHODS[self.scaling.method].formula(self.spec, self.scaling, self.reach)
+        return self.method.frequencies(self.spec, self.reach)
 
     @cached_property
     def turns(self) -> list[float]:
@@ -64,12 +70,12 @@ class PairRule:
     @cached_property
     def stretch(self) -> list[float]:
         """How many times longer the wavelength of each pair that turns becomes."""
-        turning = self.spec.turning_pairs
+        turning = self.spec.rotated_pairs
         return (self._plain[:turning] / self.frequencies[0][:turning]).tolist()
 
     @property
     def _plain(self) -> torch.Tensor:
-        return plain_frequencies(self.spec)[0]
+        return plain_frequencies(self.spec)
 
     def unseen(self) -> int | None:
         """Return how many pairs reach angles they never had in training; None of a rule that changes distances.
@@ -91,11 +97,11 @@ class PairRule:
         """Return which of these a pair that turns is: ``"kept"``, ``"blended"`` or ``"stretched"``."""
         if self.stretch[pair] <= 1 + _SAME:
             return "kept"
-        return "stretched" if self.stretch[pair] >= self.scaling.factor * (1 - _SAME) else "blended"
+        return "stretched" if self.stretch[pair] >= self.method.factor * (1 - _SAME) else "blended"
 
     def incomplete(self) -> tuple[int, int]:
         """Return how many of the pairs that turn complete no turn: in training, and under the rule within ``reach``."""
-        turning = self.spec.turning_pairs
+        turning = self.spec.rotated_pairs
         reached = (self.frequencies[0][:turning] * self.reach / (2 * math.pi)).tolist()
         return sum(turns < 1 for turns in self.turns[:turning]), sum(turns < 1 for turns in reached)
 
@@ -117,7 +123,7 @@ class Rule(PairRule):
 
 def wavelengths(spec: RopeSpec) -> list[float]:
     """Return the tokens of one turn of each pair that turns."""
-    inv_freq = plain_frequencies(spec)[0][: spec.turning_pairs]
+    inv_freq = plain_frequencies(spec)[: spec.rotated_pairs]
     return (2 * math.pi / inv_freq).tolist()
 
 
@@ -136,7 +142,7 @@ def make_rules(records: Sequence[Record | RetrievalRecord]) -> list[list[Rule]]:
         models.setdefault(key, {}).setdefault(rule, record)
         longest[key] = max(record.context_length, longest.get(key, 0))
     rules = [[_rule(record, longest[key]) for record in found.values()] for key, found in models.items()]
-    return [sorted(of_model, key=lambda rule: rule.scaling.method != "none") for of_model in rules]
+    return [sorted(of_model, key=lambda rule: rule.method.name != "none") for of_model in rules]
 
 
 def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:
@@ -144,6 +150,6 @@ def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:
     original = record.original_max_position_embeddings or 0
     spec = RopeSpec(original_max_position_embeddings=original, **record.rope)
     if record.method == "none":
-        return Rule(name, spec, RopeScaling("none"), longest, record)
-    scaling = make_scaling(record.method, record.factor, record.options)
-    return Rule(name, spec, scaling, round(record.factor * original), record)
+        return Rule(name, spec, Unscaled(), longest, record)
+    method = make_method(record.method, record.factor, record.options)
+    return Rule(name, spec, method, round(record.factor * original), record)

@@ -8,7 +8,7 @@ from html import escape
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import row_key, short_model_names
-from hf_posenc.methods.closed_forms import STOPPED
+from hf_posenc.methods.base import STOPPED
 from hf_posenc.report.frequencies import Rule, make_rules, wavelengths
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.pieces import Cell, Panel, folded, inline, markdown_lines, quiet, table
@@ -59,11 +59,11 @@ def _panel(rules: list[Rule], slug: str, model: str, several: bool, looks: Looks
 
 def _lead(rule: Rule) -> str:
     spec = rule.spec
-    still = f", and {spec.still_pairs} more never turn at all" if spec.still_pairs else ""
-    count = sum(turns < 1 for turns in rule.turns[: spec.turning_pairs])
+    still = f", and {spec.unrotated_pairs} more never turn at all" if spec.unrotated_pairs else ""
+    count = sum(turns < 1 for turns in rule.turns[: spec.rotated_pairs])
     never = f"{count} of them never complete" if count != 1 else "One of them never completes"
     return (
-        f"{spec.turning_pairs} pairs of features turn with the position, at base {spec.rope_theta:g}. {never} a turn "
+        f"{spec.rotated_pairs} pairs of features turn with the position, at base {spec.rope_theta:g}. {never} a turn "
         f"within the {length_name(spec.original_max_position_embeddings)} tokens of training{still}."
     )
 
@@ -113,7 +113,7 @@ def _stretch_cell(stretch: float) -> Cell:
 
 
 def _extended(rules: Sequence[Rule]) -> list[Rule]:
-    return [rule for rule in rules if rule.scaling.method != "none"]
+    return [rule for rule in rules if rule.method.name != "none"]
 
 
 def _digits(value: float) -> str:
@@ -126,7 +126,7 @@ def _draw(rules: Sequence[Rule], model: str, looks: Looks) -> Drawing | None:
     if not _extended(shown):
         return None
     spec = rules[0].spec
-    turns = rules[0].turns[: spec.turning_pairs]
+    turns = rules[0].turns[: spec.rotated_pairs]
     original = length_name(spec.original_max_position_embeddings)
     lines = [Line(rule.name, turns, rule.stretch, looks[row_key(rule.first)]) for rule in shown]
     chart = Chart(

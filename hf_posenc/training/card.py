@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_posenc.evaluation.records import Record
-from hf_posenc.methods.registry import get_method
-from hf_posenc.spec import INSTEAD_OF_ROPE
+from hf_posenc.methods.registry import get_method, method_names
 from hf_posenc.training.base_model import BaseModel
 from hf_posenc.training.card_loading import loading_section
 from hf_posenc.training.document_source import DocumentSource
@@ -172,7 +171,7 @@ def _what_was_done(run: TrainedRun) -> str:
     earlier = f" ({before_run:,} of them in earlier runs)" if before_run else ""
     staged = f" in {len(run.stages)} stages, the last" if len(run.stages) > 1 else ""
     done = f"extended {run.description['factor']:g} times with {paper}{options} to {run.target} tokens"
-    if run.method in INSTEAD_OF_ROPE:
+    if run.method in method_names("instead_of_rope"):
         done = f"its RoPE replaced by {paper}{options}"
     return (
         f"Context length {run.original} tokens as trained, {done}, then fine-tuned on {run.tokens_trained:,} tokens"
@@ -181,7 +180,11 @@ def _what_was_done(run: TrainedRun) -> str:
 
 
 def _changed(method: str, target: int) -> str:
-    return f"`{method}` in the place of RoPE" if method in INSTEAD_OF_ROPE else f"extended to {target} tokens"
+    return (
+        f"`{method}` in the place of RoPE"
+        if method in method_names("instead_of_rope")
+        else f"extended to {target} tokens"
+    )
 
 
 def _base_lines(base: BaseModel) -> list[str]:

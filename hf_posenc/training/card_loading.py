@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_posenc.checkpoint.manifest import is_on_attention_door
-from hf_posenc.spec import ENCODINGS
+from hf_posenc.methods.registry import method_names
 from hf_posenc.training.base_model import BaseModel
 
 FOLDER = '"path/of/this/folder"'  # or the name that it gets on the Hub
@@ -26,7 +26,7 @@ def loading_section(description: Mapping[str, Any], base: BaseModel, auto_class:
     needs_hf_posenc = is_on_attention_door(dict(description)) or description["options"].get("temperature") == "logits"
     if is_adapter:
         return _adapter(base, auto_class)
-    if method in ENCODINGS:
+    if method in method_names("is_encoding"):
         return [
             f"`{method}` takes the place of RoPE, which Transformers alone cannot run, and no server does:",
             "",

@@ -10,10 +10,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.families.sliding_window import check_window
-from hf_posenc.methods.registry import get_method, make_scaling
+from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
 from hf_posenc.patching.presets import get_preset
 from hf_posenc.patching.rope_scaling import read_rope_scaling
-from hf_posenc.spec import DEFAULT_METHOD
 from hf_posenc.training.positions import check_rule
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.training.setting_checks import LR_SCHEDULES, OPTIMIZERS, check_count, check_numbers, check_words
@@ -284,8 +283,8 @@ class FinetuneConfig:
             get_preset(self.preset).refuse_besides(**{name: getattr(self, name) for name in decided})
         self._set("sliding_window", str(check_window(self.sliding_window)))
         # The options of a method that the model brings are checked against that model.
-        scaling = make_scaling(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
-        if self.shifted_sparse_attention and scaling.on_attention_door:
+        method = make_method(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
+        if self.shifted_sparse_attention and method.runs_in_attention:
             raise ValueError(
                 f"shifted_sparse_attention is for static methods, such as 'yarn' and 'linear': {self.method!r} has an "
                 "attention of its own."

@@ -12,13 +12,12 @@ from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.encodings.install import refuse_adapter
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.families.sliding_window import KEEP, OFF, window_of_all_layers
-from hf_posenc.methods.registry import make_scaling
+from hf_posenc.methods.registry import DEFAULT_METHOD, make_method, method_names
 from hf_posenc.patching.api import describe, is_on_attention_door, is_patched, patch_model, unpatch_model
 from hf_posenc.patching.extension import declared_rope
 from hf_posenc.patching.presets import get_preset
 from hf_posenc.patching.request import resolve
 from hf_posenc.patching.rope_scaling import check_model_values
-from hf_posenc.spec import DEFAULT_METHOD, INSTEAD_OF_ROPE
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.levers import check_levers
 from hf_posenc.training.lora import is_adapted
@@ -86,7 +85,7 @@ def extend(model: PreTrainedModel, config: FinetuneConfig) -> dict[str, Any]:
         check_model_values(config.model_values, declared_rope(text_config))
     if is_patched(model) and config.on_scaled == "replace":  # what load_extended put in
         unpatch_model(model)
-        if there["method"] in INSTEAD_OF_ROPE:
+        if there["method"] in method_names("instead_of_rope"):
             logger.warning(
                 "the weights were made for %s in the place of RoPE; %s they have to learn from the beginning",
                 there["method"],
@@ -168,7 +167,7 @@ def _other_rule(there: dict[str, Any], config: FinetuneConfig) -> dict[str, Any]
     """
     if config.method not in (None, there["method"]):
         return {"method": config.method, **config.options}
-    has = make_scaling(there["method"], there["factor"], there["options"])
-    asks = make_scaling(there["method"], there["factor"], config.options)
+    has = make_method(there["method"], there["factor"], there["options"])
+    asks = make_method(there["method"], there["factor"], config.options)
     names = {*config.options, *(there["options"] if config.method is not None else ())}
     return {name: getattr(asks, name) for name in sorted(names) if getattr(asks, name) != getattr(has, name)}

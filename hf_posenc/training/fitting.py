@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from transformers import PreTrainedModel
 
 from hf_posenc.families.discovery import unwrap
-from hf_posenc.methods.registry import get_method
+from hf_posenc.methods.registry import DEFAULT_METHOD, get_method
 from hf_posenc.patching.api import describe, extension_of
 from hf_posenc.patching.extension import plain_spec
-from hf_posenc.spec import DEFAULT_METHOD
 from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.utils.units import ContextLength, length_name
 

@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_posenc.attention.masks import inner_name
-from hf_posenc.methods.registry import make_scaling
-from hf_posenc.spec import TRAINED_ENCODINGS
+from hf_posenc.methods.registry import make_method, method_names
 from hf_posenc.training.checkpoints import last_checkpoint
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
@@ -47,7 +46,7 @@ class Levers:
     def door(self) -> bool:
         """Whether the method changes the attention itself, as ``dynamic`` and ``self_extend`` do."""
         method = self.config.method
-        return self.on_door or (method is not None and make_scaling(method, 2.0, {}).on_attention_door)
+        return self.on_door or (method is not None and make_method(method, 2.0, {}).runs_in_attention)
 
     @cached_property  # several rules ask, and every file of a checkpoint is looked at
     def checkpoint(self) -> Path | None:
@@ -174,7 +173,7 @@ RULES = (
     ),
     Rule(
         "lora and the parameters of an encoding",
-        lambda s: s.config.lora and s.config.method in TRAINED_ENCODINGS,
+        lambda s: s.config.lora and s.config.method in method_names("has_parameters"),
         "{config.method} has parameters, which an adapter does not hold: PEFT saves its own alone. Train without LoRA.",
     ),
     Rule(

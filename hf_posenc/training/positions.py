@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_posenc.attention.distances import DISTANCE_RULES
 from hf_posenc.families.discovery import FULL_ATTENTION
+from hf_posenc.methods.base import DistanceMethod
+from hf_posenc.methods.registry import methods
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -147,7 +148,7 @@ def check_rule(kind: str, method: str | None) -> None:
     Raises:
         ValueError: The two cannot go together.
     """
-    if kind != FULL and method in DISTANCE_RULES:
+    if kind != FULL and method in methods() and issubclass(methods()[method], DistanceMethod):
         raise ValueError(
             f"position_schedule {kind!r} skips positions, and {method!r} counts distances in tokens: the two cannot be "
             "trained together. Take position_schedule 'full', or a rule that reads positions as they are, such as "

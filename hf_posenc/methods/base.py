@@ -1,0 +1,469 @@
+"""What a method is: the four kinds, and what everything else asks of one.
+
+A method is one class in one file of this folder, registered with ``@register_method``. An instance is the method at a
+factor, with its options, which are the fields of the dataclass.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+
+from hf_posenc.methods.options import flag, one_of, option, tokens
+from hf_posenc.spec import RopeSpec, check_number
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Frequencies, float64 ``(num_pairs,)``, in radians per token, fastest pair first, 0 for pairs that are not rotated; and
+# the attention factor, which multiplies cos and sin.
+Frequencies = tuple[torch.Tensor, float]
+# The divisor of a pair whose rotation a method stops: float32 makes it infinite, and so the frequency exactly 0.
+STOPPED = 1e200
+# The divisor, in a longrope list, of a pair that the model itself never rotates: larger, so that a config tells which.
+NEVER_ROTATED = 1e300
+MANIFEST_ONLY = "the manifest only"
+# What config.json calls the rule of a model trained with another encoding: Transformers refuses a name it does not
+# know, and would run the model with RoPE, which it never saw, under one that it does.
+ENCODING_MARK = "hf_posenc_"
+
+
+def geometric_frequencies(spec: RopeSpec, rope_theta: float) -> torch.Tensor:
+    """Return ``rope_theta ** (-2i / rotary_dim)`` for pair i, float64 ``(num_pairs,)``; 0 for unrotated pairs."""
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float64) / spec.rotary_dim
+    inv_freq = torch.exp(-math.log(rope_theta) * exponents)
+    inv_freq[spec.rotated_pairs :] = 0.0
+    return inv_freq
+
+
+def plain_frequencies(spec: RopeSpec) -> torch.Tensor:
+    """Return the model's own frequencies (Su et al. 2021, arXiv:2104.09864, section 3.2.2)."""
+    return geometric_frequencies(spec, spec.rope_theta)
+
+
+def plain_rope_parameters(spec: RopeSpec) -> dict[str, Any]:
+    """Return Transformers' rule without scaling: the default one, or that under which some pairs are not rotated."""
+    if not spec.unrotated_pairs:
+        return {"rope_type": "default"}
+    share = 2 * spec.rotated_pairs / spec.rotary_dim
+    if int(share * spec.rotary_dim // 2) < spec.rotated_pairs:  # as Transformers counts them
+        share = math.nextafter(share, 1.0)
+    return {"rope_type": "proportional", "partial_rotary_factor": share}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A method in words, for people.
+
+    Attributes:
+        explanation: What it does and why that helps.
+        on_short_texts: What texts up to the original length pay for it.
+        kv_cache: Whether a KV cache stays right.
+    """
+
+    explanation: str
+    on_short_texts: str
+    kv_cache: str
+
+
+@dataclass(frozen=True)
+class Method(abc.ABC):
+    """One way to extend a model, at a factor. The fields besides ``factor`` are its options.
+
+    Attributes:
+        name: What users type and records say.
+        aliases: Other names it answers to.
+        paper: Where the rule comes from.
+        summary: One plain sentence.
+        explanation, on_short_texts, kv_cache: See ``Words``.
+        on_disk: How a checkpoint says it, in words.
+        rope_type: The ``rope_type`` of Transformers that is read back as this method; None if none is.
+        zero_shot: Whether it is of use without fine-tuning.
+        default_factor: Where neither a factor nor a length is given.
+        factor: Target length / original length, >= 1.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    summary: ClassVar[str]
+    on_disk: ClassVar[str]
+    explanation: ClassVar[str] = "No words are written for this method yet; below are its numbers."
+    on_short_texts: ClassVar[str] = "See the numbers below."
+    kv_cache: ClassVar[str] = ""
+    aliases: ClassVar[tuple[str, ...]] = ()
+    rope_type: ClassVar[str | None] = None
+    zero_shot: ClassVar[bool] = True
+    needs_options: ClassVar[bool] = False  # its defaults alone suit no model
+    default_factor: ClassVar[float] = 4.0
+    is_encoding: ClassVar[bool] = False  # it takes the place of the model's RoPE, rather than change it
+    instead_of_rope: ClassVar[bool] = False  # weights trained with it suit no rule for RoPE
+    has_parameters: ClassVar[bool] = False  # it is trained with the model
+    plain_at_factor_1: ClassVar[bool] = True  # a factor of 1 leaves the model's own frequencies
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factor", check_factor(self.factor))
+        for name, field in self.option_fields().items():
+            value = getattr(self, name)
+            if value is not None or field.default is not None:
+                object.__setattr__(self, name, field.metadata["check"](name, value))
+        self.check_options()
+
+    def check_options(self) -> None:  # noqa: B027  # not abstract: most methods have nothing to check
+        """Raise ValueError for options that do not go together; each alone is checked already."""
+
+    @classmethod
+    def option_fields(cls) -> dict[str, dataclasses.Field[Any]]:
+        """Return the options by name: ``default``, and ``metadata`` with ``help`` and ``check``."""
+        return {field.name: field for field in dataclasses.fields(cls) if "check" in field.metadata}
+
+    def changed_options(self) -> dict[str, Any]:
+        """Return the options that differ from their defaults, as JSON-able values."""
+        changed = {}
+        for name, field in self.option_fields().items():
+            if (value := getattr(self, name)) != field.default:
+                changed[name] = list(value) if isinstance(value, tuple) else value
+        return changed
+
+    @property
+    def words(self) -> Words:
+        """The method in words."""
+        return Words(self.explanation, self.on_short_texts, self.kv_cache)
+
+    @property
+    def runs_in_attention(self) -> bool:
+        """Whether it depends on each query's position, which hf_posenc's attention does and no config can say."""
+        return False
+
+    @property
+    def rotates_in_attention(self) -> bool:
+        """Whether it runs in attention and is no encoding, so that what it does depends on the tokens read."""
+        return self.runs_in_attention and not self.is_encoding
+
+    @property
+    def temperature_on_logits(self) -> bool:
+        """Whether its attention factor is put on whole logits, by the softmax scale, and not on cos and sin."""
+        return False
+
+    @property
+    def latent_temperature(self) -> float:
+        """What queries and keys of multi-head latent attention are multiplied by, each, in the softmax scale."""
+        return 1.0
+
+    @property
+    def ramp_turns(self) -> tuple[float, float] | None:
+        """Turns up to which a pair is divided, and from which it is kept, of methods that blend between; else None."""
+        return None
+
+    @property
+    def declares_target(self) -> bool:
+        """Whether a config's ``max_position_embeddings`` becomes the target; Transformers' dynamic wants the original."""
+        return True
+
+    @property
+    def caution(self) -> str | None:
+        """What a user is warned of whenever the method is put in; None for nothing."""
+        return None
+
+    @abc.abstractmethod
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        """Return the closed form: ``inv_freq``, float64 ``(num_pairs,)``, and the attention factor.
+
+        It is the reference that live modules are verified against; the values a model runs with are made by
+        Transformers itself, in float32.
+
+        Args:
+            spec: What the model was trained with.
+            seq_len: Tokens of a forward, for the rules of Transformers that depend on it; None for the original length.
+
+        Raises:
+            ValueError: An option does not fit the model.
+        """
+
+    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+        """Return the keys of Transformers' ``rope_parameters`` that express the method; here, longrope lists.
+
+        Args:
+            spec: What the model was trained with.
+            per_layer_type: Each layer type of the model has ``rope_parameters`` of its own.
+        """
+        return self.longrope_parameters(spec)
+
+    def longrope_parameters(self, spec: RopeSpec) -> dict[str, Any]:
+        """Express the method as ``longrope``: what each plain frequency is divided by, twice the same list.
+
+        Equal lists make the switch at the original length harmless, so the rule is exact with a KV cache.
+        """
+        if self.factor == 1 and self.plain_at_factor_1:
+            return plain_rope_parameters(spec)
+        scaled, attention_factor = self.frequencies(spec)
+        divisors = torch.where(scaled > 0, plain_frequencies(spec) / scaled, STOPPED)[: spec.rotated_pairs].tolist()
+        return longrope_lists(spec, self.factor, divisors, divisors, attention_factor)
+
+    def for_latent_attention(self) -> Self:
+        """Return the method as multi-head latent attention (DeepSeek) needs it.
+
+        Raises:
+            ValueError: An option cannot be said there.
+        """
+        return self
+
+    def temperature_on_cos_and_sin(self) -> Self:
+        """Return the method with its attention factor on cos and sin, where that reaches all of a head."""
+        return self
+
+    def without_temperature(self) -> Self | None:
+        """Return the method with an attention factor of 1; None if another one was asked for."""
+        return self
+
+    @classmethod
+    def read_options(cls, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options that a config's ``rope_parameters`` of this method's ``rope_type`` give."""
+        return {name: parameters[name] for name in cls.option_fields() if parameters.get(name) is not None}
+
+
+def longrope_lists(
+    spec: RopeSpec, factor: float, short: list[float], long: list[float], attention_factor: float
+) -> dict[str, Any]:
+    """Return ``rope_parameters`` of two lists of divisors, one number for each pair that the model rotates."""
+    unrotated = [NEVER_ROTATED] * spec.unrotated_pairs
+    return {
+        "rope_type": "longrope",
+        **({"partial_rotary_factor": 1.0} if unrotated else {}),  # the lists say which pairs are rotated
+        "factor": factor,
+        "short_factor": [*short, *unrotated],
+        "long_factor": [*long, *unrotated],
+        "original_max_position_embeddings": spec.original_max_position_embeddings,
+        # Always written: without it Transformers 4 takes the logarithm of the target, not of the original length.
+        "attention_factor": float(attention_factor),
+    }
+
+
+def check_factor(factor: Any) -> float:
+    """Return a factor as a float, or say what came and what is allowed."""
+    hint = "It is target / original length: 4 makes a 4096-token model read 16384 (llama.cpp's 0.25 is the inverse)."
+    try:
+        return check_number("factor", factor, at_least=1)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{error} {hint}") from None
+
+
+@dataclass(frozen=True)
+class StaticMethod(Method):
+    """New frequencies, the same for every token: config.json says them, and Transformers makes them."""
+
+    kv_cache: ClassVar[str] = "The frequencies are the same at every length, so a KV cache stays right."
+
+
+@dataclass(frozen=True)
+class Unscaled(StaticMethod):
+    """The model's own frequencies; not one of the methods, but what reports and figures compare them with."""
+
+    name: ClassVar[str] = "none"
+
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        return plain_frequencies(spec), 1.0
+
+
+@dataclass(frozen=True)
+class AttentionMethod(Method):
+    """Runs in hf_posenc's attention; the config stays the base model's."""
+
+    kv_cache: ClassVar[str] = (
+        "A token depends on the tokens before it and on nothing else: with a KV cache, in chunks or token by token it "
+        "reads the same. Only hf_posenc runs it."
+    )
+    on_disk: ClassVar[str] = MANIFEST_ONLY
+
+    log_n: bool = option(False, flag, "multiply queries by max(1, ln(position + 1) / ln(original length))")
+
+    @property
+    def runs_in_attention(self) -> bool:
+        return True
+
+    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+        return {"rope_type": "default"}
+
+    def query_factors(self, spec: RopeSpec, positions: torch.Tensor) -> torch.Tensor | None:
+        """Return what multiplies the queries at these positions, float64, same shape; None if that is nothing.
+
+        ``log_n``: ``max(1, ln(p + 1) / ln(original))`` (Su 2021, kexue.fm/archives/8823; used by ReRoPE's code).
+        """
+        if not self.log_n:
+            return None
+        original = spec.original_max_position_embeddings
+        factors = ((positions.double() + 1).log() / math.log(original)).clamp(min=1)
+        return None if bool((factors == 1).all()) else factors
+
+
+@dataclass(frozen=True)
+class StagedMethod(AttentionMethod):
+    """A static rule for each stage of the query's position; nothing is changed up to the original length."""
+
+    on_short_texts: ClassVar[str] = "Nothing: up to the original length the model is the unpatched one."
+
+    stage: int | None = option(
+        None, tokens, "tokens of the first stage past the original length; default: a quarter of that length"
+    )
+    growth: str = option(
+        "linear", one_of("linear", "geometric"), "linear: stages of one length; geometric: each longer by one ratio"
+    )
+
+    @abc.abstractmethod
+    def at(self, factor: float) -> StaticMethod:
+        """Return the static rule of the stage that ends at ``factor`` times the original length."""
+
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        return self.at(self.factor).frequencies(spec)
+
+
+Positions = Callable[[torch.Tensor], torch.Tensor]
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Region:
+    """Keys that a query sees in one way: those at ``begin(query) <= key < end(query)``.
+
+    All functions take int64 positions in a row, counted from its first token, and neither bound ever falls.
+
+    Attributes:
+        name: Of the way keys are rotated; equal names share rotated keys.
+        query: The position a query is rotated by.
+        key: The position a key is rotated by.
+        begin: The first key of a query.
+        end: One past the last, not beyond the query itself.
+    """
+
+    name: str
+    query: Positions
+    key: Positions
+    begin: Positions
+    end: Positions
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether distances are what they are: queries and keys stay as the model rotated them."""
+        return self.name == PLAIN
+
+
+@dataclass(frozen=True)
+class Regions:
+    """A partition of the keys before a query.
+
+    Attributes:
+        regions: Each key before a query is in exactly one.
+        plain_until: Tokens up to which it is plain RoPE.
+        chunk: Queries between two multiples of it see the same keys of each region, but for those among themselves;
+            None if the regions move with the query.
+    """
+
+    regions: tuple[Region, ...]
+    plain_until: int
+    chunk: int | None = None
+
+
+@dataclass(frozen=True)
+class DistanceMethod(AttentionMethod):
+    """Other distances between a query and far keys; the frequencies are the model's own."""
+
+    on_short_texts: ClassVar[str] = (
+        "Nothing up to the length below. From there on, within the original length too, far keys are told other "
+        "distances."
+    )
+
+    @abc.abstractmethod
+    def regions(self, spec: RopeSpec) -> Regions:
+        """Return which keys a query sees at which distance.
+
+        Raises:
+            ValueError: An option does not fit the model.
+        """
+
+    @abc.abstractmethod
+    def settings(self, spec: RopeSpec) -> str:
+        """Return in one sentence what it does at which distance, with the numbers it takes for this model."""
+
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        self.regions(spec)  # raises on options that do not fit
+        return plain_frequencies(spec), 1.0
+
+
+def same(positions: torch.Tensor) -> torch.Tensor:
+    """Return the positions."""
+    return positions
+
+
+def zero(positions: torch.Tensor) -> torch.Tensor:
+    """Return position 0 for each."""
+    return torch.zeros_like(positions)
+
+
+def after(positions: torch.Tensor) -> torch.Tensor:
+    """Return the position after each."""
+    return positions + 1
+
+
+def near_and_far(window: int, query: Positions, key: Positions, name: str) -> Regions:
+    """Return plain RoPE up to a distance of ``window - 1``, and other positions from there on."""
+
+    def border(positions: torch.Tensor) -> torch.Tensor:
+        return (positions - window + 1).clamp(min=0)
+
+    near = Region(PLAIN, same, same, border, after)
+    return Regions((near, Region(name, query, key, zero, border)), window)
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What an encoding is made for.
+
+    Attributes:
+        spec: What the model was trained with.
+        context_length: The target, in tokens.
+        hidden_size: Features of the embeddings.
+        num_heads: Of queries.
+        head_dim: Features of a head.
+        initializer_range: Standard deviation that the model's parameters are drawn with.
+    """
+
+    spec: RopeSpec
+    context_length: int
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    initializer_range: float
+
+
+@dataclass(frozen=True)
+class Encoding(Method):
+    """A positional encoding that takes the place of the model's RoPE, whose rotation is stopped."""
+
+    on_disk: ClassVar[str] = "the manifest only (plain Transformers refuses it)"
+    zero_shot: ClassVar[bool] = False
+    default_factor: ClassVar[float] = 1.0
+    is_encoding: ClassVar[bool] = True
+    instead_of_rope: ClassVar[bool] = True
+    plain_at_factor_1: ClassVar[bool] = False
+
+    @property
+    def runs_in_attention(self) -> bool:
+        return True
+
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        return torch.zeros(spec.num_pairs, dtype=torch.float64), 1.0
+
+    @abc.abstractmethod
+    def module(self, sizes: ModelSizes) -> nn.Module:
+        """Return the encoding as a module, with parameters drawn anew: see ``hf_posenc.methods.encodings.modules``.
+
+        Raises:
+            ValueError: A size does not fit.
+        """

@@ -1,0 +1,104 @@
+"""Dynamic NTK: in stages of the query's position, or as Transformers has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hf_posenc.methods.base import Frequencies, StagedMethod, StaticMethod, Words, geometric_frequencies
+from hf_posenc.methods.ntk import Ntk
+from hf_posenc.methods.options import one_of, option
+from hf_posenc.methods.registry import register_method
+from hf_posenc.spec import RopeSpec
+
+_OF_A_SEQUENCE = Words(
+    (
+        "Transformers' own dynamic rule: one raised base for the whole forward, chosen from its length. "
+        "The factor makes it rise faster: the slowest pair is stretched by factor * length / original - "
+        "(factor - 1)."
+    ),
+    ("Nothing, in a forward of its own. In a batch with a long text, or after one, short texts get its scale."),
+    ("Keys cached under an earlier base stay as they were, so it is not exact with a KV cache."),
+)
+
+
+@register_method
+@dataclass(frozen=True)
+class DynamicNtk(StagedMethod):
+    """NTK at the scale of the stage that the query is in; with ``scope="sequence"`` one scale for a whole forward.
+
+    The second is Transformers' rule (emozilla 2023; ``_compute_dynamic_ntk_parameters``): the base is chosen from the
+    length of the forward, so results change with the KV cache. Its ``factor`` enters as Transformers has it; 1 gives
+    the formula of the YaRN paper's appendix.
+    """
+
+    name: ClassVar[str] = "dynamic"
+    aliases: ClassVar[tuple[str, ...]] = ("dynamic_ntk",)
+    paper: ClassVar[str] = "emozilla 2023; Peng et al. 2023, arXiv:2309.00071, section 3.3; stages: hf_posenc"
+    summary: ClassVar[str] = (
+        "NTK in stages, by where each query stands: exact with a KV cache, nothing lost on short texts."
+    )
+    explanation: ClassVar[str] = (
+        "NTK's raised base, but only as far as needed where a query stands: up to the original length the "
+        "model is left as it is, and past it each stage of tokens has the scale of its own end, for its "
+        "queries and all keys they look at."
+    )
+    on_disk: ClassVar[str] = "the manifest only (dynamic for scope=sequence)"
+    rope_type: ClassVar[str | None] = "dynamic"
+
+    scope: str = option(
+        "query",
+        one_of("query", "sequence"),
+        "query: a scale for each query by its position; sequence: Transformers' rule, one scale for a whole forward",
+    )
+
+    @property
+    def runs_in_attention(self) -> bool:
+        return self.scope == "query"
+
+    @property
+    def declares_target(self) -> bool:
+        return self.scope == "query"
+
+    @property
+    def caution(self) -> str | None:
+        if self.scope == "query":
+            return None
+        return (
+            "dynamic with scope='sequence' picks one scale per forward: results change with the KV cache, with "
+            "batch-mates and with what ran before."
+        )
+
+    @property
+    def words(self) -> Words:
+        return super().words if self.scope == "query" else _OF_A_SEQUENCE
+
+    def at(self, factor: float) -> StaticMethod:
+        return Ntk(factor)
+
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        """Return Transformers' rule for a forward of ``seq_len`` tokens; nothing is scaled up to the original length."""
+        original = spec.original_max_position_embeddings
+        length = max(seq_len or original, original)
+        stretch = self.factor * length / original - (self.factor - 1)
+        if spec.rotary_dim <= 2:
+            raise ValueError("NTK scaling needs at least two pairs of features that turn (rotary_dim >= 4).")
+        # Of an odd rotary_dim this is not quite ntk_theta.
+        theta = spec.rope_theta * math.pow(stretch, spec.rotary_dim / (spec.rotary_dim - 2))
+        return geometric_frequencies(spec, theta), 1.0
+
+    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+        if self.runs_in_attention:
+            return super().rope_parameters(spec)
+        if spec.unrotated_pairs:
+            raise ValueError(
+                "Transformers' dynamic rule turns every pair of a head, and in this model some never turn (rope_type "
+                "'proportional'). Take 'ntk' or 'yarn'."
+            )
+        return {"rope_type": "dynamic", "factor": self.factor}
+
+    @classmethod
+    def read_options(cls, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        return {**super().read_options(parameters), "scope": "sequence"}

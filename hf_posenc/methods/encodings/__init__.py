@@ -1,0 +1,1 @@
+"""Encodings that take the place of RoPE, one file each."""

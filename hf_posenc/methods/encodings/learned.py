@@ -1,0 +1,52 @@
+"""A trained vector for each position, added to the embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from hf_posenc.methods.base import Encoding, ModelSizes
+from hf_posenc.methods.encodings.modules import AddedToEmbeddings
+from hf_posenc.methods.registry import register_method
+
+
+class LearnedTable(AddedToEmbeddings):
+    """A trained vector for each position, and none past the last.
+
+    Reference: Gehring et al. 2017, arXiv:1705.03122, section 3.1; as in GPT-2.
+    """
+
+    def __init__(self, length: int, width: int, std: float) -> None:
+        """Make one for positions below ``length``, drawn with standard deviation ``std``."""
+        super().__init__()
+        self.table = nn.Embedding(length, width)
+        nn.init.normal_(self.table.weight, std=std)
+
+    def forward(self, positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        last = int(positions.max())
+        if last >= self.table.num_embeddings:
+            raise ValueError(
+                f"position {last} is past the end of the learned table, which has {self.table.num_embeddings}: such a "
+                "model cannot read on. Give it a shorter text, or train one with a longer context_length."
+            )
+        added: torch.Tensor = self.table(positions.to(self.table.weight.device))
+        return added.to(like.device, like.dtype)
+
+
+@register_method
+@dataclass(frozen=True)
+class Learned(Encoding):
+    """Add a trained vector for each position to the embeddings."""
+
+    name: ClassVar[str] = "learned"
+    paper: ClassVar[str] = "Gehring et al. 2017, arXiv:1705.03122, section 3.1"
+    summary: ClassVar[str] = (
+        "Adds a trained vector for each position, and ends where the table does; for training from scratch."
+    )
+    has_parameters: ClassVar[bool] = True
+
+    def module(self, sizes: ModelSizes) -> nn.Module:
+        return LearnedTable(sizes.context_length, sizes.hidden_size, sizes.initializer_range)

@@ -1,0 +1,137 @@
+"""RoPE itself, in either layout of the pairs, in real or complex numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from hf_posenc.methods.base import Encoding, ModelSizes
+from hf_posenc.methods.encodings.modules import TurnsPairs
+from hf_posenc.methods.options import flag, one_of, option, positive, share
+from hf_posenc.methods.registry import register_method
+
+
+def rotate_real(states: torch.Tensor, angles: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Turn each pair of features by its angle, in real numbers.
+
+    Args:
+        states: ``(..., length, dim)``.
+        angles: Radians, ``(..., length, dim // 2)``.
+        interleaved: Pairs are features ``(2i, 2i + 1)``, as in the paper, Meta's Llama and GPT-J; else
+            ``(i, i + dim / 2)``, as in GPT-NeoX and Transformers' Llama.
+
+    Reference: Su et al. 2021, arXiv:2104.09864, section 3.4.2, equation 34.
+    """
+    first, second = split_pairs(states, interleaved=interleaved)
+    cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
+    return join_pairs(first * cos - second * sin, second * cos + first * sin, interleaved=interleaved)
+
+
+def rotate_complex(states: torch.Tensor, angles: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
+    """Turn each pair of features by its angle, as a product of complex numbers; arguments as ``rotate_real``'s.
+
+    Reference: Su et al. 2021, arXiv:2104.09864, section 3.2.1, equation 12; Meta's Llama code.
+    """
+    first, second = split_pairs(states, interleaved=interleaved)
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles).to(_complex_of(states.dtype))
+    return join_pairs(turned.real, turned.imag, interleaved=interleaved)
+
+
+def split_pairs(states: torch.Tensor, *, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first and the second feature of each pair, ``(..., dim // 2)`` each."""
+    if interleaved:
+        return states[..., ::2], states[..., 1::2]
+    first, second = states.chunk(2, dim=-1)
+    return first, second
+
+
+def join_pairs(first: torch.Tensor, second: torch.Tensor, *, interleaved: bool) -> torch.Tensor:
+    """Undo ``split_pairs``."""
+    return torch.stack((first, second), dim=-1).flatten(-2) if interleaved else torch.cat((first, second), dim=-1)
+
+
+def _complex_of(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype == torch.float64 else torch.complex64
+
+
+def rope_decay_bound(distance: torch.Tensor, num_pairs: int, base: float = 10000.0) -> torch.Tensor:
+    """Return the mean over i of ``|S_i|``, float64: what the score at a distance is bounded by, up to a constant.
+
+    ``S_i`` is the sum of ``exp(1j * distance * frequency)`` over the first i pairs.
+
+    Args:
+        distance: In tokens, of any shape.
+        num_pairs: Half the rotated width of a head.
+        base: ``rope_theta``.
+
+    Reference: Su et al. 2021, arXiv:2104.09864, section 3.4.3, equations 36 and 37.
+    """
+    frequencies = base ** (-torch.arange(num_pairs, dtype=torch.float64) / num_pairs)
+    angles = distance.double()[..., None] * frequencies
+    sums = torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1)
+    return sums.abs().mean(dim=-1)
+
+
+@dataclass(frozen=True)
+class RopeOptions(Encoding):
+    """The options of RoPE, as it is (``Rope``) or with a decay (``Xpos``)."""
+
+    rope_theta: float | None = option(None, positive, "the base; default: the model's own")
+    interleaved: bool = option(False, flag, "pairs are neighbouring features, not halves apart")
+    computation: str = option("real", one_of("real", "complex"), "real or complex numbers")
+    partial_rotary_factor: float | None = option(
+        None, share, "the share of a head that is rotated, up to 1; default: the model's own"
+    )
+
+
+class RopeRotation(TurnsPairs):
+    """Pairs of features turned by position times frequency, in either layout.
+
+    Reference: Su et al. 2021, arXiv:2104.09864, section 3.
+    """
+
+    def __init__(self, sizes: ModelSizes, options: RopeOptions) -> None:
+        """Make one of a rule's options; what it leaves open is the model's own."""
+        super().__init__()
+        share, head_dim = options.partial_rotary_factor, sizes.head_dim
+        self.width = sizes.spec.rotary_dim if share is None else int(head_dim * share)
+        if self.width % 2 or not 0 < self.width <= head_dim:
+            raise ValueError(
+                f"{self.width} of {head_dim} features of a head would turn: it must be an even number of them. Give "
+                "partial_rotary_factor."
+            )
+        self.interleaved = options.interleaved
+        self.rotate = rotate_complex if options.computation == "complex" else rotate_real
+        base = options.rope_theta or sizes.spec.rope_theta
+        self.inv_freq = base ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
+
+    def turn(self, states: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
+        """Return states turned by positions ``(rows, length)``; pair by pair times ``factors``, if given."""
+        angles = positions.to(states.device, torch.float64)[:, None, :, None] * self.inv_freq.to(states.device)
+        turned = self.rotate(states[..., : self.width].float(), angles.float(), interleaved=self.interleaved)
+        if factors is not None:
+            each = factors.repeat_interleave(2, -1) if self.interleaved else torch.cat((factors, factors), dim=-1)
+            turned = turned * each.to(turned.dtype)
+        turned = turned.to(states.dtype)
+        return turned if self.width == states.shape[-1] else torch.cat((turned, states[..., self.width :]), dim=-1)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.turn(query, queries), self.turn(key, keys)
+
+
+@register_method
+@dataclass(frozen=True)
+class Rope(RopeOptions):
+    """Rotate pairs of features by position times frequency."""
+
+    name: ClassVar[str] = "rope"
+    paper: ClassVar[str] = "Su et al. 2021, arXiv:2104.09864, section 3"
+    summary: ClassVar[str] = "Turns pairs of features by position, in either layout, in real or complex numbers."
+
+    def module(self, sizes: ModelSizes) -> nn.Module:
+        return RopeRotation(sizes, self)

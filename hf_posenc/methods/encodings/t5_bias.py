@@ -1,0 +1,81 @@
+"""T5's bias: trained, for each bucket of distances and head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from hf_posenc.methods.base import Encoding, ModelSizes
+from hf_posenc.methods.encodings.modules import DistanceTable
+from hf_posenc.methods.options import flag, option, tokens
+from hf_posenc.methods.registry import register_method
+
+
+def t5_buckets(
+    relative: torch.Tensor, *, bidirectional: bool = False, num_buckets: int = 32, max_distance: int = 128
+) -> torch.Tensor:
+    """Return the bucket of each relative position, int64 of the same shape.
+
+    Half of the buckets (of a direction) hold one distance each, the others grow by a ratio up to ``max_distance``, from
+    which on all distances share the last.
+
+    Args:
+        relative: Key position minus query position, int64.
+        bidirectional: Whether keys after the query have the upper half of the buckets; else they are in bucket 0.
+        num_buckets: Of all.
+        max_distance: In tokens.
+
+    Reference: Raffel et al. 2019, arXiv:1910.10683, section 2.1; ``_relative_position_bucket`` of its code.
+    """
+    buckets = torch.zeros_like(relative)
+    if bidirectional:
+        num_buckets //= 2
+        buckets = (relative > 0) * num_buckets
+        distance = relative.abs()
+    else:
+        distance = (-relative).clamp(min=0)
+    exact = num_buckets // 2
+    # float32 and in this order, as T5 has it: where a bucket begins is a matter of rounding.
+    ratio = (distance.float() / exact).log() / math.log(max_distance / exact)
+    grown = exact + (ratio.clamp(min=0) * (num_buckets - exact)).long()
+    return buckets + torch.where(distance < exact, distance, grown.clamp(max=num_buckets - 1))
+
+
+@register_method
+@dataclass(frozen=True)
+class T5Bias(Encoding):
+    """Add a trained bias for each bucket of distances and head to the logits."""
+
+    name: ClassVar[str] = "t5_bias"
+    aliases: ClassVar[tuple[str, ...]] = ("t5",)
+    paper: ClassVar[str] = "Raffel et al. 2019, arXiv:1910.10683, section 2.1"
+    summary: ClassVar[str] = (
+        "Adds a trained bias for each bucket of distances and head to the logits; for training from scratch."
+    )
+    has_parameters: ClassVar[bool] = True
+
+    num_buckets: int = option(32, tokens, "classes of distances")
+    max_distance: int = option(128, tokens, "tokens from which on all distances are one")
+    bidirectional: bool = option(False, flag, "half of the buckets are for keys after the query, as in T5's encoder")
+
+    def check_options(self) -> None:
+        exact = self.num_buckets // (4 if self.bidirectional else 2)
+        if exact < 1 or self.max_distance <= exact:
+            raise ValueError(
+                f"max_distance must be greater than the {exact} distances that have a bucket each (num_buckets is "
+                f"{self.num_buckets}, at least {4 if self.bidirectional else 2}), got {self.max_distance}."
+            )
+
+    def module(self, sizes: ModelSizes) -> nn.Module:
+        classify = partial(
+            t5_buckets,
+            bidirectional=self.bidirectional,
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+        )
+        return DistanceTable(sizes.num_heads, self.num_buckets, classify, sizes.initializer_range)

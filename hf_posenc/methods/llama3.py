@@ -1,0 +1,53 @@
+"""Llama 3.1's frequencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hf_posenc.methods.base import Frequencies, StaticMethod
+from hf_posenc.methods.ntk_by_parts import by_parts_frequencies, llama3_parameters
+from hf_posenc.methods.options import check_order, option, positive
+from hf_posenc.methods.registry import register_method
+from hf_posenc.spec import RopeSpec
+
+
+@register_method
+@dataclass(frozen=True)
+class Llama3(StaticMethod):
+    """NTK-by-parts between ``low_freq_factor`` and ``high_freq_factor`` turns.
+
+    Also Transformers' ``_compute_llama3_parameters``.
+    """
+
+    name: ClassVar[str] = "llama3"
+    paper: ClassVar[str] = "Llama Team 2024, arXiv:2407.21783, section 3.4.2"
+    summary: ClassVar[str] = "Llama 3.1's frequencies: NTK-by-parts between 1 and 4 turns."
+    explanation: ClassVar[str] = (
+        "A pair that turned often in training has met every angle and tells near words apart: it is kept. "
+        "One that hardly turned would meet angles it never had: its frequency is divided by the factor, "
+        "so that the longer text covers the angles that the training length did. Llama 3.1's choice of "
+        "where: kept from high_freq_factor turns, divided up to low_freq_factor, mixed linearly in turns "
+        "between; no temperature."
+    )
+    on_short_texts: ClassVar[str] = "A little: the slow pairs move at every length."
+    on_disk: ClassVar[str] = "llama3"
+    rope_type: ClassVar[str | None] = "llama3"
+
+    low_freq_factor: float = option(1.0, positive, "turns up to which a pair's frequency is divided by the factor")
+    high_freq_factor: float = option(4.0, positive, "turns from which a pair keeps its frequency")
+
+    @property
+    def ramp_turns(self) -> tuple[float, float] | None:
+        return self.low_freq_factor, self.high_freq_factor
+
+    def check_options(self) -> None:
+        check_order("low_freq_factor", self.low_freq_factor, "high_freq_factor", self.high_freq_factor)
+
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        return by_parts_frequencies(spec, self.factor, self.low_freq_factor, self.high_freq_factor), 1.0
+
+    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+        if spec.unrotated_pairs:
+            return self.longrope_parameters(spec)
+        return llama3_parameters(spec, self.factor, self.low_freq_factor, self.high_freq_factor)

@@ -1,0 +1,75 @@
+"""NTK-by-parts, as the YaRN paper's text defines it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from hf_posenc.methods.base import Frequencies, StaticMethod, plain_frequencies
+from hf_posenc.methods.options import check_order, option, positive
+from hf_posenc.methods.registry import register_method
+from hf_posenc.spec import RopeSpec
+
+
+def by_parts_frequencies(spec: RopeSpec, factor: float, slow: float, fast: float) -> torch.Tensor:
+    """Keep pairs of at least ``fast`` turns, divide pairs of at most ``slow``, blend linearly in turns between.
+
+    A turn is a full rotation of a pair over the original length.
+    """
+    plain = plain_frequencies(spec)
+    turns = spec.original_max_position_embeddings * plain / (2 * math.pi)
+    keep = ((turns - slow) / (fast - slow)).clamp(0, 1)
+    return keep * plain + (1 - keep) * plain / factor
+
+
+def llama3_parameters(spec: RopeSpec, factor: float, slow: float, fast: float) -> dict[str, Any]:
+    """Return the rule as Transformers' ``llama3``, which is the paper's NTK-by-parts under another name."""
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": slow,
+        "high_freq_factor": fast,
+        "original_max_position_embeddings": spec.original_max_position_embeddings,
+    }
+
+
+@register_method
+@dataclass(frozen=True)
+class NtkByParts(StaticMethod):
+    """Keep the pairs that rotate often, divide those that hardly rotate, blend by the number of turns.
+
+    The paper's ramp, without a temperature; equations 17 to 20.
+    """
+
+    name: ClassVar[str] = "ntk_by_parts"
+    paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, section 3.2"
+    summary: ClassVar[str] = "Keeps pairs that turn often, divides those that hardly turn, blends by turns between."
+    explanation: ClassVar[str] = (
+        "A pair that turned often in training has met every angle and tells near words apart: it is kept. "
+        "One that hardly turned would meet angles it never had: its frequency is divided by the factor, "
+        "so that the longer text covers the angles that the training length did. Between beta_fast and "
+        "beta_slow turns the two are mixed, linearly in the number of turns."
+    )
+    on_short_texts: ClassVar[str] = "A little: the slow pairs move at every length."
+    on_disk: ClassVar[str] = "llama3"
+
+    beta_fast: float = option(32.0, positive, "turns over the original length from which a pair keeps its frequency")
+    beta_slow: float = option(1.0, positive, "turns up to which a pair's frequency is divided by the factor")
+
+    @property
+    def ramp_turns(self) -> tuple[float, float] | None:
+        return self.beta_slow, self.beta_fast
+
+    def check_options(self) -> None:
+        check_order("beta_slow", self.beta_slow, "beta_fast", self.beta_fast)
+
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        return by_parts_frequencies(spec, self.factor, self.beta_slow, self.beta_fast), 1.0
+
+    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+        if spec.unrotated_pairs:
+            return self.longrope_parameters(spec)
+        return llama3_parameters(spec, self.factor, self.beta_slow, self.beta_fast)

@@ -1,0 +1,76 @@
+"""The kinds of values that options of methods take: each checks one, and says what came and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hf_posenc.spec import check_length, check_number
+
+Check = Callable[[str, Any], Any]
+
+
+def option(default: Any, check: Check, help: str) -> Any:
+    """Return the dataclass field of an option.
+
+    Args:
+        default: Its default; where that is None, None is allowed.
+        check: Takes name and value, returns the value as it is kept, or raises TypeError or ValueError.
+        help: What it does, with units; ``hf-posenc methods`` and ``--option`` show it.
+    """
+    return dataclasses.field(default=default, metadata={"check": check, "help": help})
+
+
+def positive(name: str, value: Any) -> float:
+    """A finite number above 0."""
+    return check_number(name, value, above=0)
+
+
+def at_least_1(name: str, value: Any) -> float:
+    """A finite number of at least 1."""
+    return check_number(name, value, at_least=1)
+
+
+def share(name: str, value: Any) -> float:
+    """A number above 0 and up to 1."""
+    number = check_number(name, value, above=0)
+    if number > 1:
+        raise ValueError(f"{name} must be at most 1, got {number:g}.")
+    return number
+
+
+def tokens(name: str, value: Any) -> int:
+    """A whole number of tokens, or of anything else, of at least 1."""
+    return check_length(name, value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return value
+
+
+def one_of(*allowed: str) -> Check:
+    """One of some words."""
+
+    def check(name: str, value: Any) -> Any:
+        if value not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+        return value
+
+    return check
+
+
+def divisors(name: str, values: Any) -> tuple[float, ...]:
+    """A list of numbers above 0, one for each pair of features."""
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise TypeError(f"{name} must be a list of numbers, one per pair of features, got {values!r}.")
+    return tuple(check_number(f"{name}[{i}]", value, above=0) for i, value in enumerate(values))
+
+
+def check_order(low: str, low_value: float, high: str, high_value: float) -> None:
+    """Raise unless one option is greater than another."""
+    if not high_value > low_value:
+        raise ValueError(f"{high} must be greater than {low}, got {high_value:g} and {low_value:g}.")

@@ -1,0 +1,171 @@
+"""YaRN: NTK-by-parts with an attention temperature."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+
+from hf_posenc.methods.base import Frequencies, Method, StaticMethod, plain_frequencies
+from hf_posenc.methods.ntk_by_parts import by_parts_frequencies
+from hf_posenc.methods.options import check_order, flag, one_of, option, positive
+from hf_posenc.methods.registry import register_method
+from hf_posenc.spec import RopeSpec
+
+
+@dataclass(frozen=True)
+class YarnOptions(Method):
+    """The options of YaRN's frequencies, at one scale (``Yarn``) or in stages (``DynamicYarn``)."""
+
+    ramp: str = option(
+        "code",
+        one_of("code", "paper", "harmonic"),
+        "the blend of kept and divided pairs: code, linear in the pair's index; paper, linear in turns; harmonic, "
+        "PoSE's, which blends wavelengths",
+    )
+    beta_fast: float = option(32.0, positive, "turns over the original length from which a pair keeps its frequency")
+    beta_slow: float = option(1.0, positive, "turns up to which a pair's frequency is divided by the factor")
+    truncate: bool = option(True, flag, "round the ends of the ramp outward to whole pairs, as YaRN's code does")
+    attention_factor: float | None = option(
+        None, positive, "multiplies cos and sin, so logits grow by its square; default: 0.1 ln(factor) + 1"
+    )
+    mscale: float | None = option(None, positive, "DeepSeek's pair: both given, they replace YaRN's temperature")
+    mscale_all_dim: float | None = option(None, positive, "see mscale")
+
+    @property
+    def ramp_turns(self) -> tuple[float, float] | None:
+        return self.beta_slow, self.beta_fast
+
+    def check_options(self) -> None:
+        check_order("beta_slow", self.beta_slow, "beta_fast", self.beta_fast)
+
+    def has_default_temperature(self) -> bool:
+        """Return whether neither ``attention_factor`` nor DeepSeek's pair was given."""
+        return self.attention_factor is None and self.mscale is None and self.mscale_all_dim is None
+
+
+@register_method
+@dataclass(frozen=True)
+class Yarn(YarnOptions, StaticMethod):
+    """Keep the pairs that rotate often, stretch those that hardly do, blend between, and sharpen attention.
+
+    A pair of at least ``beta_fast`` turns over the original length keeps its frequency; one of at most ``beta_slow``
+    has it divided by ``factor``. Three published curves differ in between (``ramp``): the authors' code, the paper's
+    text (equations 17 to 20), and PoSE's (Zhu et al. 2023, arXiv:2309.10400), which blends wavelengths.
+    """
+
+    name: ClassVar[str] = "yarn"
+    paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4"
+    summary: ClassVar[str] = (
+        "NTK-by-parts with an attention temperature: the usual choice, with or without fine-tuning."
+    )
+    explanation: ClassVar[str] = (
+        "A pair that turned often in training has met every angle and tells near words apart: it is kept. "
+        "One that hardly turned would meet angles it never had: its frequency is divided by the factor, "
+        "so that the longer text covers the angles that the training length did. Between them the two are "
+        "mixed along a ramp. And because attention over a longer text spreads over more words, logits are "
+        "multiplied by a temperature that makes it sharper again."
+    )
+    on_short_texts: ClassVar[str] = (
+        "A little: the slow pairs and the temperature are felt at every length, short chats included."
+    )
+    on_disk: ClassVar[str] = "yarn (longrope for ramp=paper and ramp=harmonic)"
+    rope_type: ClassVar[str | None] = "yarn"
+
+    temperature: str = option(
+        "rotary",
+        one_of("rotary", "logits"),
+        "what attention_factor reaches where only part of a head is rotated: rotary, that part, as published; logits, "
+        "whole logits",
+    )
+
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        return self._inv_freq(spec), self._attention_factor()
+
+    def _inv_freq(self, spec: RopeSpec) -> torch.Tensor:
+        if self.ramp == "paper":
+            return by_parts_frequencies(spec, self.factor, self.beta_slow, self.beta_fast)
+        plain, share = plain_frequencies(spec), yarn_ramp(spec, self)
+        if self.ramp == "code":
+            return plain / self.factor * share + plain * (1 - share)
+        return plain / (share * self.factor + (1 - share))
+
+    def _attention_factor(self) -> float:
+        """Return what multiplies cos and sin: given, DeepSeek's quotient, or ``0.1 ln(factor) + 1``.
+
+        Reference: arXiv:2309.00071, section 3.4, equation 22; DeepSeek-V2, arXiv:2405.04434, for the quotient.
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor, 1.0)
+
+    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+        # Transformers' own counts the pairs of an odd rotary_dim in two ways, and rotates all of them; and it looks
+        # for truncate where it is not, beside the layer types.
+        if self.ramp != "code" or spec.unrotated_pairs or spec.rotary_dim % 2 or (per_layer_type and not self.truncate):
+            return self.longrope_parameters(spec)
+        named = {name: value for name, value in self.changed_options().items() if name not in ("ramp", "temperature")}
+        return {
+            "rope_type": "yarn",
+            "factor": self.factor,
+            "original_max_position_embeddings": spec.original_max_position_embeddings,
+            **named,
+        }
+
+    @property
+    def temperature_on_logits(self) -> bool:
+        return self.temperature == "logits"
+
+    @property
+    def latent_temperature(self) -> float:
+        if self.mscale_all_dim is None or self.factor <= 1:
+            return 1.0
+        return _mscale(self.factor, self.mscale_all_dim)
+
+    def for_latent_attention(self) -> Self:
+        method = self
+        if self.has_default_temperature():
+            # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax
+            # scale.
+            method = dataclasses.replace(self, mscale=1.0, mscale_all_dim=1.0)
+        if method.temperature_on_logits and method.attention_factor is not None:
+            raise ValueError(
+                "temperature='logits' with attention_factor: on multi-head latent attention give mscale and "
+                "mscale_all_dim instead, which Transformers reads; without any of them it is the default there."
+            )
+        return method.temperature_on_cos_and_sin()
+
+    def temperature_on_cos_and_sin(self) -> Self:
+        return dataclasses.replace(self, temperature="rotary")
+
+    def without_temperature(self) -> Self | None:
+        if not (self.has_default_temperature() or self.attention_factor == 1) or self.temperature_on_logits:
+            return None
+        return dataclasses.replace(self, attention_factor=1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def yarn_ramp(spec: RopeSpec, method: YarnOptions) -> torch.Tensor:
+    """Return the share of interpolation per pair, 0 (keep) to 1 (divide), linear in the pair's index."""
+    original = spec.original_max_position_embeddings
+
+    def index_of(turns: float) -> float:
+        wanted = original / (turns * 2 * math.pi)
+        return spec.rotary_dim * math.log(wanted) / (2 * math.log(spec.rope_theta))
+
+    low, high = index_of(method.beta_fast), index_of(method.beta_slow)
+    if method.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    if low == high:
+        high += 0.001  # as the reference code does, to divide by something
+    pairs = torch.arange(spec.num_pairs, dtype=torch.float64)
+    return ((pairs - low) / (high - low)).clamp(0, 1)
