@@ -81,7 +81,7 @@ def test_what_a_family_cannot_do_is_left_out_with_its_reason() -> None:
     lines = plan_of(60, 60, left_out=left_out).text().splitlines()
     (shared,) = (line for line in lines if "'deepseek_v3'" in line)
     assert shared.startswith(
-        "  dynamic, dynamic_yarn, self_extend, dca, rerope, leaky_rerope: model_type 'deepseek_v3'"
+        "  dynamic, dynamic_yarn, dca, leaky_rerope, rerope, self_extend: model_type 'deepseek_v3'"
     )
     assert "  linear, abf, nope: wants fine-tuning" in lines
 

@@ -142,7 +142,7 @@ def test_what_as_cannot_do_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         ),
         ((path, "llama.cpp", "llama3"), r"no flags for llama3.*--as yarn, ntk or linear"),
         ((path, "llama.cpp", "ntk_by_parts"), "no flags for ntk_by_parts"),
-        ((path, "vllm", "longrope"), "linear, ntk, ntk_by_parts, yarn, llama3; got 'longrope'"),
+        ((path, "vllm", "longrope"), "linear, llama3, ntk, ntk_by_parts, yarn; got 'longrope'"),
         ((path, "vllm", "dynamic"), "takes a static rule"),
         ((path, "vllm", "yarm"), "Did you mean 'yarn'"),
         ((static, "vllm", "linear"), r"says its rule already \(yarn\), and servers run that: leave --as out"),

@@ -20,7 +20,7 @@ class Stages:
 
     Attributes:
         spec: What the model was trained with.
-        method: One with stages; one of distances has none, and the model's own frequencies.
+        method: One of distances has a single stage, which never ends.
     """
 
     spec: RopeSpec
@@ -40,6 +40,8 @@ class Stages:
     def ends(self, length: int) -> list[int]:
         """Return the position each stage ends before, of as many stages as ``length`` tokens need."""
         ends = [self.spec.original_max_position_embeddings]
+        if isinstance(self.method, DistanceMethod):
+            return [max(ends[0], length)]
         ratio = 1 + self.stage_length / ends[0]
         while ends[-1] < length:
             grown = round(ends[-1] * ratio) if self._staged.growth == "geometric" else ends[-1] + self.stage_length
@@ -59,6 +61,7 @@ class Stages:
             length = ends[-1] + 1
         return ends[stage] / original
 
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # makes a dataclass, which is not traced
     def frequencies(self, stage: int) -> Frequencies:
         """Return ``inv_freq``, float64 ``(rotary_dim // 2,)``, and ``attention_factor`` of a stage."""
         if stage == 0:

@@ -75,8 +75,8 @@ class Record(JsonRecord):
     in records of version 0.1.0's first days.
 
     ``rope`` has ``rotary_dim``, ``rope_theta`` and ``unrotated_pairs`` of the model as it was trained, and is empty
-    where there is no rotary embedding; ``command`` is what was typed, empty from Python; ``checkpoint_dtype`` is what the
-    weights are stored in, where ``dtype`` is what was computed in. None of them is part of the key.
+    where there is no rotary embedding; ``command`` is what was typed, empty from Python; ``checkpoint_dtype`` is what
+    the weights are stored in, where ``dtype`` is what was computed in. None of them is part of the key.
     """
 
     model: str

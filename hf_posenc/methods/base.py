@@ -164,7 +164,7 @@ class Method(abc.ABC):
 
     @property
     def declares_target(self) -> bool:
-        """Whether a config's ``max_position_embeddings`` becomes the target; Transformers' dynamic wants the original."""
+        """Whether ``max_position_embeddings`` becomes the target; Transformers' dynamic wants the original length."""
         return True
 
     @property

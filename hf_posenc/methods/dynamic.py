@@ -19,8 +19,8 @@ _OF_A_SEQUENCE = Words(
         "The factor makes it rise faster: the slowest pair is stretched by factor * length / original - "
         "(factor - 1)."
     ),
-    ("Nothing, in a forward of its own. In a batch with a long text, or after one, short texts get its scale."),
-    ("Keys cached under an earlier base stay as they were, so it is not exact with a KV cache."),
+    "Nothing, in a forward of its own. In a batch with a long text, or after one, short texts get its scale.",
+    "Keys cached under an earlier base stay as they were, so it is not exact with a KV cache.",
 )
 
 
@@ -79,7 +79,7 @@ class DynamicNtk(StagedMethod):
         return Ntk(factor)
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
-        """Return Transformers' rule for a forward of ``seq_len`` tokens; nothing is scaled up to the original length."""
+        """Return Transformers' rule for a forward of ``seq_len`` tokens; up to the original length the plain one."""
         original = spec.original_max_position_embeddings
         length = max(seq_len or original, original)
         stretch = self.factor * length / original - (self.factor - 1)

@@ -59,7 +59,8 @@ class PairRule:
         """``inv_freq``, float64 ``(num_pairs,)``, and ``attention_factor`` of a forward of ``reach`` tokens."""
         if isinstance(self.method, StagedMethod) and self.method.runs_in_attention:
             stages = Stages(self.spec, self.method)
-            return stages.frequencies(int(stages.of(torch.tensor([self.reach - 1]))))
+            found: Frequencies = stages.frequencies(int(stages.of(torch.tensor([self.reach - 1]))))
+            return found
         return self.method.frequencies(self.spec, self.reach)
 
     @cached_property
