@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from hf_posenc.checkpoint.extended import load_extended, save_extended
     from hf_posenc.doctor.checkup import diagnose
     from hf_posenc.encodings.layouts import convert_layout
-    from hf_posenc.evaluation.perplexity import perplexity
+    from hf_posenc.evaluation.measuring_perplexity import perplexity
     from hf_posenc.evaluation.records import Record
     from hf_posenc.methods.registry import available_methods
     from hf_posenc.patching.api import describe, patch_model, patched, unpatch_model, verify_model

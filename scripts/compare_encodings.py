@@ -24,10 +24,11 @@ from study_folder import claim, passkeys_right
 from hf_posenc import patch_model, patched, save_extended
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.evaluation import perplexity, read_records, retrieval
+from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.planning.tracking import MemoryTracker
 from hf_posenc.report.looks import PLAIN, numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.retrieval.measuring import retrieval
 from hf_posenc.utils.files import write_whole
 
 ENCODINGS = ("rope", "xpos", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "nope")

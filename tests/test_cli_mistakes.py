@@ -26,14 +26,14 @@ def text_file(tmp_path: Path) -> Path:
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make loading a model fail the test."""
     # Where it is imported as a module begins, first: imported while it is replaced, it would stay so for other tests.
-    for module in ("evaluating", "loading"):
+    for module in ("cli.eval", "checkpoint.loading"):
         monkeypatch.setattr(f"hf_posenc.{module}.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.fixture
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make measuring fail the test."""
-    monkeypatch.setattr("hf_posenc.evaluation.perplexity", lambda *_, **__: pytest.fail("it was measured"))
+    monkeypatch.setattr("hf_posenc.evaluation.measuring_perplexity", lambda *_, **__: pytest.fail("it was measured"))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:

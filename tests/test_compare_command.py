@@ -19,7 +19,8 @@ from hf_posenc.cli.compare_arguments import CompareArguments
 from hf_posenc.cli.main import main
 from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC, UNPATCHED
 from hf_posenc.comparing.recommending import Recommendation
-from hf_posenc.evaluation import read_records, read_retrieval_records
+from hf_posenc.evaluation import read_records
+from hf_posenc.retrieval.cell_records import read_retrieval_records
 from hf_posenc.utils.units import ContextLength
 
 ROOT = Path(__file__).parents[1]

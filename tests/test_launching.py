@@ -80,7 +80,7 @@ def test_what_the_flag_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     argv = ["model", "--accelerate-config", "fsdp2", "--num-processes", "2"]
     words = launch_words(LaunchArguments(accelerate_config="fsdp2", num_processes=2), "finetune", argv)
     assert words is not None
-    at = words.index("-m", 3)
+    at = words.index("hf_posenc") - 1
     args = launch_command_parser().parse_args(words[3:])
     assert (Path(args.config_file), args.num_processes, args.module) == (CONFIGS / "fsdp2.yaml", 2, True)
     assert words[at:] == ["-m", "hf_posenc", "finetune", *argv]
@@ -121,7 +121,7 @@ def test_the_processes_are_told_to_show_tracebacks(before: bool, monkeypatch: py
     assert "--traceback" not in plain.value.args
     with pytest.raises(Launched) as raised:
         main(["--traceback", *words] if before else [*words[:2], "--traceback", *words[2:]])
-    told = raised.value.args[raised.value.args.index("hf_posenc.cli.main") + 1 :]
+    told = raised.value.args[raised.value.args.index("hf_posenc") + 1 :]
     assert told == (*words, "--traceback")
     monkeypatch.setenv("HF_POSENC_LAUNCHED", "1")
     with pytest.raises(ValueError, match="--documents"):  # what a process does with these words

@@ -20,9 +20,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.evaluation import perplexity, read_records, read_retrieval_records, retrieval
-from hf_posenc.retrieval import RetrievalRecord, wilson_interval
+from hf_posenc.evaluation import perplexity, read_records
+from hf_posenc.retrieval.cell_records import RetrievalRecord, read_retrieval_records, wilson_interval
 from hf_posenc.retrieval.haystack import read_haystack
+from hf_posenc.retrieval.measuring import retrieval
 from hf_posenc.retrieval.prompts import PromptMaker
 from hf_posenc.retrieval.scoring import Reply, reply
 

@@ -16,11 +16,11 @@ from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.eval_arguments import TASKS, RetrievalArguments
 from hf_posenc.cli.main import main
-from hf_posenc.evaluation import read_retrieval_records, retrieval
 from hf_posenc.patching.api import patched
 from hf_posenc.report import report, text_table
 from hf_posenc.report.retrieval import make_grids
-from hf_posenc.retrieval import DEFAULT_DEPTHS, RetrievalRecord, wilson_interval
+from hf_posenc.retrieval.cell_records import RetrievalRecord, read_retrieval_records, wilson_interval
+from hf_posenc.retrieval.measuring import DEFAULT_DEPTHS, retrieval
 from hf_posenc.retrieval.tasks import TASKS as KNOWN_TASKS
 
 

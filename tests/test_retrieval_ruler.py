@@ -12,9 +12,9 @@ from ruler import generate
 from transformers import AutoTokenizer
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.retrieval import TASKS
 from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.prompts import PromptMaker
+from hf_posenc.retrieval.tasks import TASKS
 
 pytestmark = pytest.mark.slow
 COUNT = 40

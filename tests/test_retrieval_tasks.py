@@ -12,12 +12,11 @@ from conftest import make_tiny_llama, make_tiny_tokenizer
 from oracles import Oracle, solve
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hf_posenc import retrieval
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.retrieval import TASKS
 from hf_posenc.retrieval.haystack import read_haystack
-from hf_posenc.retrieval.measuring import _has_word
+from hf_posenc.retrieval.measuring import _has_word, retrieval
 from hf_posenc.retrieval.prompts import Prompt, PromptMaker
+from hf_posenc.retrieval.tasks import TASKS
 from hf_posenc.retrieval.vocabulary import vocabulary
 
 NOVEL = load_novel(HELD_OUT_NOVEL)[2000:60_000]

@@ -17,7 +17,7 @@ from hf_posenc.families.discovery import text_configs, unwrap
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.api import extension_of, patch_model, unextended_config
-from hf_posenc.patching.extension import Extension, describe_config, mark_on
+from hf_posenc.patching.extension import MARK, Extension, describe_config, mark_on
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import __version__
 

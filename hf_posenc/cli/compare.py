@@ -16,13 +16,15 @@ from hf_posenc.cli.shared_arguments import ModelArguments
 from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC
 from hf_posenc.comparing.planning import AnyRecord, Plan, Step, make_plan
 from hf_posenc.comparing.recommending import Recommendation, recommend
-from hf_posenc.evaluation import perplexity, reach_lines, read_records, read_retrieval_records, retrieval
+from hf_posenc.evaluation import perplexity, reach_lines, read_records
 from hf_posenc.evaluation.records import check_output
 from hf_posenc.evaluation.row_models import as_asked, refuse_extended
 from hf_posenc.evaluation.tallies import default_bucket
 from hf_posenc.exports import STACKS
 from hf_posenc.patching.rope_scaling import read_rope_scaling
 from hf_posenc.report import text_table
+from hf_posenc.retrieval.cell_records import read_retrieval_records
+from hf_posenc.retrieval.measuring import retrieval
 from hf_posenc.utils.console import LONG
 from hf_posenc.utils.dtypes import slow_dtype_advice
 from hf_posenc.utils.units import duration_name, length_name

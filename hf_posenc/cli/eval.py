@@ -9,11 +9,13 @@ from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.eval_arguments import EvalArguments, RetrievalArguments
 from hf_posenc.cli.request_checks import key_token_settings
 from hf_posenc.cli.shared_arguments import ModelArguments
-from hf_posenc.evaluation import Record, RetrievalRecord, perplexity, reach_lines, retrieval
+from hf_posenc.evaluation import Record, perplexity, reach_lines
 from hf_posenc.evaluation.key_tokens import load_key_tokens
 from hf_posenc.evaluation.records import check_output
 from hf_posenc.evaluation.row_models import as_asked, refuse_extended, try_rows
 from hf_posenc.report import text_table
+from hf_posenc.retrieval.cell_records import RetrievalRecord
+from hf_posenc.retrieval.measuring import retrieval
 from hf_posenc.utils.processes import join_processes, leave_processes
 
 

@@ -139,8 +139,9 @@ def report(argv: Sequence[str]) -> None:
         if not Path(path).is_file():
             raise FileNotFoundError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
     check_writable(where.output_dir)
-    from hf_posenc.evaluation import read_records, read_retrieval_records
+    from hf_posenc.evaluation import read_records
     from hf_posenc.report import report as write
+    from hf_posenc.retrieval.cell_records import read_retrieval_records
 
     kinds = (read_records, read_retrieval_records)
     records = [record for path in given.results for read in kinds for record in read(path)]

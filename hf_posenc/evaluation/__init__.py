@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from hf_posenc.evaluation.effective_length import Reach, reach, reach_lines
-from hf_posenc.evaluation.key_tokens import KeyTokens
-from hf_posenc.evaluation.pairs import Ratio, paired_interval
-from hf_posenc.evaluation.perplexity import perplexity
-from hf_posenc.evaluation.plans import PROTOCOLS
-from hf_posenc.evaluation.records import Record, read_records
-from hf_posenc.retrieval import RetrievalRecord, read_retrieval_records, retrieval
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.effective_length import Reach, reach, reach_lines
+    from hf_posenc.evaluation.key_tokens import KeyTokens
+    from hf_posenc.evaluation.measuring_perplexity import perplexity
+    from hf_posenc.evaluation.pairs import Ratio, paired_interval
+    from hf_posenc.evaluation.plans import PROTOCOLS
+    from hf_posenc.evaluation.records import Record, read_records
 
 METRIC = str(Path(__file__).with_name("metric.py"))  # for evaluate.load, which takes a file
+
+_MODULES = {
+    "KeyTokens": "key_tokens",
+    "PROTOCOLS": "plans",
+    "Ratio": "pairs",
+    "Reach": "effective_length",
+    "Record": "records",
+    "paired_interval": "pairs",
+    "perplexity": "measuring_perplexity",
+    "reach": "effective_length",
+    "reach_lines": "effective_length",
+    "read_records": "records",
+}
 
 __all__ = [
     "METRIC",
@@ -21,12 +36,15 @@ __all__ = [
     "Ratio",
     "Reach",
     "Record",
-    "RetrievalRecord",
     "paired_interval",
     "perplexity",
     "reach",
     "reach_lines",
     "read_records",
-    "read_retrieval_records",
-    "retrieval",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
