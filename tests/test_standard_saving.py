@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import pickle
 import shutil
@@ -311,6 +312,42 @@ def test_what_is_put_in_while_loading_is_said(reloaded: Reloaded) -> None:
         if METHODS[method] != "static" and way not in ADAPTERS:
             assert f"{reloaded.folder(way, method)}: {method} to {TARGET} tokens" in said
     assert "yarn to" not in str(reloaded.plain["stderr"])
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL's own
+@pytest.mark.parametrize("method", METHODS)
+def test_trl_compares_with_a_reference_that_is_extended_too(base: Path, method: str, tmp_path: Path) -> None:
+    """The first loss of DPO is ln 2, as of a model and a reference that agree. The reference was the plain base."""
+    from trl import DPOConfig, DPOTrainer
+
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    rows = {
+        "prompt": [text[:150] for text in TEXTS[:8]],  # past the original length
+        "chosen": [text[:50] for text in TEXTS[8:16]],
+        "rejected": [text[:50] for text in TEXTS[16:]],
+    }
+    args = DPOConfig(**five_steps(tmp_path, max_steps=1, logging_steps=1), max_length=256, bf16=False)
+    model = patched_base(base, method)
+    before = logits(model.eval(), IDS)
+    trainer = DPOTrainer(model, args=args, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer)
+    assert describe(trainer.ref_model) == describe(model)
+    torch.testing.assert_close(logits(trainer.ref_model.eval(), IDS), before, rtol=1e-5, atol=1e-5)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trl_loads_all_other_models_as_they_are(base: Path) -> None:
+    from trl.trainer.utils import create_model_from_path, get_config_model_id
+
+    model = patched_base(base, "yarn")
+    name = get_config_model_id(model.config)
+    assert (type(name), name) == (str, str(base))
+    assert describe(create_model_from_path(str(base)))["method"] == "none"
+    assert describe(create_model_from_path(name))["method"] == "yarn"
+    plain = get_config_model_id(unpatch_model(model).config)
+    assert describe(create_model_from_path(plain))["method"] == "none"
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -1,4 +1,4 @@
-"""Saving and loading by the functions of Transformers, PEFT and accelerate: they carry a model's extension.
+"""Saving and loading by the functions of Transformers, PEFT, accelerate and TRL: they carry a model's extension.
 
 Trainer, TRL, ``push_to_hub`` and PEFT save a model without asking us. While a model is patched, its own
 ``save_pretrained`` therefore writes what ``save_extended`` would. Where there is no model of ours to hang that on (an
@@ -32,6 +32,8 @@ MARK = "context_extension"
 _SAVE = "save_pretrained"
 _UPLOAD = "_upload_modified_files"
 _plain: ContextVar[bool] = ContextVar("plain_loading", default=False)
+# The name of a model that TRL asked its config for last, this very object, and that config.
+_asked: ContextVar[tuple[str, Any] | None] = ContextVar("asked_name", default=None)
 
 
 def install() -> None:
@@ -43,6 +45,7 @@ def install() -> None:
     when_imported("peft.config", _wrap_adapter_config)
     when_imported("transformers.integrations.peft", _wrap_adapters_of_transformers)
     when_imported("accelerate.accelerator", _wrap_accelerator)
+    when_imported("trl.trainer.utils", _wrap_reference_models)
 
 
 def carry_extension(model: PreTrainedModel) -> None:
@@ -323,6 +326,64 @@ def _warn_if_lost(model: PreTrainedModel, source: Any) -> None:
             mark["context_length"],
             MANIFEST,
         )
+
+
+# ---- reference models ----
+
+
+def _wrap_reference_models(module: ModuleType) -> None:
+    """Let TRL's DPO, KTO, GRPO and RLOO compare a model with one that is extended as it is.
+
+    They load the reference by the name in the model's config: ``create_model_from_path(get_config_model_id(config))``.
+    """
+
+    def name_of(original: Callable[..., Any], config: Any) -> Any:
+        name = original(config)
+        if isinstance(name, str):
+            name = "".join([*name])  # an object of its own, by which the next function knows where it comes from
+            _asked.set((name, config))
+        return name
+
+    def create(original: Callable[..., Any], model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        asked = _asked.get()
+        if asked is None or asked[0] is not model_id:
+            return original(model_id, *args, **kwargs)
+        from hf_posenc.attention.masks import inner_name
+
+        if isinstance(kwargs.get("attn_implementation"), str):
+            kwargs["attn_implementation"] = inner_name(kwargs["attn_implementation"])
+        model = original(model_id, *args, **kwargs)
+        _extend_as(model, asked[1])
+        return model
+
+    if {"get_config_model_id", "create_model_from_path"} <= vars(module).keys():
+        _wrap(module, "get_config_model_id", name_of)
+        _wrap(module, "create_model_from_path", create)
+
+
+def _extend_as(model: PreTrainedModel, config: Any) -> None:
+    """Extend a model as the config of another, live one says."""
+    from hf_posenc.extension import Extension, mark_on
+    from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model
+    from hf_posenc.windows import KEEP
+
+    text_config = config.get_text_config(decoder=True)
+    mark = mark_on(text_config)
+    if mark is None or all(describe(model)[key] == mark[key] for key in Extension.FACTS):
+        return
+    if is_patched(model):
+        unpatch_model(model)
+    own = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    window = getattr(text_config, "sliding_window", None)
+    patch_model(
+        model,
+        mark["method"],
+        context_length=mark["context_length"],
+        original_max_position_embeddings=mark["original_max_position_embeddings"],
+        sliding_window=KEEP if window == own else window or "off",
+        on_scaled="replace",
+        **mark["options"],
+    )
 
 
 def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Path] | None:
