@@ -18,15 +18,8 @@ from hf_posenc.attention.doorway import CROSS, FULL, INNER, PASS, door_of, put_d
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
-from hf_posenc.families.discovery import (
-    FULL_ATTENTION,
-    MLA,
-    label_prefix,
-    rope_label,
-    rotary_modules,
-    text_configs,
-    unwrap,
-)
+from hf_posenc.families.discovery import FULL_ATTENTION, MLA
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.base import DistanceMethod, StagedMethod, plain_frequencies
 from hf_posenc.patching.extension import Extension, declared_rope
@@ -55,21 +48,19 @@ class OpenDoor:
     hooks: list[RemovableHandle]
 
 
-def check_door(wrapped: nn.Module, extension: Extension) -> Rotation:
-    """Return how this model, wrapped or not, turns queries and keys; nothing is changed.
+def check_door(rotary: RotaryModel, extension: Extension) -> Rotation:
+    """Return how this model turns queries and keys; nothing is changed.
 
     Raises:
         ValueError: Its attention cannot be put behind the door; with the reason.
     """
-    model = unwrap(wrapped)
-    config = model.config.get_text_config(decoder=True)
-    method = extension.method.name
-    reason = reason_of_family(model, config) or reason_of_settings(model, config)
+    config, method = rotary.text_config, extension.method.name
+    reason = reason_of_family(rotary) or reason_of_settings(config)
     if reason is None and window_of_all_layers(config) and extension.sliding_window != "off":
         reason = "every layer has a sliding window (pass sliding_window='off' to attend to all of a text)"
-    elif reason is None and getattr(getattr(wrapped, "active_peft_config", None), "is_prompt_learning", False):
+    elif reason is None and getattr(getattr(rotary.wrapped, "active_peft_config", None), "is_prompt_learning", False):
         reason = "it turns cached keys, and those of prefix tuning were trained as they are"
-    rotation = _rotation(model) if reason is None else None
+    rotation = _rotation(rotary) if reason is None else None
     if rotation is None:
         reason = reason or "it turns queries and keys in a way of its own"
         raise ValueError(
@@ -79,9 +70,9 @@ def check_door(wrapped: nn.Module, extension: Extension) -> Rotation:
     return rotation
 
 
-def reason_of_family(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+def reason_of_family(rotary: RotaryModel) -> str | None:
     """Return why the attention of a model's family cannot be put behind a door; None if it can."""
-    found = rotary_modules(model)
+    config, model, found = rotary.text_config, rotary.model, rotary.rotary_modules
     if config.model_type in _REFUSED:
         return _REFUSED[config.model_type]
     if config.model_type in MLA or getattr(config, "kv_lora_rank", None):
@@ -95,7 +86,7 @@ def reason_of_family(model: PreTrainedModel, config: PreTrainedConfig) -> str | 
     return None
 
 
-def reason_of_settings(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
+def reason_of_settings(config: PreTrainedConfig) -> str | None:
     """Return why that of a model with these settings cannot; None if it can."""
     if declared_rope(config).get("rope_type") == "proportional":
         return "part of its pairs of features never turn"
@@ -130,15 +121,13 @@ def _code(module: nn.Module) -> dict[str, Any]:
     return vars(sys.modules[type(module).__module__])
 
 
-def _rotation(model: PreTrainedModel) -> Rotation | None:
+def _rotation(rotary: RotaryModel) -> Rotation | None:
     """Return how a family turns; as Llama where its code cannot be asked, which the probe then finds out."""
-    [rotary] = rotary_modules(model).values()
-    config: Any = rotary.config
-    label = rope_label(config)
-    prefix = label_prefix(label)
+    module, label, prefix = rotary.rotary_module, rotary.label, rotary.prefix
+    config: Any = module.config
     try:
         with torch.device("cpu"):
-            fresh: Any = rotary_class(rotary)(config)
+            fresh: Any = rotary_class(module)(config)
             asked = (torch.zeros(1, 1, 1), torch.arange(4)[None])
             cos, sin = fresh(*asked) if label is None else fresh(*asked, layer_type=label)
         apply = _code(fresh)["apply_rotary_pos_emb"]
@@ -149,11 +138,11 @@ def _rotation(model: PreTrainedModel) -> Rotation | None:
         return ROTATIONS[0]
 
 
-def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRotary, rotation: Rotation) -> OpenDoor:
+def put_behind_door(rotary: RotaryModel, extension: Extension, saved: SavedRotary, rotation: Rotation) -> OpenDoor:
     """Put a model's attention behind the door, and see that it turns queries and keys as the door takes it to.
 
     Args:
-        model: The model; its rotary module holds the plain frequencies.
+        rotary: The model; its rotary module holds the plain frequencies.
         extension: The rule.
         saved: What the rotary module holds.
         rotation: How the family turns.
@@ -163,30 +152,28 @@ def put_behind_door(model: PreTrainedModel, extension: Extension, saved: SavedRo
             module says; the attention is as it was.
     """
     tokens = min(_PROBE_TOKENS, _plain_until(extension))
-    before = probe(model, tokens)
-    prefix = label_prefix(rope_label(model.config.get_text_config(decoder=True)))
-    opened = open_door(model, extension, saved.buffers[f"{prefix}inv_freq"], rotation)
+    before = probe(rotary.model, tokens)
+    opened = open_door(rotary, extension, saved.buffers[f"{rotary.prefix}inv_freq"], rotation)
     try:
-        after = probe(model, tokens)
+        after = probe(rotary.model, tokens)
         agree = before is None or after is None or torch.equal(before, after)
-        if not agree or (after is not None and not _turns_as_known(model, opened.door, saved)):
+        if not agree or (after is not None and not _turns_as_known(rotary, opened.door, saved)):
             raise RotaryMismatchError(
-                f"the attention of {type(model).__name__} does not turn queries and keys in the usual way: they "
+                f"the attention of {type(rotary.model).__name__} does not turn queries and keys in the usual way: they "
                 "could not be turned on behind the attention door. Take a static method, such as 'yarn'."
             )
     except Exception:
-        close_door(model, opened)
+        close_door(rotary, opened)
         raise
     return opened
 
 
-def _turns_as_known(model: PreTrainedModel, door: Door, saved: SavedRotary) -> bool:
+def _turns_as_known(rotary: RotaryModel, door: Door, saved: SavedRotary) -> bool:
     """Return whether the door's turning takes what the rotary module turns back to what it does not, in every layer.
 
     Queries and keys are seen twice, as they are and with frequencies of zero, while attention hands on values alone.
     """
-    [module] = rotary_modules(model).values()
-    prefix = label_prefix(rope_label(model.config.get_text_config(decoder=True)))
+    module, prefix = rotary.rotary_module, rotary.prefix
     names = (f"{prefix}inv_freq", f"{prefix}original_inv_freq")
     still = SavedRotary({**saved.buffers, **{name: torch.zeros_like(door.plain) for name in names}}, saved.attributes)
     seen = []
@@ -194,7 +181,7 @@ def _turns_as_known(model: PreTrainedModel, door: Door, saved: SavedRotary) -> b
         for state in (saved, still):
             write_rotary(module, state)
             door.seen = []
-            probe(model, _PROBE_TOKENS)
+            probe(rotary.model, _PROBE_TOKENS)
             seen.append(door.seen)
     finally:
         door.seen = None
@@ -215,59 +202,56 @@ def _turns_back(door: Door, turned: torch.Tensor, unturned: torch.Tensor) -> boo
     return bool(error <= _PROBE_EPSILONS * epsilon * unturned.abs().max())
 
 
-def open_door(model: PreTrainedModel, extension: Extension, plain: torch.Tensor, rotation: Rotation) -> OpenDoor:
+def open_door(rotary: RotaryModel, extension: Extension, plain: torch.Tensor, rotation: Rotation) -> OpenDoor:
     """Put every attention layer of a model behind the door.
 
     Args:
-        model: The model.
+        rotary: The model.
         extension: The rule.
         plain: The float32 frequencies the model was trained with.
         rotation: How the family turns.
     """
     register()
-    config = model.config.get_text_config(decoder=True)
+    config = rotary.text_config
     inner = config._attn_implementation
     assert isinstance(extension.method, (StagedMethod, DistanceMethod)), extension.method
     door = Door(Stages(extension.spec, extension.method), inner, plain, rotation)
-    for module in attention_layers(model):
+    for module in attention_layers(rotary.model):
         put_door(module, door, _kind(module, config))
-    for each in text_configs(model):
+    for each in rotary.text_configs:
         each._attn_implementation = PREFIX + inner
-    [(name, rotary)] = rotary_modules(model).items()
-    decoder = model.get_submodule(name.rpartition(".")[0])
     hooks = [
-        decoder.register_forward_pre_hook(door.enter, with_kwargs=True),
-        rotary.register_forward_pre_hook(door.note_positions, with_kwargs=True),
-        decoder.register_forward_hook(door.leave, always_call=True),
+        rotary.decoder.register_forward_pre_hook(door.enter, with_kwargs=True),
+        rotary.rotary_module.register_forward_pre_hook(door.note_positions, with_kwargs=True),
+        rotary.decoder.register_forward_hook(door.leave, always_call=True),
     ]
     return OpenDoor(door, inner, hooks)
 
 
-def close_door(model: PreTrainedModel, opened: OpenDoor) -> None:
+def close_door(rotary: RotaryModel, opened: OpenDoor) -> None:
     """Undo ``open_door``."""
     for hook in opened.hooks:
         hook.remove()
-    for each in text_configs(model):
+    for each in rotary.text_configs:
         each._attn_implementation = opened.implementation
-    for module in model.modules():
+    for module in rotary.model.modules():
         take_door(module)
 
 
-def door_problem(model: PreTrainedModel, opened: OpenDoor) -> str | None:
+def door_problem(rotary: RotaryModel, opened: OpenDoor) -> str | None:
     """Return what of the door is no longer in place; None if all is."""
-    config = model.config.get_text_config(decoder=True)
+    config = rotary.text_config
     if config._attn_implementation != PREFIX + opened.implementation:
         return f"the attention implementation is {config._attn_implementation!r}"
-    if any(door_of(module) is not opened.door for module in attention_layers(model)):
+    if any(door_of(module) is not opened.door for module in attention_layers(rotary.model)):
         return "an attention layer has lost its door"
     if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in opened.hooks):
         return "a hook of the decoder is gone"
     expected = plain_frequencies(opened.door.stages.spec)
     if not torch.allclose(opened.door.plain.double().cpu(), expected, rtol=1e-5, atol=0):
         return "the frequencies it turns by are not the model's"
-    for name, module in rotary_modules(model).items():
-        prefix = label_prefix(rope_label(config))
-        buffer: Any = module._buffers[f"{prefix}inv_freq"]
+    for name, module in rotary.rotary_modules.items():
+        buffer: Any = module._buffers[f"{rotary.prefix}inv_freq"]
         if not buffer.is_meta and not torch.equal(buffer.cpu(), opened.door.plain.cpu()):
             return f"{name} turns queries and keys by other frequencies than the model's, which the attention counts on"
     return None

@@ -363,9 +363,9 @@ def _wrap_reference_models(module: ModuleType) -> None:
 
 def _extend_as(model: PreTrainedModel, config: Any) -> None:
     """Extend a model as the config of another, live one says."""
-    from hf_posenc.extension import Extension, mark_on
-    from hf_posenc.patching import describe, is_patched, patch_model, unpatch_model
-    from hf_posenc.windows import KEEP
+    from hf_posenc.families.sliding_window import KEEP
+    from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model
+    from hf_posenc.patching.extension import Extension, mark_on
 
     text_config = config.get_text_config(decoder=True)
     mark = mark_on(text_config)

@@ -24,7 +24,7 @@ from hf_posenc.attention.install import (
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.door import EncodingDoor
-from hf_posenc.families.discovery import rotary_modules, text_configs, unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Encoding, Method, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings, AddedToLogits, TurnsPairs
 from hf_posenc.patching.extension import Extension, head_dim_of
@@ -53,17 +53,17 @@ class PutIn:
     implementation: str | None
     hooks: list[RemovableHandle]
 
-    def problem(self, model: PreTrainedModel) -> str | None:
+    def problem(self, rotary: RotaryModel) -> str | None:
         """Return what of it is no longer in place; None if all is."""
-        config = model.config.get_text_config(decoder=True)
-        if getattr(_decoder(model), MODULE, None) is not self.encoding:
+        config = rotary.text_config
+        if getattr(rotary.decoder, MODULE, None) is not self.encoding:
             return f"the decoder has lost its {MODULE}"
         if self.implementation is not None and config._attn_implementation != PREFIX + self.implementation:
             return f"the attention implementation is {config._attn_implementation!r}"
         if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in self.hooks):
             return "a hook of the decoder is gone"
-        [(name, rotary)] = rotary_modules(model).items()
-        for buffer, frequencies in rotary.named_buffers():
+        [(name, module)] = rotary.rotary_modules.items()
+        for buffer, frequencies in module.named_buffers():
             if buffer.endswith("inv_freq") and not frequencies.is_meta and frequencies.any():
                 return f"{name} still rotates queries and keys ({buffer})"
         return None
@@ -72,33 +72,32 @@ class PutIn:
         """Return how many attention layers ask for it; 0 where it is added to the embeddings."""
         return layers_behind(model, self.asked) if isinstance(self.asked, EncodingDoor) else 0
 
-    def take_out(self, model: PreTrainedModel) -> None:
+    def take_out(self, rotary: RotaryModel) -> None:
         """Undo ``put_in``."""
         for hook in self.hooks:
             hook.remove()
         if self.implementation is not None:
-            for config in text_configs(model):
+            for config in rotary.text_configs:
                 config._attn_implementation = self.implementation
-            for module in model.modules():
+            for module in rotary.model.modules():
                 take_door(module)
-        delattr(_decoder(model), MODULE)
+        delattr(rotary.decoder, MODULE)
 
 
-def check_encoding(wrapped: nn.Module, extension: Extension) -> None:
-    """See that an encoding can be put into a model, wrapped or not; nothing is changed.
+def check_encoding(rotary: RotaryModel, extension: Extension) -> None:
+    """See that an encoding can be put into a model; nothing is changed.
 
     Raises:
         ValueError: It cannot; with the reason.
     """
-    model = unwrap(wrapped)
-    config = model.config.get_text_config(decoder=True)
-    reason = reason_of_family(model, config) or reason_of_settings(model, config)
+    config = rotary.text_config
+    reason = reason_of_family(rotary) or reason_of_settings(config)
     encoding = _make_module(config, extension)  # raises on sizes that do not fit
     if reason is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
         reason = f"a bias cannot be added in {config._attn_implementation!r} (load it with attn_implementation='sdpa')"
     if reason is None and isinstance(encoding, TurnsPairs):
         reason = _several_ropes(config, extension.method)
-    if reason is None and getattr(wrapped, "peft_config", None):
+    if reason is None and getattr(rotary.wrapped, "peft_config", None):
         reason = "it is wrapped by PEFT, whose adapters would not hold the encoding (patch the model, then wrap it)"
     if reason is not None:
         raise ValueError(
@@ -106,31 +105,29 @@ def check_encoding(wrapped: nn.Module, extension: Extension) -> None:
         )
 
 
-def put_in(model: PreTrainedModel, extension: Extension) -> PutIn:
+def put_in(rotary: RotaryModel, extension: Extension) -> PutIn:
     """Put an encoding in, and see that every layer it belongs to asks for it.
 
     Args:
-        model: The model; its rotary module turns nothing.
+        rotary: The model; its rotary module turns nothing.
         extension: The rule.
 
     Raises:
         ValueError: The attention implementation takes no bias, or a size does not fit.
         RotaryMismatchError: A layer does not ask; nothing is left of it.
     """
-    config = model.config.get_text_config(decoder=True)
-    encoding = _make_module(config, extension)
-    weight: Any = model.get_input_embeddings().weight
+    encoding = _make_module(rotary.text_config, extension)
+    weight: Any = rotary.model.get_input_embeddings().weight
     encoding.to(weight.device, weight.dtype)
-    decoder = _decoder(model)
-    decoder.add_module(MODULE, encoding)
+    rotary.decoder.add_module(MODULE, encoding)
     if isinstance(encoding, AddedToEmbeddings):
-        put = _before_layers(model, decoder, encoding)
+        put = _before_layers(rotary, encoding)
     else:
-        put = _in_attention(model, decoder, encoding)
+        put = _in_attention(rotary, encoding)
     try:
-        _check_asked(model, put.asked, min(_PROBE_TOKENS, extension.context_length))
+        _check_asked(rotary, put.asked, min(_PROBE_TOKENS, extension.context_length))
     except Exception:
-        put.take_out(model)
+        put.take_out(rotary)
         raise
     return put
 
@@ -155,7 +152,7 @@ def load_parameters(model: PreTrainedModel, path: Path) -> None:
     Raises:
         ValueError: They are not there, or of another size.
     """
-    encoding: nn.Module = getattr(_decoder(model), MODULE)
+    encoding: nn.Module = getattr(RotaryModel(model).decoder, MODULE)
     found = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
@@ -198,13 +195,8 @@ def _several_ropes(config: PreTrainedConfig, method: Method) -> str | None:
     return None
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
-    [name] = rotary_modules(model)
-    return model.get_submodule(name.rpartition(".")[0])
-
-
-def _before_layers(model: PreTrainedModel, decoder: nn.Module, encoding: AddedToEmbeddings) -> PutIn:
-    added = AbsolutePositions(encoding)
+def _before_layers(rotary: RotaryModel, encoding: AddedToEmbeddings) -> PutIn:
+    added, model, decoder = AbsolutePositions(encoding), rotary.model, rotary.decoder
     names = {module: name for name, module in model.named_modules()}
     attention = next(layer for layer in attention_layers(decoder) if goes_through_interface(layer))
     hooks = [
@@ -214,25 +206,25 @@ def _before_layers(model: PreTrainedModel, decoder: nn.Module, encoding: AddedTo
     return PutIn(encoding, added, None, hooks)
 
 
-def _in_attention(model: PreTrainedModel, decoder: nn.Module, encoding: Any) -> PutIn:
+def _in_attention(rotary: RotaryModel, encoding: Any) -> PutIn:
     register()
-    inner = model.config.get_text_config(decoder=True)._attn_implementation
+    inner = rotary.text_config._attn_implementation
     door = EncodingDoor(encoding, inner)
-    for module in attention_layers(model):
+    for module in attention_layers(rotary.model):
         put_door(module, door, (FULL if turns(module) else PASS) if attends_to_text(module) else CROSS)
-    for config in text_configs(model):
+    for config in rotary.text_configs:
         config._attn_implementation = PREFIX + inner
-    [rotary] = rotary_modules(model).values()
     hooks = [
-        decoder.register_forward_pre_hook(door.enter, with_kwargs=True),
-        rotary.register_forward_pre_hook(door.note_positions, with_kwargs=True),
-        decoder.register_forward_hook(door.leave, always_call=True),
+        rotary.decoder.register_forward_pre_hook(door.enter, with_kwargs=True),
+        rotary.rotary_module.register_forward_pre_hook(door.note_positions, with_kwargs=True),
+        rotary.decoder.register_forward_hook(door.leave, always_call=True),
     ]
     return PutIn(encoding, door, inner, hooks)
 
 
-def _check_asked(model: PreTrainedModel, asked: EncodingDoor | AbsolutePositions, num_tokens: int) -> None:
+def _check_asked(rotary: RotaryModel, asked: EncodingDoor | AbsolutePositions, num_tokens: int) -> None:
     """Raise unless a forward of a few tokens asks for the encoding wherever it belongs."""
+    model = rotary.model
     if isinstance(asked, AbsolutePositions):
         asked.times = 0
         try:
@@ -245,7 +237,7 @@ def _check_asked(model: PreTrainedModel, asked: EncodingDoor | AbsolutePositions
                 "to the embeddings once. Take 'alibi' or another encoding that acts in attention."
             )
         return
-    attention = {layer for layer in attention_layers(_decoder(model)) if turns(layer) and attends_to_text(layer)}
+    attention = {layer for layer in attention_layers(rotary.decoder) if turns(layer) and attends_to_text(layer)}
     came: set[nn.Module] = set()
     asked.asked = came
     try:

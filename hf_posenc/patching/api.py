@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.attention.doorway import layers_behind
-from hf_posenc.attention.install import OpenDoor, check_door, close_door, door_problem, put_behind_door
+from hf_posenc.attention.install import check_door, close_door, door_problem, put_behind_door
 from hf_posenc.checkpoint.standard_saving import carries_extension, carry_extension, drop_extension
-from hf_posenc.encodings.install import PutIn, check_encoding, put_in
-from hf_posenc.families.discovery import label_prefix, rope_label, rotary_modules, text_configs, unwrap
+from hf_posenc.encodings.install import check_encoding, put_in
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.patching.extension import (
     MARK,
@@ -29,6 +28,7 @@ from hf_posenc.patching.extension import (
     mark_on,
     plain_spec,
 )
+from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
 from hf_posenc.patching.request import resolve, warn_about_limits, write_config
 from hf_posenc.patching.rotary_module import (
     SavedRotary,
@@ -60,31 +60,8 @@ logger = logging.getLogger(__name__)
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_RECORD = "_hf_posenc_patch"
-# What write_config may change; absent ones stay absent.
-_CONFIG_VALUES = (
-    "rope_parameters",
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-    "head_dim",
-    "layer_rope_theta",
-    "sliding_window",
-    MARK,
-)
 # How far a cast to bfloat16 before patching can have rounded the frequencies of an otherwise right model.
 _BF16_ROUNDING = 2.0**-8
-
-
-@dataclass
-class _Record:
-    extension: Extension
-    rotary: dict[str, SavedRotary]
-    scales: dict[str, float]
-    config_values: list[dict[str, Any]]
-    door: OpenDoor | None = None
-    encoding: PutIn | None = None
-    tokenizer: tuple[PreTrainedTokenizerBase, int] | None = None  # and its limit before
-    carried_before: bool = False  # loaded extended, it is saved so without this patch too
 
 
 def patch_model(
@@ -137,17 +114,17 @@ def patch_model(
         ValueError: A bad value, an already patched or scaled model, an unsupported family. Nothing was changed.
         RotaryMismatchError: The live frequencies are not what the config says, before or after patching.
     """
-    base = unwrap(model)
+    rotary = RotaryModel(model)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
         raise TypeError(f"tokenizer must be a tokenizer or a processor, got {type(tokenizer).__name__}.")
-    if _RECORD in base.__dict__:
-        there = describe(base)
+    if rotary.record is not None:
+        there = describe(model)
         raise ValueError(
             f"model is already patched ({there['method']}, factor {there['factor']:g}). "
             "Call unpatch_model(model) first; factors do not multiply."
         )
-    text_config = base.config.get_text_config(decoder=True)
+    text_config = rotary.text_config
     extension = resolve(
         text_config,
         method,
@@ -160,53 +137,53 @@ def patch_model(
         sliding_window=sliding_window,
         on_scaled=on_scaled,
     )
-    modules = rotary_modules(base)
+    modules = rotary.rotary_modules
     rotation = None
     if extension.method.is_encoding:
-        check_encoding(model, extension)
+        check_encoding(rotary, extension)
     elif extension.method.runs_in_attention:
-        rotation = check_door(model, extension)
-    _verify(base, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
+        rotation = check_door(rotary, extension)
+    _verify(rotary, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
     new_config = copy.deepcopy(text_config)
     write_config(new_config, extension)
     values = {name: instantiate(module, new_config) for name, module in modules.items()}
     for saved in values.values() if extension.method.is_encoding else ():
-        zero_other_layer_types(saved, rope_label(new_config))
-    attentions, scales = _new_scales(base, extension, new_config, values)
+        zero_other_layer_types(saved, rotary.label)
+    attentions, scales = _new_scales(rotary, extension, new_config, values)
     warn_about_limits(new_config, extension)
 
     _own_configs(model)
-    record = _Record(
+    record = PatchRecord(
         extension,
         {name: _undoable(module, text_config) for name, module in modules.items()},
         {name: live_scale(module) for name, module in attentions.items()},
-        _read_configs(base),
-        carried_before=carries_extension(base),
+        _read_configs(rotary),
+        carried_before=carries_extension(rotary.model),
     )
-    for config in text_configs(base):
+    for config in rotary.text_configs:
         write_config(config, extension)
         if extension.method.is_encoding:  # which save_pretrained alone must not lose
-            mark_encoding(config.rope_parameters, rope_label(config), extension.method.name)
+            mark_encoding(config.rope_parameters, rotary.label, extension.method.name)
     said = extension_words(extension.describe())
     for name, module in modules.items():
         write_rotary(module, values[name], said)
     for name, module in attentions.items():
         module.__dict__["scaling"] = scales[name]
-    base.__dict__[_RECORD] = record
-    carry_extension(base)
+    rotary.record = record
+    carry_extension(rotary.model)
     try:
         if extension.method.is_encoding:
-            record.encoding = put_in(base, extension)
+            record.encoding = put_in(rotary, extension)
         elif rotation is not None:
-            record.door = put_behind_door(base, extension, next(iter(values.values())), rotation)
-        verified = verify_model(base)
+            record.door = put_behind_door(rotary, extension, next(iter(values.values())), rotation)
+        verified = _verify(rotary, rtol=None)
     except RotaryMismatchError:
-        unpatch_model(base)
+        unpatch_model(model)
         raise
     except Exception as error:  # whatever a family's own forward trips over
-        unpatch_model(base)
+        unpatch_model(model)
         raise ValueError(
-            f"Transformers cannot run {type(base).__name__} with this rule ({type(error).__name__}: {error}). "
+            f"Transformers cannot run {type(rotary.model).__name__} with this rule ({type(error).__name__}: {error}). "
             f"Take another method for model_type {text_config.model_type!r}."
         ) from error
     limit = "the tokenizer's limit is not changed"
@@ -224,20 +201,20 @@ def unpatch_model(model: ModelT) -> ModelT:
     Raises:
         ValueError: The model is not patched.
     """
-    base = unwrap(model)
-    record = base.__dict__.get(_RECORD)
+    rotary = RotaryModel(model)
+    record: PatchRecord | None = rotary.record
     if record is None:
         raise ValueError("model is not patched: there is nothing to undo. A checkpoint saved extended stays extended.")
     if record.door is not None:
-        close_door(base, record.door)
+        close_door(rotary, record.door)
     if record.encoding is not None:
-        record.encoding.take_out(base)
-    for name, module in rotary_modules(base).items():
+        record.encoding.take_out(rotary)
+    for name, module in rotary.rotary_modules.items():
         restore_rotary(module, record.rotary[name])
     for name, scale in record.scales.items():
-        base.get_submodule(name).__dict__["scaling"] = scale
-    for config, values in zip(text_configs(base), record.config_values, strict=True):
-        for name in _CONFIG_VALUES:
+        rotary.model.get_submodule(name).__dict__["scaling"] = scale
+    for config, values in zip(rotary.text_configs, record.config_values, strict=True):
+        for name in CONFIG_VALUES:
             if name in values:
                 setattr(config, name, values[name])
             else:
@@ -246,8 +223,8 @@ def unpatch_model(model: ModelT) -> ModelT:
         tokenizer, limit = record.tokenizer
         tokenizer.model_max_length = limit
     if not record.carried_before:
-        drop_extension(base)
-    del base.__dict__[_RECORD]
+        drop_extension(rotary.model)
+    rotary.record = None
     return model
 
 
@@ -268,9 +245,9 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
     Raises:
         ValueError: The model is not patched.
     """
-    base = unwrap(model)
-    record: _Record | None = base.__dict__.get(_RECORD)
-    marks = [getattr(config, MARK, None) for config in text_configs(base)]  # they know the base model's name
+    rotary = RotaryModel(model)
+    record: PatchRecord | None = rotary.record
+    marks = [getattr(config, MARK, None) for config in rotary.text_configs]  # they know the base model's name
     unpatch_model(model)
     assert record is not None  # unpatch_model has refused that
     try:
@@ -289,10 +266,10 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
                 tokenizer=None if record.tokenizer is None else record.tokenizer[0],
                 **said["options"],
             )
-        for config, mark in zip(text_configs(base), marks, strict=True):
+        for config, mark in zip(rotary.text_configs, marks, strict=True):
             setattr(config, MARK, mark)
         if record.encoding is not None:  # which may have learned something
-            base.__dict__[_RECORD].encoding.encoding.load_state_dict(record.encoding.encoding.state_dict())
+            rotary.record.encoding.encoding.load_state_dict(record.encoding.encoding.state_dict())
 
 
 def verify_model(model: nn.Module) -> Verification:
@@ -305,44 +282,43 @@ def verify_model(model: nn.Module) -> Verification:
         RotaryMismatchError: They differ; the message says where and by how much.
         ValueError: The family is not supported.
     """
-    return _verify(unwrap(model), rtol=None)
+    return _verify(RotaryModel(model), rtol=None)
 
 
-def _verify(base: PreTrainedModel, rtol: float | None) -> Verification:
-    record, layers = base.__dict__.get(_RECORD), 0
+def _verify(rotary: RotaryModel, rtol: float | None) -> Verification:
+    model, record, layers = rotary.model, rotary.record, 0
     if record is not None and (record.door is not None or record.encoding is not None):
-        problem = door_problem(base, record.door) if record.door is not None else record.encoding.problem(base)
+        problem = door_problem(rotary, record.door) if record.door is not None else record.encoding.problem(rotary)
         if problem is not None:
-            raise RotaryMismatchError(f"{describe(base)['method']} is no longer in place: {problem}.")
-        layers = record.encoding.layers(base) if record.encoding else layers_behind(base, record.door.door)
-    extension = extension_of(base)
+            raise RotaryMismatchError(f"{record.extension.method.name} is no longer in place: {problem}.")
+        layers = record.encoding.layers(model) if record.encoding else layers_behind(model, record.door.door)
+    extension = extension_of(model)
     if extension is not None and extension.method.is_encoding:
-        return Verification(describe(base), (), layers)
-    spec = extension.spec if extension is not None else plain_spec(base.config.get_text_config(decoder=True))
+        return Verification(describe(model), (), layers)
+    spec = extension.spec if extension is not None else plain_spec(rotary.text_config)
     # Behind a door queries and keys come rotated by the model's own frequencies.
     method = extension.method if extension is not None and not layers else None
-    label = rope_label(base.config.get_text_config(decoder=True))
     checks: list[RotaryCheck] = []
-    for name, module in rotary_modules(base).items():
-        if not module._buffers[f"{label_prefix(label)}inv_freq"].is_meta:  # type: ignore[union-attr]  # rotary modules have one
-            checks.append(check_rotary(name, module, label, spec, method, rtol))
-    for name, module in latent_attentions(base).items():
+    for name, module in rotary.rotary_modules.items():
+        if not module._buffers[f"{rotary.prefix}inv_freq"].is_meta:  # type: ignore[union-attr]  # rotary modules have one
+            checks.append(check_rotary(name, module, rotary.label, spec, method, rtol))
+    for name, module in latent_attentions(rotary).items():
         check_scale(name, live_scale(module), expected_scale(module, method))
     if extension is not None and extension.method.temperature_on_logits:
         factor = attention_factor_of(extension)
-        for name, scale in base.__dict__[_RECORD].scales.items():
-            check_scale(name, live_scale(base.get_submodule(name)), scale * factor**2)
-    return Verification(describe(base), tuple(checks), layers)
+        for name, scale in record.scales.items() if record is not None else ():
+            check_scale(name, live_scale(model.get_submodule(name)), scale * factor**2)
+    return Verification(describe(model), tuple(checks), layers)
 
 
 def is_patched(model: nn.Module) -> bool:
     """Return whether ``unpatch_model`` has something to undo: ``patch_model`` extended it, here or while loading."""
-    return _RECORD in unwrap(model).__dict__
+    return RotaryModel(model).record is not None
 
 
 def patched_extension(model: nn.Module) -> Extension | None:
     """Return what ``patch_model`` put in; None where nothing was, whatever the config declares."""
-    record = unwrap(model).__dict__.get(_RECORD)
+    record: PatchRecord | None = RotaryModel(model).record
     return None if record is None else record.extension
 
 
@@ -354,13 +330,13 @@ def is_on_attention_door(model: nn.Module) -> bool:
 
 def extension_of(model: nn.Module) -> Extension | None:
     """Return what a model was patched with, or what its config declares; None for a plain model."""
-    return patched_extension(model) or declared_scaling(unwrap(model).config.get_text_config(decoder=True))
+    return patched_extension(model) or declared_scaling(RotaryModel(model).text_config)
 
 
 def unextended_config(model: PreTrainedModel) -> dict[str, Any]:
     """Return the values of a patched model's text config before ``patch_model``; absent ones were not there."""
-    values: dict[str, Any] = copy.deepcopy(model.__dict__[_RECORD].config_values[0])
-    return {name: values[name] for name in _CONFIG_VALUES if name in values}
+    values: dict[str, Any] = copy.deepcopy(RotaryModel(model).record.config_values[0])
+    return {name: values[name] for name in CONFIG_VALUES if name in values}
 
 
 def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
@@ -381,22 +357,22 @@ def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any
 
         return describe_folder(source)
     extension = patched_extension(source)
-    return describe_config(unwrap(source).config) if extension is None else extension.describe()
+    return describe_config(RotaryModel(source).model.config) if extension is None else extension.describe()
 
 
 def _new_scales(
-    base: PreTrainedModel, extension: Extension, config: PreTrainedConfig, values: dict[str, SavedRotary]
+    rotary: RotaryModel, extension: Extension, config: PreTrainedConfig, values: dict[str, SavedRotary]
 ) -> tuple[dict[str, nn.Module], dict[str, float]]:
     """Return the attention modules whose softmax scale changes, and their scales.
 
     A temperature that goes there is taken out of ``values``, what the rotary modules will hold.
     """
     if not extension.method.temperature_on_logits:
-        latent = latent_attentions(base)
+        latent = latent_attentions(rotary)
         return latent, {name: instantiate_scale(module, config) for name, module in latent.items()}
-    attentions, factor = partial_attentions(base), attention_factor_of(extension)
+    attentions, factor = partial_attentions(rotary.model), attention_factor_of(extension)
     for saved in values.values():
-        saved.attributes[f"{label_prefix(rope_label(config))}attention_scaling"] = 1.0
+        saved.attributes[f"{rotary.prefix}attention_scaling"] = 1.0
     return attentions, {name: live_scale(module) * factor**2 for name, module in attentions.items()}
 
 
@@ -415,8 +391,8 @@ def _own_configs(model: nn.Module) -> None:
             module.__dict__["config"] = copy.deepcopy(config, memo)
 
 
-def _read_configs(base: PreTrainedModel) -> list[dict[str, Any]]:
+def _read_configs(rotary: RotaryModel) -> list[dict[str, Any]]:
     return [
-        {name: copy.deepcopy(config.__dict__[name]) for name in _CONFIG_VALUES if name in config.__dict__}
-        for config in text_configs(base)
+        {name: copy.deepcopy(config.__dict__[name]) for name in CONFIG_VALUES if name in config.__dict__}
+        for config in rotary.text_configs
     ]

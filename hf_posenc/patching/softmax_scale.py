@@ -14,17 +14,18 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.families.discovery import MLA
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Method
 from hf_posenc.patching.extension import Extension
 
 
-def latent_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
+def latent_attentions(rotary: RotaryModel) -> dict[str, nn.Module]:
     """Return the attention modules, by name, whose ``scaling`` depends on the rotary settings; often none."""
-    if model.config.get_text_config(decoder=True).model_type not in MLA:
+    if rotary.model_type not in MLA:
         return {}
     return {
         name: module
-        for name, module in model.named_modules()
+        for name, module in rotary.model.named_modules()
         if "qk_head_dim" in vars(module) and isinstance(vars(module).get("scaling"), float)
     }
 

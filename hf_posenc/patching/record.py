@@ -1,0 +1,60 @@
+"""What ``patch_model`` leaves on a model: one record, from which everything is undone.
+
+The record is the attribute ``_hf_posenc_patch`` of the ``PreTrainedModel`` (``RotaryModel.record``). Besides it a
+patched model carries, each taken away again by ``unpatch_model``:
+
+- on a rotary module, ``_hf_posenc_float32``: the float32 frequencies that casts must not round, and
+  ``_hf_posenc_extension``: the words of ``repr(model)``; its class is one that keeps both (``rotary_module``);
+- on an attention layer of a method that runs in attention, ``_hf_posenc_door``: what it attends by;
+- on the model, ``save_pretrained``: Transformers' own, which writes the extension too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_posenc.patching.extension import MARK, Extension
+from hf_posenc.patching.rotary_module import SavedRotary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_posenc.attention.install import OpenDoor
+    from hf_posenc.encodings.install import PutIn
+
+# What an extension may change of a text config; absent values stay absent.
+CONFIG_VALUES = (
+    "rope_parameters",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "head_dim",
+    "layer_rope_theta",
+    "sliding_window",
+    MARK,
+)
+
+
+@dataclass
+class PatchRecord:
+    """What was put into a model, and what was there before.
+
+    Attributes:
+        extension: The method with its lengths.
+        rotary: The state of each rotary module before, by name.
+        scales: The softmax scale of each attention module that has another now, before.
+        config_values: ``CONFIG_VALUES`` of each text config before.
+        door: What a staged or distance method put into the attention.
+        encoding: What an encoding put into the model.
+        tokenizer: One whose limit was set, and its limit before.
+        carried_before: The model was loaded extended: it is saved so without this patch too.
+    """
+
+    extension: Extension
+    rotary: dict[str, SavedRotary]
+    scales: dict[str, float]
+    config_values: list[dict[str, Any]]
+    door: OpenDoor | None = None
+    encoding: PutIn | None = None
+    tokenizer: tuple[PreTrainedTokenizerBase, int] | None = None
+    carried_before: bool = False
