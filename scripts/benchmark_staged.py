@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc import patch_model
-from hf_posenc.attention.doorway import door_of
+from hf_posenc.attention.interface import attention_of
 
 # Four layers of SmolLM2-135M's shape, half its original length: seconds, not minutes.
 ORIGINAL = 4096
@@ -66,7 +66,7 @@ def decode(model: PreTrainedModel, ids: torch.Tensor, cache: DynamicCache) -> No
 def cache_bytes(model: PreTrainedModel, cache: DynamicCache) -> tuple[int, int]:
     """Return the bytes of a cache, and of the rotated keys beside it."""
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return held, door_of(model.model.layers[0].self_attn).rotated.nbytes(cache)
+    return held, attention_of(model.model.layers[0].self_attn).rotated.nbytes(cache)
 
 
 def benchmark_staged(

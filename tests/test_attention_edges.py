@@ -1,4 +1,4 @@
-"""Call patterns around the attention door where keys could be turned wrongly without a word."""
+"""Call patterns around hf_posenc's attention where keys could be rotated wrongly without a word."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tiny_models import logits, make_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_posenc import RotaryMismatchError, patch_model, verify_model
-from hf_posenc.attention import door
-from hf_posenc.attention.doorway import door_of
+from hf_posenc.attention import rotating_attention
+from hf_posenc.attention.interface import attention_of
 
 RULES: dict[str, dict[str, Any]] = {
     "dynamic_yarn": {"stage": 32},
@@ -130,7 +130,7 @@ class TestRefusals:
 
     def test_packed_documents_with_flash_attention(self) -> None:
         model = patched_model()
-        door_of(model.model.layers[0].self_attn).inner = "flash_attention_2"
+        attention_of(model.model.layers[0].self_attn).inner = "flash_attention_2"
         model.config._attn_implementation = "hf_posenc_flash_attention_2"
         positions = torch.cat([torch.arange(90), torch.arange(60)])[None]
         with pytest.raises(ValueError, match="FlashAttention tells packed documents apart by position_ids"):
@@ -138,9 +138,9 @@ class TestRefusals:
 
     def test_frequencies_or_hooks_that_are_gone(self) -> None:
         model = patched_model()
-        door = door_of(model.model.layers[0].self_attn)
+        door = attention_of(model.model.layers[0].self_attn)
         door.plain.mul_(2)
-        with pytest.raises(RotaryMismatchError, match="the frequencies it turns by are not the model's"):
+        with pytest.raises(RotaryMismatchError, match="the frequencies it rotates by are not the model's"):
             verify_model(model)
         door.plain.div_(2)
         verify_model(model)
@@ -154,12 +154,12 @@ def test_tables_of_a_long_text_are_not_all_kept(monkeypatch: pytest.MonkeyPatch)
     model, ids, kept = patched_model(), IDS[:, :400], []
 
     def look(module: Any, args: Any, output: Any) -> None:
-        tables = door_of(module).forwards[-1].tables
+        tables = attention_of(module).forwards[-1].tables
         kept.append(sum(cos.numel() for cos, _ in tables.values()))
 
     model.model.layers[-1].self_attn.register_forward_hook(look)
     expected, size = logits(model, ids), 400 * model.config.head_dim  # of a table of all keys
-    monkeypatch.setattr(door, "KEPT_COSINES", 2 * size)
+    monkeypatch.setattr(rotating_attention, "KEPT_COSINES", 2 * size)
     assert torch.equal(logits(model, ids), expected)
     unbounded, bounded = kept
     assert unbounded > 5 * size

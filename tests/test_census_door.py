@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
-from hf_posenc.attention.doorway import FULL, door_of
+from hf_posenc.attention.interface import FULL, attention_of
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.families.discovery import capabilities, door_capabilities
 from hf_posenc.families.sliding_window import window_of_all_layers
@@ -128,7 +128,7 @@ def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str)
     plain = logits(model, IDS[:, :ORIGINAL])
     patch_behind_door(model, "dynamic_yarn", 4, stage=32, **REQUEST)
     assert torch.equal(logits(model, IDS[:, :ORIGINAL]), plain)
-    doors = [door_of(module) for module in model.modules()]
+    doors = [attention_of(module) for module in model.modules()]
     assert {door.rotation for door in doors if door} == {Rotation(neighbours=model_type in NEIGHBOURS)}
 
 
@@ -140,7 +140,7 @@ def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> 
     reason = (door_capabilities()[model_type] or "").replace("'dynamic_yarn'", f"{method!r}")
     with pytest.raises(ValueError, match=re.escape(reason)):
         patch_behind_door(model, method, 4, **REQUEST)
-    assert not any(door_of(module) for module in model.modules())
+    assert not any(attention_of(module) for module in model.modules())
     assert_same_state(state(model), before)
     assert torch.equal(logits(model, IDS), plain)
 
@@ -155,18 +155,18 @@ def test_the_table_is_true_for_every_type() -> None:
 
 def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the code says is not all: the norms of HunYuan come after, which only numbers of trained norms show."""
-    from hf_posenc.attention import install
+    from hf_posenc.attention import installation
 
     model = tiny_model("hunyuan_v1_dense")
     for name, parameter in model.named_parameters():
         if "layernorm" in name and "self_attn" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     plain = logits(model, IDS)
-    monkeypatch.setattr(install, "_REFUSED", {})
-    with pytest.raises(RotaryMismatchError, match="does not turn queries and keys in the usual way"):
+    monkeypatch.setattr(installation, "_REFUSED", {})
+    with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
         patch_behind_door(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)
-    with pytest.raises(ValueError, match="it turns queries and keys in a way of its own"):
+    with pytest.raises(ValueError, match="it rotates queries and keys in a way of its own"):
         patch_behind_door(tiny_model("nanochat"), "dynamic_yarn", 4, **REQUEST)
 
 
@@ -194,12 +194,12 @@ def test_layers_without_positions_stay_so() -> None:
 
 
 def test_a_later_layer_that_does_not_turn_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posenc.attention import install
+    from hf_posenc.attention import installation
 
     model = cohere_whose_last_layer_has_no_positions()
     plain = logits(model, IDS)
-    monkeypatch.setattr(install, "_kind", lambda module, config: FULL)
-    with pytest.raises(RotaryMismatchError, match="does not turn queries and keys in the usual way"):
+    monkeypatch.setattr(installation, "_kind", lambda module, config: FULL)
+    with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
         patch_behind_door(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)
 

@@ -98,7 +98,9 @@ def test_the_simulation_holds_values_and_gradients(cuda: torch.device) -> None:
 def test_a_tensor_left_on_the_cpu_is_found(cuda: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each of the tests below would say if our code forgot a device."""
     model = model_on(cuda, "dynamic_yarn")
-    monkeypatch.setattr("hf_posenc.attention.door.angles_at", lambda *args: angles_at(*args) + torch.arange(8.0))
+    monkeypatch.setattr(
+        "hf_posenc.attention.rotating_attention.angles_at", lambda *args: angles_at(*args) + torch.arange(8.0)
+    )
     with pytest.raises(MixedDevicesError, match=r"aten.add.Tensor got tensors of cuda:0 and of the CPU"):
         logits(model, SHORT.to(cuda))
 

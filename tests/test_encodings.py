@@ -26,7 +26,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.cli.main import main
-from hf_posenc.encodings.door import EncodingDoor
+from hf_posenc.encodings.encoding_attention import EncodingAttention
 from hf_posenc.methods.encodings.alibi import AlibiBias
 
 ENCODINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -202,7 +202,7 @@ def test_learned_table_ends() -> None:
 
 def test_biases_go_with_their_forward() -> None:
     """Compiled forwards clear nothing by themselves."""
-    door = EncodingDoor(AlibiBias(4), "sdpa")
+    door = EncodingAttention(AlibiBias(4), "sdpa")
     for step in range(1, 10):
         positions = step * torch.arange(5)[None]
         forward = door.read(positions, 5, None)
@@ -342,7 +342,7 @@ def test_alibi_in_bfloat16_keeps_its_slopes() -> None:
     [
         ("alibi", {"max_distance": 3}, r"takes no option 'max_distance' \(relative_bias, t5_bias do\)"),
         ("t5_bias", {"num_buckets": 8, "max_distance": 4}, "max_distance must be greater than the 4 distances"),
-        ("rope", {"partial_rotary_factor": 0.1}, "1 of 16 features of a head would turn"),
+        ("rope", {"partial_rotary_factor": 0.1}, "1 of 16 features of a head would rotate"),
         ("rope", {"partial_rotary_factor": 1.5}, "at most 1"),
         ("rope", {"computation": "quaternion"}, "computation must be one of real, complex"),
         ("xpos", {"scale_base": 0}, "scale_base must be greater than 0"),

@@ -13,8 +13,8 @@ from doors import RULES as STAGED
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_posenc.attention.doorway import door_of
 from hf_posenc.attention.footprint import Footprint, footprint
+from hf_posenc.attention.interface import attention_of
 from hf_posenc.evaluation.memory import predict_memory, shape_of
 from hf_posenc.patching.api import extension_of
 
@@ -30,7 +30,7 @@ def kept_cosines(model: PreTrainedModel, ids: torch.Tensor) -> int:
     found = []
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
-        found.append(sum(cos.numel() for cos, _ in door_of(module).forwards[-1].tables.values()))
+        found.append(sum(cos.numel() for cos, _ in attention_of(module).forwards[-1].tables.values()))
 
     handle = model.model.layers[-1].self_attn.register_forward_hook(look)
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_copies_of_the_cached_keys(rule: str) -> None:
     in_chunks(model, IDS[:, :300], [300], cache)
     copies = footprint(extension_of(model), 310, 10).key_copies
     held = sum(layer.keys.nbytes for layer in cache.layers)
-    assert door_of(model.model.layers[0].self_attn).rotated.nbytes(cache) == copies * held > 0
+    assert attention_of(model.model.layers[0].self_attn).rotated.nbytes(cache) == copies * held > 0
 
 
 def test_the_prediction_of_a_pass_has_it() -> None:

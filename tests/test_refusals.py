@@ -139,7 +139,7 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason() -> None:
         ValueError, match=r"yarn is written as longrope here, .* 'gemma4_text': its head_dim .* differs"
     ):
         patch_model(tiny_model("gemma4_text"), "yarn", 4)
-    with pytest.raises(ValueError, match="dynamic rule turns every pair"):
+    with pytest.raises(ValueError, match="dynamic rule rotates every pair"):
         patch_model(tiny_model("lfm3"), "dynamic", 4, scope="sequence")
     with pytest.raises(ValueError, match="turns its values with its keys"):
         patch_model(tiny_model("deepseek_v4"), "yarn", 4, attention_factor=1.2)

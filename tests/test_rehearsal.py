@@ -92,7 +92,7 @@ def test_an_extended_model_is_rehearsed_as_it_is(tmp_path: Path, caplog: pytest.
 def test_a_rule_that_a_model_brings_is_refused_for_what_it_is():
     shared = Launch(processes=2, fsdp=2, cp_size=2)
     with pytest.raises(ValueError, match="the model's rule changes the attention itself"):
-        check_levers(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512, on_door=True)
+        check_levers(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512, runs_in_attention=True)
     check_levers(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512)
 
 

@@ -12,7 +12,7 @@ from tiny_models import logits, make_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_posenc import patch_model
-from hf_posenc.attention.doorway import door_of
+from hf_posenc.attention.interface import attention_of
 
 
 class TestGeneration:
@@ -56,11 +56,11 @@ class TestGeneration:
             in_chunks(one, IDS[:, :ORIGINAL], [50, 1], cache)
         for theirs, ours in zip(*(cache.layers for cache in caches), strict=True):
             assert torch.equal(theirs.keys, ours.keys)
-        assert door_of(model.model.layers[0].self_attn).rotated.nbytes(caches[1]) == 0
+        assert attention_of(model.model.layers[0].self_attn).rotated.nbytes(caches[1]) == 0
         with torch.no_grad():  # and a cache filled before patching is good after it
             rest = model(IDS[:, ORIGINAL:150], past_key_values=caches[0]).logits
         torch.testing.assert_close(rest, logits(model, IDS[:, :150])[:, ORIGINAL:], atol=1e-5, rtol=0)
-        assert door_of(model.model.layers[0].self_attn).rotated.nbytes(caches[0]) > 0
+        assert attention_of(model.model.layers[0].self_attn).rotated.nbytes(caches[0]) > 0
 
     def test_a_cropped_cache(self) -> None:
         model = staged()

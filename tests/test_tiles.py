@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc import patch_model
 from hf_posenc.attention import flash_parts, regional
-from hf_posenc.attention.doorway import door_of
+from hf_posenc.attention.interface import attention_of
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.tiles import query_blocks, region_tiles
 
@@ -42,7 +42,7 @@ def by_the_reference(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("rule", ["self_extend", "dca"])
 def test_each_pair_is_in_one_tile_of_its_region(rule: str, block: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("hf_posenc.attention.tiles.BLOCK", block)
-    distances = door_of(patched_model(rule).model.layers[0].self_attn).distances
+    distances = attention_of(patched_model(rule).model.layers[0].self_attn).distances
     for first, last in ((0, N), (11, 200), (163, 164), (95, 330)):
         blocks = list(query_blocks(distances, first, last))
         assert [q for low, high in blocks for q in range(low, high)] == list(range(first, last))

@@ -93,8 +93,8 @@ def test_a_chosen_attention_and_the_door_are_kept(
     gpu: pytest.MonkeyPatch, tiny_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
     assert "chosen by the caller" in str(flash_reason(tiny_llama(attn_implementation="eager"), RUN, bf16=True))
-    on_door = patch_model(tiny_llama(), "dynamic_yarn", 4)
-    assert flash_reason(on_door, RUN, bf16=True) is not None
+    runs_in_attention = patch_model(tiny_llama(), "dynamic_yarn", 4)
+    assert flash_reason(runs_in_attention, RUN, bf16=True) is not None
 
 
 def test_what_liger_binds_is_unbound(gpu: pytest.MonkeyPatch, tiny_llama: Callable[..., LlamaForCausalLM]) -> None:

@@ -1,1 +1,1 @@
-"""The attention door: position rules that depend on where the query stands, exact with a KV cache."""
+"""The attention implementation of methods that depend on the query's position, exact with a KV cache."""

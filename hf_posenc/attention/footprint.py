@@ -1,4 +1,4 @@
-"""What a rule behind the attention door keeps in memory beside the model's own activations and KV cache."""
+"""What a method that runs in attention keeps in memory beside the model's own activations and KV cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Footprint:
 
     Attributes:
         cosines: float32 numbers, and as many sines, from the first layer to the last.
-        key_copies: How often all keys of the KV cache lie beside it, turned; 0 without a cache.
+        key_copies: How often all keys of the KV cache lie beside it, rotated; 0 without a cache.
     """
 
     cosines: int
@@ -32,7 +32,7 @@ def footprint(extension: Extension | None, num_tokens: int, fed: int) -> Footpri
     """Return what a rule keeps; nothing where it is plain RoPE.
 
     Args:
-        extension: What the model was patched with; only rules of the attention door keep anything.
+        extension: What the model was patched with; only methods that run in attention keep anything.
         num_tokens: Tokens of the text so far.
         fed: How many of them are fed, the last; those before are in the KV cache.
     """
@@ -46,7 +46,7 @@ def footprint(extension: Extension | None, num_tokens: int, fed: int) -> Footpri
 
 
 def _of_stages(stages: Stages, num_tokens: int, fed: int) -> Footprint:
-    """Each stage that a query is in turns these queries, and all keys up to its end."""
+    """Each stage that a query is in rotates these queries, and all keys up to its end."""
     first, original = num_tokens - fed, stages.spec.original_max_position_embeddings
     if num_tokens <= original:
         return Footprint(0, 0)
@@ -56,7 +56,7 @@ def _of_stages(stages: Stages, num_tokens: int, fed: int) -> Footprint:
 
 
 def _of_distances(rule: Regions, dim: int, num_tokens: int, fed: int) -> Footprint:
-    """Each region that is not plain and has keys turns the queries, and each way of such regions the new keys."""
+    """Each region that is not plain and has keys rotates the queries, and each way of such regions the new keys."""
     if num_tokens <= rule.plain_until:
         return Footprint(0, 0)
     regions, last = [region for region in rule.regions if not region.is_plain], torch.tensor(num_tokens - 1)

@@ -1,4 +1,4 @@
-"""The attention implementation behind the door."""
+"""The attention implementation that was in use, which hf_posenc's calls."""
 
 from __future__ import annotations
 

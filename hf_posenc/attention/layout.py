@@ -170,7 +170,7 @@ class Forward:
 
 @dataclass
 class StagedForward(Forward):
-    """What the layers of one forward share where queries and keys are turned on.
+    """What the layers of one forward share where queries and keys are rotated further.
 
     Attributes:
         rule: In which stage a query is.

@@ -31,7 +31,7 @@ def slot_states(
     config: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Return the mask that the attention door reads; the arguments are Transformers' for a mask function.
+    """Return the mask that hf_posenc's attention reads; the arguments are Transformers' for a mask function.
 
     None for plain causal attention to every key; int8 ``(batch or 1, kv_length)`` with ``REAL``, ``PADDING`` or
     ``UNWRITTEN`` (a static cache's free slots) where that is not so; and for any other pattern (sliding windows, packed

@@ -1,4 +1,4 @@
-"""One layer's attention in pieces: queries of one stage against the keys before them, turned by that stage."""
+"""One layer's attention in pieces: queries of one stage against the keys before them, rotated by that stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_posenc.attention.masks import piece_mask
 from hf_posenc.attention.rotation import Tables
 
 if TYPE_CHECKING:
-    from hf_posenc.attention.door import Door
+    from hf_posenc.attention.rotating_attention import RotatingAttention
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 # Queries of one inner call that needs a mask, so that none is [length, length].
@@ -30,7 +30,7 @@ class Pieces:
 
     def __init__(
         self,
-        door: Door,
+        attention: RotatingAttention,
         forward: StagedForward,
         module: nn.Module,
         query: torch.Tensor,
@@ -42,16 +42,16 @@ class Pieces:
         """Hold what they share.
 
         Args:
-            door: Whose rule it is.
+            attention: What the model attends by.
             forward: Where queries and keys stand.
             module: The attention layer.
-            query: As the model turned them, ``(batch, heads, num_queries, head_dim)``.
+            query: As the model rotated them, ``(batch, heads, num_queries, head_dim)``.
             key: The same, ``(batch, kv_heads, num_slots, head_dim)``.
             value: ``(batch, kv_heads, num_slots, head_dim)``.
             dense: A mask ``(batch or 1, 1, num_queries, num_keys)``, for other patterns than causal ones.
             kwargs: What else Transformers gave.
         """
-        self.door, self.forward, self.module, self.dense, self.kwargs = door, forward, module, dense, kwargs
+        self.attention, self.forward, self.module, self.dense, self.kwargs = attention, forward, module, dense, kwargs
         self.query, self.key = query, key
         self.value = value[:, :, : forward.layout.num_keys]
 
@@ -68,27 +68,27 @@ class Pieces:
     @property
     def cache_layer(self) -> Any:
         """The layer of the KV cache; None without one, and of a cache that moves its layers off the device."""
-        return None if getattr(self.door.cache, "offloading", False) else self.door.cache_layer(self.module)
+        return None if getattr(self.attention.cache, "offloading", False) else self.attention.cache_layer(self.module)
 
     def capped(self, scores: torch.Tensor) -> torch.Tensor:
         """Cap logits softly, as Gemma 2 does; sdpa cannot, and Transformers 5.0 leaves it out there."""
-        cap = self.kwargs.get("softcap") if self.door.inner != "sdpa" else None
+        cap = self.kwargs.get("softcap") if self.attention.inner != "sdpa" else None
         return scores if cap is None else (scores / cap).tanh() * cap
 
     def tempered(self, query: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Multiply queries at ``places``, int64 ``(num_queries,)`` or ``(rows, num_queries)``, as the rule asks."""
-        factors = self.door.query_factors(places)
+        factors = self.attention.query_factors(places)
         if factors is None:
             return query
         shape = (1, 1, -1, 1) if factors.dim() == 1 else (len(factors), 1, -1, 1)
         return (query * factors.view(shape).to(query.device, torch.float32)).to(query.dtype)
 
     def at(self, row: int, slots: slice, wanted: torch.Tensor, like: torch.Tensor) -> Tables:
-        """Return what turns the states of a row's slots on to positions ``(length,)``, which may be fractions."""
+        """Return what rotates the states of a row's slots on to positions ``(length,)``, which may be fractions."""
         positions = self.forward.layout.positions[row : row + 1, slots].to(like.device)
-        inv_freq, factor = self.door.frequencies(0, like.device)
+        inv_freq, factor = self.attention.frequencies(0, like.device)
         factors = torch.full((1,), factor, device=like.device)
-        return self.door.turn_on(positions, wanted[None].to(like.device), inv_freq[None], factors)
+        return self.attention.rotation_tables(positions, wanted[None].to(like.device), inv_freq[None], factors)
 
     def dense_rows(self, index: slice, few: slice) -> torch.Tensor | None:
         """Return a mask's rows for some queries, bool or added to the logits; None if the mask is plainly causal."""
@@ -104,7 +104,7 @@ class Pieces:
         """Attend in one piece: all queries of a row are in one stage."""
         layout = self.forward.layout
         first, stop = layout.first_query, layout.num_keys
-        query = self._turned(self.query, stages, first, stop, of_queries=True)
+        query = self._rotated(self.query, stages, first, stop, of_queries=True)
         query = self.tempered(query, layout.places[:, first:stop])
         keys = self._rotated_keys(stages, stop)
         if self.dense is None and any(stages) and first and query.shape[2] > 1:
@@ -115,7 +115,7 @@ class Pieces:
     def by_stage(self) -> Output:
         """Attend stage by stage; rows that stand elsewhere than the others, each alone."""
         layout, batch = self.forward.layout, len(self.query)
-        if "flash" in self.door.inner and self.dense is None and layout.has_documents():
+        if "flash" in self.attention.inner and self.dense is None and layout.has_documents():
             raise ValueError(
                 "FlashAttention tells packed documents apart by position_ids, which a part of the queries cannot "
                 "carry. Load the model with attn_implementation='sdpa' to train on packed documents with this rule."
@@ -136,14 +136,14 @@ class Pieces:
         for begin, end, stage in self.forward.runs[row]:
             stages = (stage,) * len(layout.positions)
             few = query[:, :, begin - first : end - first]
-            turned = self._turned(few, stages, begin, end, index, of_queries=True)
-            turned = self.tempered(turned, layout.places[row, begin:end])
-            keys = self._rotated_keys(stages, end) if alone else self._turned(self.key[index], stages, 0, end, index)
+            rotated = self._rotated(few, stages, begin, end, index, of_queries=True)
+            rotated = self.tempered(rotated, layout.places[row, begin:end])
+            keys = self._rotated_keys(stages, end) if alone else self._rotated(self.key[index], stages, 0, end, index)
             real = None if layout.real is None else layout.real[row : row + 1, start:end].to(query.device)
             if real is not None and bool(real.all()):
                 real = None
             mask = None if dense is None else dense[:, :, begin - first : end - first, start:end]
-            done.append(self._in_chunks(turned, keys[:, :, start:], value[:, :, start:end], real, mask))
+            done.append(self._in_chunks(rotated, keys[:, :, start:], value[:, :, start:end], real, mask))
         if not done:  # nothing but padding
             shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
             return query.new_zeros(shape), None
@@ -160,7 +160,7 @@ class Pieces:
     ) -> Output:
         """Attend a stretch of queries that are the last of their keys, without a mask of all of them at once."""
         num_queries, offset = query.shape[2], keys.shape[2] - query.shape[2]
-        is_plain, inner = dense is None and real is None, self.door.inner
+        is_plain, inner = dense is None and real is None, self.attention.inner
         if is_plain and offset > 0 and self.can_split(query, keys, value):
             return attend_in_two_parts(query, keys, value, self.scaling), None
         step = QUERY_CHUNK if inner == "sdpa" and (offset or not is_plain) else num_queries
@@ -183,22 +183,22 @@ class Pieces:
 
     def can_split(self, query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> bool:
         """Return whether attention to some of the keys and to others can be two calls; training keeps to one."""
-        usual = self.door.inner == "sdpa" and self.kwargs.get("s_aux") is None and not self.module.training
+        usual = self.attention.inner == "sdpa" and self.kwargs.get("s_aux") is None and not self.module.training
         return usual and query.shape[2] > 1 and can_attend_in_parts(query, keys, value)
 
     def _whole_mask(self) -> Any:
         if self.dense is not None:
             return self.dense
         layout = self.forward.layout
-        key = (self.door.inner, self.query.dtype, self.query.device)
+        key = (self.attention.inner, self.query.dtype, self.query.device)
         if key not in self.forward.masks:
             real = None if layout.real is None else layout.real.to(self.query.device)
             self.forward.masks[key] = piece_mask(
-                self.door.inner, self.query.shape[2], layout.num_keys, real, self.query
+                self.attention.inner, self.query.shape[2], layout.num_keys, real, self.query
             )
         return self.forward.masks[key]
 
-    def _turned(
+    def _rotated(
         self,
         states: torch.Tensor,
         stages: tuple[int, ...],
@@ -207,21 +207,21 @@ class Pieces:
         index: slice = _ALL,
         of_queries: bool = False,
     ) -> torch.Tensor:
-        """Turn the states of a range of slots on, of some rows; in stage 0 they stand where they should."""
+        """Rotate the states of a range of slots on, of some rows; in stage 0 they stand where they should."""
         if not any(stages):
             return states[:, :, : stop - start]
-        cos, sin = self.door.tables(self.forward, stages, start, stop, states.device, of_queries)
-        return self.door.rotation.turn(states[:, :, : stop - start], (cos[index], sin[index]))
+        cos, sin = self.attention.tables(self.forward, stages, start, stop, states.device, of_queries)
+        return self.attention.rotation.rotate(states[:, :, : stop - start], (cos[index], sin[index]))
 
     def _rotated_keys(self, stages: tuple[int, ...], stop: int) -> torch.Tensor:
         if not any(stages):
             return self.key[:, :, :stop]
 
-        def turn(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
-            return self._turned(keys, stages, start, end)
+        def rotate(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
+            return self._rotated(keys, stages, start, end)
 
         signature = (stages, self.forward.layout.bases)
-        return self.door.rotated.at(self.cache_layer, self.key, signature, stop, turn)
+        return self.attention.rotated.at(self.cache_layer, self.key, signature, stop, rotate)
 
     def _call(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, module: nn.Module | None = None
@@ -229,7 +229,9 @@ class Pieces:
         """Call the inner attention; ``module`` is given for a part of the queries."""
         # Positions of all queries say nothing of some: flash attention would take them for packed documents.
         kwargs = self.kwargs if module is None else {**self.kwargs, "position_ids": None}
-        return inner_attention(self.door.inner, self.module)(module or self.module, query, key, value, mask, **kwargs)
+        return inner_attention(self.attention.inner, self.module)(
+            module or self.module, query, key, value, mask, **kwargs
+        )
 
 
 def _joined(done: list[Output], before: int, after: int, start: int, num_keys: int) -> Output:

@@ -1,4 +1,4 @@
-"""One layer's attention where near and far keys are turned differently: one softmax over all.
+"""One layer's attention where near and far keys are rotated differently: one softmax over all.
 
 Without gradients on a CPU in calls of its flash kernel (``tiles``); else in PyTorch, a few queries at once.
 """
@@ -49,8 +49,8 @@ class _Document:
         row: The row, of the layout.
         start: The slot of its first token.
         first: The place of the first query; the last one's is that of the last key.
-        query: ``(batch, heads, num_queries, head_dim)``, as the model turned them.
-        keys: By the name of a region, turned, ``(batch, kv_heads, num_keys, head_dim)``.
+        query: ``(batch, heads, num_queries, head_dim)``, as the model rotated them.
+        keys: By the name of a region, rotated, ``(batch, kv_heads, num_keys, head_dim)``.
         value: ``(batch, kv_heads, num_keys, head_dim)``.
         real: Bool ``(num_keys,)``, False for padding; None if there is none.
         dense: A mask ``(batch or 1, 1, num_queries, num_keys)``, bool or added; None for a causal one.
@@ -67,17 +67,17 @@ class _Document:
     real: torch.Tensor | None
     dense: torch.Tensor | None
 
-    def turned(self, region: Region, low: int, high: int) -> torch.Tensor:
+    def rotated(self, region: Region, low: int, high: int) -> torch.Tensor:
         """Return the queries of places ``low`` to ``high`` as a region and the rule want them."""
-        turned = self.query[:, :, low - self.first : high - self.first]
+        rotated = self.query[:, :, low - self.first : high - self.first]
         if not region.is_plain:
             cos, sin = self._tables(region)
             few = slice(low - self.first, high - self.first)
-            turned = self.pieces.door.rotation.turn(turned, (cos[:, :, few], sin[:, :, few]))
-        return self.pieces.tempered(turned, torch.arange(low, high))
+            rotated = self.pieces.attention.rotation.rotate(rotated, (cos[:, :, few], sin[:, :, few]))
+        return self.pieces.tempered(rotated, torch.arange(low, high))
 
     def _tables(self, region: Region) -> Tables:
-        """Return what turns all queries on, made once a forward."""
+        """Return what rotates all queries on, made once a forward."""
         last, tables = self.value.shape[2], self.pieces.forward.tables
         key = (region.query, self.row, self.start, self.first, last, self.query.device)
         if key not in tables:
@@ -102,8 +102,8 @@ class _Document:
 def _row(pieces: Pieces, rule: Regions, row: int, index: slice) -> torch.Tensor:
     layout = pieces.forward.layout
     query, value = pieces.query[index], pieces.value[index]
-    ways = {region.name: region for region in rule.regions}  # regions of one name turn keys alike
-    keys = {name: _turned_keys(pieces, region, row, index) for name, region in ways.items()}
+    ways = {region.name: region for region in rule.regions}  # regions of one name rotate keys alike
+    keys = {name: _rotated_keys(pieces, region, row, index) for name, region in ways.items()}
     before = max(layout.starts[row] - layout.first_query, 0)
     parts = [query.new_zeros(query.shape[0], before, query.shape[1], value.shape[-1])]
     for start, stop in layout.documents(row):
@@ -120,7 +120,7 @@ def _row(pieces: Pieces, rule: Regions, row: int, index: slice) -> torch.Tensor:
             start,
             begin - start,
             query[:, :, few],
-            {name: turned[:, :, here] for name, turned in keys.items()},
+            {name: rotated[:, :, here] for name, rotated in keys.items()},
             value[:, :, here],
             None if real is None or bool(real.all()) else real,
             None if dense is None else dense[..., here],
@@ -135,11 +135,11 @@ def _in_tiles(document: _Document, low: int, high: int) -> torch.Tensor:
     parts, value, scaling = [], document.value, document.pieces.scaling
     for region in document.rule.regions:
         tiles, keys = region_tiles(region, low, high), document.keys[region.name]
-        turned = document.turned(region, low, high) if tiles else document.query
+        rotated = document.rotated(region, low, high) if tiles else document.query
         for tile in tiles:
             here = slice(tile.begin, tile.end)
             parts.append(
-                attend_part(turned, keys[:, :, here], value[:, :, here], scaling, tile.seen, is_causal=tile.is_causal)
+                attend_part(rotated, keys[:, :, here], value[:, :, here], scaling, tile.seen, is_causal=tile.is_causal)
             )
     return merged(parts)
 
@@ -157,8 +157,8 @@ def _few(document: _Document, first: int, last: int) -> torch.Tensor:
         low, high = int(region.begin(here[:1])), int(region.end(here[-1:]))
         if low >= high:
             continue
-        turned = document.turned(region, first, last).reshape(batch, -1, groups * count, dim)
-        block = (turned @ document.keys[region.name][:, :, low:high].transpose(2, 3)).float() * pieces.scaling
+        rotated = document.rotated(region, first, last).reshape(batch, -1, groups * count, dim)
+        block = (rotated @ document.keys[region.name][:, :, low:high].transpose(2, 3)).float() * pieces.scaling
         block = block.view(batch, heads, count, high - low)
         slots = torch.arange(low, high)
         seen = (slots >= region.begin(here)[:, None]) & (slots < region.end(here)[:, None])
@@ -184,21 +184,21 @@ def _few(document: _Document, first: int, last: int) -> torch.Tensor:
     return (weights @ torch.cat(values, dim=2)).view(batch, heads, count, -1).transpose(1, 2)
 
 
-def _turned_keys(pieces: Pieces, region: Region, row: int, index: slice) -> torch.Tensor:
-    """Return the keys of a row, turned as a region wants them."""
+def _rotated_keys(pieces: Pieces, region: Region, row: int, index: slice) -> torch.Tensor:
+    """Return the keys of a row, rotated as a region wants them."""
     layout = pieces.forward.layout
     if region.is_plain:
         return pieces.key[index, :, : layout.num_keys]
     places = layout.places_in_documents[row]
 
-    def turn(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    def rotate(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
         key = (region.name, row, start, end, keys.device)
         tables = pieces.forward.tables
         if key not in tables:
             tables[key] = pieces.at(row, slice(start, end), region.key(places[start:end]), keys)
-        return pieces.door.rotation.turn(keys, tables[key])
+        return pieces.attention.rotation.rotate(keys, tables[key])
 
     if len(layout.positions) > 1:
-        return turn(pieces.key[index, :, : layout.num_keys], 0, layout.num_keys)
+        return rotate(pieces.key[index, :, : layout.num_keys], 0, layout.num_keys)
     signature = (region.name, layout.bases)
-    return pieces.door.rotated.at(pieces.cache_layer, pieces.key, signature, layout.num_keys, turn)
+    return pieces.attention.rotated.at(pieces.cache_layer, pieces.key, signature, layout.num_keys, rotate)

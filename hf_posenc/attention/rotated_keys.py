@@ -1,4 +1,4 @@
-"""Keys kept rotated between the steps of a generation, so that each is turned once per stage and not once per token."""
+"""Keys kept rotated between the steps of a generation, so that each is rotated once per stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
-# What keys were turned by (the stage of each row, or a region's name), and the position of slot 0 of each row.
+# What keys were rotated by (the stage of each row, or a region's name), and the position of slot 0 of each row.
 Signature = tuple[tuple[int, ...] | str, tuple[int, ...]]
 Rotate = Callable[[torch.Tensor, int, int], torch.Tensor]  # of keys, for slots from, to
 
@@ -26,10 +26,10 @@ class _Rotated:
 
 
 class RotatedKeys:
-    """The keys turned on beside each layer of a KV cache, which itself holds them as the model turned them.
+    """The keys rotated further beside each layer of a KV cache, which itself holds them as the model rotated them.
 
     An entry is good only while the layer holds the very tensor it was made from, unchanged: whatever reorders, crops,
-    repeats or replaces it makes another one, and the keys are turned anew.
+    repeats or replaces it makes another one, and the keys are rotated anew.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class RotatedKeys:
         return sum(entry.buffer.nbytes for entry in entries)
 
     def at(self, layer: Any, keys: torch.Tensor, signature: Signature, stop: int, rotate: Rotate) -> torch.Tensor:
-        """Return the first ``stop`` keys turned on, turning only those that are not yet.
+        """Return the first ``stop`` keys rotated further, rotating only those that are not yet.
 
         Args:
             layer: The layer of the cache that ``keys`` came from; None without a cache.
-            keys: As the model turned them, ``(batch, heads, num_keys, head_dim)``.
+            keys: As the model rotated them, ``(batch, heads, num_keys, head_dim)``.
             signature: What the rotation depends on besides the slot.
             stop: Slots wanted.
-            rotate: Turns keys of a range of slots.
+            rotate: Rotates keys of a range of slots.
         """
         # Tensors of inference_mode have no version by which a change could be seen.
         if type(layer) is not DynamicLayer or layer.keys is not keys or keys.requires_grad or keys.is_inference():

@@ -1,4 +1,4 @@
-"""Turning queries and keys on, from where the model turned them to where a rule wants them."""
+"""Rotating queries and keys on, from where the model rotated them to where a rule wants them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tables = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Rotation:
-    """A family's way of turning.
+    """A family's way of rotating.
 
     Attributes:
         neighbours: Pairs are features ``(2i, 2i + 1)`` (Cohere, GLM), not ``(i, i + rotary_dim / 2)``.
@@ -25,7 +25,7 @@ class Rotation:
     def tables(self, angles: torch.Tensor, attention_factor: torch.Tensor) -> Tables:
         """Return cos and sin, each float32 ``(rows, 1, length, rotary_dim)``.
 
-        Not rounded to bfloat16, as the model's own are: states that are turned a second time should not lose twice.
+        Not rounded to bfloat16, as the model's own are: states that are rotated a second time should not lose twice.
 
         Args:
             angles: float32 ``(rows, length, rotary_dim // 2)``, radians.
@@ -35,17 +35,17 @@ class Rotation:
         factor = attention_factor[:, None, None, None]
         return angles[:, None].cos() * factor, angles[:, None].sin() * factor
 
-    def turn(self, states: torch.Tensor, tables: Tables) -> torch.Tensor:
-        """Turn the first ``rotary_dim`` features of queries or keys ``(batch, heads, length, head_dim)``."""
+    def rotate(self, states: torch.Tensor, tables: Tables) -> torch.Tensor:
+        """Rotate the first ``rotary_dim`` features of queries or keys ``(batch, heads, length, head_dim)``."""
         cos, sin = tables
         width = cos.shape[-1]
-        turning = states[..., :width]
+        rotating = states[..., :width]
         if self.neighbours:
-            swapped = torch.stack((-turning[..., 1::2], turning[..., ::2]), dim=-1).flatten(-2)
+            swapped = torch.stack((-rotating[..., 1::2], rotating[..., ::2]), dim=-1).flatten(-2)
         else:
-            swapped = torch.cat((-turning[..., width // 2 :], turning[..., : width // 2]), dim=-1)
-        turned = ((turning * cos) + (swapped * sin)).to(states.dtype)
-        return turned if width == states.shape[-1] else torch.cat((turned, states[..., width:]), dim=-1)
+            swapped = torch.cat((-rotating[..., width // 2 :], rotating[..., : width // 2]), dim=-1)
+        rotated = ((rotating * cos) + (swapped * sin)).to(states.dtype)
+        return rotated if width == states.shape[-1] else torch.cat((rotated, states[..., width:]), dim=-1)
 
 
 # Those of Transformers' families; the first is Llama's.
@@ -55,7 +55,7 @@ ROTATIONS = (Rotation(), Rotation(neighbours=True))
 def angles_at(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
     """Return float32 ``(rows, length, rotary_dim // 2)``: positions ``(rows, length)`` times radians per token.
 
-    Transformers' own order of operations. The difference of two of these turns states from the one to the other, the
+    Transformers' own order of operations. The difference of two of these rotates states from the one to the other, the
     model's own rounding of the first angle included: at position 16k that is up to 5e-4 radians.
 
     Args:
@@ -69,7 +69,7 @@ def angles_at(positions: torch.Tensor, inv_freq: torch.Tensor) -> torch.Tensor:
 def find_rotation(
     apply: Callable[..., Any], cos: torch.Tensor, sin: torch.Tensor, inv_freq: torch.Tensor, factor: float
 ) -> Rotation | None:
-    """Return the way of turning that does what a family's own code does; None if none does.
+    """Return the way of rotating that does what a family's own code does; None if none does.
 
     Args:
         apply: The family's ``apply_rotary_pos_emb``, of queries and keys or of one of them.
@@ -81,11 +81,11 @@ def find_rotation(
     length, num_pairs = cos.shape[-2], len(inv_freq)
     states = torch.linspace(-2, 3, 2 * length * num_pairs).view(1, 1, length, -1)
     both = (states, states) if "k" in inspect.signature(apply).parameters else (states,)
-    turned = apply(*both, cos, sin)
-    turned = turned if isinstance(turned, torch.Tensor) else turned[1]
+    rotated = apply(*both, cos, sin)
+    rotated = rotated if isinstance(rotated, torch.Tensor) else rotated[1]
     for rotation in ROTATIONS:
         angles = angles_at(torch.arange(length)[None], inv_freq[None])
         tables = rotation.tables(angles, torch.tensor([factor]))
-        if torch.allclose(rotation.turn(states, tables), turned, rtol=1e-4, atol=1e-4):
+        if torch.allclose(rotation.rotate(states, tables), rotated, rtol=1e-4, atol=1e-4):
             return rotation
     return None

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 
 from hf_posenc.attention.groups import Groups
 from hf_posenc.attention.inner import inner_attention
-from hf_posenc.attention.install import attention_layers, goes_through_interface, probe, reads_whole_context
+from hf_posenc.attention.installation import attention_layers, goes_through_interface, probe, reads_whole_context
 from hf_posenc.attention.lazy_mask import LazyMask, lazy_mask
 from hf_posenc.attention.masks import PREFIX, SHIFTED, piece_mask
 from hf_posenc.families.discovery import text_configs, unwrap
@@ -173,8 +173,8 @@ def _reason_of_implementation(implementation: str) -> str | None:
         return "it is on already"
     if implementation.startswith(PREFIX):
         return (
-            "its attention turns by rules of its own (dynamic, self_extend, dca, rerope, ...), which count on all keys "
-            "before a query; extend it by a static rule such as 'yarn' or 'linear'"
+            "its attention rotates by rules of its own (dynamic, self_extend, dca, rerope, ...), which count on all "
+            "keys before a query; extend it by a static rule such as 'yarn' or 'linear'"
         )
     if implementation not in INNER:
         known = " or ".join(map(repr, INNER))

@@ -26,17 +26,17 @@ from hf_posenc.checkpoint.manifest import (
     apply_manifest,
     find_manifest,
     is_encoding,
-    is_on_attention_door,
     is_saved_by_us,
     make_manifest,
     mark_from,
     mark_of,
     read_manifest,
+    runs_in_attention,
 )
 from hf_posenc.checkpoint.pretrained import expecting_keys, load_weights, model_class
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
 from hf_posenc.checkpoint.standard_saving import carry_extension
-from hf_posenc.encodings.install import MODULE, load_parameters, refuse_adapter
+from hf_posenc.encodings.encoding_installation import MODULE, load_parameters, refuse_adapter
 from hf_posenc.families.discovery import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.patching.api import describe, unextended_config, verify_model
@@ -144,7 +144,7 @@ def save_extended(
             "this model.",
             path,
         )
-    if is_on_attention_door(manifest):
+    if runs_in_attention(manifest):
         logger.warning(
             "%s: %s is in %s alone; load_extended applies it, Transformers without hf_posenc %s.",
             path,
@@ -265,7 +265,7 @@ def partial_of(path: Path) -> Path:
 def _config_values(model: PreTrainedModel, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return what the text config on disk has otherwise than the live one."""
     mark = mark_from(manifest)
-    if not is_on_attention_door(manifest):
+    if not runs_in_attention(manifest):
         return mark
     values = {**unextended_config(model), **mark}  # by which it is known that there was a manifest
     if is_encoding(manifest):
@@ -349,7 +349,7 @@ def add_to_config(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
 
     What the model's own ``save_pretrained`` writes is extended too.
     """
-    if is_on_attention_door(manifest):
+    if runs_in_attention(manifest):
         config = model.config.get_text_config(decoder=True).__dict__
         config.pop(MARK, None)  # undone, the model is the base
         config |= {key: value for key, value in manifest["base_config"].items() if key == MARK}

@@ -199,7 +199,7 @@ def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = 
         getattr(config, MARK)["base_model"] = manifest["base_model"]
 
 
-def is_on_attention_door(manifest: dict[str, Any]) -> bool:
+def runs_in_attention(manifest: dict[str, Any]) -> bool:
     """Return whether a manifest's rule is one that no config can say, so that ``config.json`` stays the base's."""
     return make_method(manifest["method"], manifest["factor"], manifest["options"]).runs_in_attention
 

@@ -97,7 +97,7 @@ def time_candidates(
 ) -> Timings:
     """Time short passes of each kind of candidate.
 
-    A static rule costs what the unpatched model does. One on the attention door is timed at a smaller scale: told that
+    A static rule costs what the unpatched model does. One that runs in attention is timed at a smaller scale: told that
     the original length is as much shorter as the pass is, it goes through as many stages or chunks as it will.
 
     Args:

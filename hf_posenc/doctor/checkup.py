@@ -19,9 +19,9 @@ from hf_posenc.checkpoint.manifest import (
     CONFIG,
     MANIFEST,
     is_encoding,
-    is_on_attention_door,
     mark_from,
     read_manifest,
+    runs_in_attention,
 )
 from hf_posenc.checkpoint.pretrained import is_gguf
 from hf_posenc.doctor.adapter import UNLIMITED, look_at_adapter
@@ -146,7 +146,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         facts = (*manifest_lines(manifest), ("trained on", f"{manifest['context_length']} tokens"))
         wrong = (*check_mark(config, manifest), *check_tokenizer_limit(_tokenizer_limit(file), manifest))
         return Diagnosis(name, str(config.get("model_type")), facts, wrong, config, known, file)
-    if file is not None and manifest is not None and is_on_attention_door(manifest):
+    if file is not None and manifest is not None and runs_in_attention(manifest):
         return _of_attention_rule(name, config, known, file, manifest)
     if manifest is not None and MARK not in text_config(config)[1]:
         marked = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}

@@ -18,14 +18,14 @@ from transformers import (
 
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
-from hf_posenc.checkpoint.manifest import is_on_attention_door as manifest_alone_has
+from hf_posenc.checkpoint.manifest import runs_in_attention as manifest_alone_has
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.families.discovery import label_prefix, rope_label, rotary_modules
 from hf_posenc.methods.registry import make_method, method_names, method_of_rope_type
-from hf_posenc.patching.api import describe, is_on_attention_door, is_patched, verify_model
+from hf_posenc.patching.api import describe, is_patched, runs_in_attention, verify_model
 from hf_posenc.patching.verification import RotaryMismatchError, check_rotary
 from hf_posenc.spec import RopeSpec
 
@@ -67,7 +67,7 @@ def held_by_modules(base: PreTrainedModel) -> list[str]:
     except ValueError:
         return []
     turning = ""
-    if is_on_attention_door(base):
+    if runs_in_attention(base):
         inner = inner_name(str(base.config._attn_implementation))
         turning = f"; the attention turns queries and keys on as the rule says, and then calls {inner}"
         if (there := describe(base)["method"]) in method_names("is_encoding"):
@@ -123,7 +123,7 @@ def look_at_modules(base: PreTrainedModel) -> tuple[dict[str, Any], str, list[Fi
         why = "Its settings cannot be read, or the family is not supported."
         findings.append(Finding("not-compared", "error", str(error).rstrip("."), why, _RELOAD, False))
         return declared, "not compared", findings
-    if is_on_attention_door(base):
+    if runs_in_attention(base):
         return declared, "the rule, in every attention layer; saved, it is in the manifest alone", findings
     return declared, "what the config says, compared with the closed form", findings
 

@@ -1,1 +1,1 @@
-"""The positional encodings a model can be trained with: sinusoids to RoPE, put on any model of the attention door."""
+"""Putting an encoding into a model in the place of its RoPE, and taking it out again."""

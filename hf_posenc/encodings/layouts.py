@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.attention.install import attention_layers, goes_through_interface, probe, turns
+from hf_posenc.attention.installation import attention_layers, goes_through_interface, has_positions, probe
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.methods.encodings.rope import RopeOptions, join_pairs, split_pairs
 from hf_posenc.patching.api import describe, extension_of, patch_model, unpatch_model
@@ -19,7 +19,7 @@ from hf_posenc.spec import unknown_name
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 HALF_SPLIT, INTERLEAVED = "half_split", "interleaved"
-# Modules whose outputs are turned, of an attention layer; then those that have nothing to do with it.
+# Modules whose outputs are rotated, of an attention layer; then those that have nothing to do with it.
 _TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")
 _OTHERS = ("v_proj", "o_proj")
 _PROBE_TOKENS = 5
@@ -30,8 +30,8 @@ def to_interleaved(rows: torch.Tensor, rotary_dim: int) -> torch.Tensor:
     """Return the rows of one head, ``(head_dim, ...)``, with the two of each pair side by side.
 
     Args:
-        rows: Half-split: row i of the first ``rotary_dim`` turns with row ``i + rotary_dim / 2``.
-        rotary_dim: Rows that turn; the others stay where they are.
+        rows: Half-split: row i of the first ``rotary_dim`` rotates with row ``i + rotary_dim / 2``.
+        rotary_dim: Rows that rotate; the others stay where they are.
     """
     first, second = split_pairs(rows[:rotary_dim].movedim(0, -1), interleaved=False)
     return torch.cat((join_pairs(first, second, interleaved=True).movedim(-1, 0), rows[rotary_dim:]))
@@ -84,7 +84,7 @@ def convert_layout(model: ModelT, to: str = INTERLEAVED) -> ModelT:
         elif extension is not None:
             patch_model(base, "rope", **extension.method.changed_options(), **original)
         raise RotaryMismatchError(
-            f"{type(base).__name__} computes something else in the {to} layout: its family turns queries and keys in "
+            f"{type(base).__name__} computes something else in the {to} layout: its family rotates queries and keys in "
             "another way than Llama's."
         )
     return model
@@ -111,7 +111,7 @@ def _check(base: PreTrainedModel, to: str) -> None:
 
 
 def _layers(base: PreTrainedModel) -> list[nn.Module]:
-    return [layer for layer in attention_layers(base) if goes_through_interface(layer) and turns(layer)]
+    return [layer for layer in attention_layers(base) if goes_through_interface(layer) and has_positions(layer)]
 
 
 def _rotary_dim(base: nn.Module) -> int:

@@ -45,8 +45,8 @@ class RoomyLayer(DynamicLayer):
 def make_cache(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
     """Return an empty cache for ``num_tokens`` tokens fed in chunks.
 
-    Layers with a window, recurrent ones, and those of a model with the attention door, which remembers the rotated
-    keys of Transformers' own layers, stay as Transformers makes them.
+    Layers with a window, recurrent ones, and those of a model whose method runs in attention, which remembers the
+    rotated keys of Transformers' own layers, stay as Transformers makes them.
     """
     base = unwrap(model)
     cache = DynamicCache(config=base.config)

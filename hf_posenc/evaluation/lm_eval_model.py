@@ -122,7 +122,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         quantization_config: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Load through our own door, onto the devices that ``HFLM`` would choose, and extend."""
+        """Load as ``load_model`` does, onto the devices that ``HFLM`` would choose, and extend."""
         for name in _REFUSED:
             kwargs.pop(name, None)
         placing = ("parallelize", "device_map", "max_memory_per_gpu", "max_cpu_memory", "offload_folder", "gpus")

@@ -41,7 +41,7 @@ class ModelShape:
 class MemoryNeed:
     """Bytes by part. Activations and logits do not exist at the same time, so the peak has the larger of them.
 
-    ``rule`` is what one behind the attention door keeps beside them.
+    ``rule`` is what a method that runs in attention keeps beside them.
     """
 
     model: int
@@ -87,7 +87,7 @@ def predict_memory(
         batch_size: Windows fed together.
         prefill_chunk: As for ``perplexity``.
         logits_chunk: As for ``perplexity``.
-        extension: What the model was patched with; rules behind the attention door keep something beside all that.
+        extension: What the model was patched with; methods that run in attention keep something beside all that.
     """
     chunked = prefill_chunk is not None and prefill_chunk < num_tokens
     fed = prefill_chunk if chunked and prefill_chunk is not None else num_tokens

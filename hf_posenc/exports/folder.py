@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, is_on_attention_door, read_manifest
+from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, read_manifest, runs_in_attention
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.spec import RopeSpec
@@ -36,7 +36,7 @@ class ExportFolder:
     @property
     def runs_in_attention(self) -> bool:
         """Whether the rule is one that no config can say."""
-        return is_on_attention_door(self.manifest)
+        return runs_in_attention(self.manifest)
 
     @property
     def model_type(self) -> str:

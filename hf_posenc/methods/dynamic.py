@@ -84,7 +84,7 @@ class DynamicNtk(StagedMethod):
         length = max(seq_len or original, original)
         stretch = self.factor * length / original - (self.factor - 1)
         if spec.rotary_dim <= 2:
-            raise ValueError("NTK scaling needs at least two pairs of features that turn (rotary_dim >= 4).")
+            raise ValueError("NTK scaling needs at least two pairs of features that rotate (rotary_dim >= 4).")
         # Of an odd rotary_dim this is not quite ntk_theta.
         theta = spec.rope_theta * math.pow(stretch, spec.rotary_dim / (spec.rotary_dim - 2))
         return geometric_frequencies(spec, theta), 1.0
@@ -94,7 +94,7 @@ class DynamicNtk(StagedMethod):
             return super().rope_parameters(spec)
         if spec.unrotated_pairs:
             raise ValueError(
-                "Transformers' dynamic rule turns every pair of a head, and in this model some never turn (rope_type "
+                "Transformers' dynamic rule rotates every pair of a head, and in this model some never do (rope_type "
                 "'proportional'). Take 'ntk' or 'yarn'."
             )
         return {"rope_type": "dynamic", "factor": self.factor}

@@ -14,7 +14,7 @@ from hf_posenc.spec import RopeSpec
 def ntk_theta(spec: RopeSpec, factor: float) -> float:
     """Return the base that stretches the slowest rotated pair by exactly ``factor`` and the fastest by 1."""
     if spec.rotated_pairs < 2:
-        raise ValueError("NTK scaling needs at least two pairs of features that turn (rotary_dim >= 4).")
+        raise ValueError("NTK scaling needs at least two pairs of features that rotate (rotary_dim >= 4).")
     return spec.rope_theta * math.pow(factor, spec.rotary_dim / (2 * (spec.rotated_pairs - 1)))
 
 

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.attention.doorway import layers_behind
-from hf_posenc.attention.install import check_door, close_door, door_problem, put_behind_door
+from hf_posenc.attention.installation import attention_problem, check_attention, install_attention, remove_attention
+from hf_posenc.attention.interface import count_layers
 from hf_posenc.checkpoint.standard_saving import carries_extension, carry_extension, drop_extension
-from hf_posenc.encodings.install import check_encoding, put_in
+from hf_posenc.encodings.encoding_installation import check_encoding, install_encoding
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.patching.extension import (
@@ -82,7 +82,7 @@ def patch_model(
 
     Works on any device or several, quantised or not, before or after ``torch.compile`` or PEFT. The model gets a
     config of its own, so another model built from the same config object is not touched. A KV cache filled before the
-    call holds keys at the old frequencies: drop it (a rule of the attention door takes it as it is). A line of the
+    call holds keys at the old frequencies: drop it (a method that runs in attention takes it as it is). A line of the
     log, at INFO, says what was done.
 
     Args:
@@ -142,7 +142,7 @@ def patch_model(
     if extension.method.is_encoding:
         check_encoding(rotary, extension)
     elif extension.method.runs_in_attention:
-        rotation = check_door(rotary, extension)
+        rotation = check_attention(rotary, extension)
     _verify(rotary, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
     new_config = copy.deepcopy(text_config)
     write_config(new_config, extension)
@@ -173,9 +173,9 @@ def patch_model(
     carry_extension(rotary.model)
     try:
         if extension.method.is_encoding:
-            record.encoding = put_in(rotary, extension)
+            record.encoding = install_encoding(rotary, extension)
         elif rotation is not None:
-            record.door = put_behind_door(rotary, extension, next(iter(values.values())), rotation)
+            record.attention = install_attention(rotary, extension, next(iter(values.values())), rotation)
         verified = _verify(rotary, rtol=None)
     except RotaryMismatchError:
         unpatch_model(model)
@@ -205,10 +205,10 @@ def unpatch_model(model: ModelT) -> ModelT:
     record: PatchRecord | None = rotary.record
     if record is None:
         raise ValueError("model is not patched: there is nothing to undo. A checkpoint saved extended stays extended.")
-    if record.door is not None:
-        close_door(rotary, record.door)
+    if record.attention is not None:
+        remove_attention(rotary, record.attention)
     if record.encoding is not None:
-        record.encoding.take_out(rotary)
+        record.encoding.remove(rotary)
     for name, module in rotary.rotary_modules.items():
         restore_rotary(module, record.rotary[name])
     for name, scale in record.scales.items():
@@ -287,16 +287,20 @@ def verify_model(model: nn.Module) -> Verification:
 
 def _verify(rotary: RotaryModel, rtol: float | None) -> Verification:
     model, record, layers = rotary.model, rotary.record, 0
-    if record is not None and (record.door is not None or record.encoding is not None):
-        problem = door_problem(rotary, record.door) if record.door is not None else record.encoding.problem(rotary)
+    if record is not None and (record.attention is not None or record.encoding is not None):
+        problem = (
+            attention_problem(rotary, record.attention)
+            if record.attention is not None
+            else record.encoding.problem(rotary)
+        )
         if problem is not None:
             raise RotaryMismatchError(f"{record.extension.method.name} is no longer in place: {problem}.")
-        layers = record.encoding.layers(model) if record.encoding else layers_behind(model, record.door.door)
+        layers = record.encoding.layers(model) if record.encoding else count_layers(model, record.attention.attention)
     extension = extension_of(model)
     if extension is not None and extension.method.is_encoding:
         return Verification(describe(model), (), layers)
     spec = extension.spec if extension is not None else plain_spec(rotary.text_config)
-    # Behind a door queries and keys come rotated by the model's own frequencies.
+    # Under a method that runs in attention queries and keys come rotated by the model's own frequencies.
     method = extension.method if extension is not None and not layers else None
     checks: list[RotaryCheck] = []
     for name, module in rotary.rotary_modules.items():
@@ -322,7 +326,7 @@ def patched_extension(model: nn.Module) -> Extension | None:
     return None if record is None else record.extension
 
 
-def is_on_attention_door(model: nn.Module) -> bool:
+def runs_in_attention(model: nn.Module) -> bool:
     """Return whether a model's rule is in its attention, not in its rotary module; only one that was put in can be."""
     extension = patched_extension(model)
     return extension is not None and extension.method.runs_in_attention

@@ -5,7 +5,7 @@ patched model carries, each taken away again by ``unpatch_model``:
 
 - on a rotary module, ``_hf_posenc_float32``: the float32 frequencies that casts must not round, and
   ``_hf_posenc_extension``: the words of ``repr(model)``; its class is one that keeps both (``rotary_module``);
-- on an attention layer of a method that runs in attention, ``_hf_posenc_door``: what it attends by;
+- on an attention layer of a method that runs in attention, ``_hf_posenc_attention``: what it attends by;
 - on the model, ``save_pretrained``: Transformers' own, which writes the extension too.
 """
 
@@ -20,8 +20,8 @@ from hf_posenc.patching.rotary_module import SavedRotary
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_posenc.attention.install import OpenDoor
-    from hf_posenc.encodings.install import PutIn
+    from hf_posenc.attention.installation import InstalledAttention
+    from hf_posenc.encodings.encoding_installation import InstalledEncoding
 
 # What an extension may change of a text config; absent values stay absent.
 CONFIG_VALUES = (
@@ -44,7 +44,7 @@ class PatchRecord:
         rotary: The state of each rotary module before, by name.
         scales: The softmax scale of each attention module that has another now, before.
         config_values: ``CONFIG_VALUES`` of each text config before.
-        door: What a staged or distance method put into the attention.
+        attention: What a staged or distance method put into the attention.
         encoding: What an encoding put into the model.
         tokenizer: One whose limit was set, and its limit before.
         carried_before: The model was loaded extended: it is saved so without this patch too.
@@ -54,7 +54,7 @@ class PatchRecord:
     rotary: dict[str, SavedRotary]
     scales: dict[str, float]
     config_values: list[dict[str, Any]]
-    door: OpenDoor | None = None
-    encoding: PutIn | None = None
+    attention: InstalledAttention | None = None
+    encoding: InstalledEncoding | None = None
     tokenizer: tuple[PreTrainedTokenizerBase, int] | None = None
     carried_before: bool = False

@@ -1,4 +1,4 @@
-"""The rotary door: static rules written into the model's own rotary modules, kept float32, and taken out again."""
+"""Static rules, written into the model's own rotary modules, kept float32, and taken out again."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def instantiate(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
 
 
 def zero_other_layer_types(saved: SavedRotary, label: str | None) -> None:
-    """Let no layer type turn: in ``saved``, what belongs to others than ``label`` holds frequencies of zero."""
+    """Let no layer type rotate: in ``saved``, what belongs to others than ``label`` holds frequencies of zero."""
     if label is None:
         return
     own = {f"{label}_{name}" for name in ("inv_freq", "original_inv_freq", "attention_scaling")}

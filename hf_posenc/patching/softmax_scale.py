@@ -1,4 +1,4 @@
-"""The softmax scale, by which a temperature reaches whole logits where only part of a head turns.
+"""The softmax scale, by which a temperature reaches whole logits where only part of a head rotates.
 
 In multi-head latent attention YaRN's ``mscale_all_dim`` multiplies it when a model is built, so a change of the rotary
 modules alone does not reach it. Elsewhere Transformers has no word for it: ``temperature="logits"`` is ours.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_posenc.checkpoint.manifest import is_on_attention_door
+from hf_posenc.checkpoint.manifest import runs_in_attention
 from hf_posenc.methods.registry import method_names
 from hf_posenc.training.base_model import BaseModel
 
@@ -23,7 +23,7 @@ def loading_section(description: Mapping[str, Any], base: BaseModel, auto_class:
         is_adapter: The folder holds an adapter.
     """
     method = description["method"]
-    needs_hf_posenc = is_on_attention_door(dict(description)) or description["options"].get("temperature") == "logits"
+    needs_hf_posenc = runs_in_attention(dict(description)) or description["options"].get("temperature") == "logits"
     if is_adapter:
         return _adapter(base, auto_class)
     if method in method_names("is_encoding"):

@@ -9,11 +9,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.attention.shifted import check_shiftable
-from hf_posenc.encodings.install import refuse_adapter
+from hf_posenc.encodings.encoding_installation import refuse_adapter
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.families.sliding_window import KEEP, OFF, window_of_all_layers
 from hf_posenc.methods.registry import DEFAULT_METHOD, make_method, method_names
-from hf_posenc.patching.api import describe, is_on_attention_door, is_patched, patch_model, unpatch_model
+from hf_posenc.patching.api import describe, is_patched, patch_model, runs_in_attention, unpatch_model
 from hf_posenc.patching.extension import declared_rope
 from hf_posenc.patching.presets import get_preset
 from hf_posenc.patching.request import resolve
@@ -66,7 +66,7 @@ def check_model_levers(model: PreTrainedModel, config: FinetuneConfig, seq_len: 
         attention=inner_name(base.config._attn_implementation),
         quantised=getattr(base, "is_quantized", False),
         seq_len=seq_len,
-        on_door=seq_len is not None and is_on_attention_door(model),
+        runs_in_attention=seq_len is not None and runs_in_attention(model),
     )
 
 

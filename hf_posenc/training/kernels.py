@@ -11,7 +11,7 @@ from torch import nn
 from transformers.utils.import_utils import is_flash_attn_2_available, is_liger_kernel_available
 
 from hf_posenc.families.discovery import unwrap
-from hf_posenc.patching.api import is_on_attention_door
+from hf_posenc.patching.api import runs_in_attention
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
 
@@ -51,7 +51,7 @@ def flash_reason(model: Any, config: FinetuneConfig, *, bf16: bool) -> str | Non
         "micro_batch_size is not 1": config.micro_batch_size != 1,
         "positions are not one after the other": config.position_schedule != "full",
         "the attention was chosen by the caller": base.config._attn_implementation != "sdpa",
-        "the rule changes the attention itself": is_on_attention_door(base) or config.shifted_sparse_attention,
+        "the rule changes the attention itself": runs_in_attention(base) or config.shifted_sparse_attention,
         "context parallelism needs sdpa": Launch.from_environment().cp_size > 1,
         "the family does not support it": not getattr(base, "_supports_flash_attn", False),
     }

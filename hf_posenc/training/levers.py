@@ -32,7 +32,7 @@ class Levers:
         attention: ``attn_implementation``; None if that is left to Transformers, which takes SDPA.
         quantised: The model's weights are; None if that is not known yet.
         seq_len: Tokens of a block; None if that is not known before the model's config is read.
-        on_door: The rule of the model, as it came, is in its attention.
+        runs_in_attention: The rule of the model, as it came, is in its attention.
     """
 
     config: FinetuneConfig
@@ -40,13 +40,13 @@ class Levers:
     attention: str | None = None
     quantised: bool | None = None
     seq_len: int | None = None
-    on_door: bool = False
+    runs_in_attention: bool = False
 
     @property
     def door(self) -> bool:
         """Whether the method changes the attention itself, as ``dynamic`` and ``self_extend`` do."""
         method = self.config.method
-        return self.on_door or (method is not None and make_method(method, 2.0, {}).runs_in_attention)
+        return self.runs_in_attention or (method is not None and make_method(method, 2.0, {}).runs_in_attention)
 
     @cached_property  # several rules ask, and every file of a checkpoint is looked at
     def checkpoint(self) -> Path | None:
@@ -216,7 +216,7 @@ def check_levers(
     attention: str | None = None,
     quantised: bool | None = None,
     seq_len: int | None = None,
-    on_door: bool = False,
+    runs_in_attention: bool = False,
 ) -> None:
     """Refuse a run whose settings do not go together.
 
@@ -226,7 +226,7 @@ def check_levers(
         attention: ``attn_implementation``, if one was asked for or the model has one.
         quantised: Whether the model's weights are, once that is known.
         seq_len: Tokens of a block, once they are known; None takes those of ``config``.
-        on_door: The model's rule is in its attention, whatever ``config`` asks for.
+        runs_in_attention: The model's rule is in its attention, whatever ``config`` asks for.
 
     Raises:
         ValueError: The message of the first rule that is broken.
@@ -235,7 +235,7 @@ def check_levers(
     if config.optim == EIGHT_BIT_ADAMW and find_spec("bitsandbytes") is None:
         raise ImportError(f"--optim {config.optim} needs a package that is not installed: pip install bitsandbytes")
     known = seq_len or config.seq_len or config.context_length
-    levers = Levers(config, launch or Launch.from_environment(), attention, quantised, known, on_door)
+    levers = Levers(config, launch or Launch.from_environment(), attention, quantised, known, runs_in_attention)
     words = {"config": config, "launch": levers.launch, "attention": attention, "seq_len": known}
     words["method"] = config.method or "the model's rule"
     for rule in RULES:

@@ -25,14 +25,14 @@ class AddedToLogits(nn.Module, abc.ABC):
         """Return the bias, ``(rows, heads, num_queries, num_keys)``, for int64 positions ``(rows, num_...)``."""
 
 
-class TurnsPairs(nn.Module, abc.ABC):
-    """Turns queries and keys in every layer; the cache holds keys as the layer made them."""
+class RotatesPairs(nn.Module, abc.ABC):
+    """Rotates queries and keys in every layer; the cache holds keys as the layer made them."""
 
     @abc.abstractmethod
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys, ``(batch, heads, length, head_dim)``, turned by positions ``(rows, length)``."""
+        """Return queries and keys, ``(batch, heads, length, head_dim)``, rotated by positions ``(rows, length)``."""
 
 
 class DistanceTable(AddedToLogits):

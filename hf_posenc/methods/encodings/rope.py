@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from hf_posenc.methods.base import Encoding, ModelSizes
-from hf_posenc.methods.encodings.modules import TurnsPairs
+from hf_posenc.methods.encodings.modules import RotatesPairs
 from hf_posenc.methods.options import flag, one_of, option, positive, share
 from hf_posenc.methods.registry import register_method
 
 
 def rotate_real(states: torch.Tensor, angles: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """Turn each pair of features by its angle, in real numbers.
+    """Rotate each pair of features by its angle, in real numbers.
 
     Args:
         states: ``(..., length, dim)``.
@@ -31,13 +31,13 @@ def rotate_real(states: torch.Tensor, angles: torch.Tensor, *, interleaved: bool
 
 
 def rotate_complex(states: torch.Tensor, angles: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
-    """Turn each pair of features by its angle, as a product of complex numbers; arguments as ``rotate_real``'s.
+    """Rotate each pair of features by its angle, as a product of complex numbers; arguments as ``rotate_real``'s.
 
     Reference: Su et al. 2021, arXiv:2104.09864, section 3.2.1, equation 12; Meta's Llama code.
     """
     first, second = split_pairs(states, interleaved=interleaved)
-    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles).to(_complex_of(states.dtype))
-    return join_pairs(turned.real, turned.imag, interleaved=interleaved)
+    rotated = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles).to(_complex_of(states.dtype))
+    return join_pairs(rotated.real, rotated.imag, interleaved=interleaved)
 
 
 def split_pairs(states: torch.Tensor, *, interleaved: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,8 +87,8 @@ class RopeOptions(Encoding):
     )
 
 
-class RopeRotation(TurnsPairs):
-    """Pairs of features turned by position times frequency, in either layout.
+class RopeRotation(RotatesPairs):
+    """Pairs of features rotated by position times frequency, in either layout.
 
     Reference: Su et al. 2021, arXiv:2104.09864, section 3.
     """
@@ -100,28 +100,30 @@ class RopeRotation(TurnsPairs):
         self.width = sizes.spec.rotary_dim if share is None else int(head_dim * share)
         if self.width % 2 or not 0 < self.width <= head_dim:
             raise ValueError(
-                f"{self.width} of {head_dim} features of a head would turn: it must be an even number of them. Give "
+                f"{self.width} of {head_dim} features of a head would rotate: it must be an even number of them. Give "
                 "partial_rotary_factor."
             )
         self.interleaved = options.interleaved
-        self.rotate = rotate_complex if options.computation == "complex" else rotate_real
+        self.rotation = rotate_complex if options.computation == "complex" else rotate_real
         base = options.rope_theta or sizes.spec.rope_theta
         self.inv_freq = base ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
 
-    def turn(self, states: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None) -> torch.Tensor:
-        """Return states turned by positions ``(rows, length)``; pair by pair times ``factors``, if given."""
+    def rotate(
+        self, states: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return states rotated by positions ``(rows, length)``; pair by pair times ``factors``, if given."""
         angles = positions.to(states.device, torch.float64)[:, None, :, None] * self.inv_freq.to(states.device)
-        turned = self.rotate(states[..., : self.width].float(), angles.float(), interleaved=self.interleaved)
+        rotated = self.rotation(states[..., : self.width].float(), angles.float(), interleaved=self.interleaved)
         if factors is not None:
             each = factors.repeat_interleave(2, -1) if self.interleaved else torch.cat((factors, factors), dim=-1)
-            turned = turned * each.to(turned.dtype)
-        turned = turned.to(states.dtype)
-        return turned if self.width == states.shape[-1] else torch.cat((turned, states[..., self.width :]), dim=-1)
+            rotated = rotated * each.to(rotated.dtype)
+        rotated = rotated.to(states.dtype)
+        return rotated if self.width == states.shape[-1] else torch.cat((rotated, states[..., self.width :]), dim=-1)
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.turn(query, queries), self.turn(key, keys)
+        return self.rotate(query, queries), self.rotate(key, keys)
 
 
 @register_method
@@ -131,7 +133,7 @@ class Rope(RopeOptions):
 
     name: ClassVar[str] = "rope"
     paper: ClassVar[str] = "Su et al. 2021, arXiv:2104.09864, section 3"
-    summary: ClassVar[str] = "Turns pairs of features by position, in either layout, in real or complex numbers."
+    summary: ClassVar[str] = "Rotates pairs of features by position, in either layout, in real or complex numbers."
 
     def module(self, sizes: ModelSizes) -> nn.Module:
         return RopeRotation(sizes, self)

@@ -58,8 +58,8 @@ class XposRotation(RopeRotation):
                 f"xpos over {queries.shape[-1]} tokens at once needs larger numbers than {query.dtype} has. Feed the "
                 "text in parts, with a KV cache, or patch with a larger scale_base."
             )
-        query = self.turn(query, queries, self._factors(queries, middle, 1))
-        return query, self.turn(key, keys, self._factors(keys, middle, -1))
+        query = self.rotate(query, queries, self._factors(queries, middle, 1))
+        return query, self.rotate(key, keys, self._factors(keys, middle, -1))
 
 
 @register_method

@@ -11,22 +11,22 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.attention.doorway import CROSS, FULL, PASS, layers_behind, put_door, register, take_door
-from hf_posenc.attention.install import (
+from hf_posenc.attention.installation import (
     attends_to_text,
     attention_layers,
     goes_through_interface,
+    has_positions,
     probe,
     reason_of_family,
     reason_of_settings,
-    turns,
 )
+from hf_posenc.attention.interface import CROSS, FULL, PASS, count_layers, drop_attention, register, set_attention
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
-from hf_posenc.encodings.door import EncodingDoor
+from hf_posenc.encodings.encoding_attention import EncodingAttention
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Encoding, Method, ModelSizes
-from hf_posenc.methods.encodings.modules import AddedToEmbeddings, AddedToLogits, TurnsPairs
+from hf_posenc.methods.encodings.modules import AddedToEmbeddings, AddedToLogits, RotatesPairs
 from hf_posenc.patching.extension import Extension, head_dim_of
 from hf_posenc.patching.verification import RotaryMismatchError
 
@@ -38,18 +38,18 @@ _PROBE_TOKENS = 5
 
 
 @dataclass
-class PutIn:
+class InstalledEncoding:
     """What putting an encoding in changed, to undo it.
 
     Attributes:
         encoding: The module, with its parameters.
-        asked: The door or the hooks, which count their calls.
+        asked: What the layers attend by, or the hooks, which count their calls.
         implementation: The attention implementation in use before; None if it is still in use.
         hooks: Those of the decoder and its parts.
     """
 
     encoding: nn.Module
-    asked: EncodingDoor | AbsolutePositions
+    asked: EncodingAttention | AbsolutePositions
     implementation: str | None
     hooks: list[RemovableHandle]
 
@@ -70,17 +70,17 @@ class PutIn:
 
     def layers(self, model: PreTrainedModel) -> int:
         """Return how many attention layers ask for it; 0 where it is added to the embeddings."""
-        return layers_behind(model, self.asked) if isinstance(self.asked, EncodingDoor) else 0
+        return count_layers(model, self.asked) if isinstance(self.asked, EncodingAttention) else 0
 
-    def take_out(self, rotary: RotaryModel) -> None:
-        """Undo ``put_in``."""
+    def remove(self, rotary: RotaryModel) -> None:
+        """Undo ``install_encoding``."""
         for hook in self.hooks:
             hook.remove()
         if self.implementation is not None:
             for config in rotary.text_configs:
                 config._attn_implementation = self.implementation
             for module in rotary.model.modules():
-                take_door(module)
+                drop_attention(module)
         delattr(rotary.decoder, MODULE)
 
 
@@ -95,7 +95,7 @@ def check_encoding(rotary: RotaryModel, extension: Extension) -> None:
     encoding = _make_module(config, extension)  # raises on sizes that do not fit
     if reason is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
         reason = f"a bias cannot be added in {config._attn_implementation!r} (load it with attn_implementation='sdpa')"
-    if reason is None and isinstance(encoding, TurnsPairs):
+    if reason is None and isinstance(encoding, RotatesPairs):
         reason = _several_ropes(config, extension.method)
     if reason is None and getattr(rotary.wrapped, "peft_config", None):
         reason = "it is wrapped by PEFT, whose adapters would not hold the encoding (patch the model, then wrap it)"
@@ -105,11 +105,11 @@ def check_encoding(rotary: RotaryModel, extension: Extension) -> None:
         )
 
 
-def put_in(rotary: RotaryModel, extension: Extension) -> PutIn:
+def install_encoding(rotary: RotaryModel, extension: Extension) -> InstalledEncoding:
     """Put an encoding in, and see that every layer it belongs to asks for it.
 
     Args:
-        rotary: The model; its rotary module turns nothing.
+        rotary: The model; its rotary module rotates nothing.
         extension: The rule.
 
     Raises:
@@ -127,7 +127,7 @@ def put_in(rotary: RotaryModel, extension: Extension) -> PutIn:
     try:
         _check_asked(rotary, put.asked, min(_PROBE_TOKENS, extension.context_length))
     except Exception:
-        put.take_out(rotary)
+        put.remove(rotary)
         raise
     return put
 
@@ -184,7 +184,7 @@ def refuse_adapter(base: nn.Module, advice: str) -> None:
 
 
 def _several_ropes(config: PreTrainedConfig, method: Method) -> str | None:
-    """Return why RoPE cannot be put in as the model has it: its layer types turn otherwise, and no value was given."""
+    """Return why RoPE cannot be put in as the model has it: its layer types differ, and no value was given."""
     kinds = set(getattr(config, "layer_types", None) or ())
     own = [settings for kind, settings in config.rope_parameters.items() if kind in kinds]
     for name, unset in (("rope_theta", None), ("partial_rotary_factor", 1.0)):
@@ -195,7 +195,7 @@ def _several_ropes(config: PreTrainedConfig, method: Method) -> str | None:
     return None
 
 
-def _before_layers(rotary: RotaryModel, encoding: AddedToEmbeddings) -> PutIn:
+def _before_layers(rotary: RotaryModel, encoding: AddedToEmbeddings) -> InstalledEncoding:
     added, model, decoder = AbsolutePositions(encoding), rotary.model, rotary.decoder
     names = {module: name for name, module in model.named_modules()}
     attention = next(layer for layer in attention_layers(decoder) if goes_through_interface(layer))
@@ -203,26 +203,28 @@ def _before_layers(rotary: RotaryModel, encoding: AddedToEmbeddings) -> PutIn:
         decoder.register_forward_pre_hook(added.number, with_kwargs=True),
         first_layer(model, names[attention]).register_forward_pre_hook(added.add, with_kwargs=True),
     ]
-    return PutIn(encoding, added, None, hooks)
+    return InstalledEncoding(encoding, added, None, hooks)
 
 
-def _in_attention(rotary: RotaryModel, encoding: Any) -> PutIn:
+def _in_attention(rotary: RotaryModel, encoding: Any) -> InstalledEncoding:
     register()
     inner = rotary.text_config._attn_implementation
-    door = EncodingDoor(encoding, inner)
+    attention = EncodingAttention(encoding, inner)
     for module in attention_layers(rotary.model):
-        put_door(module, door, (FULL if turns(module) else PASS) if attends_to_text(module) else CROSS)
+        set_attention(
+            module, attention, (FULL if has_positions(module) else PASS) if attends_to_text(module) else CROSS
+        )
     for config in rotary.text_configs:
         config._attn_implementation = PREFIX + inner
     hooks = [
-        rotary.decoder.register_forward_pre_hook(door.enter, with_kwargs=True),
-        rotary.rotary_module.register_forward_pre_hook(door.note_positions, with_kwargs=True),
-        rotary.decoder.register_forward_hook(door.leave, always_call=True),
+        rotary.decoder.register_forward_pre_hook(attention.enter, with_kwargs=True),
+        rotary.rotary_module.register_forward_pre_hook(attention.note_positions, with_kwargs=True),
+        rotary.decoder.register_forward_hook(attention.leave, always_call=True),
     ]
-    return PutIn(encoding, door, inner, hooks)
+    return InstalledEncoding(encoding, attention, inner, hooks)
 
 
-def _check_asked(rotary: RotaryModel, asked: EncodingDoor | AbsolutePositions, num_tokens: int) -> None:
+def _check_asked(rotary: RotaryModel, asked: EncodingAttention | AbsolutePositions, num_tokens: int) -> None:
     """Raise unless a forward of a few tokens asks for the encoding wherever it belongs."""
     model = rotary.model
     if isinstance(asked, AbsolutePositions):
@@ -237,7 +239,7 @@ def _check_asked(rotary: RotaryModel, asked: EncodingDoor | AbsolutePositions, n
                 "to the embeddings once. Take 'alibi' or another encoding that acts in attention."
             )
         return
-    attention = {layer for layer in attention_layers(rotary.decoder) if turns(layer) and attends_to_text(layer)}
+    attention = {layer for layer in attention_layers(rotary.decoder) if has_positions(layer) and attends_to_text(layer)}
     came: set[nn.Module] = set()
     asked.asked = came
     try:

@@ -1,4 +1,4 @@
-"""The door of an encoding: attention that turns pairs or adds a bias, where the model's own RoPE turns nothing."""
+"""Attention that rotates pairs or adds a bias, where the model's own RoPE rotates nothing."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from transformers.cache_utils import StaticLayer
 
-from hf_posenc.attention.doorway import PASS, Doorway
 from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.interface import PASS, PositionalAttention
 from hf_posenc.attention.layout import Forward, Layout, written_slots
 from hf_posenc.attention.masks import piece_mask
-from hf_posenc.methods.encodings.modules import AddedToLogits, TurnsPairs
+from hf_posenc.methods.encodings.modules import AddedToLogits, RotatesPairs
 
 # Queries of one inner call with a bias, so that none is [length, length].
 QUERY_CHUNK = 512
@@ -29,10 +29,10 @@ class BiasedForward(Forward):
     biases: dict[Any, torch.Tensor] = field(default_factory=dict)
 
 
-class EncodingDoor(Doorway[BiasedForward]):
+class EncodingAttention(PositionalAttention[BiasedForward]):
     """An encoding that every layer's attention asks, and where the tokens of a forward stand."""
 
-    def __init__(self, encoding: AddedToLogits | TurnsPairs, inner: str) -> None:
+    def __init__(self, encoding: AddedToLogits | RotatesPairs, inner: str) -> None:
         """Make one; ``inner`` is the attention implementation that was in use."""
         super().__init__(inner)
         self.encoding = encoding
@@ -68,7 +68,7 @@ class EncodingDoor(Doorway[BiasedForward]):
             return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)
         if self.asked is not None:
             self.asked.add(module)
-        if isinstance(self.encoding, TurnsPairs):
+        if isinstance(self.encoding, RotatesPairs):
             queries = layout.positions[:, layout.first_query :]
             query, key = self.encoding(query, key, queries.to(query.device), layout.positions.to(query.device))
             return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)

@@ -1,4 +1,4 @@
-"""Putting a model's attention behind the door, and taking it out again."""
+"""Making a model attend by hf_posenc's attention implementation, and by its own again."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.attention.door import Door
-from hf_posenc.attention.doorway import CROSS, FULL, INNER, PASS, door_of, put_door, register, take_door
+from hf_posenc.attention.interface import (
+    CROSS,
+    FULL,
+    INNER,
+    PASS,
+    attention_of,
+    drop_attention,
+    register,
+    set_attention,
+)
 from hf_posenc.attention.masks import PREFIX
+from hf_posenc.attention.rotating_attention import RotatingAttention
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
 from hf_posenc.families.discovery import FULL_ATTENTION, MLA
@@ -27,8 +36,8 @@ from hf_posenc.patching.rotary_module import SavedRotary, rotary_class, write_ro
 from hf_posenc.patching.verification import RotaryMismatchError
 
 _PROBE_TOKENS = 5
-_PROBE_EPSILONS = 16  # roundings of a state that is turned twice, in epsilons of its dtype
-_NORM_AFTER = "it normalises queries and keys after they are turned"
+_PROBE_EPSILONS = 16  # roundings of a state that is rotated twice, in epsilons of its dtype
+_NORM_AFTER = "it normalises queries and keys after they are rotated"
 _REFUSED: dict[str, str] = {
     "doge": "each layer makes a mask of its own, from its values",
     "hunyuan_v1_dense": _NORM_AFTER,
@@ -40,29 +49,29 @@ _REFUSED: dict[str, str] = {
 
 
 @dataclass
-class OpenDoor:
-    """What putting the door in changed, to undo it."""
+class InstalledAttention:
+    """What replacing the attention changed, to undo it."""
 
-    door: Door
+    attention: RotatingAttention
     implementation: str
     hooks: list[RemovableHandle]
 
 
-def check_door(rotary: RotaryModel, extension: Extension) -> Rotation:
-    """Return how this model turns queries and keys; nothing is changed.
+def check_attention(rotary: RotaryModel, extension: Extension) -> Rotation:
+    """Return how this model rotates queries and keys; nothing is changed.
 
     Raises:
-        ValueError: Its attention cannot be put behind the door; with the reason.
+        ValueError: Its attention cannot be replaced; with the reason.
     """
     config, method = rotary.text_config, extension.method.name
     reason = reason_of_family(rotary) or reason_of_settings(config)
     if reason is None and window_of_all_layers(config) and extension.sliding_window != "off":
         reason = "every layer has a sliding window (pass sliding_window='off' to attend to all of a text)"
     elif reason is None and getattr(getattr(rotary.wrapped, "active_peft_config", None), "is_prompt_learning", False):
-        reason = "it turns cached keys, and those of prefix tuning were trained as they are"
+        reason = "it rotates cached keys, and those of prefix tuning were trained as they are"
     rotation = _rotation(rotary) if reason is None else None
     if rotation is None:
-        reason = reason or "it turns queries and keys in a way of its own"
+        reason = reason or "it rotates queries and keys in a way of its own"
         raise ValueError(
             f"method {method!r} is not supported for model_type {config.model_type!r}: {reason}. Static rules such as "
             "'yarn' may be."
@@ -71,14 +80,14 @@ def check_door(rotary: RotaryModel, extension: Extension) -> Rotation:
 
 
 def reason_of_family(rotary: RotaryModel) -> str | None:
-    """Return why the attention of a model's family cannot be put behind a door; None if it can."""
+    """Return why the attention of a model's family cannot be replaced; None if it can."""
     config, model, found = rotary.text_config, rotary.model, rotary.rotary_modules
     if config.model_type in _REFUSED:
         return _REFUSED[config.model_type]
     if config.model_type in MLA or getattr(config, "kv_lora_rank", None):
-        return "multi-head latent attention keeps the part of a key that turns elsewhere"
+        return "multi-head latent attention keeps the part of a key that rotates elsewhere"
     if any(name.rpartition(".")[2] == "indexer" for name, _ in model.named_modules()):
-        return "an indexer, which turns keys of its own, picks what its attention reads"
+        return "an indexer, which rotates keys of its own, picks what its attention reads"
     if len(found) != 1:
         return f"its layers have rotary modules of their own ({len(found)})"
     if not all(goes_through_interface(layer) for layer in attention_layers(model)[:1]):
@@ -89,7 +98,7 @@ def reason_of_family(rotary: RotaryModel) -> str | None:
 def reason_of_settings(config: PreTrainedConfig) -> str | None:
     """Return why that of a model with these settings cannot; None if it can."""
     if declared_rope(config).get("rope_type") == "proportional":
-        return "part of its pairs of features never turn"
+        return "part of its pairs of features never rotate"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return "some layers attend in chunks"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
@@ -122,7 +131,7 @@ def _code(module: nn.Module) -> dict[str, Any]:
 
 
 def _rotation(rotary: RotaryModel) -> Rotation | None:
-    """Return how a family turns; as Llama where its code cannot be asked, which the probe then finds out."""
+    """Return how a family rotates; as Llama where its code cannot be asked, which the probe then finds out."""
     module, label, prefix = rotary.rotary_module, rotary.label, rotary.prefix
     config: Any = module.config
     try:
@@ -138,14 +147,16 @@ def _rotation(rotary: RotaryModel) -> Rotation | None:
         return ROTATIONS[0]
 
 
-def put_behind_door(rotary: RotaryModel, extension: Extension, saved: SavedRotary, rotation: Rotation) -> OpenDoor:
-    """Put a model's attention behind the door, and see that it turns queries and keys as the door takes it to.
+def install_attention(
+    rotary: RotaryModel, extension: Extension, saved: SavedRotary, rotation: Rotation
+) -> InstalledAttention:
+    """Replace a model's attention, and see that the model rotates queries and keys as the new one takes it to.
 
     Args:
         rotary: The model; its rotary module holds the plain frequencies.
         extension: The rule.
         saved: What the rotary module holds.
-        rotation: How the family turns.
+        rotation: How the family rotates.
 
     Raises:
         RotaryMismatchError: A short text reads otherwise then, or what reaches the attention is not what the rotary
@@ -153,111 +164,118 @@ def put_behind_door(rotary: RotaryModel, extension: Extension, saved: SavedRotar
     """
     tokens = min(_PROBE_TOKENS, _plain_until(extension))
     before = probe(rotary.model, tokens)
-    opened = open_door(rotary, extension, saved.buffers[f"{rotary.prefix}inv_freq"], rotation)
+    installed = set_up_attention(rotary, extension, saved.buffers[f"{rotary.prefix}inv_freq"], rotation)
     try:
         after = probe(rotary.model, tokens)
         agree = before is None or after is None or torch.equal(before, after)
-        if not agree or (after is not None and not _turns_as_known(rotary, opened.door, saved)):
+        if not agree or (after is not None and not _rotates_as_known(rotary, installed.attention, saved)):
             raise RotaryMismatchError(
-                f"the attention of {type(rotary.model).__name__} does not turn queries and keys in the usual way: they "
-                "could not be turned on behind the attention door. Take a static method, such as 'yarn'."
+                f"the attention of {type(rotary.model).__name__} does not rotate queries and keys in the usual way, "
+                "so hf_posenc's attention implementation cannot rotate them further. Take a static method, such as "
+                "'yarn'."
             )
     except Exception:
-        close_door(rotary, opened)
+        remove_attention(rotary, installed)
         raise
-    return opened
+    return installed
 
 
-def _turns_as_known(rotary: RotaryModel, door: Door, saved: SavedRotary) -> bool:
-    """Return whether the door's turning takes what the rotary module turns back to what it does not, in every layer.
+def _rotates_as_known(rotary: RotaryModel, attention: RotatingAttention, saved: SavedRotary) -> bool:
+    """Return whether the inverse rotation takes queries and keys back to what no rotation gives, in every layer.
 
     Queries and keys are seen twice, as they are and with frequencies of zero, while attention hands on values alone.
     """
     module, prefix = rotary.rotary_module, rotary.prefix
     names = (f"{prefix}inv_freq", f"{prefix}original_inv_freq")
-    still = SavedRotary({**saved.buffers, **{name: torch.zeros_like(door.plain) for name in names}}, saved.attributes)
+    still = SavedRotary(
+        {**saved.buffers, **{name: torch.zeros_like(attention.plain) for name in names}}, saved.attributes
+    )
     seen = []
     try:
         for state in (saved, still):
             write_rotary(module, state)
-            door.seen = []
+            attention.seen = []
             probe(rotary.model, _PROBE_TOKENS)
-            seen.append(door.seen)
+            seen.append(attention.seen)
     finally:
-        door.seen = None
+        attention.seen = None
         write_rotary(module, saved)
-    full = [(turned, unturned) for turned, unturned in zip(*seen, strict=True) if turned[0] == FULL]
-    pairs = [pair for turned, unturned in full for pair in zip(turned[1:], unturned[1:], strict=True)]
-    return bool(pairs) and all(_turns_back(door, *pair) for pair in pairs)
+    full = [(rotated, unrotated) for rotated, unrotated in zip(*seen, strict=True) if rotated[0] == FULL]
+    pairs = [pair for rotated, unrotated in full for pair in zip(rotated[1:], unrotated[1:], strict=True)]
+    return bool(pairs) and all(_rotates_back(attention, *pair) for pair in pairs)
 
 
-def _turns_back(door: Door, turned: torch.Tensor, unturned: torch.Tensor) -> bool:
-    if torch.equal(turned, unturned):  # without positions
+def _rotates_back(attention: RotatingAttention, rotated: torch.Tensor, unrotated: torch.Tensor) -> bool:
+    if torch.equal(rotated, unrotated):  # without positions
         return False
-    positions = torch.arange(turned.shape[2], device=turned.device)[None]
-    zeros = torch.zeros(1, len(door.plain), device=turned.device)
-    back = door.turn_on(positions, positions, zeros, torch.ones(1, device=turned.device))
-    error = (door.rotation.turn(turned, back) - unturned).abs().max()
-    epsilon = max(torch.finfo(dtype).eps for dtype in (turned.dtype, torch.float32))  # angles are float32 at best
-    return bool(error <= _PROBE_EPSILONS * epsilon * unturned.abs().max())
+    positions = torch.arange(rotated.shape[2], device=rotated.device)[None]
+    zeros = torch.zeros(1, len(attention.plain), device=rotated.device)
+    back = attention.rotation_tables(positions, positions, zeros, torch.ones(1, device=rotated.device))
+    error = (attention.rotation.rotate(rotated, back) - unrotated).abs().max()
+    epsilon = max(torch.finfo(dtype).eps for dtype in (rotated.dtype, torch.float32))  # angles are float32 at best
+    return bool(error <= _PROBE_EPSILONS * epsilon * unrotated.abs().max())
 
 
-def open_door(rotary: RotaryModel, extension: Extension, plain: torch.Tensor, rotation: Rotation) -> OpenDoor:
-    """Put every attention layer of a model behind the door.
+def set_up_attention(
+    rotary: RotaryModel, extension: Extension, plain: torch.Tensor, rotation: Rotation
+) -> InstalledAttention:
+    """Give every attention layer of a model what it attends by.
 
     Args:
         rotary: The model.
         extension: The rule.
         plain: The float32 frequencies the model was trained with.
-        rotation: How the family turns.
+        rotation: How the family rotates.
     """
     register()
     config = rotary.text_config
     inner = config._attn_implementation
     assert isinstance(extension.method, (StagedMethod, DistanceMethod)), extension.method
-    door = Door(Stages(extension.spec, extension.method), inner, plain, rotation)
+    attention = RotatingAttention(Stages(extension.spec, extension.method), inner, plain, rotation)
     for module in attention_layers(rotary.model):
-        put_door(module, door, _kind(module, config))
+        set_attention(module, attention, _kind(module, config))
     for each in rotary.text_configs:
         each._attn_implementation = PREFIX + inner
     hooks = [
-        rotary.decoder.register_forward_pre_hook(door.enter, with_kwargs=True),
-        rotary.rotary_module.register_forward_pre_hook(door.note_positions, with_kwargs=True),
-        rotary.decoder.register_forward_hook(door.leave, always_call=True),
+        rotary.decoder.register_forward_pre_hook(attention.enter, with_kwargs=True),
+        rotary.rotary_module.register_forward_pre_hook(attention.note_positions, with_kwargs=True),
+        rotary.decoder.register_forward_hook(attention.leave, always_call=True),
     ]
-    return OpenDoor(door, inner, hooks)
+    return InstalledAttention(attention, inner, hooks)
 
 
-def close_door(rotary: RotaryModel, opened: OpenDoor) -> None:
-    """Undo ``open_door``."""
-    for hook in opened.hooks:
+def remove_attention(rotary: RotaryModel, installed: InstalledAttention) -> None:
+    """Undo ``set_up_attention``."""
+    for hook in installed.hooks:
         hook.remove()
     for each in rotary.text_configs:
-        each._attn_implementation = opened.implementation
+        each._attn_implementation = installed.implementation
     for module in rotary.model.modules():
-        take_door(module)
+        drop_attention(module)
 
 
-def door_problem(rotary: RotaryModel, opened: OpenDoor) -> str | None:
-    """Return what of the door is no longer in place; None if all is."""
+def attention_problem(rotary: RotaryModel, installed: InstalledAttention) -> str | None:
+    """Return what of the attention is no longer in place; None if all is."""
     config = rotary.text_config
-    if config._attn_implementation != PREFIX + opened.implementation:
+    if config._attn_implementation != PREFIX + installed.implementation:
         return f"the attention implementation is {config._attn_implementation!r}"
-    if any(door_of(module) is not opened.door for module in attention_layers(rotary.model)):
-        return "an attention layer has lost its door"
-    if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in opened.hooks):
+    if any(attention_of(module) is not installed.attention for module in attention_layers(rotary.model)):
+        return "an attention layer has lost what it attends by"
+    if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in installed.hooks):
         return "a hook of the decoder is gone"
-    expected = plain_frequencies(opened.door.stages.spec)
-    if not torch.allclose(opened.door.plain.double().cpu(), expected, rtol=1e-5, atol=0):
-        return "the frequencies it turns by are not the model's"
+    expected = plain_frequencies(installed.attention.stages.spec)
+    if not torch.allclose(installed.attention.plain.double().cpu(), expected, rtol=1e-5, atol=0):
+        return "the frequencies it rotates by are not the model's"
     for name, module in rotary.rotary_modules.items():
         buffer: Any = module._buffers[f"{rotary.prefix}inv_freq"]
-        if not buffer.is_meta and not torch.equal(buffer.cpu(), opened.door.plain.cpu()):
-            return f"{name} turns queries and keys by other frequencies than the model's, which the attention counts on"
+        if not buffer.is_meta and not torch.equal(buffer.cpu(), installed.attention.plain.cpu()):
+            return (
+                f"{name} rotates queries and keys by other frequencies than the model's, which the attention counts on"
+            )
     return None
 
 
-def turns(layer: nn.Module) -> bool:
+def has_positions(layer: nn.Module) -> bool:
     """Return whether a layer has positions: some of SmolLM3's and Cohere 2 MoE's have none."""
     return bool(getattr(layer, "use_rope", True) and getattr(layer, "force_rope", True))
 
@@ -270,7 +288,7 @@ def attends_to_text(layer: nn.Module) -> bool:
 def _kind(module: nn.Module, config: PreTrainedConfig) -> str:
     if not attends_to_text(module):
         return CROSS
-    return FULL if reads_whole_context(module, config) and turns(module) else PASS
+    return FULL if reads_whole_context(module, config) and has_positions(module) else PASS
 
 
 def _plain_until(extension: Extension) -> int:

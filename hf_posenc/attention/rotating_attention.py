@@ -1,7 +1,7 @@
-"""The attention door: one attention function that turns queries and keys on, then calls the model's own attention.
+"""Attention that rotates queries and keys further, then calls the model's own attention implementation.
 
-The rotary module does what it always did: queries and keys come turned by the plain frequencies, and so the KV cache
-holds them. Up to the original length there is nothing to add. Past it, all that a piece of attention needs is turned
+The rotary module does what it always did: queries and keys come rotated by the plain frequencies, and so the KV cache
+holds them. Up to the original length there is nothing to add. Past it, all that a piece of attention needs is rotated
 on by the difference between the rule's angle and the plain one.
 """
 
@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import StaticLayer
 
-from hf_posenc.attention.doorway import PASS, Doorway
 from hf_posenc.attention.footprint import KEPT_COSINES
 from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.interface import PASS, PositionalAttention
 from hf_posenc.attention.layout import StagedForward, written_slots
 from hf_posenc.attention.masks import UNWRITTEN, piece_mask
 from hf_posenc.attention.pieces import Pieces
@@ -27,8 +27,8 @@ from hf_posenc.attention.staged import Stages
 from hf_posenc.methods.base import DistanceMethod, Regions
 
 
-class Door(Doorway[StagedForward]):
-    """A rule by which queries and keys are turned on, and what a forward's layers share."""
+class RotatingAttention(PositionalAttention[StagedForward]):
+    """A rule by which queries and keys are rotated further, and what a forward's layers share."""
 
     def __init__(self, stages: Stages, inner: str, plain: torch.Tensor, rotation: Rotation = ROTATIONS[0]) -> None:
         """Make one.
@@ -36,8 +36,8 @@ class Door(Doorway[StagedForward]):
         Args:
             stages: The rule.
             inner: The attention implementation that was in use.
-            plain: The model's own float32 ``inv_freq``, by which queries and keys come turned.
-            rotation: How the family turns.
+            plain: The model's own float32 ``inv_freq``, by which queries and keys come rotated.
+            rotation: How the family rotates.
         """
         super().__init__(inner)
         self.stages = stages
@@ -59,7 +59,7 @@ class Door(Doorway[StagedForward]):
     # ---- once per forward ----
 
     def begin(self) -> None:
-        """Forget what the layers of a forward shared, and keys turned for another cache."""
+        """Forget what the layers of a forward shared, and keys rotated for another cache."""
         super().begin()
         if self.cache is not None:
             self.rotated.check(self.cache)
@@ -96,9 +96,9 @@ class Door(Doorway[StagedForward]):
         device: torch.device,
         of_queries: bool,
     ) -> Tables:
-        """Return what turns a range of slots on, each row to its stage.
+        """Return what rotates a range of slots on, each row to its stage.
 
-        The temperature is in the tables of queries, squared, and not in those of keys: pairs that turn as before are
+        The temperature is in the tables of queries, squared, and not in those of keys: pairs that rotate as before are
         then left alone, bit for bit.
         """
         key = (stages, start, stop, device, of_queries)
@@ -107,24 +107,24 @@ class Door(Doorway[StagedForward]):
             found = [self.frequencies(stage, device) for stage in stages]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])
             factors = torch.tensor([factor**2 if of_queries else 1.0 for _, factor in found], device=device)
-            tables = self.turn_on(positions, positions, inv_freq, factors)
+            tables = self.rotation_tables(positions, positions, inv_freq, factors)
             if sum(cos.numel() for cos, _ in (*forward.tables.values(), tables)) > KEPT_COSINES:
                 return tables
             forward.tables[key] = tables
         return forward.tables[key]
 
-    def turn_on(
+    def rotation_tables(
         self,
         positions: torch.Tensor,
         wanted: torch.Tensor,
         inv_freq: torch.Tensor,
         factors: torch.Tensor,
     ) -> Tables:
-        """Return what turns states on, from where the model turned them to where a rule wants them.
+        """Return what rotates states on, from where the model rotated them to where a rule wants them.
 
         Args:
-            positions: ``(rows, length)``, by which the model turned, at its plain frequencies.
-            wanted: ``(rows, length)``, by which the rule turns; may be fractions.
+            positions: ``(rows, length)``, by which the model rotated, at its plain frequencies.
+            wanted: ``(rows, length)``, by which the rule rotates; may be fractions.
             inv_freq: float32 ``(rows, rotary_dim // 2)``, at these frequencies.
             factors: What multiplies the states, float32 ``(rows,)``.
         """
@@ -146,12 +146,12 @@ class Door(Doorway[StagedForward]):
         """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
         if mask is not None and not isinstance(mask, torch.Tensor):
             raise ValueError(
-                "behind the attention door FlexAttention has causal masks only, not those of sliding windows or packed "
+                "in hf_posenc's attention FlexAttention has causal masks only, not those of sliding windows or packed "
                 "documents. Load the model with attn_implementation='sdpa'."
             )
         if self.seen is not None:
             self.seen.append((kind, query, key))
-            # The values alone: how one layer turns must not be felt in the next.
+            # The values alone: how one layer rotates must not be felt in the next.
             return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
         states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
         is_step = query.shape[2] == 1 and dense is None and self.distances is None and not self.stages.method.log_n
@@ -208,8 +208,8 @@ class Door(Doorway[StagedForward]):
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])[stage]
             factors = torch.tensor([factor**2 for _, factor in found], device=device)[stage]
             ones = torch.ones_like(factors)
-            key = self.rotation.turn(key, self.turn_on(positions, positions, inv_freq, ones))
-            query = self.rotation.turn(query, self.turn_on(position, position, inv_freq, factors))
+            key = self.rotation.rotate(key, self.rotation_tables(positions, positions, inv_freq, ones))
+            query = self.rotation.rotate(query, self.rotation_tables(position, position, inv_freq, factors))
         mask = (
             (states > 0)[:, None, None, :]
             if self.inner == "sdpa"

@@ -1,4 +1,4 @@
-"""What every door has: the attention function Transformers calls, and what is noted of a forward before it."""
+"""The attention function that Transformers calls, and what is noted of a forward before it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hf_posenc.attention.masks import PREFIX, inner_name, slot_states
 # positions, or a rotary module of its own); the keys of one that attends to images stand nowhere in the text.
 FULL, PASS, CROSS = "full", "pass", "cross"
 INNER = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
-_DOOR = "_hf_posenc_door"
+_ATTENTION = "_hf_posenc_attention"
 # Layers with windows see other slots than the rest; under torch.compile nothing else lets go of earlier forwards.
 _KEPT_FORWARDS = 4
 Seen = TypeVar("Seen", bound=Forward)
 
 
-class Doorway(abc.ABC, Generic[Seen]):
-    """The state of a model whose attention is behind a door, of one forward at a time."""
+class PositionalAttention(abc.ABC, Generic[Seen]):
+    """What a model attends by, with the state of one forward at a time."""
 
     def __init__(self, inner: str) -> None:
         """Make one.
@@ -103,7 +103,7 @@ class Doorway(abc.ABC, Generic[Seen]):
         """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
 
 
-def door_attention(
+def hf_posenc_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -111,50 +111,50 @@ def door_attention(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The function that Transformers calls; each attention layer of a patched model knows its door."""
-    if _DOOR not in module.__dict__:
+    """The function that Transformers calls; each attention layer of a patched model knows what it attends by."""
+    if _ATTENTION not in module.__dict__:
         inner = inner_name(module.config._attn_implementation)  # type: ignore[arg-type, union-attr]  # attention layers have a config
         raise RuntimeError(
             "this model was built from the config of a patched model, whose rule no config can hold. Call "
             f"model.set_attn_implementation({inner!r}), and patch_model(model, ...) to extend this model too."
         )
-    door, kind = module.__dict__[_DOOR]
+    attention, kind = module.__dict__[_ATTENTION]
     if kind == CROSS:
-        return inner_attention(door.inner, module)(module, query, key, value, attention_mask, **kwargs)
+        return inner_attention(attention.inner, module)(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("position_ids") is None:
-        if door.positions is None:
+        if attention.positions is None:
             raise ValueError(
                 f"{type(module).__name__} is not told where its queries stand (position_ids), so gradient "
                 "checkpointing and torch.compile cannot be used with this rule."
             )
-        kwargs["position_ids"] = door.positions
-    return door.attend(module, query, key, value, attention_mask, kind, kwargs)  # type: ignore[no-any-return]  # __dict__ holds anything
+        kwargs["position_ids"] = attention.positions
+    return attention.attend(module, query, key, value, attention_mask, kind, kwargs)  # type: ignore[no-any-return]  # __dict__ holds anything
 
 
 def register() -> None:
-    """Make the door known to Transformers, once for each implementation behind it."""
+    """Make the function known to Transformers, once for each implementation that it can call."""
     for inner in INNER:
-        AttentionInterface.register(PREFIX + inner, door_attention)
+        AttentionInterface.register(PREFIX + inner, hf_posenc_attention)
         AttentionMaskInterface.register(PREFIX + inner, slot_states)
 
 
-def put_door(module: nn.Module, door: Doorway[Any], kind: str) -> None:
-    """Give an attention layer its door."""
-    module.__dict__[_DOOR] = (door, kind)
+def set_attention(module: nn.Module, attention: PositionalAttention[Any], kind: str) -> None:
+    """Give an attention layer what it attends by."""
+    module.__dict__[_ATTENTION] = (attention, kind)
 
 
-def take_door(module: nn.Module) -> None:
+def drop_attention(module: nn.Module) -> None:
     """Take it away."""
-    module.__dict__.pop(_DOOR, None)
+    module.__dict__.pop(_ATTENTION, None)
 
 
-def door_of(module: nn.Module) -> Doorway[Any] | None:
-    """Return the door of an attention layer, if it has one."""
-    found = module.__dict__.get(_DOOR)
+def attention_of(module: nn.Module) -> PositionalAttention[Any] | None:
+    """Return what an attention layer attends by; None for Transformers' own."""
+    found = module.__dict__.get(_ATTENTION)
     return found[0] if found else None
 
 
-def layers_behind(model: nn.Module, door: Doorway[Any]) -> int:
-    """Return how many attention layers of a model run the rule of a door."""
-    found = (module.__dict__.get(_DOOR) for module in model.modules())
-    return sum(put is not None and put[0] is door and put[1] == FULL for put in found)
+def count_layers(model: nn.Module, attention: PositionalAttention[Any]) -> int:
+    """Return how many attention layers of a model attend by it."""
+    found = (module.__dict__.get(_ATTENTION) for module in model.modules())
+    return sum(put is not None and put[0] is attention and put[1] == FULL for put in found)
