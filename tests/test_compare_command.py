@@ -172,7 +172,7 @@ def test_mistakes_are_found_before_anything_is_loaded(
     comparison = the_comparison(book)
     assert "Did you mean 'yarn'" in refused(capsys, *comparison, "--methods", "yran")
     assert "unknown task 'pass'" in refused(capsys, *comparison, "--tasks", "pass")
-    assert "invalid Duration value: 'soon'" in refused(capsys, *comparison, "--budget", "soon")
+    assert "expected a time such as 90s, 20m or 1.5h, got 'soon'" in refused(capsys, *comparison, "--budget", "soon")
     assert "--max-documents must be >= 1" in refused(capsys, *comparison, "--max-documents", "0")
     assert "--samples is for --tasks" in refused(capsys, *comparison, "--samples", "3")
     assert "is a folder" in refused(capsys, *comparison, "--output", tmp_path)

@@ -83,7 +83,7 @@ def test_what_a_family_cannot_do_is_left_out_with_its_reason() -> None:
     assert shared.startswith(
         "  dynamic, dynamic_yarn, dca, leaky_rerope, rerope, self_extend: model_type 'deepseek_v3'"
     )
-    assert "  linear, abf, nope: wants fine-tuning" in lines
+    assert "  abf, linear, nope: wants fine-tuning" in lines
 
 
 def test_a_model_that_nothing_suits_says_why_once() -> None:
