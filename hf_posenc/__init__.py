@@ -12,12 +12,13 @@ if TYPE_CHECKING:
     from hf_posenc.checkpoint.extended import load_extended, save_extended
     from hf_posenc.doctor.checkup import diagnose
     from hf_posenc.encodings.layouts import convert_layout
+    from hf_posenc.errors import HfPosencError, RotaryMismatchError
     from hf_posenc.evaluation.measuring_perplexity import perplexity
     from hf_posenc.evaluation.records import Record
     from hf_posenc.methods.registry import available_methods
     from hf_posenc.patching.api import describe, patch_model, patched, unpatch_model, verify_model
     from hf_posenc.patching.request import extend_config
-    from hf_posenc.patching.verification import RotaryMismatchError, Verification
+    from hf_posenc.patching.verification import Verification
     from hf_posenc.planning.planner import Plan, plan
     from hf_posenc.training.config import FinetuneConfig
     from hf_posenc.training.fine_tuning import FinetuneResult, finetune
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 _MODULES = {
     "FinetuneConfig": "training",
     "FinetuneResult": "training",
+    "HfPosencError": "errors",
     "PerplexityCallback": "training",
     "Plan": "planning",
     "Record": "evaluation",
-    "RotaryMismatchError": "patching.verification",
+    "RotaryMismatchError": "errors",
     "Verification": "patching.verification",
     "available_methods": "methods.registry",
     "convert_layout": "encodings.layouts",
@@ -51,6 +53,7 @@ _MODULES = {
 __all__ = [
     "FinetuneConfig",
     "FinetuneResult",
+    "HfPosencError",
     "PerplexityCallback",
     "Plan",
     "Record",

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError
+from hf_posenc.errors import did_you_mean as did_you_mean
 
-def check_number(name: str, value: Any, *, at_least: float | None = None, above: float | None = None) -> float:
-    """Return ``value`` as a finite float, or say what came and what is allowed."""
+unknown_name = UnknownNameError
+
+
+def check_number(
+    name: str, value: Any, *, at_least: float | None = None, above: float | None = None, hint: str = ""
+) -> float:
+    """Return ``value`` as a finite float, or say what came, what is allowed and, if there is one, the hint."""
+    more = f" {hint}" if hint else ""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
+        raise InvalidTypeError(f"{name} must be a number, got {value!r} ({type(value).__name__}).{more}")
     if not _is_finite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}.")
+        raise InvalidRequestError(f"{name} must be a finite number, got {value!r}.{more}")
     if at_least is not None and not value >= at_least:
-        raise ValueError(f"{name} must be >= {at_least:g}, got {value:g}.")
+        raise InvalidRequestError(f"{name} must be >= {at_least:g}, got {value:g}.{more}")
     if above is not None and not value > above:
-        raise ValueError(f"{name} must be greater than {above:g}, got {value:g}.")
+        raise InvalidRequestError(f"{name} must be greater than {above:g}, got {value:g}.{more}")
     return float(value)
 
 
@@ -33,7 +39,7 @@ def check_length(name: str, value: Any) -> int:
     """Return a length in tokens as a plain int >= 1; floats that are not whole are refused."""
     number = check_number(name, value, at_least=1)
     if number != int(number):
-        raise ValueError(f"{name} must be a whole number of tokens, got {value!r}.")
+        raise InvalidRequestError(f"{name} must be a whole number of tokens, got {value!r}.")
     return int(number)
 
 
@@ -56,7 +62,7 @@ class RopeSpec:
     def __post_init__(self) -> None:
         check_length("rotary_dim", self.rotary_dim)
         if not 0 <= self.unrotated_pairs < self.num_pairs:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"of {self.num_pairs} pairs {self.unrotated_pairs} are said never to be rotated: at least one must."
             )
         check_number("rope_theta", self.rope_theta, above=1)
@@ -71,30 +77,3 @@ class RopeSpec:
     def rotated_pairs(self) -> int:
         """Those that are rotated."""
         return self.num_pairs - self.unrotated_pairs
-
-
-def unknown_name(kind: str, name: Any, known: Iterable[str], spelled: Any = None) -> ValueError:
-    """Return the error for a name that a table does not hold, with the nearest one that it does.
-
-    Args:
-        kind: What the table holds: "method", "preset", "recipe".
-        name: As it was given.
-        known: All names, in the order to show them in.
-        spelled: How the table would write ``name``; None if it writes names as they are given.
-    """
-    known = list(known)
-    hint = did_you_mean(name if spelled is None else spelled, known)
-    return ValueError(f"unknown {kind} {name!r}.{hint} Known: {', '.join(known)}.")
-
-
-def did_you_mean(name: Any, known: Iterable[str], *, most: int = 1, shown: Callable[[str], str] = repr) -> str:
-    """Return `` Did you mean 'yarn'?`` for a name that nothing known has, beginning with a space; "" if none is near.
-
-    Args:
-        name: As it was given.
-        known: What it can be.
-        most: Names suggested at most.
-        shown: How a name is written in the message.
-    """
-    near = difflib.get_close_matches(str(name), list(known), n=most)
-    return f" Did you mean {' or '.join(map(shown, near))}?" if near else ""

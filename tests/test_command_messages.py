@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,9 @@ import torch
 from hf_posenc import FinetuneConfig
 from hf_posenc.cli.eval_arguments import EvalArguments
 from hf_posenc.cli.main import main
-from hf_posenc.cli.shared_arguments import in_flags, parse
+from hf_posenc.cli.shared_arguments import parse
 from hf_posenc.data.reading import DocumentStream, read_documents
+from hf_posenc.errors import argument, arguments_named_as_flags
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -46,29 +48,47 @@ def test_an_abbreviated_flag_is_taken() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "expected"),
+    ("given", "in_python", "as_flag"),
     [
-        ("it has: a, b. Name it with text_field=.", "it has: a, b. Name it with --text-field."),
-        ("Give text_field=['a', 'b'] (--text-field a b).", "Give --text-field a b."),
-        ("pass sliding_window='off' to attend", "pass --sliding-window off to attend"),
-        ("Pass on_scaled='replace' to put", "Pass --on-scaled replace to put"),
-        ("context_length must be at least 2, got 1.", "--context-length must be at least 2, got 1."),
-        ("Give original_max_position_embeddings, with", "Give --original-max-position-embeddings, with"),
-        ("context_length=512.", "--context-length 512."),
-        ("or a smaller context_length (--context-length).", "or a smaller --context-length."),
-        ("without it: max_tokens=0 (--max-tokens 0).", "without it: --max-tokens 0."),
-        # Keys of a config, and options of a method, are no flags.
-        ("config.json has no original_max_position_embeddings", "config.json has no original_max_position_embeddings"),
-        ("beta_fast=16 is no number", "beta_fast=16 is no number"),
-        ("rope_parameters['rope_theta'] is 3", "rope_parameters['rope_theta'] is 3"),
+        (("text_field",), "text_field", "--text-field"),
+        (("text_field", ["a", "b c"]), "text_field=['a', 'b c']", "--text-field a 'b c'"),
+        (("template", "Q: {q}\nA: {a}"), r"template='Q: {q}\nA: {a}'", r"--template 'Q: {q}\nA: {a}'"),
+        (("sliding_window", "off"), "sliding_window='off'", "--sliding-window off"),
+        (("max_tokens", 0), "max_tokens=0", "--max-tokens 0"),
+        (("hide_progress", True), "hide_progress=True", "--hide-progress"),
+        (("hide_progress", False), "hide_progress=False", "--hide-progress false"),
+        # An option of a method, and a flag of other commands, are none of this one's.
+        (("beta_fast", 16), "beta_fast=16", "beta_fast=16"),
+        (("learning_rate",), "learning_rate", "learning_rate"),
     ],
 )
-def test_arguments_are_named_as_flags(message: str, expected: str) -> None:
+def test_arguments_are_named_as_flags_in_a_command(given: tuple[Any, ...], in_python: str, as_flag: str) -> None:
     from hf_posenc.cli.shared_arguments import DocumentArguments, ExtensionArguments
 
     words = ["m", "--context-lengths", "64"]
-    parse("eval", "", words, (EvalArguments, ExtensionArguments, DocumentArguments), {"model": ""})
-    assert in_flags(message) == expected
+    with arguments_named_as_flags():
+        parse("eval", "", words, (EvalArguments, ExtensionArguments, DocumentArguments), {"model": ""})
+        assert argument(*given) == as_flag
+    assert argument(*given) == in_python
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["patch", "m", "o", "--context-length", "64", "--rope-scaling", "{}"],
+            "--rope-scaling has no rope_type (or type). One of",
+        ),
+        (
+            ["patch", "m", "o", "--sliding-window", "x"],
+            "--sliding-window must be 'keep', 'off' or a number",
+        ),
+        (["eval", "m", "--context-lengths", "1"], "--context-lengths must be one or more numbers of tokens, each"),
+        (["eval", "m", "--context-lengths", "64", "--min-tokens", "0"], "--min-tokens must be at least 1, got 0."),
+    ],
+)
+def test_mistakes_are_told_of_flags(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, *words).startswith(message)
 
 
 def test_a_missing_field_is_told_as_the_flag(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import lzma
 from pathlib import Path
 
+from hf_posenc.errors import InvalidRequestError
+
 _HERE = Path(__file__).parent
 
 TRAIN_NOVELS = ("emma", "mansfieldpark", "northangerabbey", "prideprejudice", "sensesensibility")
@@ -28,5 +30,5 @@ def load_novel(name: str) -> str:
     path = _HERE / "austen" / f"{name}.txt.xz"
     if not path.is_file():
         known = ", ".join(sorted((*TRAIN_NOVELS, HELD_OUT_NOVEL)))
-        raise ValueError(f"unknown novel {name!r}. Known: {known}.")
+        raise InvalidRequestError(f"unknown novel {name!r}. Known: {known}.")
     return lzma.decompress(path.read_bytes()).decode("utf-8")

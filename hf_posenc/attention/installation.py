@@ -27,13 +27,13 @@ from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotating_attention import RotatingAttention
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
+from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
 from hf_posenc.families.discovery import FULL_ATTENTION, MLA
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.base import DistanceMethod, StagedMethod, plain_frequencies
 from hf_posenc.patching.extension import Extension, declared_rope
 from hf_posenc.patching.rotary_module import SavedRotary, rotary_class, write_rotary
-from hf_posenc.patching.verification import RotaryMismatchError
 
 _PROBE_TOKENS = 5
 _PROBE_EPSILONS = 16  # roundings of a state that is rotated twice, in epsilons of its dtype
@@ -72,7 +72,7 @@ def check_attention(rotary: RotaryModel, extension: Extension) -> Rotation:
     rotation = _rotation(rotary) if reason is None else None
     if rotation is None:
         reason = reason or "it rotates queries and keys in a way of its own"
-        raise ValueError(
+        raise InvalidRequestError(
             f"method {method!r} is not supported for model_type {config.model_type!r}: {reason}. Static rules such as "
             "'yarn' may be."
         )

@@ -12,6 +12,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.layout import Forward, text_positions
 from hf_posenc.attention.masks import PREFIX, inner_name, slot_states
+from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
 
 # What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
 # positions, or a rotary module of its own); the keys of one that attends to images stand nowhere in the text.
@@ -45,7 +46,7 @@ class PositionalAttention(abc.ABC, Generic[Seen]):
         config: Any = module.config
         implementation = config._attn_implementation
         if implementation != PREFIX + self.inner:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the attention implementation was changed to {implementation!r} after patch_model, so positions would "
                 f"be lost. Call unpatch_model first, change it, and patch again."
             )
@@ -114,7 +115,7 @@ def hf_posenc_attention(
     """The function that Transformers calls; each attention layer of a patched model knows what it attends by."""
     if _ATTENTION not in module.__dict__:
         inner = inner_name(module.config._attn_implementation)  # type: ignore[arg-type, union-attr]  # attention layers have a config
-        raise RuntimeError(
+        raise RotaryMismatchError(
             "this model was built from the config of a patched model, whose rule no config can hold. Call "
             f"model.set_attn_implementation({inner!r}), and patch_model(model, ...) to extend this model too."
         )
@@ -123,7 +124,7 @@ def hf_posenc_attention(
         return inner_attention(attention.inner, module)(module, query, key, value, attention_mask, **kwargs)
     if kwargs.get("position_ids") is None:
         if attention.positions is None:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"{type(module).__name__} is not told where its queries stand (position_ids), so gradient "
                 "checkpointing and torch.compile cannot be used with this rule."
             )

@@ -11,6 +11,7 @@ import torch
 from hf_posenc.attention.masks import REAL, UNWRITTEN
 from hf_posenc.attention.rotation import Tables
 from hf_posenc.attention.staged import Stages
+from hf_posenc.errors import InvalidRequestError
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Layout:
         start, stop = self.starts[row], self.stops[row]
         steps = self.positions[row, start + 1 : stop] - self.positions[row, start : stop - 1]
         if bool((steps > 1).any()) or bool((steps == 0).any()):
-            raise ValueError(
+            raise InvalidRequestError(
                 "this rule needs positions that count up by one inside a document; these skip or repeat some. A static "
                 "rule such as 'yarn', or 'dynamic_yarn', takes them as they are."
             )
@@ -131,7 +132,7 @@ def _positions_before(
         given = queries[row, max(start - first_query, 0) : max(stop - first_query, 0)]
         follows = torch.equal(given, positions[row, max(start, first_query) : max(stop, first_query)])
         if not follows or (real is not None and not bool(real[row, start:stop].all())):
-            raise ValueError(
+            raise InvalidRequestError(
                 "with a KV cache the tokens of a row must follow one another without gaps (padding belongs at the "
                 f"left, position_ids count up by one): row {row} has "
                 + ("position_ids " + str(given.tolist()[:8]) if not follows else "padding between its tokens")
@@ -215,7 +216,7 @@ def _version(tensor: torch.Tensor) -> int | None:
 def text_positions(position_ids: torch.Tensor) -> torch.Tensor:
     """Return the positions ``(batch, length)`` of ``(3, batch, length)`` (mrope), alike for a text."""
     if not bool((position_ids == position_ids[:1]).all()):
-        raise ValueError(
+        raise InvalidRequestError(
             "this rule takes texts alone: positions here have three parts (mrope), which differ, as those of images "
             "do. A static rule such as 'yarn' takes them."
         )

@@ -13,6 +13,7 @@ from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.layout import StagedForward
 from hf_posenc.attention.masks import piece_mask
 from hf_posenc.attention.rotation import Tables
+from hf_posenc.errors import InvalidRequestError, argument
 
 if TYPE_CHECKING:
     from hf_posenc.attention.rotating_attention import RotatingAttention
@@ -116,9 +117,10 @@ class Pieces:
         """Attend stage by stage; rows that stand elsewhere than the others, each alone."""
         layout, batch = self.forward.layout, len(self.query)
         if "flash" in self.attention.inner and self.dense is None and layout.has_documents():
-            raise ValueError(
+            raise InvalidRequestError(
                 "FlashAttention tells packed documents apart by position_ids, which a part of the queries cannot "
-                "carry. Load the model with attn_implementation='sdpa' to train on packed documents with this rule."
+                f"carry. Load the model with {argument('attn_implementation', 'sdpa')} to train on packed documents "
+                "with this rule."
             )
         if len(layout.positions) == 1:
             return self._row(0, slice(None))

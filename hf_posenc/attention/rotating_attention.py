@@ -24,6 +24,7 @@ from hf_posenc.attention.regional import attend_by_distance
 from hf_posenc.attention.rotated_keys import RotatedKeys
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, Tables, angles_at
 from hf_posenc.attention.staged import Stages
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.base import DistanceMethod, Regions
 
 
@@ -145,9 +146,9 @@ class RotatingAttention(PositionalAttention[StagedForward]):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the rule says; arguments and result are those of Transformers' attention functions."""
         if mask is not None and not isinstance(mask, torch.Tensor):
-            raise ValueError(
+            raise InvalidRequestError(
                 "in hf_posenc's attention FlexAttention has causal masks only, not those of sliding windows or packed "
-                "documents. Load the model with attn_implementation='sdpa'."
+                f"documents. Load the model with {argument('attn_implementation', 'sdpa')}."
             )
         if self.seen is not None:
             self.seen.append((kind, query, key))

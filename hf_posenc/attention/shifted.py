@@ -22,6 +22,7 @@ from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.installation import attention_layers, goes_through_interface, probe, reads_whole_context
 from hf_posenc.attention.lazy_mask import LazyMask, lazy_mask
 from hf_posenc.attention.masks import PREFIX, SHIFTED, piece_mask
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.families.discovery import text_configs, unwrap
 from hf_posenc.families.sliding_window import window_of_all_layers
 
@@ -101,17 +102,19 @@ class Shift:
 def _groupable(mask: Any, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> LazyMask:
     """Return the mask, from which groups can be read; refuse a call whose queries and keys cannot be put in groups."""
     if not isinstance(mask, LazyMask):
-        raise ValueError(
+        raise InvalidRequestError(
             "shifted sparse attention was given a mask of the caller's or of the model's own, whose pattern it "
             "does not know. Pass a mask (batch, length) of padding, position_ids of packed documents, or nothing."
         )
     if query.shape[2] != key.shape[2]:
-        raise ValueError(
+        raise InvalidRequestError(
             f"shifted sparse attention is for training on whole blocks, and {query.shape[2]} queries came with "
             f"{key.shape[2]} keys. Pass use_cache=False."
         )
     if any(kwargs.get(name) is not None for name in ("position_bias", "s_aux")):
-        raise ValueError("the model adds to its logits, which shifted sparse attention would put at other tokens.")
+        raise InvalidRequestError(
+            "the model adds to its logits, which shifted sparse attention would put at other tokens."
+        )
     return mask
 
 
@@ -123,7 +126,7 @@ def _halves(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: to
     heads, shared = query.shape[1], query.shape[1] // key.shape[1]
     half = heads // 2
     if not half:
-        raise ValueError("it has one attention head, which cannot be halved")
+        raise InvalidRequestError("it has one attention head, which cannot be halved")
     if half % shared:
         key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
         module, shared = copy.copy(module), 1
@@ -143,7 +146,9 @@ def shifted_attention(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The function that Transformers calls; each attention layer knows whether it is one for groups."""
     if _SHIFT not in module.__dict__:
-        raise ValueError(f"{type(module).__name__} was added to the model after its attention was made sparse.")
+        raise InvalidRequestError(
+            f"{type(module).__name__} was added to the model after its attention was made sparse."
+        )
     shift, in_groups = module.__dict__[_SHIFT]
     return shift.attend(module, query, key, value, attention_mask, in_groups, kwargs)  # type: ignore[no-any-return]  # __dict__ holds anything
 
@@ -159,13 +164,13 @@ def check_shiftable(model: Any, group: int) -> None:
         TypeError, ValueError: The group, or the model; with the reason.
     """
     if isinstance(group, bool) or not isinstance(group, int):
-        raise TypeError(f"group must be a whole number of tokens, got {group!r}.")
+        raise InvalidTypeError(f"group must be a whole number of tokens, got {group!r}.")
     if group < 2:
-        raise ValueError(f"a group of shifted sparse attention needs at least 2 tokens, got {group}.")
+        raise InvalidRequestError(f"a group of shifted sparse attention needs at least 2 tokens, got {group}.")
     base = unwrap(model)
     config = base.config.get_text_config(decoder=True)
     if reason := _reason_of_implementation(str(config._attn_implementation)) or _reason_of_model(base, config):
-        raise ValueError(_UNSUPPORTED.format(config.model_type, reason))
+        raise InvalidRequestError(_UNSUPPORTED.format(config.model_type, reason))
 
 
 def _reason_of_implementation(implementation: str) -> str | None:
@@ -257,4 +262,6 @@ def _try_out(model: PreTrainedModel, shift: Shift) -> None:
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         reason, cause = f"its layers do something of their own ({error})", error
     if cause is not None or not shift.grouped:
-        raise ValueError(_UNSUPPORTED.format(model.config.get_text_config(decoder=True).model_type, reason)) from cause
+        raise InvalidRequestError(
+            _UNSUPPORTED.format(model.config.get_text_config(decoder=True).model_type, reason)
+        ) from cause

@@ -37,6 +37,7 @@ from hf_posenc.checkpoint.pretrained import expecting_keys, load_weights, model_
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
 from hf_posenc.checkpoint.standard_saving import carry_extension
 from hf_posenc.encodings.encoding_installation import MODULE, load_parameters, refuse_adapter
+from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.discovery import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.patching.api import describe, unextended_config, verify_model
@@ -128,7 +129,7 @@ def save_extended(
     """
     target = Path(path).expanduser().absolute()
     if target.exists() and not target.is_dir():
-        raise ValueError(f"{str(path)!r} is a file. Give the folder to save the model in.")
+        raise InvalidRequestError(f"{str(path)!r} is a file. Give the folder to save the model in.")
     base = unwrap(model)
     whole = isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config")
     refuse_unsaveable(base, whole=whole)
@@ -249,7 +250,7 @@ def _refuse_class(model: PreTrainedModel) -> None:
         if not own and known.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
             return  # the same weights: it is loaded as what it derives from
     beside = f", and {known.__name__} has no {own[0]}" if own else ""
-    raise ValueError(
+    raise InvalidRequestError(
         f"load_extended could not build a {name} again: Transformers has no such class{beside}. Save it with "
         f"model.save_pretrained, which writes its extension too, and load it with {name}.from_pretrained with "
         "hf_posenc imported."
@@ -331,9 +332,9 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
     if (adapter := folder_with(path, (ADAPTER_CONFIG,))) is not None:
         return _load_adapter(path, adapter, None if found is None else found[0], base, kwargs)
     if found is None:
-        raise FileNotFoundError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
+        raise MissingFileError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
     if base is not None:
-        raise ValueError(f"{path} holds a whole model, not an adapter: it takes no base.")
+        raise InvalidRequestError(f"{path} holds a whole model, not an adapter: it takes no base.")
     manifest, folder = found
     if is_encoding(manifest):
         model = _load_encoded(path, folder, manifest, kwargs)
@@ -396,9 +397,11 @@ def _load_adapter(
     if manifest is None and mark_of(folder / ADAPTER_CONFIG) is None:
         logger.warning("%s: the adapter does not say whether its base was extended; it is taken as it is.", path)
     elif manifest is None:
-        raise ValueError(f"{path}: {ADAPTER_CONFIG} says that its base was extended, and {MANIFEST} is gone.")
+        raise InvalidRequestError(f"{path}: {ADAPTER_CONFIG} says that its base was extended, and {MANIFEST} is gone.")
     if base is None and not source:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} does not name its base model: load that and pass it as base.")
+        raise InvalidRequestError(
+            f"{folder / ADAPTER_CONFIG} does not name its base model: load that and pass it as base."
+        )
     task = settings.task_type
     with peft_renamed_attribute():
         if base is None and task in _CLASSES_OF_TASKS:
@@ -446,7 +449,7 @@ def _check_loaded(model: PreTrainedModel, manifest: dict[str, Any], path: str | 
     there = describe(model)
     differing = [key for key in Extension.FACTS if there[key] != manifest[key]]
     if differing:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{path}: the model does not carry the manifest's extension: "
             + ", ".join(f"{key} is {there[key]!r}, the manifest says {manifest[key]!r}" for key in differing)
             + "."

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.errors import InvalidRequestError
+
 _HUB_SECONDS = 5.0  # that the Hub may take to answer at all
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 _NO_ERRORS_FOR = ("missing_entries", "connection_errors", "gated_repo")
@@ -54,7 +56,7 @@ def check_hub(name: str) -> None:
     except (HfHubHTTPError, HFValidationError):
         return  # it answered, or the name is none: what loads the model says what is wrong
     except Exception as error:  # of whichever library the Hub's client speaks HTTP with
-        raise ValueError(
+        raise InvalidRequestError(
             f"{name!r} is no file or folder here, and the Hugging Face Hub cannot be reached to look for it "
             f"({str(error).strip() or type(error).__name__}). Give a folder with config.json and *.safetensors, or a "
             ".gguf file."

@@ -13,6 +13,7 @@ from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG, load_extended
 from hf_posenc.checkpoint.hub_files import check_hub, folder_with
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, base_of_adapter, is_saved_by_us
 from hf_posenc.checkpoint.pretrained import is_gguf, load_tokenizer, load_weights, refuse_without_tokens
+from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import DtypeChoice, checkpoint_dtype, choose_dtype, parse_dtype, remember_choice
@@ -73,12 +74,12 @@ def load_model(
         remember_choice(unwrap(model), choice)
         tokenizer = load_tokenizer(tokenizer_source(source), model)
     except OSError as error:
-        raise ValueError(
+        raise InvalidRequestError(
             f"cannot load {str(name_or_path)!r}: {str(error).strip().splitlines()[0]} "
             "Give a name on the Hugging Face Hub, a folder with config.json and *.safetensors, or a .gguf file."
         ) from error
     except ImportError as error:  # Transformers' own, for FlashAttention and quantised models, name what is missing
-        raise ImportError(f"cannot load {str(name_or_path)!r}: {str(error).strip()}") from error
+        raise MissingPackageError(f"cannot load {str(name_or_path)!r}: {str(error).strip()}") from error
     if device != "auto" and not load_in_4bit:  # which are where they were quantised
         model.to(device)  # type: ignore[arg-type]  # mypy takes Transformers' wrapper for a plain function
     model.train(False)
@@ -111,16 +112,20 @@ def check_4bit(name_or_path: str | Path, lora: bool) -> None:
         ValueError: No adapters are to be trained, or the model is a ``.gguf`` file.
     """
     if find_spec("bitsandbytes") is None:
-        raise ImportError("--load-in-4bit needs a package that is not installed: pip install bitsandbytes")
+        raise MissingPackageError("--load-in-4bit needs a package that is not installed: pip install bitsandbytes")
     if not lora:
-        raise ValueError("--load-in-4bit: weights in 4 bits cannot be trained. Train adapters on them: add --lora.")
+        raise InvalidRequestError(
+            "--load-in-4bit: weights in 4 bits cannot be trained. Train adapters on them: add --lora."
+        )
     if is_gguf(name_or_path):
-        raise ValueError("--load-in-4bit: a .gguf file is dequantised when it is loaded. Give a checkpoint's folder.")
+        raise InvalidRequestError(
+            "--load-in-4bit: a .gguf file is dequantised when it is loaded. Give a checkpoint's folder."
+        )
 
 
 def _in_4bit(source: str, choice: DtypeChoice) -> dict[str, Any]:
     if choice.checkpoint is None:
-        raise ValueError(f"{source!r} holds quantised weights already: leave --load-in-4bit out.")
+        raise InvalidRequestError(f"{source!r} holds quantised weights already: leave --load-in-4bit out.")
     return in_4bit(choice.dtype)
 
 
@@ -146,7 +151,9 @@ def to_device(device: str | torch.device | None) -> torch.device:
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0]
         there = "auto, cpu, cuda" if torch.cuda.is_available() else "auto, cpu (PyTorch sees no GPU)"
-        raise ValueError(f"device {str(device)!r} cannot be used here. Allowed: {there}. ({reason})") from error
+        raise InvalidRequestError(
+            f"device {str(device)!r} cannot be used here. Allowed: {there}. ({reason})"
+        ) from error
     return resolved
 
 
@@ -155,14 +162,16 @@ def check_path(path: Path, given: str) -> None:
     if path.is_dir():
         if not (path / "config.json").is_file() and not (path / ADAPTER_CONFIG).is_file():
             found = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
-            raise FileNotFoundError(
+            raise MissingFileError(
                 f"folder {given!r} has no config.json, so it is no Transformers checkpoint; it holds {found}."
             )
     elif path.is_file():
         if path.suffix != ".gguf":
-            raise ValueError(f"{given!r} is a file. Give the folder it is in; only .gguf files are read alone.")
+            raise InvalidRequestError(
+                f"{given!r} is a file. Give the folder it is in; only .gguf files are read alone."
+            )
     elif path.suffix == ".gguf" or given[:1] in "./~" or given.count("/") > 1:
-        raise FileNotFoundError(f"there is no {'file' if path.suffix else 'file or folder'} {given!r}.")
+        raise MissingFileError(f"there is no {'file' if path.suffix else 'file or folder'} {given!r}.")
     else:
         check_hub(given)
 

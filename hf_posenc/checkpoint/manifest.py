@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from hf_posenc.checkpoint.hub_files import folder_with
+from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.discovery import text_configs, unwrap
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.registry import get_method, make_method
@@ -40,9 +41,9 @@ def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: s
     base = unwrap(model)
     extension = extension_of(base)
     if extension is None:
-        raise ValueError("the model is not extended: call patch_model first, or save it with save_pretrained.")
+        raise InvalidRequestError("the model is not extended: call patch_model first, or save it with save_pretrained.")
     if not extension.original_known:
-        raise ValueError(
+        raise InvalidRequestError(
             "the model was loaded scaled (linear), and its config does not say what length it was trained on. Say it: "
             "patch_model(model, 'linear', factor, original_max_position_embeddings=..., on_scaled='replace')."
         )
@@ -79,11 +80,13 @@ def read_manifest(path: str | Path) -> dict[str, Any] | None:
         manifest: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         newer = int(manifest["format"]) > FORMAT
         if not newer and (lacking := [key for key in _NEEDED if key not in manifest]):
-            raise ValueError(f"it has no {', '.join(lacking)}")
+            raise InvalidRequestError(f"it has no {', '.join(lacking)}")
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({error}). Save the model again with save_extended.") from error
+        raise InvalidRequestError(f"{file} is damaged ({error}). Save the model again with save_extended.") from error
     if newer:
-        raise ValueError(f"{file} was written by a newer hf_posenc (format {manifest['format']}). Upgrade hf_posenc.")
+        raise InvalidRequestError(
+            f"{file} was written by a newer hf_posenc (format {manifest['format']}). Upgrade hf_posenc."
+        )
     _refuse_stale(file, manifest)
     return manifest
 
@@ -102,7 +105,7 @@ def _refuse_stale(file: Path, manifest: dict[str, Any]) -> None:
         mark = mark_of(file.parent / name)
         if mark is not None and facts.items() <= mark.items():
             return
-    raise ValueError(
+    raise InvalidRequestError(
         f"{file} says {manifest['method']} to {manifest['context_length']} tokens, and {there[0]} beside it does not: "
         f"another model was saved into the folder since. Remove {MANIFEST} if that one is not extended; else save it "
         "again with save_extended."
@@ -151,13 +154,15 @@ def describe_folder(source: str | Path) -> dict[str, Any]:
     path = Path(source).expanduser()
     path = path.parent if path.name == CONFIG else path
     if not path.exists() and (str(source)[:1] in "./~" or str(source).count("/") > 1):
-        raise FileNotFoundError(f"there is no file or folder {str(source)!r}.")
+        raise MissingFileError(f"there is no file or folder {str(source)!r}.")
     found = find_manifest(path if path.is_dir() else source)
     if found is not None:
         return {key: found[0][key] for key in Extension.FACTS}
     if (base := base_of_adapter(path if path.is_dir() else source)) is not None:
         if not base:
-            raise ValueError(f"{str(source)!r} is an adapter that does not name its base model: describe that.")
+            raise InvalidRequestError(
+                f"{str(source)!r} is an adapter that does not name its base model: describe that."
+            )
         return describe_folder(base)
     return describe_config(AutoConfig.from_pretrained(path if path.is_dir() else str(source)))
 
@@ -173,7 +178,7 @@ def base_of_adapter(source: str | Path) -> str | None:
         return None
     settings = read_json(folder / ADAPTER_CONFIG)
     if not isinstance(settings, dict):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{str(folder / ADAPTER_CONFIG)!r} holds a {type(settings).__name__}, not an adapter's settings."
         )
     return settings.get("base_model_name_or_path") or ""

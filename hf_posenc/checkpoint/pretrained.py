@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_posenc.checkpoint.standard_saving import plain_loading
+from hf_posenc.errors import InvalidRequestError, MissingPackageError
 from hf_posenc.families.discovery import unwrap
 
 # llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.
@@ -80,12 +81,12 @@ def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
         with plain_loading():
             loaded: Any = auto_class(source, kwargs).from_pretrained(source, output_loading_info=True, **kwargs)
     except SafetensorError as error:
-        raise ValueError(
+        raise InvalidRequestError(
             f"the weights of {str(source)!r} cannot be read ({error}): a file is damaged or was cut off. Get it again."
         ) from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{str(source)!r} lacks {len(missing)} of the model's weights, such as {missing[0]}. "
             "The download or the conversion is incomplete: get it again."
         )
@@ -139,7 +140,7 @@ def refuse_without_tokens(source: str | Path) -> None:
         return
     found = auto_class(source, {})
     if found not in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{str(source)!r} holds a {found.__name__}, which predicts no tokens, so there is no perplexity, no text "
             "and no training on text. Give a causal language model; load_extended loads this one."
         )
@@ -171,11 +172,13 @@ def gguf_rope(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise ImportError("reading a .gguf file needs more packages: pip install 'hf_posenc[smollm2]'") from error
+        raise MissingPackageError(
+            "reading a .gguf file needs more packages: pip install 'hf_posenc[smollm2]'"
+        ) from error
     try:
         reader = GGUFReader(path)
     except (ValueError, IndexError) as error:
-        raise ValueError(f"{str(path)!r} is not a GGUF file: {error}") from error
+        raise InvalidRequestError(f"{str(path)!r} is not a GGUF file: {error}") from error
     declared = {
         name.split(".rope.scaling.")[1]: field.contents()
         for name, field in reader.fields.items()
@@ -195,7 +198,7 @@ def refuse_gguf_scaling(path: Path) -> None:
     scaled = declared.get("type", "none") != "none" or declared.get("factor", 1.0) not in (0.0, 1.0)
     if scaled or tensors:
         what = ", ".join([*(f"{key}={value}" for key, value in declared.items()), *tensors])
-        raise ValueError(
+        raise InvalidRequestError(
             f"{path.name} has scaled rotary positions ({what}), which Transformers would silently drop. "
             "Use the original safetensors checkpoint instead."
         )

@@ -10,6 +10,8 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc.errors import InvalidRequestError
+
 _MAY_LAY_OUT = "support_avx512bf16_for_cpu"
 
 
@@ -27,7 +29,7 @@ def refuse_unsaveable(model: PreTrainedModel, *, whole: bool) -> None:
     if whole and quantizer is not None and not quantizer.is_serializable():
         method = quantizer.quantization_config.quant_method
         method = getattr(method, "value", method)  # an enum, or the name
-        raise ValueError(
+        raise InvalidRequestError(
             f"the model cannot be saved: Transformers does not write weights quantised by {method!r}. Extend and save "
             "the model without quantisation, and quantise what that gives."
         )
@@ -47,7 +49,7 @@ def refuse_laid_out(model: nn.Module, what: str) -> None:
     for name, module in model.named_modules():
         state = getattr(getattr(module, "weight", None), "quant_state", None)
         if getattr(state, "packing_format_for_cpu", False):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"{what}: when the model first ran, bitsandbytes laid its 4-bit weights ({name}) out for this CPU, and "
                 "would save other ones now. Load the model again and do this before it runs, or call "
                 "hf_posenc.checkpoint.quantised.keep_layout(model) before it runs, or load it on a GPU."

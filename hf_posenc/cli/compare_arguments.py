@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hf_posenc.cli.eval_arguments import TASKS, RetrievalArguments
+from hf_posenc.errors import argument
 from hf_posenc.utils.units import ContextLength, Duration
 
 
@@ -78,10 +79,10 @@ def check_comparison(what: CompareArguments) -> None:
     if what.rope_scaling is not None:
         original = what.original_max_position_embeddings
         read_rope_scaling(what.rope_scaling).refuse_other(original_max_position_embeddings=original)
-    check_length("context_length", what.context_length)
-    check_length("max_documents", what.max_documents)
+    check_length(argument("context_length"), what.context_length)
+    check_length(argument("max_documents"), what.max_documents)
     if what.original_max_position_embeddings is not None:
-        check_length("original_max_position_embeddings", what.original_max_position_embeddings)
+        check_length(argument("original_max_position_embeddings"), what.original_max_position_embeddings)
     check_window(what.sliding_window)
     if what.tasks:
         check_retrieval(what.tasks, [what.context_length], what.depths, what.samples)

@@ -9,6 +9,7 @@ from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.eval_arguments import EvalArguments, RetrievalArguments
 from hf_posenc.cli.request_checks import key_token_settings
 from hf_posenc.cli.shared_arguments import ModelArguments
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import Record, perplexity, reach_lines
 from hf_posenc.evaluation.key_tokens import load_key_tokens
 from hf_posenc.evaluation.records import check_output
@@ -63,7 +64,7 @@ def evaluate(
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
         return
     if not records:
-        raise ValueError(
+        raise InvalidRequestError(
             "longppl found no key token in these documents, so there is no number. Lower --alpha or --beta, or give "
             "more or longer texts."
         )

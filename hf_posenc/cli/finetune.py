@@ -14,6 +14,7 @@ from hf_posenc.checkpoint.loading import check_4bit, check_path, load_model, tok
 from hf_posenc.checkpoint.pretrained import load_tokenizer
 from hf_posenc.cli.shared_arguments import FinetuneModelArguments, TrainingDocumentArguments
 from hf_posenc.cli.sources import read_examples, stream
+from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.report import text_table
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.examples import ExampleTokenizer
@@ -81,11 +82,11 @@ def read_chat_template(path: str | None) -> str | None:
         return None
     file = Path(path).expanduser()
     if not file.is_file():
-        raise FileNotFoundError(f"--chat-template-path: there is no file {path!r}. Give a file with a Jinja template.")
+        raise MissingFileError(f"--chat-template-path: there is no file {path!r}. Give a file with a Jinja template.")
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"--chat-template-path: {path!r} is no text, so no template: {error}.") from error
+        raise InvalidRequestError(f"--chat-template-path: {path!r} is no text, so no template: {error}.") from error
 
 
 def _tokenizer_of(name: str, chat_template: str | None) -> PreTrainedTokenizerBase:
@@ -94,7 +95,9 @@ def _tokenizer_of(name: str, chat_template: str | None) -> PreTrainedTokenizerBa
     try:
         tokenizer = load_tokenizer(tokenizer_source(str(path if path.exists() else name)))
     except OSError as error:
-        raise ValueError(f"the tokenizer of {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+        raise InvalidRequestError(
+            f"the tokenizer of {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        ) from error
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer

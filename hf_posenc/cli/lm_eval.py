@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_posenc.cli.request_checks import in_our_words, rows_to_measure
 from hf_posenc.cli.shared_arguments import ExtensionArguments, ModelArguments, OptionArguments, parse, parse_options
+from hf_posenc.errors import InvalidRequestError, MissingPackageError
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 
@@ -41,9 +42,11 @@ def run_harness(summary: str, argv: Sequence[str]) -> None:
     named, extension, rules = in_our_words(named, extension, parse_options(options.option))
     rows_to_measure(named, extension, rules)
     if {"--model", "-M"} & {word.partition("=")[0] for word in theirs}:
-        raise ValueError("--model is always hf_posenc here; other model classes of lm-eval are run by lm_eval itself.")
+        raise InvalidRequestError(
+            "--model is always hf_posenc here; other model classes of lm-eval are run by lm_eval itself."
+        )
     if find_spec("lm_eval") is None:
-        raise ImportError("lm-eval is not installed. It comes with: pip install 'hf_posenc[lm-eval]'")
+        raise MissingPackageError("lm-eval is not installed. It comes with: pip install 'hf_posenc[lm-eval]'")
     told = model_args(given.model, named[0] if named else None, extension, rules, loading)
     device = [] if loading.device in (None, "auto") else ["--device", loading.device]
     call_lm_eval(["run", "--model", "hf_posenc", "--model_args", json.dumps(told), *device, *theirs])

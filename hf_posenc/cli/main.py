@@ -11,7 +11,6 @@ import logging
 import shlex
 import shutil
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,8 +29,8 @@ from hf_posenc.cli.request_checks import (
 )
 from hf_posenc.cli.shared_arguments import TRACEBACK
 from hf_posenc.cli.sources import read
+from hf_posenc.errors import HfPosencError, MissingFileError, UnknownNameError, arguments_named_as_flags
 from hf_posenc.methods.registry import DEFAULT_METHOD
-from hf_posenc.spec import unknown_name
 from hf_posenc.utils.launching import LaunchArguments, launch_words, relaunch
 
 _EXAMPLES = """\
@@ -137,7 +136,7 @@ def report(argv: Sequence[str]) -> None:
     given, where = args_.parse("report", _first_line(report), argv, (args_.ReportArguments,), places, several=True)
     for path in given.results:
         if not Path(path).is_file():
-            raise FileNotFoundError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
+            raise MissingFileError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
     check_writable(where.output_dir)
     from hf_posenc.evaluation import read_records
     from hf_posenc.report import report as write
@@ -272,11 +271,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # PEFT imports bitsandbytes where it is installed, which warns of an optional kernel that no command needs.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
-        return _command(words) or 0
+        with arguments_named_as_flags():
+            return _command(words) or 0
     except BrokenPipeError:  # a reader such as `head` has had enough
         sys.stderr.close()
-    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
-        if TRACEBACK in words or not _is_for_the_user(error):
+    except (HfPosencError, ValueError, OSError) as error:  # ours; and values and files that others refuse
+        if TRACEBACK in words:
             raise
         print(f"hf-posenc: error: {_in_words(error)}", file=sys.stderr)
         return 2
@@ -302,7 +302,7 @@ def _command(words: list[str]) -> int | None:
     after = [word for word in words[own:] if word != TRACEBACK] + [TRACEBACK] * (TRACEBACK in words)
     name = parser.parse_args(words[:own]).command
     if name not in COMMANDS:
-        raise unknown_name("command", name, COMMANDS)
+        raise UnknownNameError("command", name, COMMANDS)
     return COMMANDS[name](after)
 
 
@@ -314,19 +314,12 @@ def _tokens_trained(model: str) -> int | None:
     return 0 if found is None else found[0]["tokens_trained"]
 
 
-def _is_for_the_user(error: BaseException) -> bool:
-    """Say whether a message is meant for the user: all that we raise, and values and files refused by others."""
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    ours = where.filename.startswith(str(Path(__file__).parents[1])) and (where.line or "").startswith("raise")
-    return ours or isinstance(error, (ValueError, OSError))
-
-
 def _in_words(error: BaseException) -> str:
-    """Return a message with flags for arguments, and without the number that the system has for it."""
+    """Return a message without the number that the system has for it."""
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         where = f"{str(error.filename)!r} cannot be used: " if error.filename is not None else ""
         return f"{where}{error.strerror.lower()}."
-    return args_.in_flags(str(error))
+    return str(error)
 
 
 def _first_line(run: Callable[[Sequence[str]], int | None]) -> str:

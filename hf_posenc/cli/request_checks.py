@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_posenc.cli.eval_arguments import EvalArguments, RetrievalArguments
 from hf_posenc.cli.shared_arguments import ExtensionArguments
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownOptionError, argument
 
 KEY_TOKENS = ("evaluator", "alpha", "beta", "short_context")
 NONE = "none"  # no method: the model as it is
@@ -33,23 +34,23 @@ def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: 
     from hf_posenc.spec import check_length
 
     if extension.factor is not None and extension.context_length is not None:
-        raise ValueError(
+        raise InvalidRequestError(
             f"give --factor or --context-length, not both (got {extension.factor:g} and {extension.context_length}): "
             "factor is context length / original length."
         )
     lengths = ("context_length", "original_max_position_embeddings")
     for name in lengths:
         if getattr(extension, name) is not None:
-            check_length(name, getattr(extension, name))
+            check_length(argument(name), getattr(extension, name))
     check_window(extension.sliding_window)
     named = [method for method in methods if method != NONE]
     for method in named:
         try:
             make_method(method, 1.0 if extension.factor is None else extension.factor, rules)
-        except TypeError as error:
+        except UnknownOptionError as error:
             if len(named) == 1 or not rules:
                 raise
-            raise TypeError(
+            raise InvalidTypeError(
                 f"{error} --option is for every --method of a command: measure {method!r} in one of its own, with the "
                 "same --output."
             ) from None
@@ -107,7 +108,7 @@ def rows_to_measure(
     if extension.preset is not None:
         return [*rows, told]
     if not any(rows) and (rules or extension != ExtensionArguments()):
-        raise ValueError(
+        raise InvalidRequestError(
             "--factor, --context-length, --option and what else says how to extend need a --method, such as yarn, or a "
             "--preset."
         )
@@ -139,7 +140,7 @@ def perplexity_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[
     }
     for name, does in useless.items():
         if does and getattr(what, name) is not None:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"--{name.replace('_', '-')} is for a --protocol that {does}, not for {', '.join(what.protocol)}; "
                 "leave it out, or measure such a one."
             )
@@ -164,7 +165,7 @@ def refuse_given(what: Any, usual: Any, names: Sequence[str], why: str) -> None:
     """Raise if one of the flags has another value than the usual one."""
     for name in names:
         if getattr(what, name) != getattr(usual, name):
-            raise ValueError(f"--{name.replace('_', '-')} {why}.")
+            raise InvalidRequestError(f"--{name.replace('_', '-')} {why}.")
 
 
 def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[str, Any]:
@@ -204,9 +205,13 @@ def check_writable(output: str) -> None:
     folder = Path(output).expanduser().resolve()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
-        raise ValueError(f"{str(there)!r} is a file, so {output!r} cannot be a folder. Give another to write to.")
+        raise InvalidRequestError(
+            f"{str(there)!r} is a file, so {output!r} cannot be a folder. Give another to write to."
+        )
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"{str(there)!r} cannot be written to by this user. Give another folder than {output!r}.")
+        raise InvalidRequestError(
+            f"{str(there)!r} cannot be written to by this user. Give another folder than {output!r}."
+        )
 
 
 def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
@@ -219,12 +224,12 @@ def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
 
     folder = Path(output).expanduser().resolve()
     if Path(model).expanduser().resolve() == folder:
-        raise ValueError("the output folder is the model's own. Give another, so that the original is kept.")
+        raise InvalidRequestError("the output folder is the model's own. Give another, so that the original is kept.")
     check_writable(output)
     if may_hold_files or not folder.is_dir() or (folder / MANIFEST).is_file():
         return
     if found := sorted(path.name for path in folder.iterdir()):
-        raise ValueError(
+        raise InvalidRequestError(
             f"folder {output!r} is not empty and was not written by hf-posenc; it holds {', '.join(found[:8])}. "
             "Give a new folder, so that nothing is mixed up."
         )

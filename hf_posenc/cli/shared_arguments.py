@@ -12,11 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NoReturn
 
-from hf_posenc.spec import did_you_mean
+from hf_posenc.errors import InvalidRequestError, add_flags, did_you_mean
 from hf_posenc.utils.units import ContextLength, Duration, TokenCount
 
-# The arguments of the command that was parsed last, for its messages.
-_FLAGS: set[str] = set()
 TRACEBACK, TRACEBACK_HELP = "--traceback", "show where an error came from"
 # The same as in exports.stacks, which imports PyTorch too.
 STACKS = ("vllm", "sglang", "llama.cpp", "tgi")
@@ -261,7 +259,7 @@ def parse(
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
             message = re.sub(r"--\w+/(--[\w-]+)", r"\1", message)  # a flag once, with dashes
-            raise ValueError(f"{message} (hf-posenc {command} --help lists the flags)")
+            raise InvalidRequestError(f"{message} (hf-posenc {command} --help lists the flags)")
 
         def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
             try:
@@ -318,31 +316,8 @@ def check_flags(command: str, argv: Sequence[str], parser: argparse.ArgumentPars
         name = word.partition("=")[0].replace("_", "-")
         if name.startswith("--") and len(name) > 2 and not any(flag.startswith(name) for flag in known):
             hint = did_you_mean(name, known, shown=str)
-            raise ValueError(f"there is no flag {name}.{hint} (hf-posenc {command} --help lists the flags)")
-    _FLAGS.update(flag.removeprefix("--").replace("-", "_") for flag in known)
-
-
-def in_flags(message: str) -> str:
-    """Return a message of the library with its arguments named as the flags of the command that was parsed.
-
-    ``text_field=`` becomes ``--text-field``, ``sliding_window='off'`` ``--sliding-window off``, and a name at the
-    beginning of a sentence or after "pass" or "give" the flag; all else is left alone.
-    """
-    names = "|".join(sorted((name for name in _FLAGS if "_" in name), key=len, reverse=True))
-    if not names:
-        return message
-    # Where a message names both, the flag is enough: "a smaller seq_len (--seq-len)".
-    message = re.sub(rf"(?<![\w-])(?:{names})(?:=(?:\[[^]]*\]|[\w.'-]+))? \((--[^)]*)\)", r"\1", message)
-    # With a value, or with the dots or nothing that stand for one.
-    named = re.compile(rf"(?<![\w-])(?P<name>{names})=(?:'(?P<word>[^']*)'|(?P<number>\w[\w.]*)|\.\.\.|)")
-    message = named.sub(_as_flag, message)
-    return re.sub(rf"(?P<before>^|[Pp]ass |[Gg]ive |[Ll]eave )(?P<name>{names})(?=[ ,.:])", _as_flag, message)
-
-
-def _as_flag(found: re.Match[str]) -> str:
-    parts = found.groupdict()
-    value = parts.get("word") or parts.get("number")
-    return f"{parts.get('before', '')}--{found['name'].replace('_', '-')}{f' {value}' if value else ''}"
+            raise InvalidRequestError(f"there is no flag {name}.{hint} (hf-posenc {command} --help lists the flags)")
+    add_flags(flag.removeprefix("--").replace("-", "_") for flag in known)
 
 
 def _put_defaults(
@@ -394,10 +369,10 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name:
-            raise ValueError(f"--option takes name=value, such as beta_fast=16, got {pair!r}.")
+            raise InvalidRequestError(f"--option takes name=value, such as beta_fast=16, got {pair!r}.")
         name = name.strip().replace("-", "_")
         if name in options:
-            raise ValueError(f"--option {name} is given twice.")
+            raise InvalidRequestError(f"--option {name} is given twice.")
         options[name] = _value(text)
     return options
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.cli.shared_arguments import DocumentArguments
+from hf_posenc.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from hf_posenc.data.columns import Document
@@ -43,13 +44,13 @@ def stream(source: DocumentArguments) -> DocumentStream:
 
     examples = DocumentStream(_named(source), **_of_dataset(source))
     if next(iter(examples), None) is None:  # now, not when the model is there
-        raise ValueError(f"{source.documents!r} holds no text.")
+        raise InvalidRequestError(f"{source.documents!r} holds no text.")
     return examples
 
 
 def _named(source: DocumentArguments) -> str:
     if not source.documents:
-        raise ValueError("the following arguments are required: --documents")
+        raise InvalidRequestError("the following arguments are required: --documents")
     return source.documents
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.row_models import try_rows
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.methods.base import Method, StagedMethod
@@ -105,7 +106,7 @@ def find_candidates(
         except (ValueError, TypeError) as error:
             left_out[name] = str(error)
     if len(found) == 1:
-        raise ValueError(_none_suits(left_out))
+        raise InvalidRequestError(_none_suits(left_out))
     return found, left_out
 
 
@@ -126,8 +127,9 @@ def _of_dictionary(model: PreTrainedModel, told: Mapping[str, Any], rope_scaling
         original, least = row.get("original_max_position_embeddings") or own, int(told["context_length"])
         row["context_length"] = round(asked.factor * original)
         if row["context_length"] < least:
-            raise ValueError(
-                f"rope_scaling goes to {row['context_length']} tokens only (factor {asked.factor:g} of {original}), "
+            raise InvalidRequestError(
+                f"{argument('rope_scaling')} goes to {row['context_length']} tokens only (factor {asked.factor:g} of "
+                f"{original}), "
                 f"and --context-length is {least}: raise its factor, or leave the factor out to go as far as is asked."
             )
     return Candidate(ROPE_SCALING, row)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.cli.compare_arguments import CompareArguments
 from hf_posenc.comparing.candidates import Candidate, find_candidates
 from hf_posenc.comparing.timing import Timings, time_candidates
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.documents import hash_token_ids, select_documents, to_token_ids
 from hf_posenc.evaluation.records import Record
 from hf_posenc.patching.api import describe
@@ -108,7 +109,7 @@ class Plan:
         steps, left_out = list(self.steps), dict(self.left_out)
         while sum(step.seconds for step in steps) > budget:
             if len(steps) == 2:
-                raise ValueError(
+                raise InvalidRequestError(
                     f"a budget of {duration_name(budget)} is too short: {steps[0].name} and {steps[1].name} alone take "
                     f"about {duration_name(steps[0].seconds + steps[1].seconds)}. Give more, or a shorter "
                     "--context-length."
@@ -141,7 +142,7 @@ def make_plan(
     original = what.original_max_position_embeddings or describe(model)["original_max_position_embeddings"]
     target = int(what.context_length)
     if original is not None and target <= original:
-        raise ValueError(
+        raise InvalidRequestError(
             f"the model reads {original} tokens as it is, so for {target} nothing has to be extended. Give a longer "
             "--context-length (or --original-max-position-embeddings, if its config says more than it was trained on)."
         )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED, kind_of
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.effective_length import LossReach, reach
 from hf_posenc.evaluation.pairs import paired_interval
 from hf_posenc.evaluation.records import Record
@@ -109,7 +110,7 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] 
 def _longest(method: str, records: Sequence[AnyRecord]) -> Record:
     plain = [one for one in records if isinstance(one, Record)]
     if not plain:
-        raise ValueError(f"the row {method!r} has no perplexity to choose by.")
+        raise InvalidRequestError(f"the row {method!r} has no perplexity to choose by.")
     return max(plain, key=lambda one: one.context_length)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from string import Formatter
 from typing import Any
 
-from hf_posenc.spec import unknown_name
+from hf_posenc.errors import InvalidRequestError, UnknownNameError, argument
 
 # A text, or TRL's words for the rest: {"messages": [...]} or {"prompt": ..., "completion": ...}.
 Document = str | dict[str, Any]
@@ -49,17 +49,20 @@ class Columns:
     def __post_init__(self) -> None:
         names = self._names()
         if self.text_field is not None and not 1 <= len(names) <= 2:
-            raise ValueError(
-                f"text_field takes one column (texts or chats) or two (prompt and answer), got {len(names)}: "
+            raise InvalidRequestError(
+                f"{argument('text_field')} takes one column (texts or chats) or two (prompt and answer), got "
+                f"{len(names)}: "
                 f"{', '.join(names)}. More of them are put together by a template, such as "
-                f"{_template_of(names or ('question', 'answer'))!r} (--template)."
+                f"{argument('template', _template_of(names or ('question', 'answer')))}."
             )
         if self.text_field is not None and self.template is not None:
-            raise ValueError("text_field and a template (--template) both say what is read of a row: give one of them.")
+            raise InvalidRequestError(
+                f"{argument('text_field')} and {argument('template')} both say what is read of a row: give one of them."
+            )
         if self.template is not None and not any(name for _, name in _pieces(self.template)):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the template {self.template!r} names no column. Put columns in braces: "
-                "'Question: {question} Answer: {answer}' (--template)."
+                f"{argument('template', 'Question: {question} Answer: {answer}')}."
             )
 
     def read(self, row: Any, where: str) -> Document:
@@ -73,20 +76,22 @@ class Columns:
             ValueError: A column is missing, or holds what it cannot be read as. The message says which there are.
         """
         if not isinstance(row, Mapping):
-            raise ValueError(f"{where} is no row of columns, but {type(row).__name__}: {_shown(row)}.")
+            raise InvalidRequestError(f"{where} is no row of columns, but {type(row).__name__}: {_shown(row)}.")
         if self.template is not None:
             return self._filled_in(row, where)
         names = self._names() or _find(row)
         if not names:
             known = "'text', 'messages', 'conversations', or 'prompt' with 'completion'"
-            raise ValueError(f"{where} has no column {known}; it has: {_names_of(row)}. {_advice(row)}")
+            raise InvalidRequestError(f"{where} has no column {known}; it has: {_names_of(row)}. {_advice(row)}")
         values = [_value(row, name, where) for name in names]
         beside = {name: row[name] for name in _BESIDE_CHATS if row.get(name) is not None}
         if len(names) == 1:
             return values[0] if isinstance(values[0], str) else {MESSAGES: values[0], **beside} if values[0] else ""
         prompt, completion = values
         if isinstance(prompt, str) != isinstance(completion, str):
-            raise ValueError(f"{where}: of columns {names[0]!r} and {names[1]!r} one holds text and the other a chat.")
+            raise InvalidRequestError(
+                f"{where}: of columns {names[0]!r} and {names[1]!r} one holds text and the other a chat."
+            )
         return {PROMPT: prompt, COMPLETION: completion, **({} if isinstance(prompt, str) else beside)}
 
     def _names(self) -> tuple[str, ...]:
@@ -113,12 +118,12 @@ def _pieces(template: str) -> list[tuple[str, str]]:
     try:
         parsed = list(Formatter().parse(template))
     except ValueError as error:
-        raise ValueError(
+        raise InvalidRequestError(
             f"the template {template!r} cannot be read ({error}): write a brace as {{{{ or }}}}."
         ) from None
     for _, name, form, conversion in parsed:
         if name is not None and (not name or form or conversion):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the template {template!r}: a column stands in braces with nothing else, as {{question}}."
             )
     return [(literal, name or "") for literal, name, _, _ in parsed]
@@ -138,7 +143,7 @@ def _value(row: Mapping[str, Any], name: str, where: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_turn(turn, f"{where}: turn {number} in column {name!r}") for number, turn in enumerate(value, 1)]
     _refuse_missing(row, name, where)
-    raise ValueError(
+    raise InvalidRequestError(
         f"{where}: column {name!r} holds {_shown(value)}, neither text nor a chat ({_A_CHAT}). It has: "
         f"{_names_of(row)}. {_advice(row)}"
     )
@@ -151,29 +156,31 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
         return str(value)
     if not isinstance(value, str):
         _refuse_missing(row, name, where)
-        raise ValueError(f"{where}: column {name!r} holds {_shown(value)}, and a template is filled in with texts.")
+        raise InvalidRequestError(
+            f"{where}: column {name!r} holds {_shown(value)}, and a template is filled in with texts."
+        )
     return with_plain_line_ends(value)
 
 
 def _refuse_missing(row: Mapping[str, Any], name: str, where: str) -> None:
     if name not in row:
-        raise ValueError(f"{where}: {unknown_name('column', name, map(str, row))} {_advice(row)}")
+        raise InvalidRequestError(f"{where}: {UnknownNameError('column', name, map(str, row))} {_advice(row)}")
 
 
 def _turn(turn: Any, place: str) -> dict[str, Any]:
     """Return one message of a chat in the words of chat templates."""
     if not isinstance(turn, Mapping):
-        raise ValueError(f"{place} is {_shown(turn)}. A chat is a list of messages: {_A_CHAT}.")
+        raise InvalidRequestError(f"{place} is {_shown(turn)}. A chat is a list of messages: {_A_CHAT}.")
     said = {name: value for name, value in turn.items() if value is not None}  # as datasets fills up what is not there
     if "from" in said and "role" not in said:
         speaker = said.pop("from")
         if speaker not in _SPEAKERS:
-            raise ValueError(f"{place} is {unknown_name('speaker', speaker, _SPEAKERS)}")
+            raise InvalidRequestError(f"{place} is {UnknownNameError('speaker', speaker, _SPEAKERS)}")
         said = {"role": _SPEAKERS[speaker], **said}
         if "value" in said:
             said["content"] = said.pop("value")
     if not isinstance(said.get("role"), str) or len(said) < 2:
-        raise ValueError(f"{place} has {_names_of(turn)}, but a message has a role and a content: {_A_CHAT}.")
+        raise InvalidRequestError(f"{place} has {_names_of(turn)}, but a message has a role and a content: {_A_CHAT}.")
     if "content" in said:
         said["content"] = with_plain_line_ends(_content(said["content"], place))
     return said
@@ -185,7 +192,7 @@ def _content(content: Any, place: str) -> str:
     parts = content if isinstance(content, (list, tuple)) else [content]
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)
-    raise ValueError(f"{place} has the content {_shown(content)}: only text can be read.")
+    raise InvalidRequestError(f"{place} has the content {_shown(content)}: only text can be read.")
 
 
 def _advice(row: Mapping[str, Any]) -> str:
@@ -197,7 +204,7 @@ def _advice(row: Mapping[str, Any]) -> str:
     if chats:
         return _named(chats[:1])
     if all(name in texts for name in _ALPACA):
-        return f"Give a template: --template {_template_of([texts[name] for name in _ALPACA])!r}."
+        return f"Give a template: {argument('template', _template_of([texts[name] for name in _ALPACA]))}."
     if prompt is not None and answer is not None:
         return _named([prompt, answer])
     if written := [texts[name] for name in _CHATS if name in texts]:
@@ -213,8 +220,7 @@ def _advice(row: Mapping[str, Any]) -> str:
 
 
 def _named(names: Sequence[str]) -> str:
-    words = " ".join(repr(name) if " " in name else name for name in names)
-    return f"Give text_field={names!r} (--text-field {words})."
+    return f"Give {argument('text_field', names)}."
 
 
 def _template_of(names: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.columns import COMPLETION, PROMPT, Columns, Document, with_plain_line_ends
+from hf_posenc.errors import InvalidRequestError, MissingFileError, argument
 
 TEXT_SUFFIXES = (".txt", ".md")
 _OPENERS: dict[str, Callable[[bytes], bytes]] = {".xz": lzma.decompress, ".gz": gzip.decompress}
@@ -68,9 +69,10 @@ def _as_text(document: Document, source: str) -> str:
         return document
     parts = [document.get(name) for name in (PROMPT, COMPLETION)]
     if not all(isinstance(part, str) for part in parts):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{source!r} holds chats, and texts are measured here: which tokens a chat becomes is the chat template's "
-            "matter. Name a column of texts with text_field=. Chats can be trained on: hf-posenc finetune."
+            f"matter. Name a column of texts with {argument('text_field')}. Chats can be trained on: hf-posenc "
+            "finetune."
         )
     return "".join(map(str, parts))
 
@@ -110,7 +112,7 @@ class DocumentStream:
         """
         documents = list(self)
         if not documents:
-            raise ValueError(f"{str(self.source)!r} holds no text. Give {_FORMS}.")
+            raise InvalidRequestError(f"{str(self.source)!r} holds no text. Give {_FORMS}.")
         return documents
 
 
@@ -140,13 +142,13 @@ def _read(
     texts = _read_plain(source)
     if texts is not None:
         if columns.template is not None:
-            raise ValueError(f"{source!r} is plain text and has no columns that a template (--template) could name.")
+            raise InvalidRequestError(f"{source!r} is plain text and has no columns that a template could name.")
         return texts
     path = Path(source).expanduser()
     if path.is_file() and path.suffix != ".parquet":
         return _read_rows(path, columns)
     if not path.exists() and (_kind(path) in (*TEXT_SUFFIXES, *_JSON, *_SEPARATORS, ".parquet") or source[:1] in "./~"):
-        raise FileNotFoundError(f"there is no file or folder {source!r}. Give {_FORMS}.")
+        raise MissingFileError(f"there is no file or folder {source!r}. Give {_FORMS}.")
     return _read_dataset(path if path.exists() else source, columns, split, config_name, streaming)
 
 
@@ -181,9 +183,13 @@ def _read_text(path: Path) -> str:
         content = _OPENERS.get(path.suffix, bytes)(path.read_bytes())
         return with_plain_line_ends(content.decode("utf-8-sig"))
     except _DAMAGED as error:
-        raise ValueError(f"{str(path)!r} is damaged or no {path.suffix} file ({error}). Get it again.") from error
+        raise InvalidRequestError(
+            f"{str(path)!r} is damaged or no {path.suffix} file ({error}). Get it again."
+        ) from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not UTF-8 text ({error}). Convert it, or give {_FORMS}.") from error
+        raise InvalidRequestError(
+            f"{str(path)!r} is not UTF-8 text ({error}). Convert it, or give {_FORMS}."
+        ) from error
 
 
 def _read_rows(path: Path, columns: Columns) -> Iterator[Document]:
@@ -214,7 +220,7 @@ def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+        raise InvalidRequestError(f"{where} is not JSON: {error}") from error
 
 
 def _table(path: Path, text: str, separator: str) -> Iterable[tuple[str, dict[str, str]]]:
@@ -223,7 +229,7 @@ def _table(path: Path, text: str, separator: str) -> Iterable[tuple[str, dict[st
     try:
         rows = list(csv.DictReader(io.StringIO(text), delimiter=separator, strict=True))
     except csv.Error as error:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{str(path)!r} is no {_kind(path)} file: {error}. Commas separate the values of a .csv file, tabs those "
             "of a .tsv file."
         ) from error
@@ -231,7 +237,9 @@ def _table(path: Path, text: str, separator: str) -> Iterable[tuple[str, dict[st
         csv.field_size_limit(limit)
     for number, row in enumerate(rows, start=1):
         if None in row or None in row.values():
-            raise ValueError(f"row {number} of {str(path)!r} has more or fewer values than the first line has names.")
+            raise InvalidRequestError(
+                f"row {number} of {str(path)!r} has more or fewer values than the first line has names."
+            )
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
@@ -258,5 +266,5 @@ def _read_dataset(
         yield columns.read(row, f"row {number} of dataset {str(source)!r}")
 
 
-def _unreadable(source: str | Path, error: Exception) -> ValueError:
-    return ValueError(f"{str(source)!r} cannot be read as a dataset: {error}. Give {_FORMS}.")
+def _unreadable(source: str | Path, error: Exception) -> InvalidRequestError:
+    return InvalidRequestError(f"{str(source)!r} cannot be read as a dataset: {error}. Give {_FORMS}.")

@@ -11,6 +11,7 @@ from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, read
 from hf_posenc.doctor.attention_rule import check_tokenizer_limit
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import Finding
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.patching.extension import MARK, read_mark
 from hf_posenc.utils.files import read_json
 
@@ -67,5 +68,5 @@ def _length_of(base: str) -> int | None:
 def _read(file: Path) -> dict[str, Any]:
     content = read_json(file) if file.is_file() else {}
     if not isinstance(content, dict):
-        raise ValueError(f"{str(file)!r} is no config: it holds a {type(content).__name__}.")
+        raise InvalidRequestError(f"{str(file)!r} is no config: it holds a {type(content).__name__}.")
     return content

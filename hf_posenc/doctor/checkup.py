@@ -42,6 +42,7 @@ from hf_posenc.doctor.gguf_file import look_at_gguf
 from hf_posenc.doctor.information_reach import look_at_reach
 from hf_posenc.doctor.live_model import against_meaning, check_applied, held_by_modules, load_live, look_at_modules
 from hf_posenc.doctor.mending import mended
+from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.patching.extension import MARK, Extension
 from hf_posenc.utils.files import read_json, write_whole
@@ -112,21 +113,21 @@ def _config_file(path: Path, given: str) -> Path:
     """Return the config of a model, or of an adapter, in a folder or on the Hub, beside all else that is looked at."""
     if not path.is_dir():
         if path.suffix or given[:1] in "./~" or given.count("/") > 1:
-            raise FileNotFoundError(f"there is no file or folder {given!r}.")
+            raise MissingFileError(f"there is no file or folder {given!r}.")
         check_hub(given)
     folder = folder_with(path if path.is_dir() else given, (CONFIG, ADAPTER_CONFIG, MANIFEST, TOKENIZER_CONFIG))
     for name in (CONFIG, ADAPTER_CONFIG):
         if folder is not None and (folder / name).is_file():
             return folder / name
     if path.is_dir():
-        raise FileNotFoundError(f"folder {given!r} has no config.json.")
-    raise ValueError(f"cannot read {given!r}: the Hugging Face Hub has no such model, or no {CONFIG} in it.")
+        raise MissingFileError(f"folder {given!r} has no config.json.")
+    raise InvalidRequestError(f"cannot read {given!r}: the Hugging Face Hub has no such model, or no {CONFIG} in it.")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     content = read_json(file)
     if not isinstance(content, dict):
-        raise ValueError(f"{str(file)!r} is not a model's config: it holds a {type(content).__name__}.")
+        raise InvalidRequestError(f"{str(file)!r} is not a model's config: it holds a {type(content).__name__}.")
     return content
 
 
@@ -229,7 +230,7 @@ def _of_adapter(name: str, path: Path) -> Diagnosis:
 
 def _of_gguf(path: Path, known: Known) -> Diagnosis:
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r}.")
+        raise MissingFileError(f"there is no file {str(path)!r}.")
     lines, findings, dialect, config = look_at_gguf(path, known)
     return Diagnosis(str(path), dialect.model_type, tuple(lines), tuple(findings), config, known, path)
 
@@ -237,7 +238,9 @@ def _of_gguf(path: Path, known: Known) -> Diagnosis:
 def _with_modules(diagnosis: Diagnosis, source: Any) -> Diagnosis:
     """Add to a checkpoint's diagnosis what its modules hold when it is loaded."""
     if diagnosis.config is None:
-        raise ValueError(f"{diagnosis.source} is an adapter, which holds no positions: look at its base model.")
+        raise InvalidRequestError(
+            f"{diagnosis.source} is an adapter, which holds no positions: look at its base model."
+        )
     model = load_live(source)
     _, holds, findings = look_at_modules(model)
     lines = [("loaded", held) for held in held_by_modules(model)] or [("loaded", "no rotary module that is known")]
@@ -285,7 +288,7 @@ def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
         ValueError: It cannot be mended, or another file is in the way.
     """
     if diagnosis.config is None:
-        raise ValueError(f"{diagnosis.source}: there is no config.json to mend.")
+        raise InvalidRequestError(f"{diagnosis.source}: there is no config.json to mend.")
     target = Path(out).expanduser()
     fixed = mended(diagnosis.config, diagnosis.known)
     into_folder = target.suffix != ".json"
@@ -310,7 +313,9 @@ def _make_room(file: Path, is_input: bool) -> None:
         return
     backup = file.with_name(file.name + ".bak")
     if not is_input:
-        raise ValueError(f"{str(file)!r} is there already. Give another place for the mended config.")
+        raise InvalidRequestError(f"{str(file)!r} is there already. Give another place for the mended config.")
     if backup.exists():
-        raise ValueError(f"{str(backup)!r} is there already, so {file.name} is not replaced. Move it away first.")
+        raise InvalidRequestError(
+            f"{str(backup)!r} is there already, so {file.name} is not replaced. Move it away first."
+        )
     shutil.copy2(file, backup)

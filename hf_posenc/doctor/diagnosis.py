@@ -23,6 +23,7 @@ from hf_posenc.doctor.declaration import (
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import CHECKS, Finding, check_lengths, check_versions
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.patching.extension import MARK, read_mark, rule_is_elsewhere
 
 
@@ -67,10 +68,10 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
     known = known or Known()
     text = text_config(config)[1]
     if not isinstance(text.get("model_type"), str):
-        raise ValueError("the config has no model_type, so it is no Transformers model's config.json.")
+        raise InvalidRequestError("the config has no model_type, so it is no Transformers model's config.json.")
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(text.get(key) or {}, Mapping):
-            raise ValueError(f"{key} must be a dictionary, got {text[key]!r}.")
+            raise InvalidRequestError(f"{key} must be a dictionary, got {text[key]!r}.")
     model_type = text["model_type"]
     mark, unknown = read_mark(text.get(MARK) or config.get(MARK)), []
     if not has_rope(text):

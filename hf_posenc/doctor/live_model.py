@@ -23,10 +23,11 @@ from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
+from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
 from hf_posenc.families.discovery import label_prefix, rope_label, rotary_modules
 from hf_posenc.methods.registry import make_method, method_names, method_of_rope_type
 from hf_posenc.patching.api import describe, is_patched, runs_in_attention, verify_model
-from hf_posenc.patching.verification import RotaryMismatchError, check_rotary
+from hf_posenc.patching.verification import check_rotary
 from hf_posenc.spec import RopeSpec
 
 _RELOAD = "Reload the model, and change its positions with patch_model only."
@@ -47,7 +48,7 @@ def load_live(source: str | Path) -> PreTrainedModel:
     except (OSError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         # A missing file, or a config that no model can be built from: this is what anyone meets who loads it.
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise ValueError(f"{str(source)!r} cannot be loaded to look at it live: {reason}") from error
+        raise InvalidRequestError(f"{str(source)!r} cannot be loaded to look at it live: {reason}") from error
 
 
 def _load(path: Path, where: str) -> PreTrainedModel:

@@ -14,6 +14,7 @@ from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import Dialect, read_dialect
 from hf_posenc.doctor.dialects import full_label, is_nested
 from hf_posenc.doctor.family_facts import HEAD_DIM_NONE, MROPE_IN_MODULE, default_text, text_config
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.registry import get_method
 from hf_posenc.patching.extension import MARK, SCALING_KEYS, head_dim_of
@@ -35,9 +36,9 @@ def mended(config: Mapping[str, Any], known: Known | None = None) -> dict[str, A
     known = known or Known()
     dialect = read_dialect(config, known)
     if stuck := [finding for finding in dialect.findings if not finding.mendable]:
-        raise ValueError("the config cannot be mended: " + "; ".join(f"{f.what}. {f.todo}" for f in stuck))
+        raise InvalidRequestError("the config cannot be mended: " + "; ".join(f"{f.what}. {f.todo}" for f in stuck))
     if dialect.rope is None:
-        raise ValueError(f"model_type {dialect.model_type!r} has no rotary positions to mend.")
+        raise InvalidRequestError(f"model_type {dialect.model_type!r} has no rotary positions to mend.")
     key, text = text_config(config)
     fixed = _write(text, dialect, known)
     return {**copy.deepcopy(dict(config)), key: fixed} if key else fixed
@@ -93,7 +94,9 @@ def plain_config(text: dict[str, Any], dialect: Dialect) -> PreTrainedConfig:
     """
     usual = default_text(dialect.model_type)
     if usual is None:
-        raise ValueError(f"Transformers {transformers.__version__} does not know model_type {dialect.model_type!r}.")
+        raise InvalidRequestError(
+            f"Transformers {transformers.__version__} does not know model_type {dialect.model_type!r}."
+        )
     kept = {k: v for k, v in dialect.parameters.items() if k not in SCALING_KEYS}
     others = ("rope_scaling", "rope_parameters", "vision_config", MARK)
     plain = {k: copy.deepcopy(v) for k, v in text.items() if k not in others}

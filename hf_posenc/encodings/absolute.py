@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.layout import text_positions
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings
 
 
@@ -38,7 +39,7 @@ class AbsolutePositions:
         """Add the encoding to what enters the first layer; a forward pre-hook of it."""
         positions = kwargs.get("position_ids")
         if positions is None:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"{type(layer).__name__} is not told where its tokens stand (position_ids): a learned or sinusoidal "
                 "encoding cannot be added. Take 'alibi' or another that does without."
             )
@@ -63,5 +64,7 @@ def first_layer(model: PreTrainedModel, attention: str) -> nn.Module:
     """
     found = re.match(r"(.*?\.\d+)(\.|$)", attention)
     if found is None:
-        raise ValueError(f"{type(model).__name__} has no numbered layers: what comes before the first is not known.")
+        raise InvalidRequestError(
+            f"{type(model).__name__} has no numbered layers: what comes before the first is not known."
+        )
     return model.get_submodule(found[1])

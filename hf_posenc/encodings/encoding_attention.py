@@ -13,6 +13,7 @@ from hf_posenc.attention.inner import inner_attention
 from hf_posenc.attention.interface import PASS, PositionalAttention
 from hf_posenc.attention.layout import Forward, Layout, written_slots
 from hf_posenc.attention.masks import piece_mask
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.encodings.modules import AddedToLogits, RotatesPairs
 
 # Queries of one inner call with a bias, so that none is [length, length].
@@ -57,7 +58,7 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
         if dense is not None and isinstance(self.cache_layer(module), StaticLayer):
             key, value, dense = written_slots(key, value, dense)
         elif dense is not None and self.cache is None and key.shape[2] > query.shape[2] and not _seen(dense[..., -1]):
-            raise ValueError(
+            raise InvalidRequestError(
                 "a compiled forward does not hand on its static cache, so where its keys stand is not known beside "
                 "sliding windows or packed documents. Take a DynamicCache, or do not compile."
             )

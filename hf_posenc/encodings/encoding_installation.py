@@ -24,11 +24,11 @@ from hf_posenc.attention.interface import CROSS, FULL, PASS, count_layers, drop_
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.encoding_attention import EncodingAttention
+from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Encoding, Method, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings, AddedToLogits, RotatesPairs
 from hf_posenc.patching.extension import Extension, head_dim_of
-from hf_posenc.patching.verification import RotaryMismatchError
 
 # Its name in the decoder, and so that of its parameters in a checkpoint.
 MODULE = "positional_encoding"
@@ -94,13 +94,16 @@ def check_encoding(rotary: RotaryModel, extension: Extension) -> None:
     reason = reason_of_family(rotary) or reason_of_settings(config)
     encoding = _make_module(config, extension)  # raises on sizes that do not fit
     if reason is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
-        reason = f"a bias cannot be added in {config._attn_implementation!r} (load it with attn_implementation='sdpa')"
+        reason = (
+            f"a bias cannot be added in {config._attn_implementation!r} (load it with "
+            f"{argument('attn_implementation', 'sdpa')})"
+        )
     if reason is None and isinstance(encoding, RotatesPairs):
         reason = _several_ropes(config, extension.method)
     if reason is None and getattr(rotary.wrapped, "peft_config", None):
         reason = "it is wrapped by PEFT, whose adapters would not hold the encoding (patch the model, then wrap it)"
     if reason is not None:
-        raise ValueError(
+        raise InvalidRequestError(
             f"method {extension.method.name!r} is not supported for model_type {config.model_type!r}: {reason}."
         )
 
@@ -162,7 +165,7 @@ def load_parameters(model: PreTrainedModel, path: Path) -> None:
     try:
         encoding.load_state_dict(found)
     except RuntimeError as error:
-        raise ValueError(f"{path} does not hold the parameters of its encoding: {error}") from error
+        raise InvalidRequestError(f"{path} does not hold the parameters of its encoding: {error}") from error
 
 
 def refuse_adapter(base: nn.Module, advice: str) -> None:
@@ -177,7 +180,7 @@ def refuse_adapter(base: nn.Module, advice: str) -> None:
     """
     names = [name for name, _ in base.named_parameters() if f".{MODULE}." in f".{name}"]
     if names:
-        raise ValueError(
+        raise InvalidRequestError(
             f"an adapter does not hold the parameters of the model's encoding ({', '.join(names)}): PEFT saves its own "
             f"alone. {advice}"
         )

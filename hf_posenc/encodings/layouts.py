@@ -9,12 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.installation import attention_layers, goes_through_interface, has_positions, probe
+from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, UnknownNameError
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.methods.encodings.rope import RopeOptions, join_pairs, split_pairs
 from hf_posenc.patching.api import describe, extension_of, patch_model, unpatch_model
 from hf_posenc.patching.extension import head_dim_of
-from hf_posenc.patching.verification import RotaryMismatchError
-from hf_posenc.spec import unknown_name
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -63,7 +62,7 @@ def convert_layout(model: ModelT, to: str = INTERLEAVED) -> ModelT:
         RotaryMismatchError: It would compute something else; nothing is left of it.
     """
     if to not in (INTERLEAVED, HALF_SPLIT):
-        raise unknown_name("layout", to, (INTERLEAVED, HALF_SPLIT))
+        raise UnknownNameError("layout", to, (INTERLEAVED, HALF_SPLIT))
     base = unwrap(model)
     _check(base, to)
     extension = extension_of(base)
@@ -94,9 +93,9 @@ def _check(base: PreTrainedModel, to: str) -> None:
     there = describe(base)
     interleaved = there["method"] == "rope" and there["options"].get("interleaved", False)
     if interleaved == (to == INTERLEAVED):
-        raise ValueError(f"the model's weights are in the {to} layout already.")
+        raise InvalidRequestError(f"the model's weights are in the {to} layout already.")
     if to == INTERLEAVED and there["method"] != "none":
-        raise ValueError(
+        raise InvalidRequestError(
             f"the model is patched with {there['method']}, which reads half-split weights: unpatch_model first."
         )
     for layer in _layers(base):
@@ -104,7 +103,7 @@ def _check(base: PreTrainedModel, to: str) -> None:
         weights = [getattr(getattr(layer, name, None), "weight", None) for name in ("q_proj", "k_proj")]
         unknown = names - {*_TURNED, *_OTHERS}
         if unknown or any(weight is None or not weight.is_floating_point() or weight.dim() != 2 for weight in weights):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"{type(base).__name__} keeps queries and keys in another way than in plain q_proj and k_proj "
                 f"({', '.join(sorted(names))}), so their layout cannot be changed."
             )

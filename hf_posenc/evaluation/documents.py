@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.data.reading import tokenize_documents
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.evaluation.plans import spread
 from hf_posenc.families.discovery import unwrap
 
@@ -29,15 +30,15 @@ def to_token_ids(
         ValueError: No document, or an id outside the model's vocabulary.
     """
     if isinstance(documents, (str, torch.Tensor)) or (len(documents) > 0 and isinstance(documents[0], int)):
-        raise TypeError("documents must be a list of texts or of rows of token ids; put a single one in a list.")
+        raise InvalidTypeError("documents must be a list of texts or of rows of token ids; put a single one in a list.")
     if len(documents) == 0:
-        raise ValueError("documents is empty: there is nothing to measure on.")
+        raise InvalidRequestError("documents is empty: there is nothing to measure on.")
     ids = [_one_row(document, tokenizer) for document in documents]
     vocab_size = unwrap(model).config.get_text_config().vocab_size
     for row in ids:
         outside = row[(row < 0) | (row >= vocab_size)]
         if len(outside):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"token id {int(outside[0])} is outside the model's vocabulary, 0 to {vocab_size - 1}: these ids are "
                 "another tokenizer's, or labels."
             )
@@ -47,13 +48,13 @@ def to_token_ids(
 def _one_row(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> torch.Tensor:
     if isinstance(document, str):
         if tokenizer is None:
-            raise TypeError("documents given as texts need tokenizer=, the model's own.")
+            raise InvalidTypeError("documents given as texts need tokenizer=, the model's own.")
         return tokenize_documents(tokenizer, [document])[0]
     row = torch.as_tensor(document)
     if row.dim() != 1:
-        raise TypeError(f"token ids must be rows of one dimension, got shape {tuple(row.shape)}.")
+        raise InvalidTypeError(f"token ids must be rows of one dimension, got shape {tuple(row.shape)}.")
     if row.is_floating_point() and len(row):  # an empty list comes as float32
-        raise TypeError(f"token ids must be whole numbers, got {row.dtype}.")
+        raise InvalidTypeError(f"token ids must be whole numbers, got {row.dtype}.")
     return row.to(device="cpu", dtype=torch.int64)
 
 
@@ -68,12 +69,12 @@ def bos_token_id(
     if bos is None:
         return None
     if bos != "prepended":
-        raise ValueError(f"bos must be None or 'prepended', got {bos!r}.")
+        raise InvalidRequestError(f"bos must be None or 'prepended', got {bos!r}.")
     token_id = getattr(tokenizer, "bos_token_id", None)
     if token_id is None:
         token_id = unwrap(model).config.get_text_config().bos_token_id
     if token_id is None:
-        raise ValueError("bos='prepended', but neither the tokenizer nor the model's config has a BOS token.")
+        raise InvalidRequestError("bos='prepended', but neither the tokenizer nor the model's config has a BOS token.")
     return int(token_id)
 
 
@@ -105,7 +106,9 @@ def select_documents(
     """
     kept_tokens = longest if max_tokens is None else max_tokens
     if kept_tokens < longest:
-        raise ValueError(f"max_tokens ({kept_tokens}) must not be less than the longest context length ({longest}).")
+        raise InvalidRequestError(
+            f"{argument('max_tokens')} ({kept_tokens}) must not be less than the longest context length ({longest})."
+        )
     start = [] if bos_id is None else [bos_id]
     needed, kept = (min_tokens or longest) - len(start), kept_tokens - len(start)
     long_enough = [row for row in ids if len(row) >= (kept if cut else needed)]
@@ -115,7 +118,9 @@ def select_documents(
     else:
         pieces = [row if whole and max_tokens is None else row[:kept] for row in long_enough]
     if any(piece[0].item() == bos_id for piece in pieces):
-        raise ValueError(f"bos='prepended', but a document already starts with BOS (token {bos_id}). Leave bos out.")
+        raise InvalidRequestError(
+            f"bos='prepended', but a document already starts with BOS (token {bos_id}). Leave bos out."
+        )
     return [torch.cat([piece.new_tensor(start), piece]) for piece in spread(pieces, max_documents)]
 
 
@@ -141,7 +146,7 @@ def make_stream(
 def _tell_left_out(ids: Sequence[torch.Tensor], num_kept: int, needed: int) -> None:
     longest = max(len(row) for row in ids)
     if num_kept == 0:
-        raise ValueError(
+        raise InvalidRequestError(
             f"none of the {len(ids)} documents has the {needed} tokens that the longest context length needs; the "
             f"longest has {longest}. Give longer documents, or context lengths up to {longest}."
         )

@@ -20,6 +20,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.documents import hash_tokenizer
 from hf_posenc.evaluation.facts import model_facts
 from hf_posenc.evaluation.plans import Run
@@ -162,7 +163,7 @@ def load_key_tokens(
         return KeyTokens(None, alpha, beta, short_context)
     model, its_tokenizer = load_model(evaluator, **loading)
     if hash_tokenizer(its_tokenizer) != hash_tokenizer(tokenizer):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{evaluator!r} has another tokenizer than the measured model, so the tokens it chooses are others. Give "
             "an evaluator of the same family."
         )
@@ -185,10 +186,10 @@ def check_short_context(short: int, lengths: Sequence[int]) -> None:
         ValueError: A short context that is none, or a context length that is not longer.
     """
     if short < 1:
-        raise ValueError(f"short_context must be at least 1 token, got {short}.")
+        raise InvalidRequestError(f"{argument('short_context')} must be at least 1 token, got {short}.")
     step = _step(short)
     if lengths and min(lengths) <= short + step:
-        raise ValueError(
+        raise InvalidRequestError(
             f"longppl compares with a short context of {short} to {short + step - 1} tokens, so context lengths must "
             f"be more than {short + step}, got {min(lengths)}. Give longer ones, or a smaller short_context."
         )

@@ -20,6 +20,7 @@ from hf_posenc.checkpoint.manifest import find_manifest, is_saved_by_us
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.cli.request_checks import rows_to_measure
 from hf_posenc.cli.shared_arguments import ExtensionArguments
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.row_models import refuse_extended
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model
@@ -79,7 +80,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         **kwargs: Any,
     ) -> None:
         for name in _REFUSED.keys() & {name for name, value in kwargs.items() if value}:
-            raise ValueError(f"lm-eval's model hf_posenc takes no {name}: {_REFUSED[name]}.")
+            raise InvalidRequestError(f"lm-eval's model hf_posenc takes no {name}: {_REFUSED[name]}.")
         extension = ExtensionArguments(
             preset=preset,
             rope_scaling=rope_scaling,
@@ -91,7 +92,9 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         )
         (self._row,) = rows_to_measure([] if method is None else [method], extension, options or {})
         if self._row is not None and not isinstance(pretrained, str):
-            raise ValueError("pretrained is a loaded model: call patch_model on it yourself, and leave method out.")
+            raise InvalidRequestError(
+                "pretrained is a loaded model: call patch_model on it yourself, and leave method out."
+            )
         self._tokens_trained: int | None = 0
         super().__init__(pretrained, device=str(to_device(device)), **kwargs)
         if describe(self.model)["method"] != "none":

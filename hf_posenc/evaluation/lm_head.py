@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import unwrap
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def decoder_body(model: PreTrainedModel) -> nn.Module:
     base = unwrap(model)
     body = base.base_model
     if body is base or base.get_output_embeddings() is None:  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-        raise ValueError(
+        raise InvalidRequestError(
             f"{type(base).__name__} has no separate language-model head. Load the checkpoint with AutoModelForCausalLM."
         )
     return body
@@ -60,7 +61,7 @@ def check_head(model: PreTrainedModel, num_tokens: int = 16) -> None:
     forward: Any = vars(base).get("_original_forward", base)
     expected = forward(input_ids=input_ids, use_cache=False).logits.float()
     if not expected.isfinite().all():
-        raise ValueError(
+        raise InvalidRequestError(
             f"the model gives logits that are not finite, in {str(base.dtype).removeprefix('torch.')}. "
             "Check its weights; float16 overflows in many models where bfloat16 and float32 do not."
         )
@@ -69,7 +70,7 @@ def check_head(model: PreTrainedModel, num_tokens: int = 16) -> None:
     # Both run the same kernels, but a head in bf16 may round before or after the cap: allow that rounding.
     tolerance = 4 * torch.finfo(base.dtype).eps * expected.abs().max().item() + 1e-5
     if not (actual - expected).abs().max().item() <= tolerance:  # not a number is not equal either
-        raise ValueError(
+        raise InvalidRequestError(
             f"{type(base).__name__} changes its logits in a way hf_posenc does not know, so losses computed in "
             "chunks would be wrong. Please report this model_type: " + str(base.config.model_type)
         )

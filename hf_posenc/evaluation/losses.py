@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.cache import make_cache
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks, token_losses
 from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predict_memory, shape_of
@@ -251,7 +252,7 @@ def _take_rows(hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _refuse_overflow(model: PreTrainedModel, losses: torch.Tensor, scored: torch.Tensor) -> None:
     bad = scored[~losses[scored].isfinite()]
     if len(bad):
-        raise ValueError(
+        raise InvalidRequestError(
             f"the loss of token {int(bad[0])} is {losses[bad[0]].item()}: the model overflows in "
             f"{unwrap(model).dtype}. Load it in bfloat16 or float32."
         )

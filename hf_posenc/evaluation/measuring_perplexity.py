@@ -12,6 +12,7 @@ from typing import Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.documents import Document, hash_tokenizer, to_token_ids
 from hf_posenc.evaluation.facts import (
     hash_weights,
@@ -195,9 +196,11 @@ def _passes(models: list[PreTrainedModel], runs: list[Run], prefill_chunk: int |
         return plan_passes(runs, causal_in_position=True)
     name = " and ".join(rope_types)
     if prefill_chunk is not None:
-        raise ValueError(
-            f"prefill_chunk cannot be used with rope_type {name!r}: its frequencies change with the length fed, so "
-            "keys in the cache would be rotated differently from those of one pass. Leave prefill_chunk out."
+        raise InvalidRequestError(
+            f"{argument('prefill_chunk')} cannot be used with rope_type {name!r}: its frequencies change with the "
+            "length fed, so "
+            "keys in the cache would be rotated differently from those of one pass. Leave "
+            f"{argument('prefill_chunk')} out."
         )
     logger.warning("rope_type %r depends on the length that is fed: one pass for each context length.", name)
     return plan_passes(runs, causal_in_position=False)

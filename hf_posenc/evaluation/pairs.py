@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.bootstrap import bootstrap_interval
 from hf_posenc.evaluation.records import Record
 
@@ -48,9 +49,11 @@ def paired_interval(one: Record, other: Record, *, seed: int = 0) -> Ratio:
     for name in _SAME:
         if getattr(one, name) != getattr(other, name):
             values = "" if name == "unit_tokens" else f" ({getattr(one, name)!r} and {getattr(other, name)!r})"
-            raise ValueError(f"the records are not of the same tokens: {name} differs{values}.")
+            raise InvalidRequestError(f"the records are not of the same tokens: {name} differs{values}.")
     if not one.unit_tokens:
-        raise ValueError("the records do not have the parts that are compared. Measure again, with this version.")
+        raise InvalidRequestError(
+            "the records do not have the parts that are compared. Measure again, with this version."
+        )
     differences = [mine - theirs for mine, theirs in zip(one.unit_nll, other.unit_nll, strict=True)]
     low, high = bootstrap_interval(differences, one.unit_tokens, seed=seed)
     return Ratio(one.perplexity / other.perplexity, low, high, one.ci_unit)

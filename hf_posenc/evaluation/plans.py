@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.evaluation.protocols import PROTOCOLS, Average, Bos, ProtocolName, Rule, in_words, rule_of
 from hf_posenc.evaluation.windows import (
     Window,
@@ -129,20 +130,22 @@ def plan_runs(
     """
     lengths = sorted({_whole(length) for length in _as_list(context_lengths)})
     if not lengths or lengths[0] < 2:
-        raise ValueError(f"context_lengths must be one or more numbers of tokens, each at least 2, got {lengths}.")
+        raise InvalidRequestError(
+            f"{argument('context_lengths')} must be one or more numbers of tokens, each at least 2, got {lengths}."
+        )
     runs: list[Run] = []
     for name in dict.fromkeys(protocols):
         rule = rule_of(name)
         if name in ("last_k", "rerope"):
             _check_last_k(rule.last_k or DEFAULT_LAST_K if last_k is None else last_k, lengths[0])
         if name == "same_tokens" and len(lengths) < 2:
-            raise ValueError(
+            raise InvalidRequestError(
                 "same_tokens scores at every length the tokens between the shortest and the longest: give two context "
                 f"lengths or more, got {lengths}."
             )
         runs += [_plan(name, rule, length, lengths[0], stride, last_k, average) for length in lengths]
     if not runs:
-        raise ValueError(f"protocol is empty. Known: {', '.join(PROTOCOLS)}.")
+        raise InvalidRequestError(f"protocol is empty. Known: {', '.join(PROTOCOLS)}.")
     return runs
 
 
@@ -173,8 +176,9 @@ def _plan(
 
 def _as_list(context_lengths: Iterable[int]) -> list[int]:
     if isinstance(context_lengths, str) or not isinstance(context_lengths, Iterable):
-        raise TypeError(
-            f"context_lengths must be a list of numbers of tokens, such as [512, 2048], got {context_lengths!r}."
+        raise InvalidTypeError(
+            f"{argument('context_lengths')} must be a list of numbers of tokens, such as [512, 2048], got "
+            f"{context_lengths!r}."
         )
     return list(context_lengths)
 
@@ -183,14 +187,17 @@ def _whole(length: int) -> int:
     try:
         return operator.index(length)
     except TypeError:
-        raise TypeError(f"context_lengths must be whole numbers of tokens, got {length!r}.") from None
+        raise InvalidTypeError(
+            f"{argument('context_lengths')} must be whole numbers of tokens, got {length!r}."
+        ) from None
 
 
 def _check_last_k(last_k: int, shortest: int) -> None:
     if not 1 <= last_k < shortest:
-        raise ValueError(
-            f"last_k must be at least 1 and less than the shortest context length, got {last_k} and {shortest}. "
-            "Lower last_k, or leave the short lengths to another protocol."
+        raise InvalidRequestError(
+            f"{argument('last_k')} must be at least 1 and less than the shortest context length, got {last_k} and "
+            f"{shortest}. "
+            f"Lower {argument('last_k')}, or leave the short lengths to another protocol."
         )
 
 
@@ -267,5 +274,5 @@ def spread(items: Sequence[T], count: int | None) -> list[T]:
     if count is None or count >= len(items):
         return list(items)
     if count < 1:
-        raise ValueError(f"max_documents must be at least 1, got {count}.")
+        raise InvalidRequestError(f"{argument('max_documents')} must be at least 1, got {count}.")
     return [items[index * len(items) // count] for index in range(count)]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from hf_posenc.errors import InvalidRequestError
+
 ProtocolName = Literal[
     "truncated",
     "last_k",
@@ -169,7 +171,7 @@ def rule_of(name: str) -> Rule:
     for known, rule in RULES.items():
         if known == name:
             return rule
-    raise ValueError(f"unknown protocol {name!r}. Known: {', '.join(PROTOCOLS)}.")
+    raise InvalidRequestError(f"unknown protocol {name!r}. Known: {', '.join(PROTOCOLS)}.")
 
 
 def in_words(name: ProtocolName, bos: Bos, average: Average, **numbers: int | None) -> str:

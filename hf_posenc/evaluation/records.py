@@ -8,6 +8,8 @@ from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TypeVar
 
+from hf_posenc.errors import InvalidRequestError
+
 # The field that tells the kinds of records in one file apart.
 _MARKS = ("perplexity", "task")
 
@@ -37,7 +39,7 @@ class JsonRecord:
         kind: Any = cls
         missing = [one.name for one in fields(kind) if one.name not in values and not _has_default(one)]
         if missing:
-            raise ValueError(f"not a {cls.MARK} record: it has no {', '.join(missing)}.")
+            raise InvalidRequestError(f"not a {cls.MARK} record: it has no {', '.join(missing)}.")
         return cls(**{one.name: values[one.name] for one in fields(kind) if one.name in values})
 
 
@@ -145,7 +147,7 @@ def read_kind(path: str | Path, kind: type[Kind]) -> list[Kind]:
             if values is not None and not any(mark in values for mark in _MARKS if mark != kind.MARK):
                 records.append(kind.from_values(values))
         except (ValueError, TypeError) as error:
-            raise ValueError(f"line {number} of {str(path)!r}: {error}") from error
+            raise InvalidRequestError(f"line {number} of {str(path)!r}: {error}") from error
     return records
 
 
@@ -158,7 +160,9 @@ def check_output(path: str | Path) -> None:
     folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
     if Path(path).is_dir() or not folder.is_dir():
         what = f"{str(path)!r} is a folder" if Path(path).is_dir() else f"{str(folder)!r} is not a folder"
-        raise ValueError(f"results cannot be written to {str(path)!r}: {what}. Give a file, such as results.jsonl.")
+        raise InvalidRequestError(
+            f"results cannot be written to {str(path)!r}: {what}. Give a file, such as results.jsonl."
+        )
 
 
 def whole_lines(path: Path) -> Iterable[str]:

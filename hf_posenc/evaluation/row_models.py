@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.registry import method_names
 from hf_posenc.patching.api import describe, is_patched, patched, unpatched
 
@@ -21,12 +22,12 @@ def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
     """
     there = describe(model)
     if there["method"] in method_names("instead_of_rope"):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{name!r} holds {there['method']} in the place of its RoPE, and its weights suit no other rule. Take it "
             "as it is: eval and lm-eval without --method."
         )
     if is_patched(model) and on_scaled != "replace":
-        raise ValueError(
+        raise InvalidRequestError(
             f"{name!r} is extended already ({there['method']}, factor {there['factor']:g}), and factors do not "
             "multiply. Give the base model, or pass --on-scaled replace (eval without --method takes it as it is)."
         )

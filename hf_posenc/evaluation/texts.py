@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.documents import bos_token_id, make_stream, select_documents
 from hf_posenc.evaluation.plans import Run, spread
 from hf_posenc.families.discovery import unwrap
@@ -35,7 +36,7 @@ def check_sizes(**sizes: int | None) -> None:
     """
     for name, value in sizes.items():
         if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}.")
+            raise InvalidRequestError(f"{argument(name)} must be at least 1, got {value}.")
 
 
 def check_choice(runs: Sequence[Run], choice: Choice) -> None:
@@ -47,19 +48,27 @@ def check_choice(runs: Sequence[Run], choice: Choice) -> None:
     sizes = {name: getattr(choice, name) for name in ("max_tokens", "min_tokens", "max_documents")}
     check_sizes(**sizes)
     if choice.cut and choice.min_tokens is not None:
-        raise ValueError("cut makes pieces of one length, so min_tokens has no meaning there. Leave one of them out.")
+        raise InvalidRequestError(
+            f"{argument('cut')} makes pieces of one length, so {argument('min_tokens')} has no meaning there. Leave "
+            "one of them out."
+        )
     longest = max(run.context_length for run in runs)
     if choice.max_tokens is not None and choice.max_tokens < longest and any(_by_document(run) for run in runs):
-        raise ValueError(
-            f"max_tokens ({choice.max_tokens}) must not be less than the longest context length ({longest})."
+        raise InvalidRequestError(
+            f"{argument('max_tokens')} ({choice.max_tokens}) must not be less than the longest context length "
+            f"({longest})."
         )
     for run in runs:
         if not _by_document(run) and (choice.cut or choice.min_tokens is not None):
-            raise ValueError(f"protocol {run.protocol!r} joins all documents: leave cut and min_tokens out.")
+            raise InvalidRequestError(
+                f"protocol {run.protocol!r} joins all documents: leave {argument('cut')} and "
+                f"{argument('min_tokens')} out."
+            )
         if run.rule.shape == "beginning" and (choice.min_tokens or longest) < longest:
-            raise ValueError(
-                f"min_tokens ({choice.min_tokens}) is less than the longest context length ({longest}), all of which "
-                f"protocol {run.protocol!r} reads of every document. Leave min_tokens out."
+            raise InvalidRequestError(
+                f"{argument('min_tokens')} ({choice.min_tokens}) is less than the longest context length "
+                f"({longest}), all of which "
+                f"protocol {run.protocol!r} reads of every document. Leave {argument('min_tokens')} out."
             )
 
 
@@ -74,7 +83,7 @@ def check_bos(runs: Sequence[Run], bos: str | None) -> None:
         ValueError: It is asked for in a protocol that has a rule of its own.
     """
     if bos is not None and (own := [run.protocol for run in runs if run.rule.bos is not None]):
-        raise ValueError(
+        raise InvalidRequestError(
             f"protocol {own[0]!r} has a rule of its own for BOS tokens, so bos={bos!r} cannot be asked for. Leave bos "
             "out, or measure the other protocols in a call of their own."
         )
@@ -110,7 +119,9 @@ def settle_bos(
             run = replace(run, bos=bos or "none")
         elif own_id is None:
             if run.rule.needs_bos:
-                raise ValueError(f"protocol {run.protocol!r} puts a BOS token before every window, and there is none.")
+                raise InvalidRequestError(
+                    f"protocol {run.protocol!r} puts a BOS token before every window, and there is none."
+                )
             run = replace(run, bos="none")
         settled.append(run)
     return settled, own_id if asked is None else asked
@@ -138,7 +149,7 @@ def texts_of(
     # A window's own BOS is one of its tokens; what comes after the last token fed is scored at the end of a document.
     spare = int(shape == "end") - int(run.bos == "each_window")
     if run.bos == "each_window" and any(len(row) and int(row[0]) == bos_id for row in ids):
-        raise ValueError(
+        raise InvalidRequestError(
             f"protocol {run.protocol!r} puts BOS (token {bos_id}) before every window, but a document already starts "
             "with it. Give the documents without."
         )

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_posenc.errors import InvalidRequestError
+
 _TOKENS_OF_A_GROUP = 2**18
 
 
@@ -40,7 +42,9 @@ def sliding_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
     Reference: Press et al. 2021, arXiv:2012.15832, section 2 ("sliding window" evaluation).
     """
     if num_tokens < 2:
-        raise ValueError(f"a document needs at least 2 tokens, got {num_tokens}: the first one is never scored.")
+        raise InvalidRequestError(
+            f"a document needs at least 2 tokens, got {num_tokens}: the first one is never scored."
+        )
     check_stride(window, stride)
     windows = [Window(0, min(window, num_tokens), 1)]
     while (done := windows[-1].end) < num_tokens:
@@ -68,7 +72,9 @@ def stepping_windows(num_tokens: int, window: int, stride: int, bos: bool = Fals
     fits = window - 1 if bos else window
     check_stride(window, stride)
     if num_tokens < 2:
-        raise ValueError(f"a document needs at least 2 tokens, got {num_tokens}: the first one may not be scored.")
+        raise InvalidRequestError(
+            f"a document needs at least 2 tokens, got {num_tokens}: the first one may not be scored."
+        )
     windows: list[Window] = []
     start = 0
     while not windows or windows[-1].end < num_tokens:
@@ -91,7 +97,7 @@ def whole_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
     check_stride(window, stride)
     windows = [Window(start, start + window, start + 1) for start in range(0, num_tokens - window, stride)][:-1]
     if not windows:
-        raise ValueError(
+        raise InvalidRequestError(
             f"all documents together have {num_tokens} tokens; windows of {window} every {stride} tokens, of which the "
             f"last is left out, need {window + stride + 1}. Give more text or shorter context lengths."
         )
@@ -101,9 +107,9 @@ def whole_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
 def check_stride(window: int, stride: int) -> None:
     """Raise unless every token can be scored with at least one token before it."""
     if window < 2:
-        raise ValueError(f"a window needs at least 2 tokens, got {window}.")
+        raise InvalidRequestError(f"a window needs at least 2 tokens, got {window}.")
     if not 1 <= stride < window:
-        raise ValueError(
+        raise InvalidRequestError(
             f"stride must be from 1 to window - 1 = {window - 1}, got {stride}: "
             "the first token of a window has nothing before it to be predicted from."
         )

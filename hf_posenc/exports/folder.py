@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, read_manifest, runs_in_attention
+from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.spec import RopeSpec
@@ -95,20 +96,20 @@ def read_folder(path: str | Path) -> ExportFolder:
     folder = Path(path).expanduser()
     manifest = read_manifest(folder)
     if manifest is None:
-        raise FileNotFoundError(
+        raise MissingFileError(
             f"{str(path)!r} has no {MANIFEST}: give a folder that hf-posenc wrote (patch, finetune)."
         )
     if (folder / ADAPTER_CONFIG).is_file():
-        raise ValueError(
+        raise InvalidRequestError(
             f"{str(path)!r} is an adapter, and servers read the rule from the config.json of a whole model. Merge it "
             "first: save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer)."
         )
     if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{str(path)!r} has no {CONFIG}: the checkpoint is not whole. Save the model again.")
+        raise MissingFileError(f"{str(path)!r} has no {CONFIG}: the checkpoint is not whole. Save the model again.")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{folder / CONFIG} is damaged ({error}). Save the model again.") from error
+        raise InvalidRequestError(f"{folder / CONFIG} is damaged ({error}). Save the model again.") from error
     return ExportFolder(str(folder), config, manifest)
 
 
@@ -121,7 +122,7 @@ def check_rule(folder: ExportFolder) -> None:
     manifest = folder.manifest
     written = {key: value for key, value in manifest["rope_parameters"].items() if key != "type"}
     if folder.rope != written or folder.config.get("max_position_embeddings") != folder.context_length:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{CONFIG} in {folder.path!r} does not carry the rule of {MANIFEST} ({manifest['method']}, "
             f"{folder.context_length} tokens): it was edited since. Save the model again."
         )
@@ -130,7 +131,7 @@ def check_rule(folder: ExportFolder) -> None:
 def check_one_list(folder: ExportFolder, stack: str, does: str) -> None:
     """Raise if a longrope rule has two lists: no server chooses between them as Transformers does."""
     if folder.rope_type == "longrope" and folder.rope["short_factor"] != folder.rope["long_factor"]:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{stack} cannot express longrope with a short_factor other than long_factor: {does}, and Transformers "
             "takes the list by the length of each forward. Save the model with both lists equal."
         )

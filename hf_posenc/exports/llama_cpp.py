@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.manifest import CONFIG
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.exports.folder import PLAIN, ExportFolder, check_one_list, check_rule, command, read_folder
 from hf_posenc.exports.nearest import refuse_attention_rule
 from hf_posenc.methods.base import STOPPED, plain_frequencies
@@ -90,22 +91,22 @@ def _scaling_keys(folder: ExportFolder) -> dict[str, Any]:
 def _check(folder: ExportFolder) -> None:
     """Raise unless llama.cpp can run the rule from a file that says it."""
     if folder.model_type not in ARCHITECTURES:
-        raise ValueError(
+        raise InvalidRequestError(
             f"how llama.cpp converts model_type {folder.model_type!r} has not been checked. Checked: "
             f"{', '.join(sorted(ARCHITECTURES))}."
         )
     if folder.rope_type == "dynamic":
-        raise ValueError("llama.cpp cannot express Transformers' dynamic rule: it has no such scaling type.")
+        raise InvalidRequestError("llama.cpp cannot express Transformers' dynamic rule: it has no such scaling type.")
     refuse_attention_rule(folder, "llama.cpp")
     check_rule(folder)
     check_one_list(folder, "llama.cpp", "it takes long_factor for every text once -c exceeds the original length")
     if folder.rope_type in ("llama3", "longrope") and ARCHITECTURES[folder.model_type] not in _WITH_DIVISORS:
-        raise ValueError(
+        raise InvalidRequestError(
             f"llama.cpp cannot express {folder.rope_type} for model_type {folder.model_type!r}: its divisors per pair "
             "are read for the llama architecture only. Save the model with yarn or ntk."
         )
     if folder.rope_type == "yarn" and not folder.rope.get("truncate", True):
-        raise ValueError(
+        raise InvalidRequestError(
             "llama.cpp cannot express truncate=False: it always rounds the ends of yarn's ramp "
             "(ggml_rope_yarn_corr_dims). Save the model with truncate=True."
         )
@@ -119,12 +120,12 @@ def llama_cpp(folder: ExportFolder) -> list[str]:
     """
     metadata = metadata_of(folder)
     if folder.rope_type == "llama3" and folder.overrides:
-        raise ValueError(
+        raise InvalidRequestError(
             f"llama.cpp has no flags for {folder.manifest['method']}, whose divisors per pair the converter takes from "
             f"{CONFIG}, and that of this folder is the base model's. Take --as yarn, ntk or linear."
         )
     if folder.rope_type == "longrope":
-        raise ValueError(
+        raise InvalidRequestError(
             "llama.cpp has no flags for longrope, and convert_hf_to_gguf.py drops the lists of model_type "
             f"{folder.model_type!r}. Write what hf_posenc.exports.gguf_metadata and gguf_tensors return into the "
             "converted file with the gguf package, or save the model with yarn or ntk."

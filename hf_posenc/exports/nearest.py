@@ -7,6 +7,7 @@ from dataclasses import replace
 from transformers import AutoConfig
 
 from hf_posenc.checkpoint.manifest import CONFIG, MANIFEST, is_encoding
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.exports.folder import ExportFolder, command
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import DistanceMethod, StaticMethod
@@ -30,12 +31,12 @@ def refuse_attention_rule(folder: ExportFolder, title: str) -> None:
         ValueError: With the reason, and what to do.
     """
     if is_encoding(folder.manifest):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{title} cannot run {folder.manifest['method']}: the model was trained with it in place of RoPE, so only "
             "hf_posenc runs it (load_extended, hf-posenc eval), and no static rule is near."
         )
     if folder.runs_in_attention:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{title} cannot run {folder.manifest['method']}: the rule depends on where each query stands, so only "
             f"hf_posenc runs it (load_extended, hf-posenc eval), and {CONFIG} is the base model's. For the nearest "
             "static rule, and what is lost by it: --as yarn (export_command(..., as_method='yarn'))."
@@ -55,13 +56,15 @@ def as_static(folder: ExportFolder, method: str) -> ExportFolder:
     """
     name = get_method(method).name
     if name not in (known := static_without_options()):
-        raise ValueError(f"--as takes a static rule that needs no options: {', '.join(known)}; got {method!r}.")
+        raise InvalidRequestError(
+            f"--as takes a static rule that needs no options: {', '.join(known)}; got {method!r}."
+        )
     if is_encoding(folder.manifest):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{folder.path!r} was trained with {folder.manifest['method']} in place of RoPE: no static rule is near it."
         )
     if not folder.runs_in_attention:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{CONFIG} in {folder.path!r} says its rule already ({folder.manifest['method']}), and servers run that: "
             f"leave --as out. For another rule: hf-posenc patch {folder.path} OUT --method {name} --on-scaled replace."
         )
@@ -107,7 +110,7 @@ def _check_base(folder: ExportFolder) -> None:
     rope = {key: value for key, value in base.get("rope_parameters", folder.rope).items() if key != "type"}
     length = folder.config.get("max_position_embeddings")
     if folder.rope != rope or length != base.get("max_position_embeddings", length):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{CONFIG} in {folder.path!r} is not the base model's any more, as {MANIFEST} says it is: it was edited "
             "since. Save the model again."
         )

@@ -6,6 +6,7 @@ import json
 import math
 from typing import Any
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.exports.folder import ExportFolder, check_one_list, command
 
 # TGI's yarn has these built in, whatever config.json says.
@@ -85,14 +86,14 @@ def tgi(folder: ExportFolder) -> list[str]:
     """
     rope, target = folder.rope, folder.context_length
     if folder.overrides:
-        raise ValueError(
+        raise InvalidRequestError(
             "TGI reads config.json only, and that of this folder is the base model's: it has no override for the rule. "
             f"Save a model with it: hf-posenc patch {folder.path} OUT --method {folder.manifest['method']} "
             f"--context-length {target} --on-scaled replace."
         )
     check_one_list(folder, "TGI", "it turns early positions by one list and late ones by the other")
     if folder.rope_type == "linear":
-        raise ValueError(
+        raise InvalidRequestError(
             "TGI cannot express linear: it accepts rope_type 'linear' and ROPE_SCALING=linear, and divides nothing by "
             "the factor. Save the model with ntk, or use another server."
         )
@@ -114,7 +115,7 @@ def tgi(folder: ExportFolder) -> list[str]:
 def _refuse_for_tgi(ignored: dict[str, Any]) -> None:
     if ignored:
         named = ", ".join(f"{key} {value}" for key, value in ignored.items())
-        raise ValueError(
+        raise InvalidRequestError(
             f"TGI cannot express {named}: it computes this itself and does not read it. Save the model with the "
             "rule's defaults, or use another server."
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.exports.folder import ExportFolder, check_rule, read_folder
 from hf_posenc.exports.llama_cpp import ARCHITECTURES, llama_cpp
 from hf_posenc.exports.nearest import as_static, refuse_attention_rule, what_is_lost
@@ -84,15 +85,15 @@ def export_command(path: str | Path, stack: str, as_method: str | None = None) -
     """
     known = STACKS.get(stack.lower())
     if known is None:
-        raise ValueError(f"unknown stack {stack!r}. Known: {', '.join(STACKS)}.")
+        raise InvalidRequestError(f"unknown stack {stack!r}. Known: {', '.join(STACKS)}.")
     folder = read_folder(path)
     if folder.model_type not in known.model_types:
-        raise ValueError(
+        raise InvalidRequestError(
             f"how {known.title} reads the positions of model_type {folder.model_type!r} has not been checked, or it "
             f"drops part of them. Checked: {', '.join(sorted(known.model_types))}."
         )
     if folder.rope_type == "dynamic":
-        raise ValueError(
+        raise InvalidRequestError(
             f"{known.title} cannot express Transformers' dynamic rule, one scale per forward: {known.dynamic}. Save "
             "the model with a static rule, such as ntk or yarn."
         )

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
+
 if TYPE_CHECKING:  # they take seconds to import, which `--help` and `presets` would wait for
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -97,7 +99,7 @@ def unwrap(model: Any) -> PreTrainedModel:
         elif hasattr(inner, "module"):  # DistributedDataParallel and the like
             inner = inner.module
         else:
-            raise TypeError(
+            raise InvalidTypeError(
                 f"expected a Transformers model (PreTrainedModel, or one wrapped by PEFT or torch.compile), "
                 f"got {type(model).__name__}. Load one with AutoModelForCausalLM.from_pretrained."
             )
@@ -164,7 +166,7 @@ def refuse_family(config: PreTrainedConfig) -> None:
             "out of one; its full-attention layers have no positions, so there is nothing to scale"
         )
     if reason is not None:
-        raise ValueError(f"model_type {config.model_type!r} is not supported: {reason}.")
+        raise InvalidRequestError(f"model_type {config.model_type!r} is not supported: {reason}.")
 
 
 def _turns_in_windows_only(config: PreTrainedConfig) -> bool:
@@ -212,7 +214,7 @@ def rope_label(config: PreTrainedConfig) -> str | None:
     labels = [key for key, value in parameters.items() if isinstance(value, Mapping)]
     full = next((label for label in labels if label in FULL_ATTENTION), None)
     if labels and full is None:
-        raise ValueError(
+        raise InvalidRequestError(
             f"model_type {config.model_type!r} has rotary settings for {', '.join(labels)} and none for full "
             "attention, so no layer that reads the whole context has frequencies to scale."
         )
@@ -246,7 +248,7 @@ def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
         and type(getattr(module, "config", None)) is type(config)
     }
     if not found:
-        raise ValueError(
+        raise InvalidRequestError(
             f"found no rotary module of Transformers' usual form (inv_freq, original_inv_freq, rope_type) in "
             f"{type(model).__name__} (model_type {config.model_type!r}), so there is nothing to scale."
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.discovery import FULL_ATTENTION
 from hf_posenc.spec import check_length
 from hf_posenc.utils.units import ContextLength
@@ -37,8 +38,9 @@ def choose_window(config: PreTrainedConfig, asked: str | int, target: int) -> in
     """
     window = window_of_all_layers(config)
     if asked != KEEP and window is None:
-        raise ValueError(
-            f"sliding_window={asked!r}: model_type {config.model_type!r} has no sliding window on every layer, so "
+        raise InvalidRequestError(
+            f"{argument('sliding_window', asked)}: model_type {config.model_type!r} has no sliding window on every "
+            "layer, so "
             "there is nothing to change (layers with a window beside layers that read everything keep theirs)."
         )
     if asked == OFF:
@@ -48,9 +50,9 @@ def choose_window(config: PreTrainedConfig, asked: str | int, target: int) -> in
         return None
     reach = chosen * int(config.num_hidden_layers)
     if reach < target:
-        raise ValueError(
+        raise InvalidRequestError(
             f"a sliding window of {chosen} tokens on {config.num_hidden_layers} layers carries information at most "
-            f"{reach} tokens, so {target} cannot be reached. Pass sliding_window='off', or a larger one."
+            f"{reach} tokens, so {target} cannot be reached. Pass {argument('sliding_window', 'off')}, or a larger one."
         )
     return chosen
 
@@ -64,9 +66,11 @@ def check_window(asked: str | int) -> str | int:
     if asked in (KEEP, OFF):
         return asked
     try:
-        return check_length("sliding_window", ContextLength(asked) if isinstance(asked, str) else asked)
+        return check_length(argument("sliding_window"), ContextLength(asked) if isinstance(asked, str) else asked)
     except ValueError as error:
-        raise ValueError(f"sliding_window must be 'keep', 'off' or a number of tokens: {error}") from None
+        raise InvalidRequestError(
+            f"{argument('sliding_window')} must be 'keep', 'off' or a number of tokens: {error}"
+        ) from None
 
 
 def warn_about_window(config: PreTrainedConfig, target: int) -> None:
@@ -77,6 +81,6 @@ def warn_about_window(config: PreTrainedConfig, target: int) -> None:
         warnings.warn(
             f"config.sliding_window is {window}: each layer looks back {window} tokens, so what is further away "
             f"arrives only through other tokens (at most {window} x {layers} layers = {window * layers}). Pass "
-            "sliding_window='off' to attend to all of it.",
+            f"{argument('sliding_window', 'off')} to attend to all of it.",
             stacklevel=5,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, StaticMethod, geometric_frequencies, plain_rope_parameters
 from hf_posenc.methods.options import option, positive
 from hf_posenc.methods.registry import register_method
@@ -32,9 +33,9 @@ class Abf(StaticMethod):
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         if self.rope_theta is None:
-            raise ValueError("method 'abf' needs the new base: rope_theta=500000, for example.")
+            raise InvalidRequestError("method 'abf' needs the new base: rope_theta=500000, for example.")
         if self.rope_theta <= spec.rope_theta:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"rope_theta must be larger than the model's {spec.rope_theta:g} to slow the pairs down, "
                 f"got {self.rope_theta:g}."
             )

@@ -249,10 +249,7 @@ def longrope_lists(
 def check_factor(factor: Any) -> float:
     """Return a factor as a float, or say what came and what is allowed."""
     hint = "It is target / original length: 4 makes a 4096-token model read 16384 (llama.cpp's 0.25 is the inverse)."
-    try:
-        return check_number("factor", factor, at_least=1)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{error} {hint}") from None
+    return check_number("factor", factor, at_least=1, hint=hint)
 
 
 @dataclass(frozen=True)

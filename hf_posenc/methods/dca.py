@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import PLAIN, DistanceMethod, Region, Regions, after, same, zero
 from hf_posenc.methods.options import flag, option, tokens
 from hf_posenc.methods.registry import register_method
@@ -42,7 +43,7 @@ class DualChunkAttention(DistanceMethod):
         chunk = self.chunk_size or max(2, 3 * original // 4)
         local = self.local_window or max(1, original // 8)
         if not local < chunk:
-            raise ValueError(f"local_window must be less than chunk_size, got {local} and {chunk}.")
+            raise InvalidRequestError(f"local_window must be less than chunk_size, got {local} and {chunk}.")
         length = chunk - local
 
         def this(positions: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, StagedMethod, StaticMethod, Words, geometric_frequencies
 from hf_posenc.methods.ntk import Ntk
 from hf_posenc.methods.options import one_of, option
@@ -84,7 +85,7 @@ class DynamicNtk(StagedMethod):
         length = max(seq_len or original, original)
         stretch = self.factor * length / original - (self.factor - 1)
         if spec.rotary_dim <= 2:
-            raise ValueError("NTK scaling needs at least two pairs of features that rotate (rotary_dim >= 4).")
+            raise InvalidRequestError("NTK scaling needs at least two pairs of features that rotate (rotary_dim >= 4).")
         # Of an odd rotary_dim this is not quite ntk_theta.
         theta = spec.rope_theta * math.pow(stretch, spec.rotary_dim / (spec.rotary_dim - 2))
         return geometric_frequencies(spec, theta), 1.0
@@ -93,7 +94,7 @@ class DynamicNtk(StagedMethod):
         if self.runs_in_attention:
             return super().rope_parameters(spec)
         if spec.unrotated_pairs:
-            raise ValueError(
+            raise InvalidRequestError(
                 "Transformers' dynamic rule rotates every pair of a head, and in this model some never do (rope_type "
                 "'proportional'). Take 'ntk' or 'yarn'."
             )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import (
     NEVER_ROTATED,
     STOPPED,
@@ -62,11 +63,13 @@ class LongRope(StaticMethod):
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         num_pairs, original = spec.rotated_pairs, spec.original_max_position_embeddings
         if self.long_factor is None:
-            raise ValueError(f"method 'longrope' needs long_factor, a list of {num_pairs} numbers (one per pair).")
+            raise InvalidRequestError(
+                f"method 'longrope' needs long_factor, a list of {num_pairs} numbers (one per pair)."
+            )
         short_factor = self.short_factor or (1.0,) * num_pairs
         for name, factors in (("long_factor", self.long_factor), ("short_factor", short_factor)):
             if len(factors) != num_pairs:
-                raise ValueError(
+                raise InvalidRequestError(
                     f"{name} must hold {num_pairs} numbers (one per pair of features), got {len(factors)}."
                 )
         factors = self.long_factor if (seq_len or 0) > original else short_factor

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, StaticMethod, geometric_frequencies, plain_rope_parameters
 from hf_posenc.methods.registry import register_method
 from hf_posenc.spec import RopeSpec
@@ -14,7 +15,7 @@ from hf_posenc.spec import RopeSpec
 def ntk_theta(spec: RopeSpec, factor: float) -> float:
     """Return the base that stretches the slowest rotated pair by exactly ``factor`` and the fastest by 1."""
     if spec.rotated_pairs < 2:
-        raise ValueError("NTK scaling needs at least two pairs of features that rotate (rotary_dim >= 4).")
+        raise InvalidRequestError("NTK scaling needs at least two pairs of features that rotate (rotary_dim >= 4).")
     return spec.rope_theta * math.pow(factor, spec.rotary_dim / (2 * (spec.rotated_pairs - 1)))
 
 

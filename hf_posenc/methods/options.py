@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.spec import check_length, check_number
 
 Check = Callable[[str, Any], Any]
@@ -36,7 +37,7 @@ def share(name: str, value: Any) -> float:
     """A number above 0 and up to 1."""
     number = check_number(name, value, above=0)
     if number > 1:
-        raise ValueError(f"{name} must be at most 1, got {number:g}.")
+        raise InvalidRequestError(f"{name} must be at most 1, got {number:g}.")
     return number
 
 
@@ -48,7 +49,7 @@ def tokens(name: str, value: Any) -> int:
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}.")
+        raise InvalidTypeError(f"{name} must be True or False, got {value!r}.")
     return value
 
 
@@ -57,7 +58,7 @@ def one_of(*allowed: str) -> Check:
 
     def check(name: str, value: Any) -> Any:
         if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
+            raise InvalidRequestError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
         return value
 
     return check
@@ -66,11 +67,11 @@ def one_of(*allowed: str) -> Check:
 def divisors(name: str, values: Any) -> tuple[float, ...]:
     """A list of numbers above 0, one for each pair of features."""
     if isinstance(values, str) or not isinstance(values, Sequence):
-        raise TypeError(f"{name} must be a list of numbers, one per pair of features, got {values!r}.")
+        raise InvalidTypeError(f"{name} must be a list of numbers, one per pair of features, got {values!r}.")
     return tuple(check_number(f"{name}[{i}]", value, above=0) for i, value in enumerate(values))
 
 
 def check_order(low: str, low_value: float, high: str, high_value: float) -> None:
     """Raise unless one option is greater than another."""
     if not high_value > low_value:
-        raise ValueError(f"{high} must be greater than {low}, got {high_value:g} and {low_value:g}.")
+        raise InvalidRequestError(f"{high} must be greater than {low}, got {high_value:g} and {low_value:g}.")

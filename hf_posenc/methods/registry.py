@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hf_posenc.spec import unknown_name
+from hf_posenc.errors import InvalidRequestError, UnknownNameError, UnknownOptionError
 
 if TYPE_CHECKING:
     from hf_posenc.methods.base import Method
@@ -34,7 +34,9 @@ def register_method(cls: MethodT) -> MethodT:
     for name in (cls.name, *cls.aliases):
         taken = next((other for other in _REGISTERED.values() if name in (other.name, *other.aliases)), None)
         if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}.")
+            raise InvalidRequestError(
+                f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}."
+            )
     _REGISTERED[cls.name] = cls
     methods.cache_clear()
     return cls
@@ -78,7 +80,7 @@ def get_method(name: str) -> type[Method]:
     key = name.lower().replace("-", "_") if isinstance(name, str) else name
     by_name = {each: cls for cls in methods().values() for each in (cls.name, *cls.aliases)}
     if key not in by_name:
-        raise unknown_name("method", name, sorted(by_name), key)
+        raise UnknownNameError("method", name, sorted(by_name), key)
     return by_name[key]
 
 
@@ -99,9 +101,7 @@ def make_method(name: str, factor: float = 1.0, options: Mapping[str, Any] | Non
     for option in options:
         if option not in known:
             takers = [other.name for other in methods().values() if option in other.option_fields()]
-            others = f" ({', '.join(takers)} {'does' if len(takers) == 1 else 'do'})" if takers else ""
-            allowed = f" It takes: {', '.join(sorted(known))}." if known else ""
-            raise TypeError(f"method {cls.name!r} takes no option {option!r}{others}.{allowed}")
+            raise UnknownOptionError(cls.name, option, sorted(known), takers)
     return cls(factor, **options)
 
 

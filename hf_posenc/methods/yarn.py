@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, Method, StaticMethod, plain_frequencies
 from hf_posenc.methods.ntk_by_parts import by_parts_frequencies
 from hf_posenc.methods.options import check_order, flag, one_of, option, positive
@@ -134,7 +135,7 @@ class Yarn(YarnOptions, StaticMethod):
             # scale.
             method = dataclasses.replace(self, mscale=1.0, mscale_all_dim=1.0)
         if method.temperature_on_logits and method.attention_factor is not None:
-            raise ValueError(
+            raise InvalidRequestError(
                 "temperature='logits' with attention_factor: on multi-head latent attention give mscale and "
                 "mscale_all_dim instead, which Transformers reads; without any of them it is the default there."
             )

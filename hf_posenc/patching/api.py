@@ -17,6 +17,7 @@ from hf_posenc.attention.installation import attention_problem, check_attention,
 from hf_posenc.attention.interface import count_layers
 from hf_posenc.checkpoint.standard_saving import carries_extension, carry_extension, drop_extension
 from hf_posenc.encodings.encoding_installation import check_encoding, install_encoding
+from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, InvalidTypeError, RotaryMismatchError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.patching.extension import (
@@ -48,7 +49,6 @@ from hf_posenc.patching.softmax_scale import (
 )
 from hf_posenc.patching.verification import (
     RotaryCheck,
-    RotaryMismatchError,
     Verification,
     check_rotary,
     check_scale,
@@ -117,12 +117,14 @@ def patch_model(
     rotary = RotaryModel(model)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor has one
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
-        raise TypeError(f"tokenizer must be a tokenizer or a processor, got {type(tokenizer).__name__}.")
+        raise InvalidTypeError(f"tokenizer must be a tokenizer or a processor, got {type(tokenizer).__name__}.")
     if rotary.record is not None:
         there = describe(model)
-        raise ValueError(
+        raise AlreadyExtendedError(
             f"model is already patched ({there['method']}, factor {there['factor']:g}). "
-            "Call unpatch_model(model) first; factors do not multiply."
+            "Call unpatch_model(model) first; factors do not multiply.",
+            there["method"],
+            there["factor"],
         )
     text_config = rotary.text_config
     extension = resolve(
@@ -182,7 +184,7 @@ def patch_model(
         raise
     except Exception as error:  # whatever a family's own forward trips over
         unpatch_model(model)
-        raise ValueError(
+        raise InvalidRequestError(
             f"Transformers cannot run {type(rotary.model).__name__} with this rule ({type(error).__name__}: {error}). "
             f"Take another method for model_type {text_config.model_type!r}."
         ) from error
@@ -204,7 +206,9 @@ def unpatch_model(model: ModelT) -> ModelT:
     rotary = RotaryModel(model)
     record: PatchRecord | None = rotary.record
     if record is None:
-        raise ValueError("model is not patched: there is nothing to undo. A checkpoint saved extended stays extended.")
+        raise InvalidRequestError(
+            "model is not patched: there is nothing to undo. A checkpoint saved extended stays extended."
+        )
     if record.attention is not None:
         remove_attention(rotary, record.attention)
     if record.encoding is not None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint.standard_saving import MARK as MARK  # here for all who read configs
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import refuse_family, rope_label
 from hf_posenc.methods.base import ENCODING_MARK, NEVER_ROTATED, Method, Unscaled
 from hf_posenc.methods.registry import make_method, method_of_rope_type
@@ -90,19 +91,21 @@ def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
-        raise ValueError(f"model_type {config.model_type!r} has no rope_parameters: it has no rotary embedding.")
+        raise InvalidRequestError(
+            f"model_type {config.model_type!r} has no rope_parameters: it has no rotary embedding."
+        )
     label = rope_label(config)
     if label is not None:
         parameters = parameters[label]
     if parameters.get("rope_theta") is None:
-        raise ValueError(
+        raise InvalidRequestError(
             "config.rope_parameters has no rope_theta. Assigning config.rope_scaling or config.rope_parameters "
             "replaces the whole dict in Transformers 5, and has no effect on a loaded model. Reload the model and "
             "call patch_model."
         )
     legacy = config.__dict__.get("rope_theta")
     if label is None and legacy is not None and legacy != parameters["rope_theta"]:
-        raise ValueError(
+        raise InvalidRequestError(
             f"config.rope_theta was set to {legacy!r}, which Transformers 5 does not read "
             f"(rope_parameters['rope_theta'] is {parameters['rope_theta']!r}). Use method='abf' with "
             f"rope_theta={legacy!r}, or delete the attribute."
@@ -146,13 +149,13 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
     if rope_type == "default":
         return None
     if rope_type.startswith(ENCODING_MARK):
-        raise ValueError(
+        raise InvalidRequestError(
             f"the model was trained with {rope_type.removeprefix(ENCODING_MARK)} in place of RoPE, which only "
             "hf_posenc runs: load it with load_extended."
         )
     method = method_of_rope_type(rope_type)
     if method is None:
-        raise ValueError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
+        raise InvalidRequestError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
     target = int(config.max_position_embeddings)
     original = parameters.get("original_max_position_embeddings", target)
     factor = parameters.get("factor") or max(target / original, 1.0)
@@ -181,7 +184,7 @@ def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
     try:
         return make_method(mark["method"], mark["factor"], mark["options"]).runs_in_attention
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise InvalidRequestError(
             f"the config says that the model was extended by {mark['method']!r}, which this hf_posenc cannot read: "
             f"{error} If a newer one wrote it, upgrade hf_posenc."
         ) from error

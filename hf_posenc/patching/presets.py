@@ -9,11 +9,13 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.errors import InvalidRequestError
+
 if TYPE_CHECKING:  # only named here: `hf-posenc presets` answers without PyTorch
     from transformers import PreTrainedConfig
 
+from hf_posenc.errors import UnknownNameError
 from hf_posenc.families.sliding_window import KEEP, window_of_all_layers
-from hf_posenc.spec import unknown_name
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Preset:
             ValueError: Something was given.
         """
         if decided := [argument for argument, value in given.items() if value not in (None, {})]:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"preset {self.name!r} decides {', '.join(decided)} (it is {self.method}, factor {self.factor:g}): "
                 "give the preset alone, or spell its numbers out without it."
             )
@@ -112,7 +114,7 @@ def checkpoints() -> dict[str, Checkpoint]:
             facts = {"family": family["family"], "rotary_dim": row["head_dim"], **row}
             for name in facts.pop("names"):
                 if name in found:
-                    raise ValueError(f"patches/{file}: checkpoint {name!r} is there already.")
+                    raise InvalidRequestError(f"patches/{file}: checkpoint {name!r} is there already.")
                 found[name] = Checkpoint(name, **facts)
     return found
 
@@ -132,10 +134,12 @@ def presets() -> dict[str, Preset]:
     for file, family in _families():
         for name, values in family.get("presets", {}).items():
             if name in found:
-                raise ValueError(f"patches/{file}: there is another preset named {name!r}.")
+                raise InvalidRequestError(f"patches/{file}: there is another preset named {name!r}.")
             names = tuple(values.pop("checkpoints"))
             if unknown := [checkpoint for checkpoint in names if checkpoint not in checkpoints()]:
-                raise ValueError(f"patches/{file}: preset {name!r} is for {unknown}, of which there are no facts.")
+                raise InvalidRequestError(
+                    f"patches/{file}: preset {name!r} is for {unknown}, of which there are no facts."
+                )
             model_types = tuple(dict.fromkeys(checkpoints()[checkpoint].model_type for checkpoint in names))
             found[name] = Preset(name, family["family"], model_types, checkpoints=names, **values)
     return found
@@ -148,7 +152,7 @@ def get_preset(name: str) -> Preset:
         ValueError: It is unknown; the nearest known name is suggested.
     """
     if name not in presets():
-        raise unknown_name("preset", name, presets())
+        raise UnknownNameError("preset", name, presets())
     return presets()[name]
 
 
@@ -166,7 +170,7 @@ def choose_preset(name: str, config: PreTrainedConfig, **given: Any) -> Preset:
     """
     preset = get_preset(name)
     if config.model_type not in preset.model_types:
-        raise ValueError(
+        raise InvalidRequestError(
             f"preset {name!r} is for {preset.family} (model_type {', '.join(preset.model_types)}), this model is "
             f"{config.model_type!r}. `hf-posenc presets` lists all."
         )
@@ -174,13 +178,13 @@ def choose_preset(name: str, config: PreTrainedConfig, **given: Any) -> Preset:
     original = preset.original_max_position_embeddings
     known = known_checkpoint(getattr(config, "_name_or_path", ""))
     if known is not None and known.trained_length != original:
-        raise ValueError(
+        raise InvalidRequestError(
             f"preset {name!r} is for models trained on {original} tokens, {known.name} was trained on "
             f"{known.trained_length}."
         )
     # Longer is no contradiction: Mistral 0.1 declares 32768 tokens, and was trained on 8192.
     if config.max_position_embeddings < original:
-        raise ValueError(
+        raise InvalidRequestError(
             f"preset {name!r} is for models trained on {original} tokens, this one's config says "
             f"{config.max_position_embeddings}."
         )

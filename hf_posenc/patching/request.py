@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, argument
 from hf_posenc.families.discovery import LONGROPE_ONLY, MLA, ROTATED_VALUES, refuse_family, rope_label
 from hf_posenc.families.sliding_window import KEEP, choose_window, warn_about_window
 from hf_posenc.methods.base import Method, check_factor
@@ -31,9 +32,9 @@ from hf_posenc.spec import RopeSpec, check_length
 def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
     """Return what the model was trained with, before any scaling it carries; refuse what cannot be known."""
     if on_scaled not in ("refuse", "replace"):
-        raise ValueError(f"on_scaled must be 'refuse' or 'replace', got {on_scaled!r}.")
+        raise InvalidRequestError(f"{argument('on_scaled')} must be 'refuse' or 'replace', got {on_scaled!r}.")
     if original is not None:
-        original = check_length("original_max_position_embeddings", original)
+        original = check_length(argument("original_max_position_embeddings"), original)
     if there is None:
         spec = plain_spec(config)
     elif on_scaled == "refuse":
@@ -42,15 +43,17 @@ def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int 
             if there.original_known
             else "original length not recorded"
         )
-        raise ValueError(
+        raise AlreadyExtendedError(
             f"the model is already scaled: {there.method.name}, factor {there.method.factor:g}, {was}. Factors do "
-            "not multiply. Pass on_scaled='replace' to put the new rule in its place, with factor or context_length "
-            "counted from the original length."
+            f"not multiply. Pass {argument('on_scaled', 'replace')} to put the new rule in its place, with factor or "
+            f"{argument('context_length')} counted from the original length.",
+            there.method.name,
+            there.method.factor,
         )
     elif original is None and not there.original_known:
-        raise ValueError(
+        raise InvalidRequestError(
             f"the model is already scaled (linear, factor {there.method.factor:g}), and such a config does not say "
-            "what it was trained on: pass original_max_position_embeddings."
+            f"what it was trained on: pass {argument('original_max_position_embeddings')}."
         )
     else:
         spec = there.spec
@@ -59,14 +62,16 @@ def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int 
 
 def _target(original: int, factor: float | None, context_length: int | None, default: float) -> int:
     if factor is not None and context_length is not None:
-        raise ValueError(
-            f"give factor or context_length, not both (got {factor} and {context_length}): "
+        raise InvalidRequestError(
+            f"give {argument('factor')} or {argument('context_length')}, not both (got {factor} and {context_length}): "
             f"factor is context_length / original length, {original} tokens here."
         )
     if context_length is not None:
-        target = check_length("context_length", context_length)
+        target = check_length(argument("context_length"), context_length)
         if target < original:
-            raise ValueError(f"context_length must be at least the original length, {original} tokens, got {target}.")
+            raise InvalidRequestError(
+                f"{argument('context_length')} must be at least the original length, {original} tokens, got {target}."
+            )
         return target
     return round(check_factor(default if factor is None else factor) * original)
 
@@ -141,7 +146,7 @@ def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Met
     if config.model_type in ROTATED_VALUES:
         plain = method.without_temperature()
         if plain is None:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"model_type {config.model_type!r} turns its values with its keys, so a temperature would scale them "
                 "too: attention_factor can only be 1."
             )
@@ -184,7 +189,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
         config.validate_rope()
     except (KeyError, RuntimeError) as error:  # as on families whose values differ by layer, or by layer type
         why = f"it misses {error}" if isinstance(error, KeyError) else "its head_dim or another size differs by layer"
-        raise ValueError(
+        raise InvalidRequestError(
             f"{method.name} is written as {written['rope_type']} here, and this Transformers cannot check "
             f"{written['rope_type']} for model_type {config.model_type!r}: {why}. Take linear, ntk or abf."
         ) from error
@@ -229,7 +234,7 @@ def extend_config(
         on_scaled=on_scaled,
     )
     if extension.method.runs_in_attention:
-        raise ValueError(
+        raise InvalidRequestError(
             f"no config can say method {extension.method.name!r}: it depends on where each query stands. Call "
             "patch_model on the loaded model, or take a static method such as 'yarn'."
         )

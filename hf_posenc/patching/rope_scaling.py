@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument, did_you_mean
 from hf_posenc.methods.registry import get_method, make_method
-from hf_posenc.spec import check_length, check_number, did_you_mean
+from hf_posenc.spec import check_length, check_number
 
 # Their names for rules, and ours. Their ``dynamic`` has one scale for a whole forward, which we call its scope.
 _RULES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,8 +69,9 @@ class Request:
         }
         if wrong := [name for name, value in told.items() if value != says[name]]:
             found = " and ".join(f"{name} {told[name]!r}{_which_is_not(says[name])}" for name in wrong)
-            raise ValueError(
-                f"rope_scaling says what the rule is, and {found} {'was' if len(wrong) == 1 else 'were'} given too: "
+            raise InvalidRequestError(
+                f"{argument('rope_scaling')} says what the rule is, and {found} "
+                f"{'was' if len(wrong) == 1 else 'were'} given too: "
                 "give one of the two."
             )
 
@@ -83,9 +85,10 @@ class Request:
             ValueError: Nothing does.
         """
         if self.factor is None and all(other is None for other in others):
-            raise ValueError(
-                f'rope_scaling of type {self.method!r} has no factor, so it does not say how far. Add "factor", as in '
-                f"{_EXAMPLE}, or give context_length."
+            raise InvalidRequestError(
+                f"{argument('rope_scaling')} of type {self.method!r} has no factor, so it does not say how far. Add "
+                '"factor", as in '
+                f"{_EXAMPLE}, or give {argument('context_length')}."
             )
 
 
@@ -105,17 +108,23 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
     types = {str(told[key]) for key in _TYPE if told.get(key) is not None}
     if len(types) != 1:
         found = f"has {' and '.join(sorted(types))} as its type" if types else "has no rope_type (or type)"
-        raise ValueError(f"rope_scaling {found}. One of {', '.join(_RULES)} is needed: {_EXAMPLE}.")
+        raise InvalidRequestError(
+            f"{argument('rope_scaling')} {found}. One of {', '.join(_RULES)} is needed: {_EXAMPLE}."
+        )
     [rule] = types
     if rule not in _RULES:
         hint = did_you_mean(rule.lower(), _RULES) or " Other methods of hf_posenc are named by method=, not here."
-        raise ValueError(f"rope_scaling has rope_type {rule!r}; it can be {', '.join(_RULES)}.{hint}")
+        raise InvalidRequestError(
+            f"{argument('rope_scaling')} has rope_type {rule!r}; it can be {', '.join(_RULES)}.{hint}"
+        )
     method, options = _RULES[rule]
     allowed = get_method(method).option_fields()
     names = ("rope_type", "factor", _LENGTH, *allowed)
     for key in told.keys() - {*_TYPE, *names, *_OWN}:
         hint = did_you_mean(key, names)
-        raise ValueError(f"rope_scaling of type {rule!r} has no {key!r}.{hint} It has {', '.join(names)}.")
+        raise InvalidRequestError(
+            f"{argument('rope_scaling')} of type {rule!r} has no {key!r}.{hint} It has {', '.join(names)}."
+        )
     factor = told.get("factor")
     length = told.get(_LENGTH)
     options = {**options, **{key: told[key] for key in allowed if told.get(key) is not None}}
@@ -143,7 +152,9 @@ def check_model_values(repeated: Mapping[str, Any], own: Mapping[str, Any]) -> N
         there = own.get(key)
         if value != there:
             has = "has none" if there is None else f"has {there!r}"
-            raise ValueError(f"rope_scaling has {key} {value!r}, and the model {has}: {_OWN[key]}. Leave it out.")
+            raise InvalidRequestError(
+                f"{argument('rope_scaling')} has {key} {value!r}, and the model {has}: {_OWN[key]}. Leave it out."
+            )
 
 
 def _which_is_not(said: Any) -> str:
@@ -161,7 +172,9 @@ def _parsed(given: Mapping[str, Any] | str) -> dict[str, Any]:
         try:
             given = json.loads(text)
         except ValueError as error:
-            raise ValueError(f"rope_scaling is not JSON ({error}): got {text!r}, an example is {_EXAMPLE}.") from error
+            raise InvalidRequestError(
+                f"{argument('rope_scaling')} is not JSON ({error}): got {text!r}, an example is {_EXAMPLE}."
+            ) from error
     if not isinstance(given, Mapping):
-        raise TypeError(f"rope_scaling must be a dictionary such as {_EXAMPLE}, got {given!r}.")
+        raise InvalidTypeError(f"{argument('rope_scaling')} must be a dictionary such as {_EXAMPLE}, got {given!r}.")
     return dict(given)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hf_posenc.errors import InvalidRequestError
+
 # Endings, because models whose layer types differ put the layer type before each name.
 _BUFFERS = ("inv_freq",)
 _ATTRIBUTES = ("attention_scaling", "rope_type", "rope_init_fn", "max_seq_len_cached", "original_max_seq_len")
@@ -113,7 +115,7 @@ def instantiate(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
         with torch.device("cpu"):
             fresh = rotary_class(module)(config)
     except Exception as error:  # whatever a family's own code trips over
-        raise ValueError(
+        raise InvalidRequestError(
             f"Transformers cannot build {rotary_class(module).__name__} from this rule "
             f"({type(error).__name__}: {error}). Take another method for model_type {config.model_type!r}."
         ) from error

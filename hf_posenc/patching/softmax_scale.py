@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import MLA
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Method
@@ -42,7 +43,7 @@ def partial_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
         if "layer_idx" in vars(module) and isinstance(vars(module).get("scaling"), float)
     }
     if not found:
-        raise ValueError(
+        raise InvalidRequestError(
             f"temperature='logits': the attention of {type(model).__name__} has no scaling that could carry it. "
             "Leave temperature at 'rotary'."
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_posenc.errors import RotaryMismatchError
 from hf_posenc.families.discovery import label_prefix
 from hf_posenc.methods.base import Method, Unscaled
 from hf_posenc.methods.registry import get_method
@@ -21,10 +22,6 @@ _HINT = (
     "A config changed after loading has no effect on the model, and a later cast or another library may have changed "
     "the module: reload the model and call patch_model."
 )
-
-
-class RotaryMismatchError(RuntimeError):
-    """The live rotary modules do not hold what they should."""
 
 
 @dataclass(frozen=True)

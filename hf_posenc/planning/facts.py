@@ -14,6 +14,7 @@ from hf_posenc.checkpoint.hub_files import folder_with
 from hf_posenc.checkpoint.loading import check_path
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, find_manifest, is_encoding, read_manifest
 from hf_posenc.checkpoint.pretrained import is_gguf, refuse_gguf_scaling
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.patching.extension import describe_config, head_dim_of
 from hf_posenc.patching.presets import known_checkpoint
 from hf_posenc.planning.shapes import (
@@ -80,10 +81,10 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     path = Path(source).expanduser()
     check_path(path, str(source))
     if folder_with(source, (ADAPTER_CONFIG,)) is not None and folder_with(source, (CONFIG,)) is None:
-        raise ValueError(f"{str(source)!r} is an adapter. Plan for its base model, with --lora.")
+        raise InvalidRequestError(f"{str(source)!r} is an adapter. Plan for its base model, with --lora.")
     found = find_manifest(source)
     if found is not None and is_encoding(manifest := found[0]):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{str(source)!r} was trained with {manifest['method']} in place of RoPE: there is nothing to extend. "
             "Give a model with RoPE."
         )
@@ -94,7 +95,7 @@ def read_config(source: str | Path) -> PreTrainedConfig:
         else:
             config = AutoConfig.from_pretrained(path if path.exists() else str(source))
     except OSError as error:
-        raise ValueError(
+        raise InvalidRequestError(
             f"cannot read the config of {str(source)!r}: {str(error).strip().splitlines()[0]} "
             "Give a name on the Hugging Face Hub, a folder with config.json, or a .gguf file."
         ) from error

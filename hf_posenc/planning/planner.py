@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from hf_posenc.cli.plan_arguments import MemorySize
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.planning.facts import ModelFacts, kv_cache, model_facts, read_config
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.gpus import usable
@@ -86,7 +87,7 @@ class Plan:
             ValueError: Training was not asked for.
         """
         if not self.levers:
-            raise ValueError("training was not planned: pass training=True (--training).")
+            raise InvalidRequestError("training was not planned: pass training=True (--training).")
         return self.levers[self.chosen]
 
     def longest_text(self, index: int) -> str:
@@ -195,7 +196,7 @@ def plan(
             the family cannot be run without data.
     """
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise ValueError(f"gpus must be a whole number of devices, at least 1, got {gpus!r}.")
+        raise InvalidRequestError(f"gpus must be a whole number of devices, at least 1, got {gpus!r}.")
     _check(context_length, token_budget, original_max_position_embeddings, tokens_per_second, tflops, measure_length)
     memory = None if gpu_memory is None else MemorySize(gpu_memory)
     speeds = (tokens_per_second, tflops, measure_length)
@@ -292,24 +293,24 @@ def _check(
     tflops: float | None,
     measure_length: int | None,
 ) -> None:
-    check_length("context_length", context_length)
+    check_length(argument("context_length"), context_length)
     for name, length in (("token_budget", token_budget), ("original_max_position_embeddings", original)):
         if length is not None:
-            check_length(name, length)
-    if measure_length is not None and check_length("measure_length", measure_length) < 2:
-        raise ValueError(f"measure_length must be at least 2 tokens, got {measure_length}.")
+            check_length(argument(name), length)
+    if measure_length is not None and check_length(argument("measure_length"), measure_length) < 2:
+        raise InvalidRequestError(f"{argument('measure_length')} must be at least 2 tokens, got {measure_length}.")
     for name, number in (("tokens_per_second", tokens_per_second), ("tflops", tflops)):
         if number is not None:
-            check_number(name, number, above=0)
+            check_number(argument(name), number, above=0)
     if sum(one is not None for one in (tokens_per_second, tflops, measure_length)) > 1:
-        raise ValueError("give one of tokens_per_second, tflops and measure: each is the speed of training.")
+        raise InvalidRequestError("give one of tokens_per_second, tflops and measure: each is the speed of training.")
 
 
 def _known_original(facts: ModelFacts) -> int:
     if facts.original is None:
-        raise ValueError(
-            f"{facts.name} does not say how many tokens it was trained on. Give original_max_position_embeddings "
-            "(--original-max-position-embeddings)."
+        raise InvalidRequestError(
+            f"{facts.name} does not say how many tokens it was trained on. Give "
+            f"{argument('original_max_position_embeddings')}."
         )
     return facts.original
 

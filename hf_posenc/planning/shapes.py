@@ -13,6 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.utils.dtypes import DtypeChoice, config_dtype
 
 
@@ -63,7 +64,7 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
             yield
     except (RuntimeError, NotImplementedError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
+        raise InvalidRequestError(
             f"model_type {config.model_type!r} cannot be run without data, so its memory is not predicted: {reason} "
             "(experts want bf16=True, --bf16.)"
         ) from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.records import JsonRecord, read_kind
 
 _Z = 1.959964  # of a normal distribution's central 95 %
@@ -89,7 +90,7 @@ def wilson_interval(scores: Sequence[float]) -> tuple[float, float]:
     """
     count = len(scores)
     if count == 0:
-        raise ValueError("an interval needs at least one score.")
+        raise InvalidRequestError("an interval needs at least one score.")
     share, z2 = math.fsum(scores) / count, _Z**2
     middle = share + z2 / (2 * count)
     spread = _Z * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))

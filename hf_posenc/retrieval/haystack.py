@@ -11,6 +11,7 @@ from random import Random
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+from hf_posenc.errors import InvalidRequestError
 
 _FROM_ASKED = 32  # tokens that a place may lie from the asked depth, to be at the end of a sentence
 _SENTENCE_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s*$")
@@ -31,7 +32,7 @@ class Haystack:
             ValueError: The text is shorter.
         """
         if num_tokens > len(self.ids):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the prompt has room for {num_tokens} tokens of free text and the documents have {len(self.ids)} in "
                 "all. Give longer documents, or a shorter context length."
             )
@@ -66,7 +67,7 @@ def read_haystack(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str] |
     paragraphs = [" ".join(part.split()) for text in documents for part in re.split(r"\n\s*\n", text)]
     lines = [f"{paragraph}\n" for paragraph in paragraphs if paragraph]
     if not lines:
-        raise ValueError("documents hold no text to hide anything in. Give texts, or leave documents out.")
+        raise InvalidRequestError("documents hold no text to hide anything in. Give texts, or leave documents out.")
     rows: list[list[int]] = tokenizer(lines, add_special_tokens=False, verbose=False).input_ids
     ids = [token for row in rows for token in row]
     texts = {token: str(tokenizer.decode([token])) for token in set(ids)}

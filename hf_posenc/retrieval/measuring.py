@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
 from hf_posenc.evaluation.facts import hash_weights, make_run_key, model_facts, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.lm_head import check_head
@@ -184,19 +185,21 @@ def check_retrieval(
         ValueError: A task is unknown, a length is not positive, a depth not in percent, or one of them is missing.
     """
     if isinstance(tasks, str):
-        raise TypeError(f"tasks must be a list of names; put a single one in a list: [{tasks!r}].")
+        raise InvalidTypeError(f"tasks must be a list of names; put a single one in a list: [{tasks!r}].")
     for task in tasks:
         if task not in TASKS:
-            raise ValueError(f"unknown task {task!r}. Known: {', '.join(TASKS)}.")
+            raise InvalidRequestError(f"unknown task {task!r}. Known: {', '.join(TASKS)}.")
     for name, values in (("tasks", tasks), ("context_lengths", context_lengths), ("depths", depths)):
         if len(values) == 0:
-            raise ValueError(f"{name} is empty: give at least one.")
+            raise InvalidRequestError(f"{argument(name)} is empty: give at least one.")
     for depth in depths:
         if not 0 <= depth <= 100:
-            raise ValueError(f"a depth is a percentage from 0 (the beginning of the text) to 100, got {depth:g}.")
+            raise InvalidRequestError(
+                f"a depth is a percentage from 0 (the beginning of the text) to 100, got {depth:g}."
+            )
     for name, number in (("a context length", min(context_lengths)), ("samples", samples)):
         if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {number}.")
+            raise InvalidRequestError(f"{name} must be at least 1, got {number}.")
     return sorted(set(context_lengths))
 
 
@@ -204,11 +207,12 @@ def _check_chunk(model: PreTrainedModel, prefill_chunk: int | None) -> None:
     if prefill_chunk is None:
         return
     if prefill_chunk < 1:
-        raise ValueError(f"prefill_chunk must be at least 1 token, got {prefill_chunk}.")
+        raise InvalidRequestError(f"{argument('prefill_chunk')} must be at least 1 token, got {prefill_chunk}.")
     if rope_types := length_dependent_rope_types(model):
-        raise ValueError(
-            f"prefill_chunk cannot be used with rope_type {' and '.join(rope_types)!r}: its frequencies change with "
-            "the length fed. Leave prefill_chunk out."
+        raise InvalidRequestError(
+            f"{argument('prefill_chunk')} cannot be used with rope_type {' and '.join(rope_types)!r}: its "
+            "frequencies change with "
+            f"the length fed. Leave {argument('prefill_chunk')} out."
         )
 
 

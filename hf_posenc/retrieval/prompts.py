@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.retrieval.haystack import Haystack
 from hf_posenc.retrieval.puzzle import Listing, Needle, Puzzle
 from hf_posenc.retrieval.tasks import TASKS
@@ -64,11 +65,11 @@ class PromptMaker:
                 is, or the tokenizer cannot say which characters a token holds.
         """
         if not tokenizer.is_fast:
-            raise ValueError(f"{type(tokenizer).__name__} is a slow tokenizer; retrieval needs the fast one.")
+            raise InvalidRequestError(f"{type(tokenizer).__name__} is a slow tokenizer; retrieval needs the fast one.")
         if chat not in ("auto", "on", "off"):
-            raise ValueError(f"chat must be auto, on or off, got {chat!r}.")
+            raise InvalidRequestError(f"chat must be auto, on or off, got {chat!r}.")
         if chat == "on" and not tokenizer.chat_template:
-            raise ValueError("chat='on', but the tokenizer has no chat template. Pass chat='off' or 'auto'.")
+            raise InvalidRequestError("chat='on', but the tokenizer has no chat template. Pass chat='off' or 'auto'.")
         self.tokenizer, self.haystack = tokenizer, haystack
         self.in_chat = chat != "off" and bool(tokenizer.chat_template)
         self._before, self._after = self._turn() if self.in_chat else ("", "")
@@ -92,7 +93,7 @@ class PromptMaker:
         room = context_length - fixed - max_new_tokens
         least = 1 if puzzle.listing is None else len(self._ids(puzzle.listing.write(puzzle.listing.least)))
         if room < least:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"task {task!r} does not fit into {context_length} tokens: instruction, needles and question take "
                 f"{fixed}, the shortest text {least} and the answer up to {max_new_tokens}. Give a context length of "
                 f"at least {fixed + least + max_new_tokens}."
@@ -131,7 +132,7 @@ class PromptMaker:
             else:
                 high = count
         if low == listing.most:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"there are words for {len(best)} tokens only, and room for {room}. Ask at shorter lengths."
             )
         return best
@@ -144,7 +145,7 @@ class PromptMaker:
         shown = str(self.tokenizer.apply_chat_template(messages, **options))
         before, mark, after = shown.partition(_MARK)
         if not mark or _MARK in after:
-            raise ValueError("the chat template does not show a user's text once, as it is. Pass chat='off'.")
+            raise InvalidRequestError("the chat template does not show a user's text once, as it is. Pass chat='off'.")
         return before, after
 
     def _head(self, puzzle: Puzzle) -> list[int]:

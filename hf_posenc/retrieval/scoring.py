@@ -10,6 +10,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits, row_chunks
 from hf_posenc.evaluation.losses import length_dependent_rope_types, reset_dynamic_frequencies
 from hf_posenc.families.discovery import unwrap
@@ -71,7 +72,9 @@ def reply(
         if not _take_back(cache, len(answer_ids) - 1):
             cache, first = _prefill(model, prompt_ids, prefill_chunk, None)
     if not forced.isfinite().all():
-        raise ValueError(f"logits are not finite in {unwrap(model).dtype}. Load the model in bfloat16 or float32.")
+        raise InvalidRequestError(
+            f"logits are not finite in {unwrap(model).dtype}. Load the model in bfloat16 or float32."
+        )
     losses = nn.functional.cross_entropy(forced, torch.tensor(answer_ids, device=forced.device), reduction="none")
     written = _write(model, cache, first, max_new_tokens, stop_ids)
     return Reply(forced.argmax(-1).tolist(), losses.tolist(), written)

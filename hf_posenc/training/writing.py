@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.verification import RotaryMismatchError
+from hf_posenc.errors import RotaryMismatchError
 from hf_posenc.training.checkpoints import by_step, last_checkpoint
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,8 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.errors import InvalidRequestError
+
 logger = logging.getLogger(__name__)
 
 HALF = (torch.bfloat16, torch.float16)
@@ -123,7 +125,7 @@ def parse_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return dtype
     resolved = getattr(torch, dtype, None)
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
-        raise ValueError(f"unknown dtype {dtype!r}. Known: auto, checkpoint, float32, bfloat16, float16.")
+        raise InvalidRequestError(f"unknown dtype {dtype!r}. Known: auto, checkpoint, float32, bfloat16, float16.")
     return resolved
 
 

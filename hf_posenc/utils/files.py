@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.errors import InvalidRequestError
+
 
 def read_json(file: Path) -> Any:
     """Return what is in a JSON file.
@@ -16,7 +18,7 @@ def read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # which a wrong encoding is too
-        raise ValueError(f"{str(file)!r} is not JSON: {error}") from error
+        raise InvalidRequestError(f"{str(file)!r} is not JSON: {error}") from error
 
 
 def write_whole(path: Path, content: bytes | str) -> Path:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hf_posenc.errors import InvalidRequestError
+
 CONFIGS = Path(__file__).with_name("accelerate_configs")
 _LAUNCHED = "HF_POSENC_LAUNCHED"
 
@@ -44,7 +46,9 @@ def config_file(name: str) -> Path:
         return ours if ours.is_file() else Path(name)
     known = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
     fsdp1 = " FSDP1 rounds rotary frequencies under mixed precision: take fsdp2." if name == "fsdp1" else ""
-    raise ValueError(f"there is no accelerate configuration {name!r}.{fsdp1} Known: {known}; or the path of a file.")
+    raise InvalidRequestError(
+        f"there is no accelerate configuration {name!r}.{fsdp1} Known: {known}; or the path of a file."
+    )
 
 
 def launch_words(launch: LaunchArguments, command: str, argv: Sequence[str]) -> list[str] | None:
@@ -58,7 +62,9 @@ def launch_words(launch: LaunchArguments, command: str, argv: Sequence[str]) -> 
         return None
     if launch.accelerate_config is None:
         if given:
-            raise ValueError(f"--{next(iter(given)).replace('_', '-')} goes with --accelerate-config: give that too.")
+            raise InvalidRequestError(
+                f"--{next(iter(given)).replace('_', '-')} goes with --accelerate-config: give that too."
+            )
         return None
     file = config_file(given.pop("accelerate_config"))
     flags = [word for name, value in given.items() for word in (f"--{name}", str(value))]

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from accelerate import PartialState  # type: ignore[import-untyped]  # accelerate ships no types
 from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped]  # accelerate ships no types
 
+from hf_posenc.errors import InvalidRequestError, RunStoppedError
+
 T = TypeVar("T")
 R = TypeVar("R")
 _PATIENCE = timedelta(days=2)  # a process without work waits for those that read a long document
@@ -38,7 +40,7 @@ def from_main(decide: Callable[[], T]) -> T:
         raise failure
     value, message = answer
     if message is not None:
-        raise RuntimeError(f"the main process stopped this run. {message}")
+        raise RunStoppedError(f"the main process stopped this run. {message}")
     return value  # type: ignore[no-any-return]  # what decide returned, as it was sent
 
 
@@ -57,7 +59,7 @@ def join_processes(device: str | None) -> bool:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
     if device not in (None, "cpu", "cuda"):
-        raise ValueError(
+        raise InvalidRequestError(
             f"device {device!r} with several processes: each takes its own GPU. Leave it out, give 'cpu' for all of "
             "them, or start one process."
         )
@@ -101,7 +103,7 @@ class Processes:
             ValueError: Model, texts or settings differ.
         """
         if any(others != keys for others in self.gather(keys)):
-            raise ValueError(
+            raise InvalidRequestError(
                 "the processes do not measure the same: model, texts and settings must be equal in all of them. Texts "
                 "from stdin reach one process only: give a file."
             )
@@ -137,5 +139,5 @@ class Processes:
             raise failure
         for index, (_, message) in enumerate(outcomes):
             if message:
-                raise RuntimeError(f"process {index} stopped this run. {message}")
+                raise RunStoppedError(f"process {index} stopped this run. {message}")
         return [result for result, _ in outcomes]

@@ -6,16 +6,18 @@ import re
 from collections.abc import Sequence
 from typing import Self
 
+from hf_posenc.errors import InvalidRequestError
+
 _NUMBER = re.compile(r"^\s*(\d+(?:[._]?\d+)*)\s*([kKmM]?)\s*$")
 
 
 def _parse(text: str, kilo: int, example: str) -> int:
     match = _NUMBER.match(text)
     if match is None:
-        raise ValueError(f"expected a number of tokens such as {example}, got {text!r}")
+        raise InvalidRequestError(f"expected a number of tokens such as {example}, got {text!r}")
     value = float(match[1].replace("_", "")) * {"": 1, "k": kilo, "m": kilo**2}[match[2].lower()]
     if value != int(value):
-        raise ValueError(f"expected a whole number of tokens, got {text!r}")
+        raise InvalidRequestError(f"expected a whole number of tokens, got {text!r}")
     return int(value)
 
 
@@ -48,7 +50,7 @@ class Duration(float):
 def _parse_duration(text: str) -> float:
     match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*$", text)
     if match is None or not float(match[1]):
-        raise ValueError(f"expected a time such as 90s, 20m or 1.5h, got {text!r}")
+        raise InvalidRequestError(f"expected a time such as 90s, 20m or 1.5h, got {text!r}")
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToLogits
 from hf_posenc.methods.registry import register_method
@@ -25,7 +26,7 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
         ValueError: Less than one head.
     """
     if num_heads < 1:
-        raise ValueError(f"num_heads must be at least 1, got {num_heads}.")
+        raise InvalidRequestError(f"num_heads must be at least 1, got {num_heads}.")
     below = 2 ** (num_heads.bit_length() - 1)
 
     def of_power(heads: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings
 from hf_posenc.methods.registry import register_method
@@ -28,7 +29,7 @@ class LearnedTable(AddedToEmbeddings):
     def forward(self, positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         last = int(positions.max())
         if last >= self.table.num_embeddings:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"position {last} is past the end of the learned table, which has {self.table.num_embeddings}: such a "
                 "model cannot read on. Give it a shorter text, or train one with a longer context_length."
             )

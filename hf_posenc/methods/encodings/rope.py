@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import RotatesPairs
 from hf_posenc.methods.options import flag, one_of, option, positive, share
@@ -99,7 +100,7 @@ class RopeRotation(RotatesPairs):
         share, head_dim = options.partial_rotary_factor, sizes.head_dim
         self.width = sizes.spec.rotary_dim if share is None else int(head_dim * share)
         if self.width % 2 or not 0 < self.width <= head_dim:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"{self.width} of {head_dim} features of a head would rotate: it must be an even number of them. Give "
                 "partial_rotary_factor."
             )

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings
 from hf_posenc.methods.options import option, positive
@@ -30,7 +31,7 @@ def sinusoidal_table(positions: torch.Tensor, width: int, base: float = 10000.0)
     Reference: Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
     """
     if width % 2:
-        raise ValueError(f"sinusoids come in pairs of features: the width must be even, got {width}.")
+        raise InvalidRequestError(f"sinusoids come in pairs of features: the width must be even, got {width}.")
     angles = positions.double()[..., None] * _sinusoidal_frequencies(width, base).to(positions.device)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2)
 

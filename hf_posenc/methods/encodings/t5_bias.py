@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import DistanceTable
 from hf_posenc.methods.options import flag, option, tokens
@@ -66,7 +67,7 @@ class T5Bias(Encoding):
     def check_options(self) -> None:
         exact = self.num_buckets // (4 if self.bidirectional else 2)
         if exact < 1 or self.max_distance <= exact:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"max_distance must be greater than the {exact} distances that have a bucket each (num_buckets is "
                 f"{self.num_buckets}, at least {4 if self.bidirectional else 2}), got {self.max_distance}."
             )

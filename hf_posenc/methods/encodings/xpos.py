@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import ModelSizes
 from hf_posenc.methods.encodings.rope import RopeOptions, RopeRotation
 from hf_posenc.methods.options import option, positive
@@ -54,7 +55,7 @@ class XposRotation(RopeRotation):
         middle = (queries.amin(-1, keepdim=True) + queries.amax(-1, keepdim=True)) // 2
         largest = float((queries.amax(-1) - middle[:, 0]).max()) / self.scale_base * -float(self.decay[0].log())
         if largest > math.log(torch.finfo(query.dtype).max) - _HEADROOM:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"xpos over {queries.shape[-1]} tokens at once needs larger numbers than {query.dtype} has. Feed the "
                 "text in parts, with a KV cache, or patch with a larger scale_base."
             )
