@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import functools
+import inspect
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -64,8 +65,8 @@ def says_how_to_go_on(run: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(run)
     def told(*args: P.args, **kwargs: P.kwargs) -> R:
-        config: Any = kwargs["config"] if "config" in kwargs else args[3]
-        folder = Path(config.output_dir)
+        given = inspect.signature(run).bind(*args, **kwargs).arguments
+        folder = Path(given["config"].output_dir)
         try:
             return run(*args, **kwargs)
         except KeyboardInterrupt:
