@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hf_posenc.data.columns import Columns
+from hf_posenc.errors import add_flags, arguments_named_as_flags
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 CHAT = [USER, ASSISTANT]
@@ -73,7 +74,9 @@ def test_chats_of_sharegpt_and_of_datasets() -> None:
     ],
 )
 def test_what_to_write_where_no_column_is_found(row: dict[str, Any], advice: str) -> None:
-    with pytest.raises(ValueError, match=r"line 3 of 'a\.jsonl' has no column 'text', 'messages'") as raised:
+    refused = pytest.raises(ValueError, match=r"line 3 of 'a\.jsonl' has no column 'text', 'messages'")
+    with arguments_named_as_flags(), refused as raised:
+        add_flags(("text_field", "template"))
         read(row)
     assert f"it has: {', '.join(row)}. " in str(raised.value)
     assert advice in str(raised.value)
@@ -88,7 +91,7 @@ def test_what_to_write_where_no_column_is_found(row: dict[str, Any], advice: str
             "unknown column 'mesages'. Did you mean 'messages'? Known: messages, id.",
         ),
         ({"n": 3, "question": "q", "answer": "a"}, "n", "column 'n' holds 3 (int), neither text nor a chat"),
-        ({"n": 3, "question": "q", "answer": "a"}, "n", "(--text-field question answer)"),
+        ({"n": 3, "question": "q", "answer": "a"}, "n", "Give text_field=['question', 'answer']."),
         ({"text": None}, None, "column 'text' holds None (NoneType)"),
         ({"a": "x", "b": CHAT}, ["a", "b"], "of columns 'a' and 'b' one holds text and the other a chat"),
         ({"messages": ["Hi"]}, None, "turn 1 in column 'messages' is 'Hi' (str). A chat is a list of messages: [{"),
@@ -114,7 +117,7 @@ def test_what_cannot_be_read(row: Any, text_field: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"text_field": ["a", "b", "c"]}, r"got 3: a, b, c. .* such as '{a}\\n{b}\\n{c}'"),
+        ({"text_field": ["a", "b", "c"]}, r"got 3: a, b, c. .* such as template='{a}\\n{b}\\n{c}'"),
         ({"text_field": []}, "got 0"),
         ({"text_field": "a", "template": "{a}"}, "give one of them"),
         ({"template": "no column"}, "names no column"),

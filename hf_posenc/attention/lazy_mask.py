@@ -9,6 +9,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_posenc.attention.groups import Groups, make_groups
+from hf_posenc.errors import InvalidRequestError
 
 
 class LazyMask:
@@ -48,14 +49,18 @@ class LazyMask:
         request = self.request
         batch, length = request["batch_size"], request["kv_length"]
         if request.get("use_vmap"):
-            raise ValueError("the model adds a pattern of its own to its mask, which groups of tokens would lose.")
+            raise InvalidRequestError(
+                "the model adds a pattern of its own to its mask, which groups of tokens would lose."
+            )
         of_queries = request.get("cache_position")  # Transformers 5.0
         slots = torch.arange(length, device=request["device"] if of_queries is None else of_queries.device)
         starts_one = torch.ones(batch, length, dtype=torch.bool, device=slots.device)
         starts_one[:, 1:] = ~self._seen(slots[1:], slots[:-1])
         starts = torch.where(starts_one, slots, 0).cummax(1).values
         if not bool(self._seen(slots, starts).all()) or bool(self._seen(slots[:-1], slots[1:]).any()):
-            raise ValueError("the mask of a layer that attends to the whole text has a window, or looks ahead.")
+            raise InvalidRequestError(
+                "the mask of a layer that attends to the whole text has a window, or looks ahead."
+            )
         numbers = starts_one.cumsum(1) - 1
         if (real := request.get("attention_mask")) is not None:
             numbers = 2 * numbers + (~real.to(slots.device, torch.bool)).long()
