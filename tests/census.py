@@ -17,8 +17,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_posenc import RotaryMismatchError, extend_config, patch_model
-from hf_posenc.families.discovery import FAMILIES_TABLE, FULL_ATTENTION, capabilities, census_version, rope_label
+from hf_posenc import extend_config, patch_model
+from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.families.discovery import FAMILIES_TABLE, FULL_ATTENTION, capabilities, rope_label, table_version
+from hf_posenc.families.refusals import Refusal
 from hf_posenc.families.sliding_window import window_of_all_layers
 
 # Given where a config has the name and it is a plain number there.
@@ -237,8 +239,8 @@ def patch_behind_door(model: PreTrainedModel, method: str, factor: float, **opti
     return patch_model(model, method, factor, **{"sliding_window": "off" if has_window else "keep", **options})
 
 
-def reason_refused(model_type: str) -> str | None:
-    """Return why a type is refused; None if it is not."""
+def error_refused(model_type: str) -> ValueError | None:
+    """Return the error by which a type is refused; None if it is not."""
     config_class = CONFIG_MAPPING[_DECODER_OF.get(model_type, model_type)]
     has_rotary = model_type in _DECODER_OF or model_type in rotary_types()
     config = tiny_config(config_class) if has_rotary else config_class()
@@ -247,34 +249,57 @@ def reason_refused(model_type: str) -> str | None:
     try:
         extend_config(config, "linear", 4, original_max_position_embeddings=64, on_scaled="replace")
     except ValueError as error:
-        return str(error)
+        return error
     return None
 
 
-def reason_not_behind_door(model_type: str) -> str | None:
-    """Return why the attention of a type that can be patched cannot be put behind the door; None if it can."""
+def error_not_behind_door(model_type: str) -> ValueError | None:
+    """Return the error by which a type that can be patched is refused for a method that runs in attention."""
     try:
         patch_behind_door(tiny_model(_DECODER_OF.get(model_type, model_type)), "dynamic_yarn", 4, **REQUEST)
-    except (RotaryMismatchError, ValueError) as error:
-        return str(error)
+    except ValueError as error:
+        return error
     return None
+
+
+def refusal_of(error: ValueError | None) -> Refusal | None:
+    """Return what the table says of a type that is refused so; every reason in it has a code."""
+    if error is None:
+        return None
+    assert isinstance(error, UnsupportedModelError), error
+    assert error.code is not None, error
+    return Refusal(error.model_type, error.code, error.values)
 
 
 @cache
 def expected() -> dict[str, str | None]:
-    """Return what the table says of each type; for another Transformers than the table's, what a config says."""
-    if transformers.__version__ == census_version():
-        return capabilities()
+    """Return the message for each type by the table; for another Transformers than the table's, by its config."""
+    if transformers.__version__ == table_version():
+        return {model_type: row and str(row.error()) for model_type, row in capabilities().items()}
     with warnings.catch_warnings(action="ignore"):
-        return {model_type: why_left_out(model_type) or reason_refused(model_type) for model_type in rotary_types()}
+        errors = {model_type: error_refused(model_type) for model_type in rotary_types()}
+    return {model_type: why_left_out(model_type) or (error and str(error)) for model_type, error in errors.items()}
 
 
 def main() -> None:
     """Write the table of families that the package ships: what became of each type of this Transformers."""
-    reasons = {model_type: reason_refused(model_type) for model_type in causal_types()}
-    behind = {model_type: reason_not_behind_door(model_type) for model_type, reason in reasons.items() if not reason}
-    table: dict[str, Any] = {"transformers": transformers.__version__, "types": reasons, "attention_door": behind}
-    FAMILIES_TABLE.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    types = {model_type: refusal_of(error_refused(model_type)) for model_type in causal_types()}
+    extended = [model_type for model_type, refusal in types.items() if refusal is None]
+    attention = {model_type: refusal_of(error_not_behind_door(model_type)) for model_type in extended}
+    version = json.dumps(transformers.__version__)
+    written = f'{{\n"transformers": {version},\n"types": {_rows(types)},\n"attention": {_rows(attention)}\n}}\n'
+    FAMILIES_TABLE.write_text(written, encoding="utf-8")
+
+
+def _rows(refusals: dict[str, Refusal | None]) -> str:
+    """Return JSON with a line for each type; what is as usual is left out."""
+    lines = []
+    for model_type, refusal in refusals.items():
+        row = None if refusal is None else {name: value for name, value in vars(refusal).items() if value}
+        if row is not None and row["model_type"] == model_type:
+            del row["model_type"]
+        lines.append(f" {json.dumps(model_type)}: {json.dumps(row)}")
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ import transformers
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_posenc.families.discovery import capabilities, census_version
+from hf_posenc.families.discovery import capabilities, table_version
+from hf_posenc.families.refusals import Refusal
 
 INSTALLED = Version(transformers.__version__)
 IS_5_0 = INSTALLED.release[:2] == (5, 0)
@@ -42,7 +43,7 @@ OTHERWISE_IN_5_0 = {
 
 def why_left_out(model_type: str) -> str | None:
     """Return why this Transformers, being older than the table's, is not tested with a type; None if it is."""
-    if Version(census_version()) <= INSTALLED:
+    if Version(table_version()) <= INSTALLED:
         return None
     if model_type not in CONFIG_MAPPING or model_type not in capabilities():
         return "is not there, or not later"
@@ -55,9 +56,9 @@ def skip_if_left_out(model_type: str) -> None:
         pytest.skip(f"in Transformers {INSTALLED} {model_type!r} {reason}")
 
 
-def known_here(table: Mapping[str, str | None]) -> dict[str, str | None]:
+def known_here(table: Mapping[str, Refusal | None]) -> dict[str, Refusal | None]:
     """Return the part of a shipped table that this Transformers is tested with: all, but for an older one."""
-    return {model_type: reason for model_type, reason in table.items() if why_left_out(model_type) is None}
+    return {model_type: refusal for model_type, refusal in table.items() if why_left_out(model_type) is None}
 
 
 def skip_on_5_0(what: str) -> None:

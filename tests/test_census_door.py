@@ -11,8 +11,9 @@ import torch
 from census import (
     REQUEST,
     config_class_of,
+    error_not_behind_door,
     patch_behind_door,
-    reason_not_behind_door,
+    refusal_of,
     rotary_types,
     sharp_model,
     sharpened,
@@ -30,6 +31,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
 from hf_posenc.attention.interface import FULL, attention_of
 from hf_posenc.attention.rotation import Rotation
+from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.families.discovery import capabilities, door_capabilities
 from hf_posenc.families.sliding_window import window_of_all_layers
 
@@ -137,9 +139,12 @@ def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str)
 def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> None:
     model = tiny_model(model_type)
     before, plain = state(model), logits(model, IDS)
-    reason = (door_capabilities()[model_type] or "").replace("'dynamic_yarn'", f"{method!r}")
-    with pytest.raises(ValueError, match=re.escape(reason)):
+    refusal = door_capabilities()[model_type]
+    assert refusal is not None
+    with pytest.raises(UnsupportedModelError, match=re.escape(str(refusal.error(method)))) as caught:
         patch_behind_door(model, method, 4, **REQUEST)
+    assert (caught.value.method, caught.value.code) == (method, refusal.code)
+    assert str(caught.value).endswith(" Static rules such as 'yarn' may be.")
     assert not any(attention_of(module) for module in model.modules())
     assert_same_state(state(model), before)
     assert torch.equal(logits(model, IDS), plain)
@@ -147,9 +152,8 @@ def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> 
 
 def test_the_table_is_true_for_every_type() -> None:
     extended = [model_type for model_type in tabled_types() if capabilities()[model_type] is None]
-    assert {model_type: reason_not_behind_door(model_type) for model_type in extended} == known_here(
-        door_capabilities()
-    )
+    found = {model_type: refusal_of(error_not_behind_door(model_type)) for model_type in extended}
+    assert found == known_here(door_capabilities())
     assert len([reason for reason in door_capabilities().values() if reason is None]) > 80
 
 

@@ -195,7 +195,7 @@ def test_presets_are_listed_and_applied(
 
 def test_methods_families_lists_every_type_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "--families"]) == 0
-    behind_door, rest = capsys.readouterr().out.split("Rotary door only:")
+    behind_door, rest = capsys.readouterr().out.split("By all but the methods that run in attention")
     rotary_only, refused = rest.split("Refused:")
     door = door_capabilities()
     for part, expected in (
@@ -208,7 +208,7 @@ def test_methods_families_lists_every_type_once(capsys: pytest.CaptureFixture[st
         assert f"{len(expected)}" in part.splitlines()[0 if part is not behind_door else 2]
     assert "multi-head latent attention keeps the part" in rotary_only
     assert "Static rules" not in rotary_only
-    assert "each attention layer turns its queries by a table of its own" in refused.replace("\n          ", " ")
+    assert "each attention layer rotates its queries by a table of its own" in refused.replace("\n          ", " ")
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

@@ -72,12 +72,12 @@ def test_what_a_family_cannot_do_is_left_out_with_its_reason() -> None:
     assert door_capabilities()["phi3"] is None
     assert set(names(model)[0]) >= DOOR
     latent = tiny_model("deepseek_v3")
-    reason = door_capabilities()["deepseek_v3"]
-    assert reason is not None
+    refusal = door_capabilities()["deepseek_v3"]
+    assert refusal is not None
     found, left_out = names(latent)
     assert set(found) == {"none"} | ZERO_SHOT_STATIC
     assert set(left_out) - {"linear", "longrope", "abf", "nope"} == DOOR
-    assert left_out["dynamic_yarn"] == reason
+    assert left_out["dynamic_yarn"] == f"model_type 'deepseek_v3': {refusal.reason}"
     lines = plan_of(60, 60, left_out=left_out).text().splitlines()
     (shared,) = (line for line in lines if "'deepseek_v3'" in line)
     assert shared.startswith(

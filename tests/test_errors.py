@@ -9,6 +9,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+from census import tiny_model
 from conftest import make_tiny_llama
 
 import hf_posenc
@@ -21,6 +22,8 @@ from hf_posenc.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
+from hf_posenc.families.discovery import capabilities, door_capabilities
+from hf_posenc.families.refusals import REASONS
 from hf_posenc.methods.registry import available_methods
 
 PACKAGE = Path(hf_posenc.__file__).parent
@@ -62,6 +65,21 @@ def test_fields_of_an_unknown_option() -> None:
         patch_model(make_tiny_llama(), "linear", 4, beta_fast=16)
     assert (caught.value.method, caught.value.option, caught.value.known) == ("linear", "beta_fast", ())
     assert "yarn" in caught.value.methods
+
+
+def test_fields_of_a_model_that_a_method_does_not_support() -> None:
+    with pytest.raises(UnsupportedModelError) as caught:
+        patch_model(tiny_model("deepseek_v3"), "dca", 4, original_max_position_embeddings=64, on_scaled="replace")
+    error = caught.value
+    assert (error.model_type, error.method, error.code) == ("deepseek_v3", "dca", "latent_attention")
+    assert error.reason == REASONS["latent_attention"]
+    assert str(error).startswith(f"method 'dca' is not supported for model_type 'deepseek_v3': {error.reason}. ")
+
+
+def test_every_reason_of_the_table_has_its_words() -> None:
+    rows = [row for table in (capabilities(), door_capabilities()) for row in table.values() if row is not None]
+    assert {row.code for row in rows} < REASONS.keys()
+    assert not any("{" in row.reason or row.reason.endswith(".") for row in rows)
 
 
 def test_fields_of_a_model_that_is_extended_already() -> None:

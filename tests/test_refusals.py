@@ -12,8 +12,8 @@ from tiny_models import assert_same_state, logits, make_model, native, state, to
 from torch import nn
 
 from hf_posenc import extend_config, patch_model, unpatch_model, verify_model
+from hf_posenc.errors import RotaryMismatchError, UnsupportedModelError
 from hf_posenc.patching.api import describe
-from hf_posenc.patching.verification import RotaryMismatchError
 
 IDS = token_ids(100, rows=2)  # past the original 64
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
-    with pytest.raises(ValueError, match="model_type 'gpt2' has no rope_parameters"):
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported: it has no rotary .* no rope_parameters"):
         patch_model(gpt2, "yarn", 4)
     with pytest.raises(ValueError, match="only its layers with a sliding window are rotary"):
         patch_model(tiny_model("cohere2"), "yarn", 4)

@@ -27,8 +27,9 @@ from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotating_attention import RotatingAttention
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
-from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
+from hf_posenc.errors import RotaryMismatchError, argument
 from hf_posenc.families.discovery import FULL_ATTENTION, MLA
+from hf_posenc.families.refusals import TAKE_STATIC, Refusal
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.base import DistanceMethod, StagedMethod, plain_frequencies
@@ -37,14 +38,14 @@ from hf_posenc.patching.rotary_module import SavedRotary, rotary_class, write_ro
 
 _PROBE_TOKENS = 5
 _PROBE_EPSILONS = 16  # roundings of a state that is rotated twice, in epsilons of its dtype
-_NORM_AFTER = "it normalises queries and keys after they are rotated"
+# Model types whose code does what cannot be seen from outside, with the code of the reason.
 _REFUSED: dict[str, str] = {
-    "doge": "each layer makes a mask of its own, from its values",
-    "hunyuan_v1_dense": _NORM_AFTER,
-    "hunyuan_v1_moe": _NORM_AFTER,
-    "nanochat": _NORM_AFTER,
-    "ministral": "every layer has a sliding window, and its model does not run without one",
-    "phimoe": "its rotary module makes its frequencies anew in every forward",
+    "doge": "mask_per_layer",
+    "hunyuan_v1_dense": "norm_after_rotation",
+    "hunyuan_v1_moe": "norm_after_rotation",
+    "nanochat": "norm_after_rotation",
+    "ministral": "needs_its_window",
+    "phimoe": "frequencies_per_forward",
 }
 
 
@@ -63,48 +64,48 @@ def check_attention(rotary: RotaryModel, extension: Extension) -> Rotation:
     Raises:
         ValueError: Its attention cannot be replaced; with the reason.
     """
-    config, method = rotary.text_config, extension.method.name
-    reason = reason_of_family(rotary) or reason_of_settings(config)
-    if reason is None and window_of_all_layers(config) and extension.sliding_window != "off":
-        reason = "every layer has a sliding window (pass sliding_window='off' to attend to all of a text)"
-    elif reason is None and getattr(getattr(rotary.wrapped, "active_peft_config", None), "is_prompt_learning", False):
-        reason = "it rotates cached keys, and those of prefix tuning were trained as they are"
-    rotation = _rotation(rotary) if reason is None else None
+    config = rotary.text_config
+    refusal = refusal_of_family(rotary) or refusal_of_settings(config)
+    if refusal is None and window_of_all_layers(config) and extension.sliding_window != "off":
+        refusal = Refusal(config.model_type, "window", {"how": argument("sliding_window", "off")})
+    elif refusal is None and getattr(getattr(rotary.wrapped, "active_peft_config", None), "is_prompt_learning", False):
+        refusal = Refusal(config.model_type, "prefix_tuning")
+    rotation = _rotation(rotary) if refusal is None else None
     if rotation is None:
-        reason = reason or "it rotates queries and keys in a way of its own"
-        raise InvalidRequestError(
-            f"method {method!r} is not supported for model_type {config.model_type!r}: {reason}. Static rules such as "
-            "'yarn' may be."
-        )
+        refusal = refusal or Refusal(config.model_type, "rotation")
+        raise refusal.error(extension.method.name, TAKE_STATIC)
     return rotation
 
 
-def reason_of_family(rotary: RotaryModel) -> str | None:
-    """Return why the attention of a model's family cannot be replaced; None if it can."""
+def refusal_of_family(rotary: RotaryModel) -> Refusal | None:
+    """Return why methods that run in attention are not for a model's family; None if they are."""
     config, model, found = rotary.text_config, rotary.model, rotary.rotary_modules
-    if config.model_type in _REFUSED:
-        return _REFUSED[config.model_type]
-    if config.model_type in MLA or getattr(config, "kv_lora_rank", None):
-        return "multi-head latent attention keeps the part of a key that rotates elsewhere"
-    if any(name.rpartition(".")[2] == "indexer" for name, _ in model.named_modules()):
-        return "an indexer, which rotates keys of its own, picks what its attention reads"
+    name = config.model_type
+    if name in _REFUSED:
+        return Refusal(name, _REFUSED[name])
+    if name in MLA or getattr(config, "kv_lora_rank", None):
+        return Refusal(name, "latent_attention")
+    if any(module.rpartition(".")[2] == "indexer" for module, _ in model.named_modules()):
+        return Refusal(name, "indexer")
     if len(found) != 1:
-        return f"its layers have rotary modules of their own ({len(found)})"
+        return Refusal(name, "rotary_module_per_layer", {"count": len(found)})
     if not all(goes_through_interface(layer) for layer in attention_layers(model)[:1]):
-        return "its attention does not go through Transformers' AttentionInterface"
+        return Refusal(name, "no_attention_interface")
     return None
 
 
-def reason_of_settings(config: PreTrainedConfig) -> str | None:
-    """Return why that of a model with these settings cannot; None if it can."""
+def refusal_of_settings(config: PreTrainedConfig) -> Refusal | None:
+    """Return why they are not for a model with these settings; None if they are."""
+    name = config.model_type
     if declared_rope(config).get("rope_type") == "proportional":
-        return "part of its pairs of features never rotate"
+        return Refusal(name, "unrotated_pairs")
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-        return "some layers attend in chunks"
+        return Refusal(name, "attention_in_chunks")
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
-        return "its attention looks ahead"
+        return Refusal(name, "not_causal")
     if config._attn_implementation not in INNER:
-        return f"its attention implementation is {config._attn_implementation!r}, not one of {', '.join(INNER)}"
+        values = {"implementation": config._attn_implementation, "allowed": ", ".join(INNER)}
+        return Refusal(name, "implementation", values)
     return None
 
 

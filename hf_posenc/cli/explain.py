@@ -15,6 +15,7 @@ from hf_posenc.explaining.method_sections import method_sections, method_title
 from hf_posenc.explaining.sections import Section, section_panels, section_text
 from hf_posenc.explaining.subject import Subject, read_subject
 from hf_posenc.families.discovery import door_capabilities
+from hf_posenc.families.refusals import TAKE_STATIC
 from hf_posenc.gallery.pages import check_output_folder, write_page
 from hf_posenc.methods.registry import get_method, methods
 from hf_posenc.patching.request import resolve
@@ -93,9 +94,9 @@ def _method(
         sliding_window=extension.sliding_window,
         on_scaled=extension.on_scaled,
     )
-    reason = door_capabilities().get(subject.config.model_type)
-    if resolved.method.runs_in_attention and reason is not None:
-        raise ValueError(reason.replace("'dynamic_yarn'", repr(resolved.method.name), 1))  # which the census tried
+    refusal = door_capabilities().get(subject.config.model_type)
+    if resolved.method.runs_in_attention and refusal is not None:
+        raise refusal.error(resolved.method.name, TAKE_STATIC)
     return method_title(resolved), method_sections(subject, resolved)
 
 

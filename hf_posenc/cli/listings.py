@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from hf_posenc.families.refusals import Refusal
 from hf_posenc.patching.presets import Checkpoint, Preset, checkpoints, known_checkpoint, presets
 from hf_posenc.utils.units import aligned
 
@@ -75,43 +75,37 @@ def recipes_text(width: int) -> str:
 
 def families_text(width: int) -> str:
     """Return which model types can be extended by which methods, and the others by the reason why not."""
-    from hf_posenc.families.discovery import capabilities, census_version, door_capabilities  # brings PyTorch
+    from hf_posenc.families.discovery import capabilities, door_capabilities, table_version
 
-    table, door = capabilities(), door_capabilities()
-    both = [model_type for model_type, reason in door.items() if reason is None]
+    table, attention = capabilities(), door_capabilities()
+    both = [model_type for model_type, refusal in attention.items() if refusal is None]
     return "\n".join(
         [
-            f"Of the {len(table)} causal language model types of Transformers {census_version()}, {len(door)} can be "
-            "extended.",
+            f"Of the {len(table)} causal language model types of Transformers {table_version()}, "
+            f"{len(attention)} can be extended.",
             "",
-            f"Rotary door and attention door: {len(both)}, by every method",
+            f"By every method: {len(both)}",
             _filled(", ".join(both), width),
             "",
-            f"Rotary door only: {len(door) - len(both)}, by all but dynamic (its scope 'query'), dynamic_yarn, "
-            "self_extend, dca, rerope and leaky_rerope",
-            *_by_reason(door, width),
+            "By all but the methods that run in attention (dynamic in its scope 'query', dynamic_yarn, self_extend, "
+            f"dca, rerope and leaky_rerope): {len(attention) - len(both)}",
+            *_by_reason(attention, width),
             "",
-            f"Refused: {len(table) - len(door)}",
+            f"Refused: {len(table) - len(attention)}",
             *_by_reason(table, width),
         ]
     )
 
 
-# What messages say before and after the reason itself.
-_AROUND_REASON = (
-    r"^(method '[^']+' is not supported for )?model_type '[^']+'(:| is not supported:)? | Static rules such .*$"
-)
-
-
-def _by_reason(table: Mapping[str, str | None], width: int) -> list[str]:
+def _by_reason(table: Mapping[str, Refusal | None], width: int) -> list[str]:
     """Return the types that have a reason as lines, the rarest reasons first."""
     refused: dict[str, list[str]] = {}
-    for model_type, reason in table.items():
-        if reason is not None:
-            refused.setdefault(re.sub(_AROUND_REASON, "", reason), []).append(model_type)
+    for model_type, refusal in table.items():
+        if refusal is not None:
+            refused.setdefault(refusal.reason, []).append(model_type)
     lines = []
     for reason, model_types in sorted(refused.items(), key=lambda pair: len(pair[1])):
-        lines += [_filled(", ".join(model_types), width), _filled(reason, width, indent="        ")]
+        lines += [_filled(", ".join(model_types), width), _filled(f"{reason}.", width, indent="        ")]
     return lines
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.errors import InvalidRequestError, UnsupportedModelError, argument
 from hf_posenc.evaluation.row_models import try_rows
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.methods.base import Method, StagedMethod
@@ -103,6 +103,9 @@ def find_candidates(
         try:
             try_rows(model, [own.row])
             found.append(own)
+        except UnsupportedModelError as error:
+            whole = error.method is None  # of the model, whatever the method: the same for all
+            left_out[name] = str(error) if whole else f"model_type {error.model_type!r}: {error.reason}"
         except (ValueError, TypeError) as error:
             left_out[name] = str(error)
     if len(found) == 1:
@@ -129,8 +132,8 @@ def _of_dictionary(model: PreTrainedModel, told: Mapping[str, Any], rope_scaling
         if row["context_length"] < least:
             raise InvalidRequestError(
                 f"{argument('rope_scaling')} goes to {row['context_length']} tokens only (factor {asked.factor:g} of "
-                f"{original}), "
-                f"and --context-length is {least}: raise its factor, or leave the factor out to go as far as is asked."
+                f"{original}), and --context-length is {least}: raise its factor, or leave the factor out to go as far "
+                "as is asked."
             )
     return Candidate(ROPE_SCALING, row)
 

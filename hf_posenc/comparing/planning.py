@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -97,7 +96,7 @@ class Plan:
         """Return the methods that are left out by the reason, which several may share."""
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left_out.items():
-            reasons.setdefault(re.sub(r"^method '[^']+' is not supported for ", "", reason), []).append(name)
+            reasons.setdefault(reason, []).append(name)
         return reasons
 
     def within(self, budget: float) -> Plan:

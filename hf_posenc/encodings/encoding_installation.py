@@ -17,14 +17,15 @@ from hf_posenc.attention.installation import (
     goes_through_interface,
     has_positions,
     probe,
-    reason_of_family,
-    reason_of_settings,
+    refusal_of_family,
+    refusal_of_settings,
 )
 from hf_posenc.attention.interface import CROSS, FULL, PASS, count_layers, drop_attention, register, set_attention
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.encoding_attention import EncodingAttention
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
+from hf_posenc.families.refusals import Refusal
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Encoding, Method, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings, AddedToLogits, RotatesPairs
@@ -91,21 +92,18 @@ def check_encoding(rotary: RotaryModel, extension: Extension) -> None:
         ValueError: It cannot; with the reason.
     """
     config = rotary.text_config
-    reason = reason_of_family(rotary) or reason_of_settings(config)
+    name = config.model_type
+    refusal = refusal_of_family(rotary) or refusal_of_settings(config)
     encoding = _make_module(config, extension)  # raises on sizes that do not fit
-    if reason is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
-        reason = (
-            f"a bias cannot be added in {config._attn_implementation!r} (load it with "
-            f"{argument('attn_implementation', 'sdpa')})"
-        )
-    if reason is None and isinstance(encoding, RotatesPairs):
-        reason = _several_ropes(config, extension.method)
-    if reason is None and getattr(rotary.wrapped, "peft_config", None):
-        reason = "it is wrapped by PEFT, whose adapters would not hold the encoding (patch the model, then wrap it)"
-    if reason is not None:
-        raise InvalidRequestError(
-            f"method {extension.method.name!r} is not supported for model_type {config.model_type!r}: {reason}."
-        )
+    if refusal is None and isinstance(encoding, AddedToLogits) and config._attn_implementation not in BIAS_INNER:
+        how = argument("attn_implementation", "sdpa")
+        refusal = Refusal(name, "no_bias", {"implementation": config._attn_implementation, "how": how})
+    if refusal is None and isinstance(encoding, RotatesPairs):
+        refusal = _several_ropes(config, extension.method)
+    if refusal is None and getattr(rotary.wrapped, "peft_config", None):
+        refusal = Refusal(name, "adapters")
+    if refusal is not None:
+        raise refusal.error(extension.method.name)
 
 
 def install_encoding(rotary: RotaryModel, extension: Extension) -> InstalledEncoding:
@@ -186,7 +184,7 @@ def refuse_adapter(base: nn.Module, advice: str) -> None:
         )
 
 
-def _several_ropes(config: PreTrainedConfig, method: Method) -> str | None:
+def _several_ropes(config: PreTrainedConfig, method: Method) -> Refusal | None:
     """Return why RoPE cannot be put in as the model has it: its layer types differ, and no value was given."""
     kinds = set(getattr(config, "layer_types", None) or ())
     own = [settings for kind, settings in config.rope_parameters.items() if kind in kinds]
@@ -194,7 +192,7 @@ def _several_ropes(config: PreTrainedConfig, method: Method) -> str | None:
         values = {settings.get(name, unset) for settings in own}
         if len(values) > 1 and getattr(method, name) is None:
             shown = ", ".join(map(str, sorted(values)))
-            return f"its layer types have a RoPE each, of {name} {shown}, and all would get one: give {name}"
+            return Refusal(config.model_type, "rope_per_layer_type", {"name": name, "values": shown})
     return None
 
 

@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError
+from hf_posenc.errors import InvalidTypeError
+from hf_posenc.families.refusals import Refusal
 
 if TYPE_CHECKING:  # they take seconds to import, which `--help` and `presets` would wait for
     from torch import nn
@@ -46,22 +47,16 @@ MLA = frozenset(
         "youtu",
     }
 )
-_TABLE_PER_LAYER = (
-    "it has no rotary module: each attention layer turns its queries by a table of its own, whose base is fixed in the "
-    "code, so no config could say how it was scaled"
-)
+# Model types that are refused whatever their config says, with the code of the reason.
 REFUSED: dict[str, str] = {
-    "recurrent_gemma": "all its attention is behind a sliding window and never looks further (the rest is recurrent), "
-    "so there is nothing to scale; its rotary module takes no rule but the default",
-    "ernie4_5_vl_moe": "its rotary module takes no rule but the default, and holds its frequencies in another order",
-    "blt": "only its patch model reads the whole context (its byte layers have a window), and that counts patches, "
-    "whose number depends on the text, so that lengths in tokens say nothing of its positions",
-    "gptj": _TABLE_PER_LAYER,
-    "codegen": _TABLE_PER_LAYER,
-    "roformer": "it has no rotary module: its encoder hands out rows of one table, whose base is fixed in the code, so "
-    "no config could say how it was scaled",
+    "recurrent_gemma": "attention_in_windows_only",
+    "ernie4_5_vl_moe": "order_of_frequencies",
+    "blt": "positions_of_patches",
+    "gptj": "table_per_layer",
+    "codegen": "table_per_layer",
+    "roformer": "table_in_encoder",
 }
-# Their full-attention layers have no positions; what turns is behind a sliding window and never looks further.
+# Their full-attention layers have no positions; what is rotary is behind a sliding window and never looks further.
 _ROTARY_IN_WINDOWS = frozenset(
     {"afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5_text", "exaone_moe", "flint", "kolibri1"}
 )
@@ -118,58 +113,58 @@ def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 
 @cache
-def capabilities() -> dict[str, str | None]:
-    """Return each causal language model type of Transformers with the reason why it is refused; None if it is not.
+def capabilities() -> dict[str, Refusal | None]:
+    """Return each causal language model type of Transformers with why it is refused; None if it is not.
 
-    The table is written by ``tests/census.py``, and the census test holds every row against a model.
+    The table is written by ``tests/census.py``, and ``tests/test_census.py`` holds every row against a model.
     """
-    table: dict[str, str | None] = json.loads(FAMILIES_TABLE.read_text(encoding="utf-8"))["types"]
-    return table
+    return _refusals("types")
 
 
 @cache
-def door_capabilities() -> dict[str, str | None]:
-    """Return each model type that can be extended with the reason why its attention cannot be put behind the door.
+def door_capabilities() -> dict[str, Refusal | None]:
+    """Return each model type that can be extended with why no method that runs in attention is for it.
 
-    None if it can: then the rules that depend on where the query stands (``dynamic``, ``self_extend``, ``dca``,
-    ``rerope``) are for it too. Written and held as the table of ``capabilities``.
+    None if such methods are for it too: ``dynamic``, ``dynamic_yarn``, ``self_extend``, ``dca``, ``rerope`` and
+    ``leaky_rerope``, which depend on the query's position. Written and held as the table of ``capabilities``.
     """
-    table: dict[str, str | None] = json.loads(FAMILIES_TABLE.read_text(encoding="utf-8"))["attention_door"]
-    return table
+    return _refusals("attention")
 
 
-def census_version() -> str:
+def table_version() -> str:
     """Return the version of Transformers that the table of ``capabilities`` is about."""
     return str(json.loads(FAMILIES_TABLE.read_text(encoding="utf-8"))["transformers"])
+
+
+def _refusals(part: str) -> dict[str, Refusal | None]:
+    rows: dict[str, dict[str, Any] | None] = json.loads(FAMILIES_TABLE.read_text(encoding="utf-8"))[part]
+    return {name: None if row is None else Refusal(**{"model_type": name, **row}) for name, row in rows.items()}
 
 
 def refuse_family(config: PreTrainedConfig) -> None:
     """Raise if scaling the rotary embedding of this family cannot work, or does nothing for long texts.
 
     Raises:
-        ValueError: With the reason.
+        UnsupportedModelError: With the reason.
     """
-    reason = REFUSED.get(config.model_type)
-    if _turns_in_windows_only(config):
-        reason = (
-            "only its layers with a sliding window are rotary, and they never look further; its full-attention layers "
-            "have no positions, so there is nothing to scale"
-        )
-    elif getattr(config, "layer_rope_theta", None) is not None:
-        reason = _reason_of_layer_bases(config)
-    elif (shared := getattr(config, "num_kv_shared_layers", None)) and shared >= config.num_hidden_layers:
-        # A draft model, such as Gemma 4's assistants.
-        reason = "all its layers read the keys of the model it drafts for, and only together could the two be scaled"
-    elif _turns_in_chunks_only(config):
-        reason = (
-            f"only its layers in chunks (of {config.attention_chunk_size} tokens) are rotary, and they never look "
-            "out of one; its full-attention layers have no positions, so there is nothing to scale"
-        )
-    if reason is not None:
-        raise InvalidRequestError(f"model_type {config.model_type!r} is not supported: {reason}.")
+    if refusal := _refusal_of_family(config):
+        raise refusal.error()
 
 
-def _turns_in_windows_only(config: PreTrainedConfig) -> bool:
+def _refusal_of_family(config: PreTrainedConfig) -> Refusal | None:
+    if _rotary_in_windows_only(config):
+        return Refusal(config.model_type, "rotary_in_windows_only")
+    if getattr(config, "layer_rope_theta", None) is not None:
+        return _refusal_of_layer_bases(config)
+    if (shared := getattr(config, "num_kv_shared_layers", None)) and shared >= config.num_hidden_layers:
+        return Refusal(config.model_type, "keys_of_another_model")  # a draft model, such as Gemma 4's assistants
+    if _rotary_in_chunks_only(config):
+        return Refusal(config.model_type, "rotary_in_chunks_only", {"chunk": config.attention_chunk_size})
+    code = REFUSED.get(config.model_type)
+    return None if code is None else Refusal(config.model_type, code)
+
+
+def _rotary_in_windows_only(config: PreTrainedConfig) -> bool:
     if config.model_type not in _ROTARY_IN_WINDOWS or not getattr(config, "sliding_window", None):
         return False
     # Cohere 2 MoE gives positions to its first, dense layers, which read everything.
@@ -177,28 +172,24 @@ def _turns_in_windows_only(config: PreTrainedConfig) -> bool:
     return not (forced and ("dense", "full_attention") in zip(config.mlp_layer_types, config.layer_types, strict=True))
 
 
-def _turns_in_chunks_only(config: PreTrainedConfig) -> bool:
-    """Return whether no layer of a model with chunked attention (Llama 4) turns and reads the whole context."""
+def _rotary_in_chunks_only(config: PreTrainedConfig) -> bool:
+    """Return whether no layer of a model with chunked attention (Llama 4) is rotary and reads the whole context."""
     kinds, turns = getattr(config, "layer_types", None) or (), getattr(config, "no_rope_layers", None) or ()
     return "chunked_attention" in kinds and not any(
         turn for turn, kind in zip(turns, kinds, strict=True) if kind in FULL_ATTENTION
     )
 
 
-def _reason_of_layer_bases(config: PreTrainedConfig) -> str | None:
+def _refusal_of_layer_bases(config: PreTrainedConfig) -> Refusal | None:
     """Return why a model with a base for each layer (Granite SWA) cannot be scaled; None if they are all one."""
     full = [
         base for base, kind in zip(config.layer_rope_theta, config.layer_types, strict=True) if kind in FULL_ATTENTION
     ]
     if not any(full):
-        return "its full-attention layers have no positions (layer_rope_theta is 0), so there is nothing to scale"
+        return Refusal(config.model_type, "no_positions_in_full_attention")
     bases = {base for base in config.layer_rope_theta if base}
     if bases != {config.rope_parameters["rope_theta"]}:
-        named = ", ".join(f"{base:g}" for base in sorted(bases))
-        return (
-            f"its layers turn by different bases (layer_rope_theta: {named}), and Transformers "
-            "puts one rule on all of them, those with a sliding window too"
-        )
+        return Refusal(config.model_type, "base_per_layer", {"bases": ", ".join(f"{base:g}" for base in sorted(bases))})
     return None
 
 
@@ -208,16 +199,14 @@ def rope_label(config: PreTrainedConfig) -> str | None:
     Layers with a sliding window never see past it, so only full attention is scaled.
 
     Raises:
-        ValueError: There are settings for each layer type, and none for full attention.
+        UnsupportedModelError: There are settings for each layer type, and none for full attention.
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     labels = [key for key, value in parameters.items() if isinstance(value, Mapping)]
     full = next((label for label in labels if label in FULL_ATTENTION), None)
     if labels and full is None:
-        raise InvalidRequestError(
-            f"model_type {config.model_type!r} has rotary settings for {', '.join(labels)} and none for full "
-            "attention, so no layer that reads the whole context has frequencies to scale."
-        )
+        values = {"layer_types": ", ".join(labels)}
+        raise Refusal(config.model_type, "no_settings_for_full_attention", values).error()
     return full
 
 
@@ -234,7 +223,7 @@ def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
     and audio rotaries lack one of these and are left alone.
 
     Raises:
-        ValueError: The family is refused, with the reason, or there is no such module.
+        UnsupportedModelError: The family is refused, with the reason, or there is no such module.
     """
     config = model.config.get_text_config(decoder=True)
     refuse_family(config)
@@ -248,8 +237,5 @@ def rotary_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
         and type(getattr(module, "config", None)) is type(config)
     }
     if not found:
-        raise InvalidRequestError(
-            f"found no rotary module of Transformers' usual form (inv_freq, original_inv_freq, rope_type) in "
-            f"{type(model).__name__} (model_type {config.model_type!r}), so there is nothing to scale."
-        )
+        raise Refusal(config.model_type, "no_rotary_module", {"class_name": type(model).__name__}).error()
     return found

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from hf_posenc.checkpoint.standard_saving import MARK as MARK  # here for all who read configs
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import refuse_family, rope_label
+from hf_posenc.families.refusals import Refusal
 from hf_posenc.methods.base import ENCODING_MARK, NEVER_ROTATED, Method, Unscaled
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.spec import RopeSpec, check_length
@@ -91,9 +92,7 @@ def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
     """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
-        raise InvalidRequestError(
-            f"model_type {config.model_type!r} has no rope_parameters: it has no rotary embedding."
-        )
+        raise Refusal(config.model_type, "no_rotary_embedding").error()
     label = rope_label(config)
     if label is not None:
         parameters = parameters[label]
