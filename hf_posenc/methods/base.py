@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
+from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.options import flag, one_of, option, tokens
 from hf_posenc.spec import RopeSpec, check_number
 
@@ -440,15 +441,13 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
-class Encoding(Method):
+class Encoding(InPlaceOfRope, Method):
     """A positional encoding that takes the place of the model's RoPE, whose rotation is stopped."""
 
     on_disk: ClassVar[str] = "the manifest only (plain Transformers refuses it)"
     zero_shot: ClassVar[bool] = False
     default_factor: ClassVar[float] = 1.0
     is_encoding: ClassVar[bool] = True
-    instead_of_rope: ClassVar[bool] = True
-    plain_at_factor_1: ClassVar[bool] = False
 
     @property
     def runs_in_attention(self) -> bool:

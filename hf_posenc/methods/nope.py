@@ -9,6 +9,7 @@ from typing import ClassVar, Self
 import torch
 
 from hf_posenc.methods.base import Frequencies, StaticMethod
+from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, Numbers, PositionMap
 from hf_posenc.methods.options import option, positive
 from hf_posenc.methods.registry import register_method
 from hf_posenc.spec import RopeSpec
@@ -16,19 +17,28 @@ from hf_posenc.spec import RopeSpec
 
 @register_method
 @dataclass(frozen=True)
-class Nope(StaticMethod):
+class Nope(InPlaceOfRope, StaticMethod):
     """Stop the rotation of every pair: only the causal mask says what came before."""
 
     name: ClassVar[str] = "nope"
     aliases: ClassVar[tuple[str, ...]] = ("drope",)
-    paper: ClassVar[str] = "Gelberg et al. 2025, arXiv:2512.12167 (DroPE)"
+    paper: ClassVar[str] = "Kazemnejad et al. 2023, arXiv:2305.19466; Gelberg et al. 2025, arXiv:2512.12167 (DroPE)"
     summary: ClassVar[str] = (
         "Drops the positions altogether; of no use before fine-tuning, which it wants on short texts only."
     )
     on_disk: ClassVar[str] = "longrope"
     zero_shot: ClassVar[bool] = False
-    plain_at_factor_1: ClassVar[bool] = False
-    instead_of_rope: ClassVar[bool] = True
+    title: ClassVar[str] = "No positional encoding (NoPE)"
+    explanation: ClassVar[str] = (
+        "Not at all. The causal mask alone tells positions apart: the first token sees one key, the second two, ..."
+    )
+    absolute_or_relative: ClassVar[str] = "Neither."
+    kv_cache: ClassVar[str] = "Yes: there is nothing to hold."
+    trained: ClassVar[str] = "None."
+    extrapolates: ClassVar[str] = (
+        "Partly: no angle and no row is ever new, but attention spreads over more keys than in training; a temperature "
+        "helps. A model that was trained with RoPE has to be trained again, on short texts, to do without (DroPE)."
+    )
 
     attention_factor: float | None = option(None, positive, "sharpens attention, by its square; default: 1")
 
@@ -38,3 +48,24 @@ class Nope(StaticMethod):
 
     def without_temperature(self) -> Self | None:
         return dataclasses.replace(self, attention_factor=1.0) if self.attention_factor in (None, 1) else None
+
+    def numbers(self, model: ModelShape) -> Numbers:
+        sentences = [
+            f"The last of {model.length:,} tokens spreads its attention over as many keys, that of {model.target:,} "
+            f"over {model.target / model.length:.3g} times as many."
+        ]
+        if model.spec is not None:
+            sentences.append(
+                f"This model has {model.spec.rotated_pairs} pairs that turn; without positions all of them stand still."
+            )
+        return Numbers(sentences)
+
+    def position_map(self, model: ModelShape) -> PositionMap:
+        return PositionMap(
+            "NoPE",
+            [("", lambda distances: torch.ones_like(distances, dtype=torch.float64))],
+            "score, 1 at distance 0",
+            (0.0, 1.0),
+            "Nothing is said of positions: all keys up to the query are alike. Only the causal mask, which cuts off "
+            "the upper half, tells queries apart.",
+        )

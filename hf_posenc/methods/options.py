@@ -33,6 +33,11 @@ def at_least_1(name: str, value: Any) -> float:
     return check_number(name, value, at_least=1)
 
 
+def above_1(name: str, value: Any) -> float:
+    """A finite number above 1."""
+    return check_number(name, value, above=1)
+
+
 def share(name: str, value: Any) -> float:
     """A number above 0 and up to 1."""
     number = check_number(name, value, above=0)

@@ -19,7 +19,7 @@ DEFAULT_METHOD = "yarn"
 # Where another package names its modules of methods, in its pyproject.toml.
 ENTRY_POINTS = "hf_posenc.methods"
 _PACKAGES = ("hf_posenc.methods", "hf_posenc.methods.encodings")
-_NO_METHODS = frozenset({"base", "options", "registry", "formulas", "modules", "encodings"})
+_NO_METHODS = frozenset({"base", "explained", "options", "registry", "formulas", "modules", "encodings"})
 _REGISTERED: dict[str, type[Method]] = {}
 
 MethodT = TypeVar("MethodT", bound="type[Method]")

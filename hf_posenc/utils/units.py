@@ -61,6 +61,11 @@ def duration_name(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def number_name(value: float) -> str:
+    """Return a number with three digits that count, or whole from a thousand on."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+
+
 def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
     """Return rows as lines of columns, numbers to the right and the given columns to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

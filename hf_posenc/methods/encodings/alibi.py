@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,7 +13,9 @@ from torch import nn
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToLogits
+from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
 from hf_posenc.methods.registry import register_method
+from hf_posenc.utils.units import number_name
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
@@ -58,6 +62,60 @@ class Alibi(Encoding):
     name: ClassVar[str] = "alibi"
     paper: ClassVar[str] = "Press et al. 2021, arXiv:2108.12409, section 3"
     summary: ClassVar[str] = "Takes a constant times the distance off the logits; for training from scratch."
+    title: ClassVar[str] = "Attention with linear biases (ALiBi)"
+    explanation: ClassVar[str] = (
+        "Nothing is added to words and nothing is turned. A penalty is added to each score: minus the distance times a "
+        "slope that each head has of its own."
+    )
+    absolute_or_relative: ClassVar[str] = "Relative: only the distance counts."
+    kv_cache: ClassVar[str] = "Yes: keys know of no position; the bias is made anew for each query, from the distance."
+    trained: ClassVar[str] = "None: the slopes are fixed."
+    extrapolates: ClassVar[str] = (
+        "Yes, without training: the bias goes on as it did, and far keys weigh next to nothing. It reads on without "
+        "breaking, but uses little that is farther away than the slowest head looks."
+    )
+    properties: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "The slopes of any number of heads, and the bias, are those of Bloom's and of MPT's code.",
+            "test_alibi_is_blooms_and_mpts_for_any_number_of_heads",
+        ),
+        ("A head looks no further in a longer text.", "test_alibi_looks_no_further_in_a_longer_text"),
+    )
 
     def module(self, sizes: ModelSizes) -> nn.Module:
         return AlibiBias(sizes.num_heads)
+
+    def numbers(self, model: ModelShape) -> Numbers:
+        slopes = alibi_slopes(model.num_heads).tolist()
+        reach = [math.log(100) / slope for slope in slopes]
+        inside = sum(one < model.length for one in reach)
+        sentences = [
+            f"{model.num_heads} heads, slopes from {max(slopes):.4g} to {min(slopes):.4g}: a weight falls to a "
+            f"hundredth after {number_name(min(reach))} tokens in the nearest-sighted head and after "
+            f"{number_name(max(reach))} in the farthest-sighted.",
+            f"In {inside} of {model.num_heads} heads that is nearer than the {model.length:,} tokens the model reads; "
+            f"at {model.target:,} tokens nothing changes for them.",
+        ]
+        rows = [
+            [str(at + 1), f"{slope:.4g}", number_name(far)]
+            for at, (slope, far) in enumerate(zip(slopes, reach, strict=True))
+        ]
+        return Numbers(sentences, ["head", "slope", "tokens to 1/100"], rows)
+
+    def position_map(self, model: ModelShape) -> PositionMap:
+        slopes = alibi_slopes(model.num_heads).tolist()
+        return PositionMap(
+            "ALiBi",
+            [
+                (f"head {head + 1}, slope {slopes[head]:.3g}", partial(_faded, slope=slopes[head]))
+                for head in model.some_heads
+            ],
+            "weight factor, exp(bias)",
+            (0.0, 1.0),
+            "What the bias multiplies an attention weight by, before weights are made to sum to 1. Each head looks "
+            "back as far as its slope lets it, and no further in a longer text.",
+        )
+
+
+def _faded(distances: torch.Tensor, slope: float) -> torch.Tensor:
+    return torch.exp(-slope * distances.double())

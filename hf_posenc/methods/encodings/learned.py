@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings
+from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
 from hf_posenc.methods.registry import register_method
 
 
@@ -43,11 +45,56 @@ class Learned(Encoding):
     """Add a trained vector for each position to the embeddings."""
 
     name: ClassVar[str] = "learned"
-    paper: ClassVar[str] = "Gehring et al. 2017, arXiv:1705.03122, section 3.1"
+    paper: ClassVar[str] = "Gehring et al. 2017, arXiv:1705.03122, section 3.1; Radford et al. 2019 (GPT-2)"
     summary: ClassVar[str] = (
         "Adds a trained vector for each position, and ends where the table does; for training from scratch."
     )
     has_parameters: ClassVar[bool] = True
+    title: ClassVar[str] = "Learned positions"
+    explanation: ClassVar[str] = (
+        "Before the first layer a trained row of a table is added to the features of each token, one row a position."
+    )
+    absolute_or_relative: ClassVar[str] = "Absolute."
+    kv_cache: ClassVar[str] = "Yes: keys are made from features that hold the position already."
+    trained: ClassVar[str] = "One row of the model's width for each position."
+    extrapolates: ClassVar[str] = (
+        "No: past the last row of the table there is none. Longer tables start untrained, or are interpolated from the "
+        "old one and trained on."
+    )
 
     def module(self, sizes: ModelSizes) -> nn.Module:
         return LearnedTable(sizes.context_length, sizes.hidden_size, sizes.initializer_range)
+
+    def numbers(self, model: ModelShape) -> Numbers:
+        rows, missing = model.length, max(model.target - model.length, 0)
+        return Numbers(
+            [
+                f"A table of {rows:,} rows of {model.hidden_size:,} features: {rows * model.hidden_size:,} numbers are "
+                "trained.",
+                f"Of the {model.target:,} positions asked for, {missing:,} have no row."
+                if missing
+                else "Every position has a row.",
+            ]
+        )
+
+    def position_map(self, model: ModelShape) -> PositionMap:
+        rows = model.length
+        return PositionMap(
+            "Learned positions",
+            [],
+            "cosine of two rows",
+            (-1.0, 1.0),
+            f"The cosine of the rows of two positions in a table of {rows:,} rows as it is initialised: no two are "
+            "alike, and what becomes of it is up to the training. One pair of positions a cell. Past the last row "
+            "there is nothing, and the map stays empty.",
+            partial(_untrained_cosines, rows=rows),
+            rows,
+        )
+
+
+def _untrained_cosines(positions: torch.Tensor, rows: int, width: int = 64) -> torch.Tensor:
+    """Return the cosines of the rows of positions in an untrained table; nan where there is no row."""
+    table = torch.randn(rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = torch.nn.functional.normalize(table, dim=-1)[positions.clamp(max=rows - 1)]
+    has_row = positions < rows
+    return torch.where(has_row[:, None] & has_row, found @ found.T, torch.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,8 +12,13 @@ from torch import nn
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import RotatesPairs
+from hf_posenc.methods.explained import ModelShape, PositionMap
 from hf_posenc.methods.options import flag, one_of, option, positive, share
 from hf_posenc.methods.registry import register_method
+from hf_posenc.spec import RopeSpec
+
+# Scores of equal vectors: the values of the first and the last colour of their maps.
+EQUAL_VECTORS = (-0.2, 1.0)
 
 
 def rotate_real(states: torch.Tensor, angles: torch.Tensor, *, interleaved: bool = False) -> torch.Tensor:
@@ -70,10 +76,24 @@ def rope_decay_bound(distance: torch.Tensor, num_pairs: int, base: float = 10000
 
     Reference: Su et al. 2021, arXiv:2104.09864, section 3.4.3, equations 36 and 37.
     """
-    frequencies = base ** (-torch.arange(num_pairs, dtype=torch.float64) / num_pairs)
-    angles = distance.double()[..., None] * frequencies
+    angles = pair_angles(distance, num_pairs, base)
     sums = torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1)
     return sums.abs().mean(dim=-1)
+
+
+def rope_score(distance: torch.Tensor, num_pairs: int, base: float = 10000.0) -> torch.Tensor:
+    """Return the score of a query and a key that are equal, all pairs of one length, as a share of that at distance 0.
+
+    It is the mean cosine of the pairs' angles. Sinusoidal rows of ``2 * num_pairs`` features have the same dot product.
+    Arguments as ``rope_decay_bound``'s.
+    """
+    return pair_angles(distance, num_pairs, base).cos().mean(-1)
+
+
+def pair_angles(distance: torch.Tensor, num_pairs: int, base: float) -> torch.Tensor:
+    """Return by how much each pair of two vectors at a distance is rotated apart, float64 ``(..., num_pairs)``."""
+    frequencies = base ** (-torch.arange(num_pairs, dtype=torch.float64) / num_pairs)
+    return distance.double()[..., None] * frequencies
 
 
 @dataclass(frozen=True)
@@ -87,6 +107,22 @@ class RopeOptions(Encoding):
         None, share, "the share of a head that is rotated, up to 1; default: the model's own"
     )
 
+    def rotary_spec(self, spec: RopeSpec, head_dim: int) -> RopeSpec:
+        """Return what is rotated, where ``spec`` is the model's own.
+
+        Raises:
+            ValueError: ``partial_rotary_factor`` rotates no even number of features of a head.
+        """
+        partial_factor = self.partial_rotary_factor
+        width = spec.rotary_dim if partial_factor is None else int(head_dim * partial_factor)
+        if width % 2 or not 0 < width <= head_dim:
+            raise InvalidRequestError(
+                f"{width} of {head_dim} features of a head would rotate: it must be an even number of them. Give "
+                "partial_rotary_factor."
+            )
+        unrotated = spec.unrotated_pairs if partial_factor is None else 0
+        return RopeSpec(width, self.rope_theta or spec.rope_theta, spec.original_max_position_embeddings, unrotated)
+
 
 class RopeRotation(RotatesPairs):
     """Pairs of features rotated by position times frequency, in either layout.
@@ -97,17 +133,11 @@ class RopeRotation(RotatesPairs):
     def __init__(self, sizes: ModelSizes, options: RopeOptions) -> None:
         """Make one of a rule's options; what it leaves open is the model's own."""
         super().__init__()
-        share, head_dim = options.partial_rotary_factor, sizes.head_dim
-        self.width = sizes.spec.rotary_dim if share is None else int(head_dim * share)
-        if self.width % 2 or not 0 < self.width <= head_dim:
-            raise InvalidRequestError(
-                f"{self.width} of {head_dim} features of a head would rotate: it must be an even number of them. Give "
-                "partial_rotary_factor."
-            )
+        rotary = options.rotary_spec(sizes.spec, sizes.head_dim)
+        self.width = rotary.rotary_dim
         self.interleaved = options.interleaved
         self.rotation = rotate_complex if options.computation == "complex" else rotate_real
-        base = options.rope_theta or sizes.spec.rope_theta
-        self.inv_freq = base ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
+        self.inv_freq = rotary.rope_theta ** (-torch.arange(0, self.width, 2, dtype=torch.float64) / self.width)
 
     def rotate(
         self, states: torch.Tensor, positions: torch.Tensor, factors: torch.Tensor | None = None
@@ -135,6 +165,44 @@ class Rope(RopeOptions):
     name: ClassVar[str] = "rope"
     paper: ClassVar[str] = "Su et al. 2021, arXiv:2104.09864, section 3"
     summary: ClassVar[str] = "Rotates pairs of features by position, in either layout, in real or complex numbers."
+    title: ClassVar[str] = "Rotary position embedding (RoPE)"
+    explanation: ClassVar[str] = (
+        "In every layer the features of queries and keys are taken in pairs, and each pair is turned by an angle: "
+        "position times the pair's frequency. Values are left alone."
+    )
+    absolute_or_relative: ClassVar[str] = (
+        "Applied to absolute positions, relative in effect: a score sees only by how much key and query are turned "
+        "apart, which is the distance."
+    )
+    kv_cache: ClassVar[str] = "Yes: a key is turned once, by where it stands, and the cache holds it turned."
+    trained: ClassVar[str] = "None."
+    extrapolates: ClassVar[str] = (
+        "Not by itself: slow pairs never complete a turn in training and meet new angles beyond it. The methods of "
+        "`hf-posenc methods` stretch them."
+    )
+    properties: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "The score depends on the distance only, for both layouts of pairs, in real and in complex numbers.",
+            "test_the_score_of_rope_depends_on_the_distance_only",
+        ),
+        ("Turning keeps the length of queries and keys.", "test_rotation_keeps_norms_and_undoes_itself"),
+        (
+            "Scores are bounded by a sum that falls with the distance on average (section 3.4.3).",
+            "test_scores_stay_below_the_decay_bound_and_reach_it",
+        ),
+    )
 
     def module(self, sizes: ModelSizes) -> nn.Module:
         return RopeRotation(sizes, self)
+
+    def position_map(self, model: ModelShape) -> PositionMap:
+        spec = self.rotary_spec(model.rope, model.head_dim)
+        return PositionMap(
+            "RoPE",
+            [("", partial(rope_score, num_pairs=spec.rotated_pairs, base=spec.rope_theta))],
+            "score, 1 at distance 0",
+            EQUAL_VECTORS,
+            f"The score of a query and a key with the same features, {spec.rotated_pairs} pairs at base "
+            f"{spec.rope_theta:g}. It falls with the distance and depends on nothing else: lines along the diagonal "
+            "have one colour.",
+        )

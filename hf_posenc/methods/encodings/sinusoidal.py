@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -11,8 +13,11 @@ from torch import nn
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings
-from hf_posenc.methods.options import option, positive
+from hf_posenc.methods.encodings.rope import EQUAL_VECTORS, rope_score
+from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
+from hf_posenc.methods.options import above_1, option, positive
 from hf_posenc.methods.registry import register_method
+from hf_posenc.utils.units import number_name
 
 
 def sinusoidal_table(positions: torch.Tensor, width: int, base: float = 10000.0) -> torch.Tensor:
@@ -59,20 +64,21 @@ class SinusoidalTable(AddedToEmbeddings):
     Reference: Vaswani et al. 2017, arXiv:1706.03762, section 3.5.
     """
 
-    def __init__(self, width: int, scale: float) -> None:
+    def __init__(self, width: int, scale: float, base: float = 10000.0) -> None:
         """Make one.
 
         Args:
             width: Features of the embeddings.
             scale: What multiplies the table. In the paper embeddings have variance 1, and those of a Llama 0.02 ** 2:
                 unscaled, the table would drown them.
+            base: Of the geometric series of wavelengths.
         """
         super().__init__()
         sinusoidal_table(torch.zeros(1), width)  # raises on an odd width
-        self.width, self.scale = width, scale
+        self.width, self.scale, self.base = width, scale, base
 
     def forward(self, positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        table = self.scale * sinusoidal_table(positions.to(like.device), self.width)
+        table = self.scale * sinusoidal_table(positions.to(like.device), self.width, self.base)
         return table.to(like.dtype)
 
 
@@ -84,10 +90,58 @@ class Sinusoidal(Encoding):
     name: ClassVar[str] = "sinusoidal"
     paper: ClassVar[str] = "Vaswani et al. 2017, arXiv:1706.03762, section 3.5"
     summary: ClassVar[str] = "Adds sines and cosines of each position to the embeddings; for training from scratch."
+    title: ClassVar[str] = "Sinusoidal positions"
+    explanation: ClassVar[str] = (
+        "Before the first layer a row of sines and cosines of the position, of wavelengths in a geometric series, is "
+        "added to the features of each token."
+    )
+    absolute_or_relative: ClassVar[str] = (
+        "Absolute: each position has a row. Rows of equal distance are related by one rotation, which layers may learn "
+        "to use."
+    )
+    kv_cache: ClassVar[str] = "Yes: keys are made from features that hold the position already."
+    trained: ClassVar[str] = "None."
+    extrapolates: ClassVar[str] = (
+        "Hardly: every position has a row, but sums of words and rows it never saw in training confuse the layers."
+    )
+    properties: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "The row of p + k is one matrix times the row of p, whatever p is, and that matrix is a rotation.",
+            "test_sinusoids_are_the_papers_and_shift_by_a_rotation",
+        ),
+    )
 
+    base: float = option(10000.0, above_1, "of the geometric series of wavelengths")
     embedding_scale: float | None = option(
         None, positive, "what multiplies the table; default: the initializer_range of the model"
     )
 
     def module(self, sizes: ModelSizes) -> nn.Module:
-        return SinusoidalTable(sizes.hidden_size, self.embedding_scale or sizes.initializer_range)
+        return SinusoidalTable(sizes.hidden_size, self.embedding_scale or sizes.initializer_range, self.base)
+
+    def numbers(self, model: ModelShape) -> Numbers:
+        width = model.hidden_size
+        tokens = [2 * math.pi * self.base ** (2 * pair / width) for pair in range(width // 2)]
+        longer = [sum(one > length for one in tokens) for length in (model.length, model.target)]
+        sentences = [
+            f"A row has {width:,} features, {len(tokens):,} waves of {number_name(tokens[0])} to "
+            f"{number_name(tokens[-1])} tokens.",
+            f"{longer[0]:,} waves are longer than {model.length:,} tokens, {longer[1]:,} longer than {model.target:,}.",
+            "The row of p + k is that of p turned by k, wave by wave, whatever p is.",
+        ]
+        rows = [
+            [f"{2 * at}, {2 * at + 1}", number_name(one), number_name(model.length / one)]
+            for at, one in enumerate(tokens)
+        ]
+        return Numbers(sentences, ["features", "wavelength", f"waves in {model.length:,}"], rows)
+
+    def position_map(self, model: ModelShape) -> PositionMap:
+        return PositionMap(
+            "Sinusoidal",
+            [("", partial(rope_score, num_pairs=model.hidden_size // 2, base=self.base))],
+            "product, 1 at distance 0",
+            EQUAL_VECTORS,
+            f"The dot product of the rows of two positions, {model.hidden_size} features. It depends on the distance "
+            "alone, but the rows are added to the words before the first layer, whose weights may make anything of "
+            "them.",
+        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import DistanceTable
+from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
 from hf_posenc.methods.options import flag, option, tokens
 from hf_posenc.methods.registry import register_method
 
@@ -59,6 +59,26 @@ class T5Bias(Encoding):
         "Adds a trained bias for each bucket of distances and head to the logits; for training from scratch."
     )
     has_parameters: ClassVar[bool] = True
+    title: ClassVar[str] = "T5's relative bias"
+    explanation: ClassVar[str] = (
+        "A trained number is added to each score, one for each head and bucket of distances: near distances have a "
+        "bucket each, farther ones share ever wider ones."
+    )
+    absolute_or_relative: ClassVar[str] = "Relative: only the distance counts."
+    kv_cache: ClassVar[str] = (
+        "Yes: keys know of no position; the bias is looked up anew for each query, from the distance."
+    )
+    trained: ClassVar[str] = "One number for each head and bucket, shared by all layers (T5 keeps them in its first)."
+    extrapolates: ClassVar[str] = (
+        "Partly: all distances past the largest share the last bucket, so longer texts are nothing new, but a text "
+        "longer than those of training spreads attention over more keys than it was trained to weigh."
+    )
+    properties: ClassVar[tuple[tuple[str, str], ...]] = (
+        (
+            "Buckets are those of T5Attention._relative_position_bucket, causal and in both directions.",
+            "test_t5_buckets_are_t5s_own",
+        ),
+    )
 
     num_buckets: int = option(32, tokens, "classes of distances")
     max_distance: int = option(128, tokens, "tokens from which on all distances are one")
@@ -73,10 +93,45 @@ class T5Bias(Encoding):
             )
 
     def module(self, sizes: ModelSizes) -> nn.Module:
-        classify = partial(
-            t5_buckets,
+        return DistanceTable(sizes.num_heads, self.num_buckets, self.buckets, sizes.initializer_range)
+
+    def buckets(self, relative: torch.Tensor) -> torch.Tensor:
+        """Return the bucket of each relative position, key minus query; see ``t5_buckets``."""
+        return t5_buckets(
+            relative,
             bidirectional=self.bidirectional,
             num_buckets=self.num_buckets,
             max_distance=self.max_distance,
         )
-        return DistanceTable(sizes.num_heads, self.num_buckets, classify, sizes.initializer_range)
+
+    def numbers(self, model: ModelShape) -> Numbers:
+        farthest = self.max_distance
+        found = self.buckets(-torch.arange(farthest + 1))
+        rows = []
+        for bucket in sorted(set(found.tolist())):
+            inside = torch.nonzero(found == bucket).flatten()
+            first, last = int(inside[0]), int(inside[-1])
+            span = f"{first:,}" if first == last else f"{first:,} to {last:,}"
+            rows.append([str(bucket), f"{first:,} and more" if last == farthest else span])
+        begins = int(torch.nonzero(found == found[-1])[0])
+        one_direction = self.num_buckets // (2 if self.bidirectional else 1)
+        later = " (and as many for later keys)" if self.bidirectional else ""
+        sentences = [
+            f"{one_direction} buckets{later}, of which {one_direction // 2} hold one distance each; from {begins:,} "
+            "tokens on all keys share the last.",
+            f"{self.num_buckets * model.num_heads:,} numbers are trained: {self.num_buckets} for each of "
+            f"{model.num_heads} heads.",
+            f"Of the {model.target:,} distances asked for, {max(model.target - begins, 0):,} are in the last bucket.",
+        ]
+        return Numbers(sentences, ["bucket", "distances"], rows)
+
+    def position_map(self, model: ModelShape) -> PositionMap:
+        return PositionMap(
+            "T5's bias",
+            [("", lambda distances: self.buckets(-distances).double())],
+            "bucket: which learned number",
+            (0.0, self.num_buckets - 1.0),
+            f"Which of a head's {self.num_buckets} learned numbers is added to the score. Near keys have one each, "
+            f"farther ones share, and from {self.max_distance} tokens on all have the last: past it, near and far are "
+            "the same.",
+        )

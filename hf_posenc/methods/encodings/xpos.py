@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import ModelSizes
-from hf_posenc.methods.encodings.rope import RopeOptions, RopeRotation
+from hf_posenc.methods.base import ModelSizes, plain_frequencies
+from hf_posenc.methods.encodings.rope import EQUAL_VECTORS, RopeOptions, RopeRotation, pair_angles
+from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
 from hf_posenc.methods.options import option, positive
 from hf_posenc.methods.registry import register_method
+from hf_posenc.utils.units import number_name
 
 # What a key itself may come to, as a logarithm, besides the factor of xPos.
 _HEADROOM = 5.0
@@ -28,6 +31,17 @@ def xpos_decay(num_pairs: int, gamma: float = 0.4) -> torch.Tensor:
     """
     share = torch.arange(num_pairs, dtype=torch.float64) / num_pairs
     return (share + gamma) / (1 + gamma)
+
+
+def xpos_score(
+    distance: torch.Tensor, num_pairs: int, base: float = 10000.0, scale_base: float = 512.0
+) -> torch.Tensor:
+    """Return what ``rope_score`` does, of xPos: each pair's cosine has shrunk by its decay.
+
+    Reference: Sun et al. 2022, arXiv:2212.10554, section 3.2, equation 8.
+    """
+    shrunk = xpos_decay(num_pairs) ** (distance.double()[..., None] / scale_base)
+    return (pair_angles(distance, num_pairs, base).cos() * shrunk).mean(-1)
 
 
 class XposRotation(RopeRotation):
@@ -71,8 +85,59 @@ class Xpos(RopeOptions):
     name: ClassVar[str] = "xpos"
     paper: ClassVar[str] = "Sun et al. 2022, arXiv:2212.10554, section 3.2"
     summary: ClassVar[str] = "RoPE whose pairs shrink with distance, the fast ones most; for training from scratch."
+    title: ClassVar[str] = "xPos (extrapolatable position embedding)"
+    explanation: ClassVar[str] = (
+        "As RoPE, and besides each pair of a query is multiplied by its decay to the power of position / scale_base, "
+        "that of a key by the inverse."
+    )
+    absolute_or_relative: ClassVar[str] = (
+        "Relative in effect: the score is RoPE's, each pair faded by the distance, the fast ones most."
+    )
+    kv_cache: ClassVar[str] = (
+        "Yes, with care: the factor of keys grows with the position without end, so long texts want positions counted "
+        "from the middle, or float32."
+    )
+    trained: ClassVar[str] = "None."
+    extrapolates: ClassVar[str] = (
+        "Better than RoPE: by the time slow pairs come to new angles, their part of the score has faded. What is far "
+        "away is lost with it."
+    )
+    properties: ClassVar[tuple[tuple[str, str], ...]] = (
+        ("The decay of each pair is that of torchscale's code.", "test_xpos_decay_is_torchscales_buffer"),
+    )
 
     scale_base: float = option(512.0, positive, "tokens in which a pair's logits shrink by its decay")
 
     def module(self, sizes: ModelSizes) -> nn.Module:
         return XposRotation(sizes, self)
+
+    def numbers(self, model: ModelShape) -> Numbers:
+        spec = self.rotary_spec(model.rope, model.head_dim)
+        decay = xpos_decay(spec.num_pairs)
+        lengths = (spec.original_max_position_embeddings, model.target)
+        rows = []
+        for pair, tokens in enumerate((2 * math.pi / plain_frequencies(spec)[: spec.rotated_pairs]).tolist()):
+            one = float(decay[pair])
+            left = [f"{one ** (length / self.scale_base):.3g}" for length in lengths]
+            rows.append([str(pair), number_name(tokens), f"{one:.3f}", *left])
+        largest = float(decay[0] ** (-model.target / self.scale_base))  # of a small scale_base infinite
+        sentences = [
+            f"Each pair's part of the score shrinks by its decay once in {self.scale_base:g} tokens: the fastest by "
+            f"{float(decay[0]):.3f}, the slowest by {float(decay[-1]):.3f}.",
+            f"Keys are multiplied by the inverse: at position {model.target:,} the fastest pair's by {largest:.3g}, "
+            "where float16 ends at 65,504 and bfloat16 keeps two to three digits.",
+        ]
+        heads = ["pair", "wavelength", "decay", f"left after {lengths[0]:,}", f"after {lengths[1]:,}"]
+        return Numbers(sentences, heads, rows)
+
+    def position_map(self, model: ModelShape) -> PositionMap:
+        spec = self.rotary_spec(model.rope, model.head_dim)
+        score = partial(xpos_score, num_pairs=spec.rotated_pairs, base=spec.rope_theta, scale_base=self.scale_base)
+        return PositionMap(
+            "xPos",
+            [("", score)],
+            "score, 1 at distance 0",
+            EQUAL_VECTORS,
+            f"As RoPE, and each pair fades besides, the fast ones most (scale_base {self.scale_base:g}): after some "
+            "thousands of tokens nothing is left.",
+        )
