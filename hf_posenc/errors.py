@@ -73,7 +73,7 @@ class UnknownOptionError(InvalidTypeError):
         """Make the text, with the method's own options and the methods that have this one."""
         self.method, self.option, self.known, self.methods = method, option, tuple(known), tuple(methods)
         others = f" ({', '.join(self.methods)} {'does' if len(self.methods) == 1 else 'do'})" if self.methods else ""
-        allowed = f" It takes: {', '.join(self.known)}." if self.known else ""
+        allowed = f" It takes: {', '.join(self.known)}." if self.known else " It takes none."
         super().__init__(f"method {method!r} takes no option {option!r}{others}.{allowed}")
 
 

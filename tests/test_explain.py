@@ -5,23 +5,30 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from distance_rules import RULES, relative_positions
 from report_records import read_page
 from svg_values import line_values
+from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_posenc.cli.main import main
-from hf_posenc.explaining.encodings_facts import ENCODING_FACTS
-from hf_posenc.methods.base import Method
-from hf_posenc.methods.registry import methods
+from hf_posenc.explain.overview import compared_rules
+from hf_posenc.methods import registry
+from hf_posenc.methods.base import Encoding, Frequencies, Method, ModelSizes, StaticMethod, plain_frequencies
+from hf_posenc.methods.encodings.modules import AddedToLogits
+from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, Numbers, PositionMap
+from hf_posenc.methods.options import option, positive
+from hf_posenc.methods.registry import methods, register_method
+from hf_posenc.spec import RopeSpec
 
 Explain = Callable[..., str]
 
@@ -214,12 +221,89 @@ def test_waves_tables_and_decays_by_hand(explain: Explain, config_only: Callable
 
 
 def test_every_method_has_words_and_every_property_a_test() -> None:
-    told = {name for name, cls in methods().items() if cls.explanation != Method.explanation} | ENCODING_FACTS.keys()
-    assert methods().keys() <= told
+    assert [name for name, cls in methods().items() if cls.explanation == Method.explanation] == []
+    encodings = [cls for cls in methods().values() if issubclass(cls, InPlaceOfRope)]
+    assert {cls.name for cls in encodings} == registry.method_names("is_encoding") | {"nope"}
+    for cls in encodings:
+        assert all((cls.title, cls.absolute_or_relative, cls.kv_cache, cls.trained, cls.extrapolates))
     tests = (Path(__file__).parent / "test_encoding_properties.py").read_text()
-    named = [test for facts in ENCODING_FACTS.values() for _, test in facts.properties]
+    named = [test for cls in encodings for _, test in cls.properties]
     assert len(named) >= 7
     assert all(f"def {test}(" in tests for test in named)
+
+
+@pytest.fixture
+def of_another_package() -> Iterator[None]:
+    """A static rule and two encodings, as another package would register them: what they do, and no words."""
+
+    class DistanceBias(AddedToLogits):
+        def forward(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+            return (keys[:, None, :] - queries[:, :, None])[:, None].float()
+
+    @register_method
+    @dataclass(frozen=True)
+    class Halved(StaticMethod):
+        name: ClassVar[str] = "halved"
+        paper: ClassVar[str] = "Nobody 2026"
+        summary: ClassVar[str] = "Divides the frequencies of the slow half."
+        on_disk: ClassVar[str] = "longrope"
+
+        strength: float = option(1.0, positive, "power of the factor")
+
+        def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+            inv_freq = plain_frequencies(spec)
+            inv_freq[spec.num_pairs // 2 :] /= self.factor**self.strength
+            return inv_freq, 1.0
+
+    @register_method
+    @dataclass(frozen=True)
+    class Steep(Encoding):
+        name: ClassVar[str] = "steep"
+        paper: ClassVar[str] = "Nobody 2026"
+        summary: ClassVar[str] = "Takes the distance off each logit."
+
+        def module(self, sizes: ModelSizes) -> nn.Module:
+            return DistanceBias()
+
+    @register_method
+    @dataclass(frozen=True)
+    class Cosine(Steep):
+        name: ClassVar[str] = "cosine"
+        title: ClassVar[str] = "Cosine of the distance"
+        extrapolates: ClassVar[str] = "It repeats itself."
+
+        def numbers(self, model: ModelShape) -> Numbers:
+            return Numbers([f"{model.num_heads} heads see {model.target} tokens."], ["head"], [["all"]])
+
+        def position_map(self, model: ModelShape) -> PositionMap:
+            rows = [("", lambda distances: distances.double().cos())]
+            return PositionMap("Cosine", rows, "cosine", (-1.0, 1.0), "Waves.")
+
+    yield
+    for name in ("halved", "steep", "cosine"):
+        del registry._REGISTERED[name]
+    methods.cache_clear()
+
+
+@pytest.mark.usefixtures("of_another_package")
+def test_what_another_package_registers_is_explained(
+    explain: Explain, config_only: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = config_only()
+    argv = ("halved", "--model", model, "--factor", 8, "--option", "strength=2", "--output-dir", tmp_path / "static")
+    rows = rows_below(explain(*argv), "pair")
+    assert [number(row[4]) for row in rows] == [1.0] * 4 + [64.0] * 4
+    assert {"stretch.svg", "wavelengths.svg"} <= {path.name for path in (tmp_path / "static").iterdir()}
+    plain = joined(explain("steep", "--model", model, "--output-dir", tmp_path / "steep"))
+    assert plain.startswith("steep, looked at to 256 tokens")
+    assert "Source: Nobody 2026." in plain
+    assert [path.name for path in (tmp_path / "steep").iterdir()] == ["explain.html"]
+    said = explain("cosine", "--model", model, "--factor", 2, "--output-dir", tmp_path / "cosine")
+    assert "Cosine of the distance, looked at to 128 tokens" in said
+    assert "Reads further than trained: It repeats itself." in said
+    assert "4 heads see 128 tokens." in said
+    assert (tmp_path / "cosine" / "map_cosine.svg").is_file()
+    assert {"halved", "yarn"} <= {rule.name for rule in compared_rules(RopeSpec(16, 1e4, 64), 4.0)}
 
 
 def test_the_page_has_every_pair_and_the_pictures_their_values(
@@ -251,12 +335,14 @@ def test_the_page_has_every_pair_and_the_pictures_their_values(
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (("yran",), "unknown method or encoding 'yran'. Did you mean 'yarn'? Known: abf, alibi,"),
+        (("yran",), "unknown method 'yran'. Did you mean 'yarn'? Known: abf, alibi,"),
         (("yarn", "--factor", "0.25"), "factor must be >= 1, got 0.25"),
         (("yarn", "--factor", "2", "--context-length", "8k"), "not both"),
         (("linear", "--option", "beta_fast=3"), "takes no option 'beta_fast'"),
         (("alibi", "--option", "slope=3"), "'alibi' takes no option 'slope'. It takes none."),
-        (("t5_bias", "--option", "num_buckets=2"), "needs at least 4 num_buckets"),
+        (("t5_bias", "--option", "num_buckets=1"), "num_buckets is 1, at least 2"),
+        (("sinusoidal", "--option", "base=1"), "base must be greater than 1, got 1"),
+        (("rope", "--factor", "2", "--context-length", "8k"), "not both"),
         (("rope", "--factor", "0.5"), "factor must be >= 1, got 0.5"),
         (("rope", "--preset", "qwen3-yarn-4x"), "--preset is for methods"),
         (("yarn", "--model", "/nowhere/at-all"), "there is no file or folder '/nowhere/at-all'"),

@@ -18,20 +18,24 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from hf_posenc.cli.main import main
-from hf_posenc.gallery.canvas import tokens_name
-from hf_posenc.gallery.curves import binned, draw_decay
-from hf_posenc.gallery.maps import Shape, draw_maps
-from hf_posenc.gallery.scores import block_means
-from hf_posenc.gallery.spirals import draw_dials
-from hf_posenc.gallery.stretching import compared_rules, rule_pictures
-from hf_posenc.gallery.tables import draw_t5_buckets
-from hf_posenc.gallery.told import told_distances
+from hf_posenc.explain.canvas import Picture, tokens_name
+from hf_posenc.explain.encoding_pictures import binned, block_means, encoding_pictures
+from hf_posenc.explain.method_pictures import draw_dials, told_distances
+from hf_posenc.explain.overview import compared_rules, rule_pictures
+from hf_posenc.methods.explained import ModelShape
 from hf_posenc.methods.registry import make_method
 from hf_posenc.spec import RopeSpec
 
 PAIRS, BASE = 8, 10000.0
 FREQUENCIES = [BASE ** (-pair / PAIRS) for pair in range(PAIRS)]
-SHAPE = Shape(num_pairs=PAIRS, base=BASE, num_heads=4, width=2 * PAIRS, rows=150)
+MODEL = ModelShape(
+    num_heads=4, hidden_size=2 * PAIRS, head_dim=2 * PAIRS, length=150, target=600, spec=RopeSpec(2 * PAIRS, BASE, 150)
+)
+
+
+def pictures(name: str, *lengths: int) -> dict[str, Picture]:
+    """The pictures of an encoding, by their slugs."""
+    return {picture.slug: picture for picture in encoding_pictures(make_method(name), MODEL, lengths)}
 
 
 def rope(distance: int) -> float:
@@ -77,7 +81,7 @@ def blocks_by_hand(of_distance: Callable[[int], float], length: int, cells: int)
 def test_heat_maps_have_the_colours_of_values_by_hand(
     name: str, of_distance: Callable[[int], float], limits: tuple[float, float]
 ) -> None:
-    drawing = draw_maps(name, SHAPE, (100, 300)).drawing
+    drawing = pictures(name, 100, 300)[f"map_{name}"].drawing
     near, far = heat_maps(drawing.svg.decode())
     for pixels, length in ((near, 100), (far, 300)):
         expected = colours(blocks_by_hand(of_distance, length, 100), *limits)
@@ -86,14 +90,14 @@ def test_heat_maps_have_the_colours_of_values_by_hand(
 
 
 def test_alibis_maps_are_weight_factors_of_three_heads() -> None:
-    maps = heat_maps(draw_maps("alibi", SHAPE, (100,)).drawing.svg.decode())
+    maps = heat_maps(pictures("alibi", 100)["map_alibi"].drawing.svg.decode())
     for pixels, slope in zip(maps, (2.0**-2, 2.0**-4, 2.0**-8), strict=True):  # of heads 1, 2 and 4 of 4
         expected = [[math.exp(-slope * (q - k)) if q >= k else math.nan for k in range(100)] for q in range(100)]
         assert numpy.abs(pixels.astype(int) - colours(expected, 0, 1).astype(int)).max() <= 2
 
 
 def test_learned_positions_are_drawn_as_far_as_there_are_rows() -> None:
-    (pixels,) = heat_maps(draw_maps("learned", SHAPE, (1000,)).drawing.svg.decode())
+    (pixels,) = heat_maps(pictures("learned", 1000)["map_learned"].drawing.svg.decode())
     seen = pixels[..., 3] > 0
     assert [seen[row].sum() for row in range(100)] == [row + 1 if 10 * row < 150 else 0 for row in range(100)]
 
@@ -105,7 +109,7 @@ def test_blocks_on_the_diagonal_count_no_key_after_the_query() -> None:
 
 
 def test_the_decay_chart_shows_the_papers_bound_and_means_of_scores() -> None:
-    svg = draw_decay(SHAPE).drawing.svg.decode()
+    svg = pictures("rope", 10)["rope_decay"].drawing.svg.decode()
     bound = line_values(svg, "plot-1-base-10000", axes=1)
     assert (bound[0][0], bound[-1][0]) == (pytest.approx(0, abs=0.01), pytest.approx(250, abs=0.01))
     assert len(bound) > 100
@@ -120,7 +124,7 @@ def test_the_decay_chart_shows_the_papers_bound_and_means_of_scores() -> None:
 
 
 def test_t5s_matrix_is_its_own_code_in_both_directions() -> None:
-    causal, both = heat_maps(draw_t5_buckets(SHAPE).drawing.svg.decode())
+    causal, both = heat_maps(pictures("t5_bias", 10)["t5_buckets"].drawing.svg.decode())
     relative = torch.arange(256) - torch.arange(256)[:, None]
     own = T5Attention._relative_position_bucket(relative, True, 32, 128).double().tolist()
     assert numpy.abs(both.astype(int) - colours(own, 0, 31).astype(int)).max() <= 2
@@ -135,13 +139,13 @@ def test_rules_side_by_side_are_transformers_own() -> None:
         parameters = {"rope_type": name, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 2048}
         config = LlamaConfig(head_dim=64, max_position_embeddings=8192, rope_parameters={**parameters, **more})
         inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[name](config, "cpu")
-        torch.testing.assert_close(rules[name].inv_freq.float(), inv_freq, rtol=1e-5, atol=0)
-        assert rules[name].attention_factor == pytest.approx(attention_factor)
+        torch.testing.assert_close(rules[name].frequencies[0].float(), inv_freq, rtol=1e-5, atol=0)
+        assert rules[name].frequencies[1] == pytest.approx(attention_factor)
     parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     config = LlamaConfig(head_dim=64, max_position_embeddings=2048, rope_parameters=parameters)
     for name, length in (("dynamic at the target", 8192), ("dynamic at half of it", 4096)):
         inv_freq, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, "cpu", seq_len=length)
-        torch.testing.assert_close(rules[name].inv_freq.float(), inv_freq, rtol=1e-5, atol=0)
+        torch.testing.assert_close(rules[name].frequencies[0].float(), inv_freq, rtol=1e-5, atol=0)
     words = re.findall("<!-- (.*?) -->", rule_pictures(spec, 4.0)[0].drawing.svg.decode())
     assert set(rules) <= set(words)
 

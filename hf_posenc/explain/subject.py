@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig
 
+from hf_posenc.methods.explained import ModelShape
 from hf_posenc.patching.extension import head_dim_of, plain_spec
 from hf_posenc.planning.facts import read_config
 from hf_posenc.utils.units import length_name
@@ -47,14 +48,14 @@ class Subject:
             f"{self.num_heads} heads of {self.head_dim}, reads {length_name(self.length)} tokens"
         )
 
-    @property
-    def has_rope(self) -> bool:
-        """Whether its config has a rotary embedding that can be looked at."""
+    def shape(self, target: int) -> ModelShape:
+        """Return its numbers, of which encodings are explained, to be read to ``target`` tokens."""
+        spec, no_rope = None, ""
         try:
-            plain_spec(self.config)
-        except (ValueError, AttributeError):
-            return False
-        return True
+            spec = plain_spec(self.config)
+        except (ValueError, AttributeError) as error:  # some models without a rotary embedding have no lengths either
+            no_rope = str(error)
+        return ModelShape(self.num_heads, self.width, self.head_dim, self.length, target, spec, no_rope)
 
 
 def read_subject(model: str | None) -> Subject:

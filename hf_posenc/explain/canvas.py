@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -43,7 +44,6 @@ class Grid:
         narrow_columns: Of the narrow one.
         aspect: Height / width of one plot with its words.
         bar: What the colours say, for a colour bar of all plots; empty for none.
-        bar_ticks: Places on the bar and their words; empty for matplotlib's own.
         projection: ``"3d"``, ``"polar"`` or None.
     """
 
@@ -51,7 +51,6 @@ class Grid:
     narrow_columns: int = 1
     aspect: float = 1.0
     bar: str = ""
-    bar_ticks: Sequence[tuple[float, str]] = ()
     projection: str | None = None
 
 
@@ -98,49 +97,54 @@ def _bar(figure: Any, drawn: Any, axes: Sequence[Any], grid: Grid, narrow: bool)
     bar = figure.colorbar(drawn, ax=axes, label=grid.bar, shrink=0.9, **place)
     bar.outline.set_visible(False)
     bar.solids.set_edgecolor("face")  # no seams between its colours
-    if grid.bar_ticks:
-        bar.set_ticks([at for at, _ in grid.bar_ticks], labels=[words for _, words in grid.bar_ticks])
 
 
-def heat_map(
-    axes: Any,
-    values: torch.Tensor,
-    extent: tuple[float, float, float, float],
-    limits: tuple[float, float],
-    *,
-    title: str = "",
-    labels: tuple[str, str] = ("key position", "query position"),
-    name: str = "",
-) -> Any:
-    """Draw a matrix, its first row on top; cells that are nan stay empty.
+@dataclass(frozen=True)
+class HeatMap:
+    """A matrix to be drawn, its first row on top.
 
-    Args:
-        axes: Where.
-        values: ``(rows, columns)``.
-        extent: Left, right, bottom and top of the whole, in the units of the axes.
-        limits: The values of the first and the last colour.
+    Attributes:
+        values: ``(rows, columns)``; cells that are nan stay empty.
+        edges: What the right and the bottom edge are in the units of the axes, which begin at 0.
         title: Stands above it.
-        labels: Of the x and the y axis.
         name: The id of its group in the SVG.
+        labels: Of the x and the y axis.
+        note: Words inside.
     """
+
+    values: torch.Tensor
+    edges: tuple[float, float]
+    title: str
+    name: str
+    labels: tuple[str, str] = ("key position", "query position")
+    note: str = ""
+
+
+def draw_heat_maps(maps: Iterable[HeatMap], limits: tuple[float, float], grid: Grid) -> Drawing:
+    """Draw matrices side by side; ``limits`` are the values of the first and the last colour."""
+    return draw_grid([partial(_heat_map, one=one, limits=limits) for one in maps], grid)
+
+
+def _heat_map(axes: Any, one: HeatMap, limits: tuple[float, float]) -> Any:
+    right, bottom = one.edges
     image = axes.imshow(
-        values.numpy(),
+        one.values.numpy(),
         cmap=COLOUR_MAP,
         vmin=limits[0],
         vmax=limits[1],
-        extent=extent,
+        extent=(0, right, bottom, 0),
         aspect="auto",
         interpolation="none",
     )
-    if name:
-        image.set_gid(name)
-    axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xlabel(labels[0])
-    axes.set_ylabel(labels[1])
-    left, right, bottom, top = extent
-    axes.set_xticks(*_ticks(left, right))
-    axes.set_yticks(*_ticks(top, bottom))
+    image.set_gid(one.name)
+    axes.set_title(one.title, loc="left", fontsize=9)
+    axes.set_xlabel(one.labels[0])
+    axes.set_ylabel(one.labels[1])
+    axes.set_xticks(*_ticks(0, right))
+    axes.set_yticks(*_ticks(0, bottom))
     axes.set_facecolor("none")
+    if one.note:
+        axes.text(0.35, 0.5, one.note, transform=axes.transAxes, va="center", fontsize=8.5)
     return image
 
 
@@ -148,6 +152,11 @@ def _ticks(begin: float, end: float) -> tuple[list[float], list[str]]:
     """Return places at the ends and in the middle, and their words: few enough for a phone."""
     places = [begin, (begin + end) / 2, end]
     return places, [tokens_name(place) for place in places]
+
+
+def quarters(length: float) -> list[tuple[float, str]]:
+    """Return the ticks of an axis of tokens: five places and their words."""
+    return [(at * length / 4, tokens_name(at * length / 4)) for at in range(5)]
 
 
 def tokens_name(tokens: float) -> str:

@@ -1,0 +1,363 @@
+"""What a method does to a model, and how an encoding works on it, as sections of words, numbers and pictures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hf_posenc.attention.staged import Stages
+from hf_posenc.explain.canvas import Picture
+from hf_posenc.explain.encoding_pictures import encoding_pictures
+from hf_posenc.explain.method_pictures import (
+    draw_dials,
+    draw_query_factors,
+    draw_ramp,
+    draw_stages,
+    draw_stretch,
+    draw_temperature,
+    draw_told,
+    draw_told_maps,
+    draw_wavelengths,
+    last_row,
+)
+from hf_posenc.explain.sections import Explanation, Section
+from hf_posenc.explain.subject import Subject
+from hf_posenc.methods.base import AttentionMethod, DistanceMethod, Method, StagedMethod, Unscaled
+from hf_posenc.methods.encodings.rope import RopeOptions
+from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, Numbers
+from hf_posenc.methods.longrope import LongRope
+from hf_posenc.methods.yarn import YarnOptions, yarn_ramp
+from hf_posenc.patching.extension import Extension
+from hf_posenc.report.frequencies import PairRule, wavelengths
+from hf_posenc.spec import RopeSpec
+from hf_posenc.utils.units import length_name, number_name
+
+_PAIR_HEADS = ("pair", "wavelength", "turns", "new wavelength", "stretch", "")
+_PAIR_ROWS = 12  # of the small table of pairs, besides those where something begins
+_NEAR = 100  # tokens of the first heat map of an encoding
+
+
+def explain_method(subject: Subject, extension: Extension) -> Explanation:
+    """Return what a method does to a model."""
+    spec, method, reach = extension.spec, extension.method, extension.context_length
+    rule = PairRule(f"{method.name} x{method.factor:.4g}", spec, method, reach)
+    title = f"{rule.name}: {length_name(spec.original_max_position_embeddings)} -> {length_name(reach)} tokens"
+    words = method.words
+    changed = method.changed_options().items()
+    options = ", ".join(f"{name} {value}" for name, value in changed if not isinstance(value, list))
+    about = [words.explanation, f"On short texts: {words.on_short_texts}"]
+    about += [f"KV cache: {words.kv_cache}"] if words.kv_cache else []
+    about += [f"Source: {method.paper}.", *([f"Options: {options}."] if options else [])]
+    on_model = [*partial_sentence(subject.head_dim, spec), *pair_sentences(rule)]
+    sections = [Section("idea", "What it does", about), Section("model", "This model", on_model)]
+    if isinstance(method, DistanceMethod):
+        sections.append(_distances(rule, method))
+    else:
+        if isinstance(method, StagedMethod) and method.runs_in_attention:
+            sections.append(_stages(rule, method))
+        sections.append(_frequencies(rule))
+    return Explanation(title, subject.name, subject.sentence, sections)
+
+
+def explain_encoding(subject: Subject, method: Method, target: int) -> Explanation:
+    """Return how an encoding works, and what it is on a model.
+
+    Args:
+        subject: The model.
+        method: Takes the place of RoPE.
+        target: Tokens that are asked for.
+
+    Raises:
+        ValueError: The encoding is rotary and the model's config has no rotary embedding.
+    """
+    assert isinstance(method, InPlaceOfRope)
+    model = subject.shape(target)
+    about = [
+        ("How positions enter", method.explanation),
+        ("Absolute or relative", method.absolute_or_relative),
+        ("KV cache", method.kv_cache),
+        ("Parameters", method.trained),
+        ("Reads further than trained", method.extrapolates),
+        ("Source", f"{method.paper}."),
+    ]
+    sections = [Section("idea", "What it is", [f"{name}: {words}" for name, words in about if words])]
+    numbers = method.numbers(model) or _rotary_numbers(method, model)
+
+    def pictures() -> Sequence[Picture]:
+        lengths = sorted({min(_NEAR, subject.length), subject.length, target})
+        return encoding_pictures(method, model, lengths)
+
+    sections.append(
+        Section("model", "On this model", numbers.sentences, numbers.heads, numbers.rows, pictures=pictures)
+    )
+    if method.properties:
+        held = [f"{sentence} ({test})" for sentence, test in method.properties]
+        sections.append(Section("properties", "Held by tests/test_encoding_properties.py", held))
+    title = f"{method.title or method.name}, looked at to {length_name(target)} tokens"
+    return Explanation(title, subject.name, subject.sentence, sections)
+
+
+def _rotary_numbers(method: Method, model: ModelShape) -> Numbers:
+    """Return the pairs of an encoding that rotates them and says nothing more; no numbers of any other."""
+    if not isinstance(method, RopeOptions):
+        return Numbers([])
+    spec = method.rotary_spec(model.rope, model.head_dim)
+    rule = PairRule(method.name, spec, Unscaled(), model.target)
+    heads = [*_PAIR_HEADS[:2], f"turns in {spec.original_max_position_embeddings:,}"]
+    sentences = [*partial_sentence(model.head_dim, spec), *pair_sentences(rule)]
+    return Numbers(sentences, heads, [row[:3] for row in pair_rows(rule)])
+
+
+def partial_sentence(head_dim: int, spec: RopeSpec) -> list[str]:
+    """Say how much of a head turns, where that is not all of it."""
+    if spec.rotary_dim >= head_dim:
+        return []
+    rest = head_dim - spec.rotary_dim
+    return [f"Of the {head_dim} features of a head {spec.rotary_dim} turn; {rest} carry no position."]
+
+
+def pair_sentences(rule: PairRule) -> list[str]:
+    """Return what a model's pairs are, and what a rule makes of them."""
+    spec, original = rule.spec, rule.spec.original_max_position_embeddings
+    tokens, (never, _) = wavelengths(spec), rule.incomplete()
+    still = f" {spec.unrotated_pairs} more pairs never turn at all." if spec.unrotated_pairs else ""
+    first = f" (from pair {spec.rotated_pairs - never})" if never else ""
+    lines = [
+        f"{spec.rotated_pairs} pairs of features turn with the position, at base {spec.rope_theta:g}: the fastest once "
+        f"in {number_name(tokens[0])} tokens, the slowest once in {number_name(tokens[-1])}.{still}",
+        f"Within the {original:,} tokens of training {_pairs(never, 'never completes', 'never complete')} a turn{first}"
+        + (", and so met only a part of the circle." if never else ": every angle was met."),
+    ]
+    if rule.reach > original:
+        unscaled = PairRule("unscaled", spec, Unscaled(), rule.reach)
+        lines.append(
+            f"Unscaled, within {rule.reach:,} tokens {_pairs(unscaled.incomplete()[1], 'completes', 'complete')} no "
+            f"turn, and {_pairs(unscaled.unseen() or 0, 'meets', 'meet')} angles never met in training."
+        )
+    return lines
+
+
+def rule_sentences(rule: PairRule) -> list[str]:
+    """Return what a rule that changes frequencies makes of the pairs, and of the logits."""
+    kept, blended, stretched = rule.shares()
+    slowest = rule.stretch[-1]
+    by = "stopped" if math.isinf(slowest) else f"stretched by {slowest:.4g}"
+    lines = [
+        f"{rule.name}, {len(rule.stretch)} pairs: {kept} kept, {blended} between, {stretched} stretched by "
+        f"{rule.method.factor:.4g} or more; the slowest is {by}. Within {rule.reach:,} tokens {_complete(rule)}, and "
+        f"{_pairs(rule.unseen() or 0, 'meets', 'meet')} angles never met in training."
+    ]
+    return [*lines, *_ramp(rule), temperature_sentence(rule.frequencies[1])]
+
+
+def _ramp(rule: PairRule) -> list[str]:
+    """Say between which pairs the ramp of a rule by parts lies."""
+    method = rule.method
+    if method.ramp_turns is None:
+        return []
+    slow, fast = method.ramp_turns
+    if isinstance(method, YarnOptions) and method.ramp != "paper":
+        ramp = yarn_ramp(rule.spec, method)[: rule.spec.rotated_pairs]
+        kept, whole = int((ramp == 0).sum()), int((ramp == 1).sum())
+        shape = "wavelengths mixed, linear in the pair's index" if method.ramp == "harmonic" else "linear in its index"
+    else:
+        kept, whole = sum(turns >= fast for turns in rule.turns), sum(turns <= slow for turns in rule.turns)
+        shape = "linear in its turns"
+    begin, end = kept, rule.spec.rotated_pairs - whole
+    between = f"from pair {begin} to {end - 1} the share grows ({shape})" if end > begin else "no pair lies between"
+    return [
+        f"The ramp: a pair of {fast:g} turns or more is kept, one of {slow:g} or less divided by {method.factor:g}; "
+        f"{between}."
+    ]
+
+
+def temperature_sentence(attention_factor: float) -> str:
+    """Say what multiplies cos and sin, and so the logits."""
+    if attention_factor == 1:
+        return "Temperature: none; logits keep their size."
+    effect = "sharper" if attention_factor > 1 else "flatter"
+    return (
+        f"Temperature: cos and sin times {attention_factor:.4g}, so logits of the pairs that turn times "
+        f"{attention_factor**2:.4g}: attention is {effect}."
+    )
+
+
+def pair_rows(rule: PairRule) -> list[list[str]]:
+    """Return a row for each pair that turns: index, tokens and turns before, tokens after, stretch, and its share."""
+    rows = []
+    for pair, (tokens, turns) in enumerate(zip(wavelengths(rule.spec), rule.turns, strict=False)):
+        stretch = rule.stretch[pair]
+        stopped = math.isinf(stretch)
+        after = ["never", "stopped"] if stopped else [number_name(tokens * stretch), f"{stretch:.3f}"]
+        share = "" if isinstance(rule.method, Unscaled) else rule.share_of(pair)
+        rows.append([str(pair), number_name(tokens), number_name(turns), *after, share])
+    return rows
+
+
+def chosen_pairs(rule: PairRule) -> list[int]:
+    """Return the pairs of a small table: evenly spread ones, and those where something else begins."""
+    last = rule.spec.rotated_pairs - 1
+    spread = {round(at * last / (_PAIR_ROWS - 1)) for at in range(_PAIR_ROWS)}
+    shares = [rule.share_of(pair) for pair in range(last + 1)]
+    begins = {pair for pair in range(1, last + 1) if shares[pair] != shares[pair - 1]}
+    never = {pair for pair in range(last + 1) if rule.turns[pair] < 1}
+    return sorted(spread | begins | set(sorted(never)[:1]))
+
+
+def _complete(rule: PairRule) -> str:
+    """Say how many pairs complete no turn under a rule."""
+    never = rule.incomplete()[1]
+    return _pairs(never, "completes no turn", "complete no turn") if never else "every pair completes a turn"
+
+
+def _pairs(count: int, one: str, more: str) -> str:
+    return f"1 pair {one}" if count == 1 else f"{count or 'no'} pairs {more}"
+
+
+def _frequencies(rule: PairRule) -> Section:
+    """Return what becomes of the pairs, at the target where the rule depends on the length."""
+    spec, method = rule.spec, rule.method
+    heads = list(_PAIR_HEADS)
+    heads[2] = f"turns in {length_name(spec.original_max_position_embeddings)}"
+    sentences = rule_sentences(rule)
+    if method.latent_temperature != 1:
+        softmax = method.latent_temperature**2
+        sentences.append(f"The softmax scale besides times {softmax:.4g}, which reaches whole logits (mscale_all_dim).")
+    if method.temperature_on_logits:
+        sentences.append("The temperature is put on whole logits, by the softmax scale (temperature=logits).")
+    sentences.append(
+        "Wavelengths are tokens of a turn; kept, blended and stretched say how much of the factor a pair has; * marks "
+        "pairs that complete no turn in training."
+    )
+    rows = [
+        [cells[0] + ("*" if rule.turns[pair] < 1 else ""), *cells[1:]] for pair, cells in enumerate(pair_rows(rule))
+    ]
+    heading = "What it does to the pairs" + (
+        f", at {rule.reach:,} tokens" if isinstance(method, (StagedMethod, LongRope)) else ""
+    )
+
+    def pictures() -> Sequence[Picture]:
+        caption = (
+            "How many times longer each pair's wavelength becomes, the fast pairs to the left. In the grey are those "
+            "that complete no turn in training."
+        )
+        return _drawn(
+            draw_stretch([rule], "stretch", "How far each pair is stretched", caption),
+            draw_wavelengths(rule),
+            draw_ramp(rule) if method.ramp_turns else None,
+            None if method.runs_in_attention else draw_temperature(spec, method),
+            draw_dials(spec, rule.reach, rule.frequencies[0], rule.name),
+        )
+
+    return Section("pairs", heading, sentences, heads, rows, chosen_pairs(rule), (5,), pictures)
+
+
+def _drawn(*found: Picture | None) -> list[Picture]:
+    return [picture for picture in found if picture is not None]
+
+
+def _stages(rule: PairRule, method: StagedMethod) -> Section:
+    spec, reach = rule.spec, rule.reach
+    sentences = [*stage_sentences(spec, method, reach), *query_sentence(spec, method, reach)]
+    heads = ["stage", "queries at", "scale", "cos and sin times", "slowest pair, tokens"]
+
+    def pictures() -> Sequence[Picture]:
+        return _drawn(draw_stages(spec, method, reach), draw_query_factors(spec, method, reach))
+
+    rows = stage_rows(spec, method, reach)
+    return Section("stages", "Stages", sentences, heads, rows, left=(1,), pictures=pictures)
+
+
+def _distances(rule: PairRule, method: DistanceMethod) -> Section:
+    spec, reach = rule.spec, rule.reach
+    sentences = [*distance_sentences(spec, method, reach), *query_sentence(spec, method, reach)]
+
+    def pictures() -> Sequence[Picture]:
+        named = [(rule.name, method)]
+        return _drawn(
+            draw_told(spec, named, reach),
+            draw_told_maps(spec, named, reach),
+            draw_query_factors(spec, method, reach),
+        )
+
+    rows = distance_rows(spec, method, reach)
+    heads = ["true distance", "told"]
+    return Section("distances", "What it does to distances", sentences, heads, rows, pictures=pictures)
+
+
+def stage_rows(spec: RopeSpec, method: StagedMethod, reach: int) -> list[list[str]]:
+    """Return a row for each stage up to a length: number, places, scale, temperature, and the slowest pair's tokens."""
+    stages = Stages(spec, method)
+    rows, begin = [], 0
+    for stage, end in enumerate(stages.ends(reach)):
+        inv_freq, attention_factor = stages.frequencies(stage)
+        slowest = 2 * math.pi / float(inv_freq[spec.rotated_pairs - 1])
+        places = f"{begin:,} to {end - 1:,}"
+        rows.append(
+            [str(stage), places, f"{end / stages.ends(1)[0]:.4g}", f"{attention_factor:.4g}", number_name(slowest)]
+        )
+        begin = end
+    return rows
+
+
+def stage_sentences(spec: RopeSpec, method: StagedMethod, reach: int) -> list[str]:
+    """Return the stages in words."""
+    stages = Stages(spec, method)
+    growth = "each longer than the one before by one ratio" if method.growth == "geometric" else "all of one length"
+    return [
+        f"Queries up to {spec.original_max_position_embeddings:,} use the model's own frequencies. From there the "
+        f"first stage is {stages.stage_length:,} tokens long, {growth}; {len(stages.ends(reach))} stages, the original "
+        f"length included, reach {reach:,} tokens. Each has the scale of its end."
+    ]
+
+
+def distance_rows(spec: RopeSpec, method: DistanceMethod, reach: int) -> list[list[str]]:
+    """Return true distances from the last token of a text, and what it is told."""
+    told = last_row(spec, method, reach)
+    places = {4**power for power in range(1, 12) if 4**power < reach} | {1, reach - 1}
+    places |= _borders(told)
+    return [[f"{place:,}", f"{float(told[place]):,.6g}"] for place in sorted(places)]
+
+
+def _borders(told: torch.Tensor) -> set[int]:
+    """Return the first distance that is not told as it is, and the one before."""
+    changed = torch.nonzero(told != torch.arange(len(told)))
+    first = int(changed[0]) if len(changed) else 0
+    return {first - 1, first} if first else set()
+
+
+def distance_sentences(spec: RopeSpec, method: DistanceMethod, reach: int) -> list[str]:
+    """Return what happens to distances, in words."""
+    rule, original = method.regions(spec), spec.original_max_position_embeddings
+    farthest = _farthest(spec, method, reach)
+    verdict = (
+        "a distance it was trained on" if farthest < original else "more than it was trained on: the rule cannot reach"
+    )
+    return [
+        f"Texts up to {rule.plain_until:,} tokens are read as ever. Frequencies stay as they are: what changes is how "
+        f"far apart a query and a far key are turned. {method.settings(spec)}",
+        f"Within {reach:,} tokens the farthest key of all is told to be {farthest:,.6g} tokens away, of {original:,} "
+        f"trained: {verdict}.",
+        f"What the last of {reach:,} tokens is told:",
+    ]
+
+
+def _farthest(spec: RopeSpec, method: DistanceMethod, reach: int) -> float:
+    """Return the largest distance that any query is told, of queries close enough to each other to miss nothing."""
+    rule = method.regions(spec)
+    step = rule.chunk or reach
+    queries = {reach - 1, *range(step - 1, reach, step)}
+    return max(float(last_row(spec, method, query + 1).max()) for query in queries)
+
+
+def query_sentence(spec: RopeSpec, method: AttentionMethod, reach: int) -> list[str]:
+    """Say what multiplies the queries, where something does."""
+    factors = method.query_factors(spec, torch.tensor([spec.original_max_position_embeddings - 1, reach - 1]))
+    if factors is None:
+        return []
+    return [
+        f"Queries are multiplied besides by where they stand: {float(factors[0]):.4g} at the original length, "
+        f"{float(factors[1]):.4g} at {reach:,} tokens."
+    ]

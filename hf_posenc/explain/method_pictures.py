@@ -1,0 +1,361 @@
+"""Pictures of a method: what it does to pairs and to distances, its ramp, its temperature, its stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_posenc.attention.staged import Stages
+from hf_posenc.explain.canvas import (
+    Draw,
+    Grid,
+    HeatMap,
+    Picture,
+    draw_grid,
+    draw_heat_maps,
+    quarters,
+    tokens_name,
+)
+from hf_posenc.methods.base import AttentionMethod, DistanceMethod, Method, StagedMethod, plain_frequencies
+from hf_posenc.report.frequencies import PairRule, wavelengths
+from hf_posenc.report.looks import COLOURS, INK, PLAIN, Look, numbered_look
+from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.spec import RopeSpec
+from hf_posenc.utils.units import length_name
+
+_POINTS = 48  # of a curve over factors
+_DISTANCES = 400  # of a curve over distances
+_CELLS = 128  # of a row and a column of a map
+_TOKENS = 128  # of a spiral
+_TRAINED, _NEW = COLOURS[0], COLOURS[1]
+
+
+def draw_stretch(rules: Sequence[PairRule], slug: str, title: str, caption: str) -> Picture | None:
+    """Draw how far rules stretch each pair of one model, the fast ones to the left; None if there is nothing to draw.
+
+    A pair that is stopped is stretched without end: rules with one are left out.
+    """
+    spec = rules[0].spec
+    turns = rules[0].turns[: spec.rotated_pairs]
+    lines: list[Line] = []
+    for rule in rules:
+        if all(map(math.isfinite, rule.stretch)):
+            lines.append(Line(rule.name, turns, rule.stretch, numbered_look(len(lines))))
+    if not lines:
+        return None
+    original = length_name(spec.original_max_position_embeddings)
+    decades = [10.0**power for power in range(-9, 10) if turns[-1] <= 10.0**power <= turns[0]]
+    slow = turns[-1] < 1 < turns[0]
+    chart = Chart(
+        title,
+        f"turns of the pair within the {original} tokens of training",
+        "stretch of its wavelength",
+        [Line("unscaled", turns, [1.0] * len(turns), PLAIN), *lines],
+        [(at, f"{at:,.4g}") for at in decades],
+        [(1.0, "one turn")] if slow else [],
+        falls=True,
+        shade=(turns[-1], 1.0) if slow else None,
+    )
+    return Picture(slug, title, caption, draw_chart(chart))
+
+
+def draw_wavelengths(rule: PairRule) -> Picture | None:
+    """Draw the tokens of a turn of each pair, before and after; None of a rule that stops pairs."""
+    spec, target = rule.spec, rule.reach
+    scaled = rule.frequencies[0][: spec.rotated_pairs]
+    if bool((scaled == 0).any()):
+        return None
+    pairs, original = list(range(spec.rotated_pairs)), spec.original_max_position_embeddings
+    ends = [0, spec.rotated_pairs - 1]
+    lines = [
+        Line("unscaled", pairs, wavelengths(spec), PLAIN),
+        Line(rule.name, pairs, (2 * math.pi / scaled).tolist(), numbered_look(0)),
+        Line(f"trained on: {length_name(original)}", ends, [original] * 2, Look(COLOURS[2], "", (0, (4, 3)))),
+    ]
+    if target > original:
+        lines.append(Line(f"asked for: {length_name(target)}", ends, [target] * 2, Look(COLOURS[3], "", (0, (1, 2)))))
+    chart = Chart("Tokens of one turn", "pair", "wavelength in tokens", lines, _pair_ticks(spec), log_x=False)
+    caption = (
+        "A pair below the line of the training length completes at least one turn there, so it had every angle. One "
+        "above it had only a part of the circle, and met with longer texts turns on to angles it never had."
+    )
+    return Picture("wavelengths", "Wavelengths", caption, draw_chart(chart))
+
+
+def _pair_ticks(spec: RopeSpec) -> list[tuple[float, str]]:
+    return [(at, str(at)) for at in range(0, spec.rotated_pairs, max(1, spec.rotated_pairs // 8))]
+
+
+def draw_ramp(rule: PairRule) -> Picture | None:
+    """Draw how much of its interpolation each pair has; None at factor 1, or of a rule that goes beyond dividing."""
+    spec, method, turning = rule.spec, rule.method, rule.spec.rotated_pairs
+    if method.factor == 1:
+        return None
+    plain, scaled = plain_frequencies(spec)[:turning], rule.frequencies[0][:turning]
+    share = (plain - scaled) / (plain - plain / method.factor)
+    if float(share.max()) > 1.01 or float(share.min()) < -0.01:
+        return None
+    slow = sum(turns < 1 for turns in rule.turns[:turning])
+    chart = Chart(
+        "The ramp: share of interpolation",
+        "pair",
+        "0: kept, 1: divided by the factor",
+        [Line(rule.name, list(range(turning)), share.clamp(0, 1).tolist(), numbered_look(0))],
+        _pair_ticks(spec),
+        [(turning - slow - 0.5, "no whole turn in training")] if 0 < slow < turning else [],
+        log_x=False,
+    )
+    caption = (
+        "Frequencies between the plain one (0) and that divided by the factor (1), by pair, the fast ones to the left. "
+        "The dashed line is where pairs begin that complete no turn in training."
+    )
+    return Picture("ramp", "The ramp", caption, draw_chart(chart))
+
+
+def draw_temperature(spec: RopeSpec, method: Method) -> Picture | None:
+    """Draw what multiplies logits by the factor; None of a rule without a temperature, or with a given one."""
+    if getattr(method, "attention_factor", None) is not None or method.factor <= 1:
+        return None
+    most = max(8.0, 2 * method.factor)
+    factors = torch.linspace(1, most, _POINTS, dtype=torch.float64).tolist()
+    logits = [dataclasses.replace(method, factor=one).frequencies(spec)[1] ** 2 for one in factors]
+    if max(logits) == min(logits):
+        return None
+    here = method.frequencies(spec)[1] ** 2
+    step = most / 8
+    chart = Chart(
+        "Temperature",
+        "factor: target / original length",
+        "logits are multiplied by",
+        [Line(method.name, factors, logits, numbered_look(0))],
+        [(1.0, "1"), *((at * step, f"{at * step:g}") for at in range(1, 9) if at * step > 1)],
+        [(method.factor, f"x{method.factor:g}: {here:.3f}")],
+        log_x=False,
+    )
+    caption = (
+        "What multiplies the logits of the pairs that turn, at every length: the square of what multiplies cos and sin."
+    )
+    return Picture("temperature", "Temperature", caption, draw_chart(chart))
+
+
+def draw_stages(spec: RopeSpec, method: StagedMethod, reach: int) -> Picture:
+    """Draw the scale of queries, and what multiplies their logits, by where they stand."""
+    stages = Stages(spec, method)
+    x: list[float] = []
+    scales: list[float] = []
+    logits: list[float] = []
+    begin = 0
+    for stage, end in enumerate(stages.ends(reach)):
+        x += [begin, end]
+        scales += [stages.factor(stage)] * 2
+        logits += [stages.frequencies(stage)[1] ** 2] * 2
+        begin = end
+    lines = [Line("scale", x, scales, numbered_look(0))]
+    if max(logits) > 1:
+        lines.append(Line("logits multiplied by", x, logits, numbered_look(1)))
+    chart = Chart(
+        "Stages",
+        "position of the query, in tokens",
+        "scale, and factor of the logits",
+        lines,
+        quarters(x[-1]),
+        [(spec.original_max_position_embeddings, "trained on")],
+        log_x=False,
+    )
+    caption = (
+        "The scale of a query, for itself and for all keys it looks at. Up to the original length it is 1, and the "
+        "model is the unpatched one."
+    )
+    return Picture("stages", "Stages", caption, draw_chart(chart))
+
+
+def draw_query_factors(spec: RopeSpec, method: AttentionMethod, reach: int) -> Picture | None:
+    """Draw what multiplies queries by where they stand; None if nothing does."""
+    places = spread_places(reach, 200)
+    factors = method.query_factors(spec, places)
+    if factors is None:
+        return None
+    chart = Chart(
+        "Queries by where they stand",
+        "position of the query, in tokens",
+        "multiplied by",
+        [Line("log_n" if method.log_n else "sharpen", places.tolist(), factors.tolist(), numbered_look(0))],
+        quarters(reach),
+        [(spec.original_max_position_embeddings, "trained on")],
+        log_x=False,
+    )
+    caption = (
+        "What multiplies a query, and with it its logits, by its position: attention over many keys is made sharper."
+    )
+    return Picture("query_factors", "Queries by where they stand", caption, draw_chart(chart))
+
+
+def told_distances(spec: RopeSpec, method: Method, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return by what distance each query and key are turned, float64; nan for keys after the query.
+
+    Args:
+        spec: What the model was trained with.
+        method: Any method; those that change no distances leave them as they are.
+        queries, keys: Places in a row, int64, of shapes that broadcast.
+    """
+    queries, keys = torch.broadcast_tensors(queries, keys)  # type: ignore[no-untyped-call]  # torch has no types for it
+    told = torch.full(queries.shape, torch.nan, dtype=torch.float64)
+    if not isinstance(method, DistanceMethod):
+        return torch.where(keys <= queries, (queries - keys).double(), told)
+    for region in method.regions(spec).regions:
+        inside = (keys >= region.begin(queries)) & (keys < region.end(queries))
+        told = torch.where(inside, (region.query(queries) - region.key(keys)).double(), told)
+    return told
+
+
+def spread_places(length: int, count: int) -> torch.Tensor:
+    """Return at most ``count`` whole places from 0 to ``length - 1``, evenly spread, each once."""
+    return torch.tensor(sorted({round(at * (length - 1) / (count - 1)) for at in range(count)}))
+
+
+def last_row(spec: RopeSpec, method: Method, length: int) -> torch.Tensor:
+    """Return the distances the last token of a text is told, float64 ``(length,)``, by the true distance 0, 1, ..."""
+    return told_distances(spec, method, torch.tensor(length - 1), torch.arange(length - 1, -1, -1))
+
+
+def draw_told(spec: RopeSpec, rules: Sequence[tuple[str, Method]], length: int) -> Picture:
+    """Draw the distances that the last token of a text is told, by the true ones."""
+    original = spec.original_max_position_embeddings
+    places = spread_places(length, _DISTANCES)
+    lines = [Line("as they are", places.tolist(), places.tolist(), PLAIN)]
+    for at, (name, method) in enumerate(rules):
+        lines.append(Line(name, places.tolist(), last_row(spec, method, length)[places].tolist(), numbered_look(at)))
+    chart = Chart(
+        f"Distances as the last of {tokens_name(length)} tokens is told",
+        "true distance in tokens",
+        "distance told, in tokens",
+        lines,
+        quarters(length),
+        [(original, f"trained on {tokens_name(original)}")] if original < length else [],
+        log_x=False,
+    )
+    caption = (
+        f"By what distance the query of the last token is turned against each key. The model was trained on distances "
+        f"below {original:,}; the rules leave near ones as they are and keep far ones below that."
+    )
+    return Picture("told_distances", "Distances told", caption, draw_chart(chart))
+
+
+def draw_told_maps(spec: RopeSpec, rules: Sequence[tuple[str, Method]], length: int) -> Picture:
+    """Draw the distances told as matrices, query by key."""
+    size = -(-length // _CELLS)
+    places = torch.arange(min(_CELLS, length)) * size
+    edge = float(len(places) * size)
+    highest = float(spec.original_max_position_embeddings)
+    maps = [
+        HeatMap(told_distances(spec, method, places[:, None], places[None, :]), (edge, edge), name, f"told-{number}")
+        for number, (name, method) in enumerate(rules)
+    ]
+    caption = (
+        f"The distance each query is told of each key, in a text of {length:,} tokens; one pair of positions a cell. "
+        f"The last colour is {highest:,.0f} tokens, the length the model was trained on: distances as they are would "
+        "pass it."
+    )
+    columns = 2 if len(rules) > 1 else 1
+    grid = Grid(columns, aspect=0.85 if columns > 1 else 0.6, bar="distance told, in tokens")
+    return Picture("told_maps", "Distances told, by query and key", caption, draw_heat_maps(maps, (0, highest), grid))
+
+
+def draw_spirals(spec: RopeSpec) -> Picture:
+    """Draw three pairs over the first tokens, the position as the third axis."""
+    inv_freq = plain_frequencies(spec)[: spec.rotated_pairs]
+    # A fast pair, one of a few turns in the picture, and one that hardly moves in it.
+    wanted = (0, _nearest(inv_freq, 2 * math.pi / (_TOKENS / 3)), _nearest(inv_freq, 2 * math.pi / (8 * _TOKENS)))
+    pairs = sorted(set(wanted))
+    plots = [_spiral(pair, float(inv_freq[pair])) for pair in pairs]
+    caption = (
+        f"What becomes of the features (1, 0) of a pair at the positions 0 to {_TOKENS - 1}, base {spec.rope_theta:g}: "
+        "they go round a circle, each pair at its own speed. Dots are tokens. A score sees only how far one dot has "
+        "turned from another, so it depends on the distance and not on the place."
+    )
+    drawing = draw_grid(plots, Grid(len(pairs), aspect=1.25, projection="3d"))
+    return Picture("rope_spirals", "RoPE: pairs as spirals", caption, drawing)
+
+
+def _nearest(inv_freq: torch.Tensor, wanted: float) -> int:
+    return int((inv_freq.log() - math.log(wanted)).abs().argmin())
+
+
+def _spiral(pair: int, frequency: float) -> Draw:
+    fine = torch.linspace(0, _TOKENS - 1, 1200, dtype=torch.float64)
+    tokens = torch.arange(_TOKENS, dtype=torch.float64)
+
+    def draw(axes: Any) -> None:
+        axes.plot((fine * frequency).cos(), (fine * frequency).sin(), fine, color=INK, linewidth=0.8, alpha=0.5)
+        angles = tokens * frequency
+        axes.scatter(angles.cos(), angles.sin(), tokens, c=tokens, cmap="cividis", s=7, depthshade=False)
+        axes.set(xlim=(-1, 1), ylim=(-1, 1), xticks=(-1, 0, 1), yticks=(0, 1), zticks=(0, 64, 128))
+        axes.set_xlabel("first feature", labelpad=-6, fontsize=7.5)
+        axes.set_ylabel("second feature", labelpad=-6, fontsize=7.5)
+        axes.set_zlabel("position", labelpad=-6, fontsize=7.5)
+        axes.tick_params(labelsize=7, pad=-2)
+        axes.set_title(f"pair {pair}: a turn every {2 * math.pi / frequency:,.3g} tokens", fontsize=8.5, pad=0)
+        axes.set_box_aspect((1, 1, 1.5), zoom=0.85)
+        for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+            axis.pane.set_alpha(0.0)
+
+    return draw
+
+
+def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, rule: str = "") -> Picture | None:
+    """Draw the angles a slow pair had in training, and those it meets at the target; None if all pairs complete a turn.
+
+    Args:
+        spec: What the model was trained with.
+        target: Tokens it is to read.
+        scaled: ``inv_freq`` of a rule, float64 ``(num_pairs,)``; None for linear's.
+        rule: Its name.
+    """
+    original, plain = spec.original_max_position_embeddings, plain_frequencies(spec)
+    if scaled is None:
+        scaled, rule = plain * original / target, f"linear x{target / original:g}"
+    reached = plain[: spec.rotated_pairs] * original
+    slow = torch.nonzero(reached * target / original < 2 * math.pi).flatten()
+    if target <= original or float(reached[-1]) >= 2 * math.pi:
+        return None
+    # The fastest that stays within one turn, of which the most is to be seen; or the slowest.
+    pair = int(slow[0]) if len(slow) else spec.rotated_pairs - 1
+    before, after = float(plain[pair]), float(scaled[pair])
+    seen = before * original
+    plots = [
+        _dial(before, original, seen, f"trained: {tokens_name(original)}"),
+        _dial(before, target, seen, f"unscaled, {tokens_name(target)}"),
+        _dial(after, target, seen, f"{rule}, {tokens_name(target)}"),
+    ]
+    caption = (
+        f"Pair {pair}, a turn every {2 * math.pi / before:,.0f} tokens, with the position as the growing radius. "
+        f"Within the {original:,} tokens of training it came {math.degrees(before * original):.0f} degrees far (blue). "
+        f"Unscaled at {target:,} tokens it comes {math.degrees(before * target):.0f} degrees far, to angles it never "
+        f"had (orange); under {rule} it comes {math.degrees(after * target):.0f} degrees far."
+    )
+    drawing = draw_grid(plots, Grid(3, aspect=1.1, projection="polar"))
+    return Picture("dials", "Angles a slow pair was trained on", caption, drawing)
+
+
+def _dial(frequency: float, length: int, seen: float, title: str) -> Draw:
+    """Draw a pair's angles up to a length, those within ``seen`` radians in one colour and new ones in another."""
+    places = torch.linspace(0, length, 1500, dtype=torch.float64)
+    angles = places * frequency
+    is_new = angles.remainder(2 * math.pi) > seen * (1 + 1e-9)
+
+    def draw(axes: Any) -> None:
+        for mask, colour in ((~is_new, _TRAINED), (is_new, _NEW)):
+            axes.plot(angles, torch.where(mask, 0.25 + places / length, torch.nan), color=colour, linewidth=2.2)
+        axes.plot(angles[-1:], [1.25], "o", color=_NEW if is_new[-1] else _TRAINED, markersize=4)
+        axes.set(ylim=(0, 1.35), yticks=())
+        axes.set_xticks([at * math.pi / 2 for at in range(4)], ["0°", "90°", "180°", "270°"], fontsize=7.5)
+        axes.set_title(title, fontsize=9)
+        axes.grid(color=INK, alpha=0.15)
+        axes.spines["polar"].set_alpha(0.3)
+        axes.set_facecolor("none")
+
+    return draw
