@@ -79,6 +79,6 @@ def without_positions(
     return model
 
 
-def sinusoid(position: int, feature: int, width: int) -> float:
-    angle = position / 10000 ** (2 * (feature // 2) / width)
+def sinusoid(position: int, feature: int, width: int, base: float = 10000.0) -> float:
+    angle = position / base ** (2 * (feature // 2) / width)
     return math.sin(angle) if feature % 2 == 0 else math.cos(angle)

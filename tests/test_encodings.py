@@ -31,6 +31,7 @@ from hf_posenc.methods.encodings.alibi import AlibiBias
 
 ENCODINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sinusoidal": ("sinusoidal", {"embedding_scale": 0.05}),
+    "sinusoidal-base": ("sinusoidal", {"embedding_scale": 0.05, "base": 500.0}),
     "learned": ("learned", {}),
     "relative_bias": ("relative_bias", {"max_distance": 6}),
     "t5_bias": ("t5_bias", {"num_buckets": 8, "max_distance": 20}),
@@ -81,7 +82,7 @@ def _by_hand(key: str, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tenso
         embedded = reference.get_input_embeddings()(ids)
         for position in range(ids.shape[1]):
             for feature in range(embedded.shape[-1]):
-                scaled = 0.05 * sinusoid(position, feature, embedded.shape[-1])
+                scaled = 0.05 * sinusoid(position, feature, embedded.shape[-1], options.get("base", 10000.0))
                 embedded.data[:, position, feature] += table[position][feature] if table else scaled
         with torch.no_grad():
             return without_positions(reference)(inputs_embeds=embedded, use_cache=False).logits
@@ -342,7 +343,7 @@ def test_alibi_in_bfloat16_keeps_its_slopes() -> None:
     [
         ("alibi", {"max_distance": 3}, r"takes no option 'max_distance' \(relative_bias, t5_bias do\)"),
         ("t5_bias", {"num_buckets": 8, "max_distance": 4}, "max_distance must be greater than the 4 distances"),
-        ("rope", {"partial_rotary_factor": 0.1}, "1 of 16 features of a head would rotate"),
+        ("rope", {"partial_rotary_factor": 0.1}, "1 of 16 features of a head would be rotated"),
         ("rope", {"partial_rotary_factor": 1.5}, "at most 1"),
         ("rope", {"computation": "quaternion"}, "computation must be one of real, complex"),
         ("xpos", {"scale_base": 0}, "scale_base must be greater than 0"),

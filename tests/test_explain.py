@@ -118,7 +118,9 @@ def test_pairs_that_complete_no_turn_are_counted_by_hand(explain: Explain, confi
 
 def test_part_of_a_head_and_of_the_pairs(explain: Explain, config_only: Callable[..., Path]) -> None:
     partial = config_only(model_type="glm", partial_rotary_factor=0.5, head_dim=16)
-    assert "Of the 16 features of a head 8 turn; 8 carry no position." in joined(explain("ntk", "--model", partial))
+    assert "Of the 16 features of a head 8 are rotated; 8 carry no position." in joined(
+        explain("ntk", "--model", partial)
+    )
 
 
 @pytest.mark.parametrize("length", [2048, 4096])
@@ -167,7 +169,7 @@ def test_distances_told_are_the_papers(explain: Explain, config_only: Callable[.
     for distance, told in rows:
         assert number(told) == pytest.approx(by_hand[199, 199 - int(number(distance))].item())
     farthest = by_hand.max().item()
-    assert f"the farthest key of all is told to be {farthest:,.6g} tokens away, of 64 trained" in joined(text)
+    assert f"the farthest key of all counts as {farthest:,.6g} tokens away, of 64 trained" in joined(text)
     if "log_n" in options:
         assert f"1 at the original length, {math.log(200) / math.log(64):.4g} at 200 tokens" in joined(text)
 
@@ -196,6 +198,10 @@ def test_t5s_buckets_are_its_own(explain: Explain) -> None:
         expected.append(f"{first} and more" if bucket == 7 else f"{first}" if first == last else f"{first} to {last}")
     assert [row[1] for row in rows_below(text, "bucket")] == expected
     assert "256 numbers are trained: 8 for each of 32 heads" in joined(text)
+    both = explain("t5_bias", "--option", "num_buckets=8", "max_distance=40", "bidirectional=true")
+    own = T5Attention._relative_position_bucket(-torch.arange(41), True, 8, 40).tolist()
+    assert [row[0] for row in rows_below(both, "bucket")] == [str(bucket) for bucket in sorted(set(own))]
+    assert "4 buckets (and as many for later keys), of which 2 hold one distance each" in joined(both)
 
 
 def test_waves_tables_and_decays_by_hand(explain: Explain, config_only: Callable[..., Path]) -> None:
@@ -208,13 +214,18 @@ def test_waves_tables_and_decays_by_hand(explain: Explain, config_only: Callable
         assert [number(cell) for cell in row[2:]] == pytest.approx(
             [decay, decay ** (64 / 512), decay ** (512 / 512)], rel=5e-3
         )
+    other = explain("rope", "--model", folder, "--option", "rope_theta=500", "partial_rotary_factor=0.5")
+    assert "Of the 16 features of a head 8 are rotated" in joined(other)
+    assert [number(row[1]) for row in rows_below(other, "pair")] == pytest.approx(
+        [2 * math.pi * 500 ** (pair / 4) for pair in range(4)], rel=5e-3
+    )
     learned = joined(explain("learned", "--model", folder, "--context-length", 100))
     assert "A table of 64 rows of 64 features: 4,096 numbers" in learned
-    assert "Of the 100 positions asked for, 36 have no row." in learned
-    assert "Of the 100 distances asked for, 72 share the last." in joined(
+    assert "Of the 100 positions to be read, 36 have no row." in learned
+    assert "Of the 100 distances to be read, 72 share the last." in joined(
         explain("relative_bias", "--model", folder, "--context-length", 100, "--option", "max_distance=28")
     )
-    assert "This model has 8 pairs that turn" in joined(explain("nope", "--model", folder))
+    assert "This model has 8 rotated pairs" in joined(explain("nope", "--model", folder))
     assert [number(row[2]) for row in rows_below(explain("rope", "--model", folder), "pair")] == pytest.approx(
         [64 * 10000.0 ** (-pair / 8) / (2 * math.pi) for pair in range(8)], rel=5e-3
     )
@@ -295,11 +306,11 @@ def test_what_another_package_registers_is_explained(
     assert [number(row[4]) for row in rows] == [1.0] * 4 + [64.0] * 4
     assert {"stretch.svg", "wavelengths.svg"} <= {path.name for path in (tmp_path / "static").iterdir()}
     plain = joined(explain("steep", "--model", model, "--output-dir", tmp_path / "steep"))
-    assert plain.startswith("steep, looked at to 256 tokens")
+    assert plain.startswith("steep, up to 256 tokens")
     assert "Source: Nobody 2026." in plain
     assert [path.name for path in (tmp_path / "steep").iterdir()] == ["explain.html"]
     said = explain("cosine", "--model", model, "--factor", 2, "--output-dir", tmp_path / "cosine")
-    assert "Cosine of the distance, looked at to 128 tokens" in said
+    assert "Cosine of the distance, up to 128 tokens" in said
     assert "Reads further than trained: It repeats itself." in said
     assert "4 heads see 128 tokens." in said
     assert (tmp_path / "cosine" / "map_cosine.svg").is_file()

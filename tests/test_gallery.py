@@ -20,7 +20,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from hf_posenc.cli.main import main
 from hf_posenc.explain.canvas import Picture, tokens_name
 from hf_posenc.explain.encoding_pictures import binned, block_means, encoding_pictures
-from hf_posenc.explain.method_pictures import draw_dials, told_distances
+from hf_posenc.explain.method_pictures import draw_dials, used_distances
 from hf_posenc.explain.overview import compared_rules, rule_pictures
 from hf_posenc.methods.explained import ModelShape
 from hf_posenc.methods.registry import make_method
@@ -155,7 +155,7 @@ def test_distances_told_are_the_papers_pair_by_pair(rule: str) -> None:
     method, options = RULES[rule]
     spec = RopeSpec(rotary_dim=16, rope_theta=10000.0, original_max_position_embeddings=64)
     places = torch.arange(200)
-    told = told_distances(spec, make_method(method, 8.0, options), places[:, None], places)
+    told = used_distances(spec, make_method(method, 8.0, options), places[:, None], places)
     expected = torch.where(places[:, None] >= places, relative_positions(rule, 200), torch.nan)
     torch.testing.assert_close(told, expected, equal_nan=True)
 
@@ -188,7 +188,7 @@ def test_the_gallery_is_one_page_and_asks_for_nothing(tmp_path: Path, capsys: py
     slugs = {path.stem for path in folder.glob("*.png")}
     assert slugs == {path.stem for path in folder.glob("*.svg")}
     encodings = {f"map_{name}" for name in ("rope", "xpos", "sinusoidal", "learned", "alibi", "t5_bias", "nope")}
-    assert encodings | {"map_relative_bias", "rules", "rope_spirals", "rope_decay", "told_maps"} <= slugs
+    assert encodings | {"map_relative_bias", "rules", "rope_spirals", "rope_decay", "used_distance_maps"} <= slugs
     page = (folder / "gallery.html").read_text()
     links = re.findall(r'(?:href|src)="(.*?)"', page, re.DOTALL)
     assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)

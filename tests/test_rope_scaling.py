@@ -203,4 +203,4 @@ def test_the_commands_take_it(tiny_checkpoint: Path, tmp_path: Path, capsys: pyt
         assert main(["eval", "nowhere", *asked, *wrong]) == 2
         assert message in capsys.readouterr().err
     assert main(["explain", "yarn", *words]) == 2
-    assert "explain is told the method by its name" in capsys.readouterr().err
+    assert "give explain the method by its name" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.request import resolve
 
-# Times its length that a model is looked at with an encoding, where nothing is asked.
+# Times its length that a model is shown with an encoding, where no length is given.
 _LOOKED_AT = 4.0
 
 
@@ -36,9 +36,9 @@ def run_explain(
         ValueError, TypeError: The name is unknown, the request does not fit the model, or the folder is a file.
     """
     if extension.rope_scaling is not None:
-        raise ValueError("--rope-method: explain is told the method by its name, and how far by --factor.")
-    takes_ropes_place = issubclass(get_method(name), InPlaceOfRope)
-    if takes_ropes_place:
+        raise ValueError("--rope-method: give explain the method by its name, and how far by --factor.")
+    in_place_of_rope = issubclass(get_method(name), InPlaceOfRope)
+    if in_place_of_rope:
         for field in ("preset", "original_max_position_embeddings"):
             if getattr(extension, field) is not None:
                 flag = field.replace("_", "-")
@@ -46,7 +46,7 @@ def run_explain(
     check_request([] if extension.preset is not None else [name], extension, options)
     folder = None if what.output_dir is None else check_output_folder(what.output_dir)
     subject = read_subject(what.model)
-    explanation = (_encoding if takes_ropes_place else _method)(name, subject, extension, options)
+    explanation = (_encoding if in_place_of_rope else _method)(name, subject, extension, options)
     text = explanation.text(width)
     return text if folder is None else "\n".join([text, "", *map(str, explanation.write(folder))])
 

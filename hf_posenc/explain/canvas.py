@@ -69,7 +69,7 @@ def _draw(plots: Sequence[Draw], grid: Grid, narrow: bool) -> dict[str, bytes]:
     columns = grid.narrow_columns if narrow else grid.columns
     rows = -(-len(plots) // columns)
     width = _NARROW if narrow else _WIDE
-    # A bar lies below the plots of the narrow form and stands beside those of the wide one.
+    # A bar is below the plots of the narrow form and beside those of the wide one.
     below, beside = (0.6, 0.0) if grid.bar and narrow else (0.0, 0.9 if grid.bar else 0.0)
     height = (width - beside) / columns * grid.aspect * rows + below
     with plt.rc_context(cast(Any, STYLE)):
@@ -93,8 +93,8 @@ def _draw(plots: Sequence[Draw], grid: Grid, narrow: bool) -> dict[str, bytes]:
 
 
 def _bar(figure: Any, drawn: Any, axes: Sequence[Any], grid: Grid, narrow: bool) -> None:
-    place: dict[str, Any] = {"location": "bottom", "aspect": 30} if narrow else {"location": "right", "aspect": 25}
-    bar = figure.colorbar(drawn, ax=axes, label=grid.bar, shrink=0.9, **place)
+    where: dict[str, Any] = {"location": "bottom", "aspect": 30} if narrow else {"location": "right", "aspect": 25}
+    bar = figure.colorbar(drawn, ax=axes, label=grid.bar, shrink=0.9, **where)
     bar.outline.set_visible(False)
     bar.solids.set_edgecolor("face")  # no seams between its colours
 
@@ -106,7 +106,7 @@ class HeatMap:
     Attributes:
         values: ``(rows, columns)``; cells that are nan stay empty.
         edges: What the right and the bottom edge are in the units of the axes, which begin at 0.
-        title: Stands above it.
+        title: Above it.
         name: The id of its group in the SVG.
         labels: Of the x and the y axis.
         note: Words inside.
@@ -149,13 +149,13 @@ def _heat_map(axes: Any, one: HeatMap, limits: tuple[float, float]) -> Any:
 
 
 def _ticks(begin: float, end: float) -> tuple[list[float], list[str]]:
-    """Return places at the ends and in the middle, and their words: few enough for a phone."""
-    places = [begin, (begin + end) / 2, end]
-    return places, [tokens_name(place) for place in places]
+    """Return ticks at the ends and in the middle, and their words: few enough for a phone."""
+    ticks = [begin, (begin + end) / 2, end]
+    return ticks, [tokens_name(tick) for tick in ticks]
 
 
 def quarters(length: float) -> list[tuple[float, str]]:
-    """Return the ticks of an axis of tokens: five places and their words."""
+    """Return the ticks of an axis of tokens, one at each quarter, and their words."""
     return [(at * length / 4, tokens_name(at * length / 4)) for at in range(5)]
 
 

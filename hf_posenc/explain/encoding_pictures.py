@@ -19,7 +19,7 @@ from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, OfDistance, P
 from hf_posenc.report.looks import COLOURS, DASHES, INK
 from hf_posenc.spec import RopeSpec
 
-LENGTHS = (100, 1000, 10000)  # tokens of the maps, where nothing is asked
+LENGTHS = (100, 1000, 10000)  # tokens of the texts that maps are drawn for, by default
 _CELLS = 100  # of a row and a column: a map of 10,000 tokens has the means of 100 by 100
 _LABELS = ("key position", "query position")
 _MAX_DISTANCE = 8192
@@ -34,7 +34,7 @@ def encoding_pictures(method: Method, model: ModelShape, lengths: Sequence[int] 
     """Return the pictures of an encoding on a model: its map, which it makes itself, and what else is drawn of a kind.
 
     Args:
-        method: Takes the place of RoPE.
+        method: Replaces RoPE.
         model: Its shape.
         lengths: Of the texts that maps are drawn for, in tokens.
     """
@@ -132,7 +132,7 @@ def draw_decay(spec: RopeSpec) -> Picture:
     ]
     caption = (
         f"Left, as in the paper's figure 2: the mean over i of |S_i|, S_i the sum of the first i of {num_pairs} "
-        f"unit vectors turned by the distance, at base {base:g} and, for comparison, at {named}. A score is at "
+        f"unit vectors rotated by the distance, at base {base:g} and, for comparison, at {named}. A score is at "
         f"most this times {num_pairs} times the largest step between the products of neighbouring pairs, so far "
         "keys are bounded lower than near ones; with a larger base the bound falls later. Right: the score of a query "
         "and a key with the same features, which does fall; of unlike vectors the score may be anything below the "
@@ -162,7 +162,7 @@ def draw_xpos(spec: RopeSpec, scale_base: float) -> Picture:
     ]
     caption = (
         "Left: the score of a query and a key with the same features. xPos follows RoPE up to some hundred tokens and "
-        "then fades, where RoPE goes on turning at angles it may never have been trained on. Right: what each pair's "
+        "then fades, where RoPE goes on to angles that it may never have been trained on. Right: what each pair's "
         f"part is multiplied by, {num_pairs} pairs, decay once every {scale_base:g} tokens."
     )
     return Picture("xpos_decay", "xPos: RoPE that fades", caption, draw_grid(plots, Grid(2, aspect=0.85)))
@@ -175,7 +175,7 @@ def _lines(
     lines: Mapping[str, torch.Tensor],
     finish: Callable[[Any], object],
 ) -> Draw:
-    """Return what draws lines over distances; ``finish`` has the last word on the axes."""
+    """Return what draws lines over distances; ``finish`` is called last, with the axes."""
 
     def draw(axes: Any) -> None:
         for at, (name, values) in enumerate(lines.items()):
@@ -242,7 +242,7 @@ def draw_sinusoidal_table(base: float, rows: int = 256, width: int = 128) -> Pic
     maps = [
         HeatMap(values, (width, rows), title, name, ("feature", "position"))
         for values, title, name in (
-            (table, "sines and cosines in turn (paper)", "table-paper"),
+            (table, "sines and cosines alternating (paper)", "table-paper"),
             (apart, "sines, then cosines (tensor2tensor)", "table-halves"),
         )
     ]

@@ -12,13 +12,13 @@ from hf_posenc.explain.canvas import Picture
 from hf_posenc.explain.encoding_pictures import encoding_pictures
 from hf_posenc.explain.method_pictures import (
     draw_dials,
+    draw_distance_maps,
+    draw_distances,
     draw_query_factors,
     draw_ramp,
     draw_stages,
     draw_stretch,
     draw_temperature,
-    draw_told,
-    draw_told_maps,
     draw_wavelengths,
     last_row,
 )
@@ -66,8 +66,8 @@ def explain_encoding(subject: Subject, method: Method, target: int) -> Explanati
 
     Args:
         subject: The model.
-        method: Takes the place of RoPE.
-        target: Tokens that are asked for.
+        method: Replaces RoPE.
+        target: Tokens that the model is to read.
 
     Raises:
         ValueError: The encoding is rotary and the model's config has no rotary embedding.
@@ -95,7 +95,7 @@ def explain_encoding(subject: Subject, method: Method, target: int) -> Explanati
     if method.properties:
         held = [f"{sentence} ({test})" for sentence, test in method.properties]
         sections.append(Section("properties", "Held by tests/test_encoding_properties.py", held))
-    title = f"{method.title or method.name}, looked at to {length_name(target)} tokens"
+    title = f"{method.title or method.name}, up to {length_name(target)} tokens"
     return Explanation(title, subject.name, subject.sentence, sections)
 
 
@@ -111,22 +111,22 @@ def _rotary_numbers(method: Method, model: ModelShape) -> Numbers:
 
 
 def partial_sentence(head_dim: int, spec: RopeSpec) -> list[str]:
-    """Say how much of a head turns, where that is not all of it."""
+    """Say how much of a head is rotated, where that is not all of it."""
     if spec.rotary_dim >= head_dim:
         return []
     rest = head_dim - spec.rotary_dim
-    return [f"Of the {head_dim} features of a head {spec.rotary_dim} turn; {rest} carry no position."]
+    return [f"Of the {head_dim} features of a head {spec.rotary_dim} are rotated; {rest} carry no position."]
 
 
 def pair_sentences(rule: PairRule) -> list[str]:
     """Return what a model's pairs are, and what a rule makes of them."""
     spec, original = rule.spec, rule.spec.original_max_position_embeddings
     tokens, (never, _) = wavelengths(spec), rule.incomplete()
-    still = f" {spec.unrotated_pairs} more pairs never turn at all." if spec.unrotated_pairs else ""
+    unrotated = f" {spec.unrotated_pairs} more pairs are never rotated." if spec.unrotated_pairs else ""
     first = f" (from pair {spec.rotated_pairs - never})" if never else ""
     lines = [
-        f"{spec.rotated_pairs} pairs of features turn with the position, at base {spec.rope_theta:g}: the fastest once "
-        f"in {number_name(tokens[0])} tokens, the slowest once in {number_name(tokens[-1])}.{still}",
+        f"{spec.rotated_pairs} pairs of features are rotated by the position, at base {spec.rope_theta:g}: the fastest "
+        f"turns once in {number_name(tokens[0])} tokens, the slowest once in {number_name(tokens[-1])}.{unrotated}",
         f"Within the {original:,} tokens of training {_pairs(never, 'never completes', 'never complete')} a turn{first}"
         + (", and so met only a part of the circle." if never else ": every angle was met."),
     ]
@@ -179,13 +179,13 @@ def temperature_sentence(attention_factor: float) -> str:
         return "Temperature: none; logits keep their size."
     effect = "sharper" if attention_factor > 1 else "flatter"
     return (
-        f"Temperature: cos and sin times {attention_factor:.4g}, so logits of the pairs that turn times "
+        f"Temperature: cos and sin times {attention_factor:.4g}, so the logits of rotated pairs times "
         f"{attention_factor**2:.4g}: attention is {effect}."
     )
 
 
 def pair_rows(rule: PairRule) -> list[list[str]]:
-    """Return a row for each pair that turns: index, tokens and turns before, tokens after, stretch, and its share."""
+    """Return a row for each rotated pair: index, tokens and turns before, tokens after, stretch, and its share."""
     rows = []
     for pair, (tokens, turns) in enumerate(zip(wavelengths(rule.spec), rule.turns, strict=False)):
         stretch = rule.stretch[pair]
@@ -224,12 +224,14 @@ def _frequencies(rule: PairRule) -> Section:
     sentences = rule_sentences(rule)
     if method.latent_temperature != 1:
         softmax = method.latent_temperature**2
-        sentences.append(f"The softmax scale besides times {softmax:.4g}, which reaches whole logits (mscale_all_dim).")
+        sentences.append(
+            f"The softmax scale is also multiplied by {softmax:.4g}, which reaches whole logits (mscale_all_dim)."
+        )
     if method.temperature_on_logits:
         sentences.append("The temperature is put on whole logits, by the softmax scale (temperature=logits).")
     sentences.append(
-        "Wavelengths are tokens of a turn; kept, blended and stretched say how much of the factor a pair has; * marks "
-        "pairs that complete no turn in training."
+        "A wavelength is the tokens of one turn; kept, blended and stretched say how much of the factor a pair has; * "
+        "marks pairs that complete no turn in training."
     )
     rows = [
         [cells[0] + ("*" if rule.turns[pair] < 1 else ""), *cells[1:]] for pair, cells in enumerate(pair_rows(rule))
@@ -277,26 +279,26 @@ def _distances(rule: PairRule, method: DistanceMethod) -> Section:
     def pictures() -> Sequence[Picture]:
         named = [(rule.name, method)]
         return _drawn(
-            draw_told(spec, named, reach),
-            draw_told_maps(spec, named, reach),
+            draw_distances(spec, named, reach),
+            draw_distance_maps(spec, named, reach),
             draw_query_factors(spec, method, reach),
         )
 
     rows = distance_rows(spec, method, reach)
-    heads = ["true distance", "told"]
+    heads = ["true distance", "used"]
     return Section("distances", "What it does to distances", sentences, heads, rows, pictures=pictures)
 
 
 def stage_rows(spec: RopeSpec, method: StagedMethod, reach: int) -> list[list[str]]:
-    """Return a row for each stage up to a length: number, places, scale, temperature, and the slowest pair's tokens."""
+    """Return a row for each stage up to a length: number, positions, scale, temperature, tokens of the slowest pair."""
     stages = Stages(spec, method)
     rows, begin = [], 0
     for stage, end in enumerate(stages.ends(reach)):
         inv_freq, attention_factor = stages.frequencies(stage)
         slowest = 2 * math.pi / float(inv_freq[spec.rotated_pairs - 1])
-        places = f"{begin:,} to {end - 1:,}"
+        positions = f"{begin:,} to {end - 1:,}"
         rows.append(
-            [str(stage), places, f"{end / stages.ends(1)[0]:.4g}", f"{attention_factor:.4g}", number_name(slowest)]
+            [str(stage), positions, f"{end / stages.ends(1)[0]:.4g}", f"{attention_factor:.4g}", number_name(slowest)]
         )
         begin = end
     return rows
@@ -314,16 +316,15 @@ def stage_sentences(spec: RopeSpec, method: StagedMethod, reach: int) -> list[st
 
 
 def distance_rows(spec: RopeSpec, method: DistanceMethod, reach: int) -> list[list[str]]:
-    """Return true distances from the last token of a text, and what it is told."""
-    told = last_row(spec, method, reach)
-    places = {4**power for power in range(1, 12) if 4**power < reach} | {1, reach - 1}
-    places |= _borders(told)
-    return [[f"{place:,}", f"{float(told[place]):,.6g}"] for place in sorted(places)]
+    """Return true distances from the last token of a text, and those that the method uses."""
+    used = last_row(spec, method, reach)
+    shown = {4**power for power in range(1, 12) if 4**power < reach} | {1, reach - 1} | _borders(used)
+    return [[f"{distance:,}", f"{float(used[distance]):,.6g}"] for distance in sorted(shown)]
 
 
-def _borders(told: torch.Tensor) -> set[int]:
-    """Return the first distance that is not told as it is, and the one before."""
-    changed = torch.nonzero(told != torch.arange(len(told)))
+def _borders(used: torch.Tensor) -> set[int]:
+    """Return the first distance that the method changes, and the one before."""
+    changed = torch.nonzero(used != torch.arange(len(used)))
     first = int(changed[0]) if len(changed) else 0
     return {first - 1, first} if first else set()
 
@@ -336,16 +337,16 @@ def distance_sentences(spec: RopeSpec, method: DistanceMethod, reach: int) -> li
         "a distance it was trained on" if farthest < original else "more than it was trained on: the rule cannot reach"
     )
     return [
-        f"Texts up to {rule.plain_until:,} tokens are read as ever. Frequencies stay as they are: what changes is how "
-        f"far apart a query and a far key are turned. {method.settings(spec)}",
-        f"Within {reach:,} tokens the farthest key of all is told to be {farthest:,.6g} tokens away, of {original:,} "
+        f"Texts up to {rule.plain_until:,} tokens are read by the unmodified model. Frequencies are its own: what "
+        f"changes is the distance by which a query and a far key are rotated apart. {method.settings(spec)}",
+        f"Within {reach:,} tokens the farthest key of all counts as {farthest:,.6g} tokens away, of {original:,} "
         f"trained: {verdict}.",
-        f"What the last of {reach:,} tokens is told:",
+        f"The distances from the last of {reach:,} tokens:",
     ]
 
 
 def _farthest(spec: RopeSpec, method: DistanceMethod, reach: int) -> float:
-    """Return the largest distance that any query is told, of queries close enough to each other to miss nothing."""
+    """Return the largest distance that any query uses, of queries close enough to each other to miss nothing."""
     rule = method.regions(spec)
     step = rule.chunk or reach
     queries = {reach - 1, *range(step - 1, reach, step)}
@@ -358,6 +359,6 @@ def query_sentence(spec: RopeSpec, method: AttentionMethod, reach: int) -> list[
     if factors is None:
         return []
     return [
-        f"Queries are multiplied besides by where they stand: {float(factors[0]):.4g} at the original length, "
+        f"Queries are also multiplied by a factor of their position: {float(factors[0]):.4g} at the original length, "
         f"{float(factors[1]):.4g} at {reach:,} tokens."
     ]

@@ -77,11 +77,11 @@ def draw_wavelengths(rule: PairRule) -> Picture | None:
         Line(f"trained on: {length_name(original)}", ends, [original] * 2, Look(COLOURS[2], "", (0, (4, 3)))),
     ]
     if target > original:
-        lines.append(Line(f"asked for: {length_name(target)}", ends, [target] * 2, Look(COLOURS[3], "", (0, (1, 2)))))
+        lines.append(Line(f"target: {length_name(target)}", ends, [target] * 2, Look(COLOURS[3], "", (0, (1, 2)))))
     chart = Chart("Tokens of one turn", "pair", "wavelength in tokens", lines, _pair_ticks(spec), log_x=False)
     caption = (
         "A pair below the line of the training length completes at least one turn there, so it had every angle. One "
-        "above it had only a part of the circle, and met with longer texts turns on to angles it never had."
+        "above it had only a part of the circle, and in longer texts it goes on to angles it never had."
     )
     return Picture("wavelengths", "Wavelengths", caption, draw_chart(chart))
 
@@ -136,14 +136,12 @@ def draw_temperature(spec: RopeSpec, method: Method) -> Picture | None:
         [(method.factor, f"x{method.factor:g}: {here:.3f}")],
         log_x=False,
     )
-    caption = (
-        "What multiplies the logits of the pairs that turn, at every length: the square of what multiplies cos and sin."
-    )
+    caption = "What multiplies the logits of rotated pairs, at every length: the square of what multiplies cos and sin."
     return Picture("temperature", "Temperature", caption, draw_chart(chart))
 
 
 def draw_stages(spec: RopeSpec, method: StagedMethod, reach: int) -> Picture:
-    """Draw the scale of queries, and what multiplies their logits, by where they stand."""
+    """Draw the scale of queries, and what multiplies their logits, by their position."""
     stages = Stages(spec, method)
     x: list[float] = []
     scales: list[float] = []
@@ -174,16 +172,16 @@ def draw_stages(spec: RopeSpec, method: StagedMethod, reach: int) -> Picture:
 
 
 def draw_query_factors(spec: RopeSpec, method: AttentionMethod, reach: int) -> Picture | None:
-    """Draw what multiplies queries by where they stand; None if nothing does."""
-    places = spread_places(reach, 200)
-    factors = method.query_factors(spec, places)
+    """Draw what multiplies queries by their position; None if nothing does."""
+    positions = spread_positions(reach, 200)
+    factors = method.query_factors(spec, positions)
     if factors is None:
         return None
     chart = Chart(
-        "Queries by where they stand",
+        "Queries by their position",
         "position of the query, in tokens",
         "multiplied by",
-        [Line("log_n" if method.log_n else "sharpen", places.tolist(), factors.tolist(), numbered_look(0))],
+        [Line(method.name, positions.tolist(), factors.tolist(), numbered_look(0))],
         quarters(reach),
         [(spec.original_max_position_embeddings, "trained on")],
         log_x=False,
@@ -191,78 +189,87 @@ def draw_query_factors(spec: RopeSpec, method: AttentionMethod, reach: int) -> P
     caption = (
         "What multiplies a query, and with it its logits, by its position: attention over many keys is made sharper."
     )
-    return Picture("query_factors", "Queries by where they stand", caption, draw_chart(chart))
+    return Picture("query_factors", "Queries by their position", caption, draw_chart(chart))
 
 
-def told_distances(spec: RopeSpec, method: Method, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return by what distance each query and key are turned, float64; nan for keys after the query.
+def used_distances(spec: RopeSpec, method: Method, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return by what distance each query and key are rotated apart, float64; nan for keys after the query.
 
     Args:
         spec: What the model was trained with.
         method: Any method; those that change no distances leave them as they are.
-        queries, keys: Places in a row, int64, of shapes that broadcast.
+        queries, keys: Positions, int64, of shapes that broadcast.
     """
     queries, keys = torch.broadcast_tensors(queries, keys)  # type: ignore[no-untyped-call]  # torch has no types for it
-    told = torch.full(queries.shape, torch.nan, dtype=torch.float64)
+    used = torch.full(queries.shape, torch.nan, dtype=torch.float64)
     if not isinstance(method, DistanceMethod):
-        return torch.where(keys <= queries, (queries - keys).double(), told)
+        return torch.where(keys <= queries, (queries - keys).double(), used)
     for region in method.regions(spec).regions:
         inside = (keys >= region.begin(queries)) & (keys < region.end(queries))
-        told = torch.where(inside, (region.query(queries) - region.key(keys)).double(), told)
-    return told
+        used = torch.where(inside, (region.query(queries) - region.key(keys)).double(), used)
+    return used
 
 
-def spread_places(length: int, count: int) -> torch.Tensor:
-    """Return at most ``count`` whole places from 0 to ``length - 1``, evenly spread, each once."""
+def spread_positions(length: int, count: int) -> torch.Tensor:
+    """Return at most ``count`` whole positions from 0 to ``length - 1``, evenly spread, each once."""
     return torch.tensor(sorted({round(at * (length - 1) / (count - 1)) for at in range(count)}))
 
 
 def last_row(spec: RopeSpec, method: Method, length: int) -> torch.Tensor:
-    """Return the distances the last token of a text is told, float64 ``(length,)``, by the true distance 0, 1, ..."""
-    return told_distances(spec, method, torch.tensor(length - 1), torch.arange(length - 1, -1, -1))
+    """Return the distances used for the last token of a text, float64 ``(length,)``, by the true distance 0, 1, ..."""
+    return used_distances(spec, method, torch.tensor(length - 1), torch.arange(length - 1, -1, -1))
 
 
-def draw_told(spec: RopeSpec, rules: Sequence[tuple[str, Method]], length: int) -> Picture:
-    """Draw the distances that the last token of a text is told, by the true ones."""
+def draw_distances(spec: RopeSpec, rules: Sequence[tuple[str, Method]], length: int) -> Picture:
+    """Draw the distances used for the last token of a text, by the true ones."""
     original = spec.original_max_position_embeddings
-    places = spread_places(length, _DISTANCES)
-    lines = [Line("as they are", places.tolist(), places.tolist(), PLAIN)]
+    positions = spread_positions(length, _DISTANCES)
+    lines = [Line("true distance", positions.tolist(), positions.tolist(), PLAIN)]
     for at, (name, method) in enumerate(rules):
-        lines.append(Line(name, places.tolist(), last_row(spec, method, length)[places].tolist(), numbered_look(at)))
+        lines.append(
+            Line(name, positions.tolist(), last_row(spec, method, length)[positions].tolist(), numbered_look(at))
+        )
     chart = Chart(
-        f"Distances as the last of {tokens_name(length)} tokens is told",
+        f"Distances used for the last of {tokens_name(length)} tokens",
         "true distance in tokens",
-        "distance told, in tokens",
+        "distance used, in tokens",
         lines,
         quarters(length),
         [(original, f"trained on {tokens_name(original)}")] if original < length else [],
         log_x=False,
     )
     caption = (
-        f"By what distance the query of the last token is turned against each key. The model was trained on distances "
-        f"below {original:,}; the rules leave near ones as they are and keep far ones below that."
+        f"The distance by which the query of the last token and each key are rotated apart. The model was trained on "
+        f"distances below {original:,}; the rules leave near ones as they are and keep far ones below that."
     )
-    return Picture("told_distances", "Distances told", caption, draw_chart(chart))
+    return Picture("used_distances", "Distances used", caption, draw_chart(chart))
 
 
-def draw_told_maps(spec: RopeSpec, rules: Sequence[tuple[str, Method]], length: int) -> Picture:
-    """Draw the distances told as matrices, query by key."""
+def draw_distance_maps(spec: RopeSpec, rules: Sequence[tuple[str, Method]], length: int) -> Picture:
+    """Draw the distances used as matrices, query by key."""
     size = -(-length // _CELLS)
-    places = torch.arange(min(_CELLS, length)) * size
-    edge = float(len(places) * size)
+    positions = torch.arange(min(_CELLS, length)) * size
+    edge = float(len(positions) * size)
     highest = float(spec.original_max_position_embeddings)
     maps = [
-        HeatMap(told_distances(spec, method, places[:, None], places[None, :]), (edge, edge), name, f"told-{number}")
+        HeatMap(
+            used_distances(spec, method, positions[:, None], positions[None, :]),
+            (edge, edge),
+            name,
+            f"distances-{number}",
+        )
         for number, (name, method) in enumerate(rules)
     ]
     caption = (
-        f"The distance each query is told of each key, in a text of {length:,} tokens; one pair of positions a cell. "
-        f"The last colour is {highest:,.0f} tokens, the length the model was trained on: distances as they are would "
+        f"The distance used for each query and key, in a text of {length:,} tokens; one pair of positions a cell. "
+        f"The last colour is {highest:,.0f} tokens, the length the model was trained on: true distances would "
         "pass it."
     )
     columns = 2 if len(rules) > 1 else 1
-    grid = Grid(columns, aspect=0.85 if columns > 1 else 0.6, bar="distance told, in tokens")
-    return Picture("told_maps", "Distances told, by query and key", caption, draw_heat_maps(maps, (0, highest), grid))
+    grid = Grid(columns, aspect=0.85 if columns > 1 else 0.6, bar="distance used, in tokens")
+    return Picture(
+        "used_distance_maps", "Distances used, by query and key", caption, draw_heat_maps(maps, (0, highest), grid)
+    )
 
 
 def draw_spirals(spec: RopeSpec) -> Picture:
@@ -275,7 +282,7 @@ def draw_spirals(spec: RopeSpec) -> Picture:
     caption = (
         f"What becomes of the features (1, 0) of a pair at the positions 0 to {_TOKENS - 1}, base {spec.rope_theta:g}: "
         "they go round a circle, each pair at its own speed. Dots are tokens. A score sees only how far one dot has "
-        "turned from another, so it depends on the distance and not on the place."
+        "is rotated from another, so it depends on the distance and not on the position."
     )
     drawing = draw_grid(plots, Grid(len(pairs), aspect=1.25, projection="3d"))
     return Picture("rope_spirals", "RoPE: pairs as spirals", caption, drawing)
@@ -343,13 +350,13 @@ def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, 
 
 def _dial(frequency: float, length: int, seen: float, title: str) -> Draw:
     """Draw a pair's angles up to a length, those within ``seen`` radians in one colour and new ones in another."""
-    places = torch.linspace(0, length, 1500, dtype=torch.float64)
-    angles = places * frequency
+    positions = torch.linspace(0, length, 1500, dtype=torch.float64)
+    angles = positions * frequency
     is_new = angles.remainder(2 * math.pi) > seen * (1 + 1e-9)
 
     def draw(axes: Any) -> None:
         for mask, colour in ((~is_new, _TRAINED), (is_new, _NEW)):
-            axes.plot(angles, torch.where(mask, 0.25 + places / length, torch.nan), color=colour, linewidth=2.2)
+            axes.plot(angles, torch.where(mask, 0.25 + positions / length, torch.nan), color=colour, linewidth=2.2)
         axes.plot(angles[-1:], [1.25], "o", color=_NEW if is_new[-1] else _TRAINED, markersize=4)
         axes.set(ylim=(0, 1.35), yticks=())
         axes.set_xticks([at * math.pi / 2 for at in range(4)], ["0°", "90°", "180°", "270°"], fontsize=7.5)

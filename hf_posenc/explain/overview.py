@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_posenc.explain.canvas import Picture
 from hf_posenc.explain.encoding_pictures import encoding_pictures
-from hf_posenc.explain.method_pictures import draw_stretch, draw_told, draw_told_maps
+from hf_posenc.explain.method_pictures import draw_distance_maps, draw_distances, draw_stretch
 from hf_posenc.methods.abf import Abf
 from hf_posenc.methods.base import DistanceMethod, Method, StaticMethod
 from hf_posenc.methods.dynamic import DynamicNtk
@@ -30,12 +30,12 @@ def gallery_pictures() -> list[Picture]:
     target = round(FACTOR * LLAMA_2.original_max_position_embeddings)
     model = ModelShape(num_heads=8, hidden_size=512, head_dim=128, length=1024, target=target, spec=LLAMA_2)
     usable = [cls(FACTOR) for cls in methods().values() if not cls.needs_options]
-    told = [(method.name, method) for method in usable if isinstance(method, DistanceMethod)]
+    of_distances = [(method.name, method) for method in usable if isinstance(method, DistanceMethod)]
     encodings = [method for method in usable if isinstance(method, InPlaceOfRope)]
     return [
         *rule_pictures(LLAMA_2, FACTOR),
-        draw_told(LLAMA_2, told, target),
-        draw_told_maps(LLAMA_2, told, target),
+        draw_distances(LLAMA_2, of_distances, target),
+        draw_distance_maps(LLAMA_2, of_distances, target),
         *(picture for method in encodings for picture in encoding_pictures(method, model)),
     ]
 

@@ -23,7 +23,7 @@ class Section:
 
     Attributes:
         slug: Names it on the page.
-        heading: Stands above it.
+        heading: Above it.
         sentences: In order.
         heads: Of its table; empty for none.
         rows: All rows of the table.
@@ -130,10 +130,10 @@ def picture_panel(picture: Picture) -> Panel:
 
 
 def write_page(output_dir: str | Path, name: str, title: str, panels: Sequence[Panel]) -> list[Path]:
-    """Write a page and the PNG and SVG files of its drawings; files of an earlier run there are replaced.
+    """Write a page and the PNG and SVG files of its drawings; files of an earlier run are replaced.
 
     Args:
-        output_dir: Folder; made if it is not there.
+        output_dir: Folder; made if it does not exist.
         name: Of the page.
         title: Its heading.
         panels: In order.

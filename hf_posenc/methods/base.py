@@ -373,8 +373,8 @@ class DistanceMethod(AttentionMethod):
     """Other distances between a query and far keys; the frequencies are the model's own."""
 
     on_short_texts: ClassVar[str] = (
-        "Nothing up to the length below. From there on, within the original length too, far keys are told other "
-        "distances."
+        "Nothing up to the length below. From there on, within the original length too, other distances are used "
+        "for far keys."
     )
 
     @abc.abstractmethod

@@ -30,8 +30,8 @@ class DualChunkAttention(DistanceMethod):
     explanation: ClassVar[str] = (
         "The text is cut into chunks and positions start anew in each. Inside a chunk distances are as "
         "they are. To the chunk before they are right for a chunk's first tokens (the local window) and "
-        "then stop growing with the query. Of all earlier chunks it is told where in its chunk a key "
-        "stands, and not which chunk that is."
+        "then stop growing with the query. In all earlier chunks a key's position within its chunk "
+        "is known, and not which chunk that is."
     )
 
     chunk_size: int | None = option(None, tokens, "in tokens; default: 3/4 of the original length")

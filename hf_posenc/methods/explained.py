@@ -23,7 +23,7 @@ class ModelShape:
         hidden_size: Features of a token.
         head_dim: Features of a head.
         length: Tokens the model reads.
-        target: Tokens that are asked for.
+        target: Tokens that the model is to read.
         spec: Its rotary embedding; None if it has none.
         no_rope: Why it has none.
     """

@@ -22,7 +22,7 @@ class LeakyReRope(DistanceMethod):
     summary: ClassVar[str] = "Distances grow more slowly beyond a window; no fine-tuning."
     explanation: ClassVar[str] = (
         "Distances grow more slowly beyond a window: by one every `leak` tokens. Far keys keep their "
-        "order, and the distances told stay in the trained range for texts of about `leak` times the room "
+        "order, and the distances used stay in the trained range for texts of about `leak` times the room "
         "that is left."
     )
 

@@ -33,7 +33,7 @@ class Nope(InPlaceOfRope, StaticMethod):
         "Not at all. The causal mask alone tells positions apart: the first token sees one key, the second two, ..."
     )
     absolute_or_relative: ClassVar[str] = "Neither."
-    kv_cache: ClassVar[str] = "Yes: there is nothing to hold."
+    kv_cache: ClassVar[str] = "Yes: it has nothing to hold."
     trained: ClassVar[str] = "None."
     extrapolates: ClassVar[str] = (
         "Partly: no angle and no row is ever new, but attention spreads over more keys than in training; a temperature "
@@ -56,7 +56,7 @@ class Nope(InPlaceOfRope, StaticMethod):
         ]
         if model.spec is not None:
             sentences.append(
-                f"This model has {model.spec.rotated_pairs} pairs that turn; without positions all of them stand still."
+                f"This model has {model.spec.rotated_pairs} rotated pairs; without positions none of them is rotated."
             )
         return Numbers(sentences)
 

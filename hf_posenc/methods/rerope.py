@@ -27,7 +27,7 @@ class ReRope(DistanceMethod):
     paper: ClassVar[str] = "Su 2023, github.com/bojone/rerope"
     summary: ClassVar[str] = "Distances stop growing at a window; no fine-tuning."
     explanation: ClassVar[str] = (
-        "Distances stop growing at a window: every key that is farther away is told to be exactly that "
+        "Distances stop growing at a window: every key that is farther away counts as exactly that "
         "far. The model knows that such keys are far, not how far."
     )
 

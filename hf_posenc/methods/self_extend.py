@@ -25,7 +25,7 @@ class SelfExtend(DistanceMethod):
     paper: ClassVar[str] = "Jin et al. 2024, arXiv:2401.01325, section 3.2"
     summary: ClassVar[str] = "Far tokens share positions in groups, near ones keep theirs; no fine-tuning."
     explanation: ClassVar[str] = (
-        "Near keys keep their distances. Farther ones share positions in groups: `group` tokens stand at "
+        "Near keys keep their distances. Farther ones share positions in groups: `group` tokens are at "
         "one position, so the distance grows by one every `group` tokens and stays in the trained range. "
         "The order inside a group is lost, which far away matters little."
     )

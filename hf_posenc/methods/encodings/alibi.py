@@ -64,8 +64,8 @@ class Alibi(Encoding):
     summary: ClassVar[str] = "Takes a constant times the distance off the logits; for training from scratch."
     title: ClassVar[str] = "Attention with linear biases (ALiBi)"
     explanation: ClassVar[str] = (
-        "Nothing is added to words and nothing is turned. A penalty is added to each score: minus the distance times a "
-        "slope that each head has of its own."
+        "Nothing is added to words and nothing is rotated. A penalty is added to each score: minus the distance times "
+        "a slope that each head has of its own."
     )
     absolute_or_relative: ClassVar[str] = "Relative: only the distance counts."
     kv_cache: ClassVar[str] = "Yes: keys know of no position; the bias is made anew for each query, from the distance."

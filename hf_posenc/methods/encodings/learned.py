@@ -58,8 +58,8 @@ class Learned(Encoding):
     kv_cache: ClassVar[str] = "Yes: keys are made from features that hold the position already."
     trained: ClassVar[str] = "One row of the model's width for each position."
     extrapolates: ClassVar[str] = (
-        "No: past the last row of the table there is none. Longer tables start untrained, or are interpolated from the "
-        "old one and trained on."
+        "No: the table ends, and later positions have no row. Longer tables start untrained, or are interpolated from "
+        "the old one and trained on."
     )
 
     def module(self, sizes: ModelSizes) -> nn.Module:
@@ -71,7 +71,7 @@ class Learned(Encoding):
             [
                 f"A table of {rows:,} rows of {model.hidden_size:,} features: {rows * model.hidden_size:,} numbers are "
                 "trained.",
-                f"Of the {model.target:,} positions asked for, {missing:,} have no row."
+                f"Of the {model.target:,} positions to be read, {missing:,} have no row."
                 if missing
                 else "Every position has a row.",
             ]
@@ -85,8 +85,8 @@ class Learned(Encoding):
             "cosine of two rows",
             (-1.0, 1.0),
             f"The cosine of the rows of two positions in a table of {rows:,} rows as it is initialised: no two are "
-            "alike, and what becomes of it is up to the training. One pair of positions a cell. Past the last row "
-            "there is nothing, and the map stays empty.",
+            "alike, and what becomes of it is up to the training. One pair of positions a cell. Positions "
+            "past the last row have none, and the map is empty.",
             partial(_untrained_cosines, rows=rows),
             rows,
         )

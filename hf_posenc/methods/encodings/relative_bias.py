@@ -54,7 +54,7 @@ class RelativeBias(Encoding):
             [
                 f"{(farthest + 1) * model.num_heads:,} numbers are trained: one for each of {model.num_heads} heads "
                 f"and the distances 0 to {farthest:,}.",
-                f"Of the {model.target:,} distances asked for, {max(model.target - farthest, 0):,} share the last.",
+                f"Of the {model.target:,} distances to be read, {max(model.target - farthest, 0):,} share the last.",
             ]
         )
 

@@ -117,7 +117,7 @@ class RopeOptions(Encoding):
         width = spec.rotary_dim if partial_factor is None else int(head_dim * partial_factor)
         if width % 2 or not 0 < width <= head_dim:
             raise InvalidRequestError(
-                f"{width} of {head_dim} features of a head would rotate: it must be an even number of them. Give "
+                f"{width} of {head_dim} features of a head would be rotated: it must be an even number of them. Give "
                 "partial_rotary_factor."
             )
         unrotated = spec.unrotated_pairs if partial_factor is None else 0
@@ -167,14 +167,14 @@ class Rope(RopeOptions):
     summary: ClassVar[str] = "Rotates pairs of features by position, in either layout, in real or complex numbers."
     title: ClassVar[str] = "Rotary position embedding (RoPE)"
     explanation: ClassVar[str] = (
-        "In every layer the features of queries and keys are taken in pairs, and each pair is turned by an angle: "
+        "In every layer the features of queries and keys are taken in pairs, and each pair is rotated by an angle: "
         "position times the pair's frequency. Values are left alone."
     )
     absolute_or_relative: ClassVar[str] = (
-        "Applied to absolute positions, relative in effect: a score sees only by how much key and query are turned "
+        "Applied to absolute positions, relative in effect: a score sees only by how much key and query are rotated "
         "apart, which is the distance."
     )
-    kv_cache: ClassVar[str] = "Yes: a key is turned once, by where it stands, and the cache holds it turned."
+    kv_cache: ClassVar[str] = "Yes: a key is rotated once, by its position, and the cache holds it rotated."
     trained: ClassVar[str] = "None."
     extrapolates: ClassVar[str] = (
         "Not by itself: slow pairs never complete a turn in training and meet new angles beyond it. The methods of "
@@ -185,7 +185,7 @@ class Rope(RopeOptions):
             "The score depends on the distance only, for both layouts of pairs, in real and in complex numbers.",
             "test_the_score_of_rope_depends_on_the_distance_only",
         ),
-        ("Turning keeps the length of queries and keys.", "test_rotation_keeps_norms_and_undoes_itself"),
+        ("Rotation keeps the length of queries and keys.", "test_rotation_keeps_norms_and_undoes_itself"),
         (
             "Scores are bounded by a sum that falls with the distance on average (section 3.4.3).",
             "test_scores_stay_below_the_decay_bound_and_reach_it",

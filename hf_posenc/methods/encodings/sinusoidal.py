@@ -127,7 +127,7 @@ class Sinusoidal(Encoding):
             f"A row has {width:,} features, {len(tokens):,} waves of {number_name(tokens[0])} to "
             f"{number_name(tokens[-1])} tokens.",
             f"{longer[0]:,} waves are longer than {model.length:,} tokens, {longer[1]:,} longer than {model.target:,}.",
-            "The row of p + k is that of p turned by k, wave by wave, whatever p is.",
+            "The row of p + k is that of p rotated by k, wave by wave, whatever p is.",
         ]
         rows = [
             [f"{2 * at}, {2 * at + 1}", number_name(one), number_name(model.length / one)]

@@ -121,7 +121,7 @@ class T5Bias(Encoding):
             "tokens on all keys share the last.",
             f"{self.num_buckets * model.num_heads:,} numbers are trained: {self.num_buckets} for each of "
             f"{model.num_heads} heads.",
-            f"Of the {model.target:,} distances asked for, {max(model.target - begins, 0):,} are in the last bucket.",
+            f"Of the {model.target:,} distances to be read, {max(model.target - begins, 0):,} are in the last bucket.",
         ]
         return Numbers(sentences, ["bucket", "distances"], rows)
 
