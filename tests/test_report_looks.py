@@ -12,9 +12,9 @@ import pytest
 from report_records import make_record, make_retrieval_record, read_page
 
 from hf_posenc.evaluation.rows import row_key
-from hf_posenc.methods.registry import methods
+from hf_posenc.methods.registry import get_method, methods
 from hf_posenc.report import _with_models, report
-from hf_posenc.report.looks import _ORDER, COLOURS, COLOURS_ON_DARK, INK, PLAIN, make_looks
+from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK, INK, PLAIN, make_looks
 from hf_posenc.report.plot import Chart, Line, draw_chart
 
 ROPE = {"rope": {"rotary_dim": 64, "rope_theta": 10000.0, "unrotated_pairs": 0}}
@@ -106,7 +106,8 @@ def test_a_method_has_its_colour_in_every_report(tmp_path: Path) -> None:
     first, second = drawn(alone.plots[1]), drawn(tmp_path / "others" / "perplexity_truncated.svg")
     assert first[1] == second[3]
     assert len(set(second)) == 4
-    assert sorted(_ORDER) == sorted(methods())  # a method that is not there would look otherwise in each report
+    numbers = [cls.look for cls in methods().values()]
+    assert sorted(numbers) == list(range(len(numbers)))  # with a number of another one it would look like that
 
 
 def test_rows_of_a_method_share_colour_and_marker_and_can_be_told_apart() -> None:
@@ -127,6 +128,24 @@ def test_a_method_of_another_package_takes_a_colour_that_is_free() -> None:
     rows = [make_record(method) for method in ("none", "yarn", "ntk", "theirs", "another")]
     colours = [look.colour for look in make_looks(rows).values()]
     assert len(set(colours)) == 5
+
+
+def test_a_method_of_another_package_looks_the_same_in_every_report() -> None:
+    """It had the next free number, so that its colour depended on what else was in the report."""
+    rows = [make_record("theirs"), make_record("yarn"), make_record("none")]
+    row = row_key(rows[0])
+    looks = [make_looks(some)[row] for some in (rows, rows[:1], rows[::-1], [*rows, make_record("llama3")])]
+    assert len(set(looks)) == 1
+
+
+def test_a_subclass_of_a_method_does_not_look_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs(get_method("yarn")):
+        name = "theirs"
+
+    monkeypatch.setattr("hf_posenc.report.looks.methods", lambda: {**methods(), "theirs": Theirs})
+    first, second = make_looks([make_record("yarn"), make_record("theirs")]).values()
+    assert first.marker != second.marker
+    assert first.colour != second.colour
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ class Abf(StaticMethod):
     """Use a given, larger base."""
 
     name: ClassVar[str] = "abf"
+    look: ClassVar[int | None] = 12
     paper: ClassVar[str] = "Xiong et al. 2023, arXiv:2309.16039, section 2.1"
     summary: ClassVar[str] = "A larger base of your choice; wants fine-tuning."
     explanation: ClassVar[str] = (

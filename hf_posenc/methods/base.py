@@ -85,6 +85,8 @@ class Method(abc.ABC):
         explanation, on_short_texts, kv_cache: See ``Words``.
         on_disk: How a checkpoint says it, in words.
         rope_type: The ``rope_type`` of Transformers that is read back as this method; None if none is.
+        look: Number of its colour and marker in charts, its own among the methods of this package: a new one takes the
+            next. The first six, which are compared most often, have six colours. None: a number made from the name.
         zero_shot: Whether it is of use without fine-tuning.
         default_factor: Where neither a factor nor a length is given.
         factor: Target length / original length, >= 1.
@@ -99,6 +101,7 @@ class Method(abc.ABC):
     kv_cache: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     rope_type: ClassVar[str | None] = None
+    look: ClassVar[int | None] = None
     zero_shot: ClassVar[bool] = True
     needs_options: ClassVar[bool] = False  # its defaults alone suit no model
     default_factor: ClassVar[float] = 4.0

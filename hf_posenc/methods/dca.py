@@ -25,6 +25,7 @@ class DualChunkAttention(DistanceMethod):
     """
 
     name: ClassVar[str] = "dca"
+    look: ClassVar[int | None] = 5
     paper: ClassVar[str] = "An et al. 2024, arXiv:2402.17463, section 3.2 (ChunkLlama)"
     summary: ClassVar[str] = "Positions start anew in each chunk, and far chunks are all equally far; no fine-tuning."
     explanation: ClassVar[str] = (

@@ -36,6 +36,7 @@ class DynamicNtk(StagedMethod):
     """
 
     name: ClassVar[str] = "dynamic"
+    look: ClassVar[int | None] = 4
     aliases: ClassVar[tuple[str, ...]] = ("dynamic_ntk",)
     paper: ClassVar[str] = "emozilla 2023; Peng et al. 2023, arXiv:2309.00071, section 3.3; stages: hf_posenc"
     summary: ClassVar[str] = (

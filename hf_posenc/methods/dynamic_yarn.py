@@ -16,6 +16,7 @@ class DynamicYarn(YarnOptions, StagedMethod):
     """YaRN at the scale of the stage that the query is in."""
 
     name: ClassVar[str] = "dynamic_yarn"
+    look: ClassVar[int | None] = 3
     paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, sections 3.2 to 3.4; stages: hf_posenc"
     summary: ClassVar[str] = (
         "YaRN in stages, by where each query stands: exact with a KV cache, nothing lost on short texts."

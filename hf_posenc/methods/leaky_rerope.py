@@ -18,6 +18,7 @@ class LeakyReRope(DistanceMethod):
     """Distances beyond ``window`` grow by ``1 / leak`` a token."""
 
     name: ClassVar[str] = "leaky_rerope"
+    look: ClassVar[int | None] = 8
     paper: ClassVar[str] = "Su 2023, github.com/bojone/rerope"
     summary: ClassVar[str] = "Distances grow more slowly beyond a window; no fine-tuning."
     explanation: ClassVar[str] = (

@@ -16,6 +16,7 @@ class Linear(StaticMethod):
     """Divide every frequency by ``factor``."""
 
     name: ClassVar[str] = "linear"
+    look: ClassVar[int | None] = 1
     aliases: ClassVar[tuple[str, ...]] = ("pi",)
     paper: ClassVar[str] = "Chen et al. 2023, arXiv:2306.15595, section 2.3"
     summary: ClassVar[str] = "Divides all frequencies: squeezes positions into the trained range; wants fine-tuning."

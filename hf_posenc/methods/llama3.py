@@ -21,6 +21,7 @@ class Llama3(StaticMethod):
     """
 
     name: ClassVar[str] = "llama3"
+    look: ClassVar[int | None] = 9
     paper: ClassVar[str] = "Llama Team 2024, arXiv:2407.21783, section 3.4.2"
     summary: ClassVar[str] = "Llama 3.1's frequencies: NTK-by-parts between 1 and 4 turns."
     explanation: ClassVar[str] = (

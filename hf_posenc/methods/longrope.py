@@ -33,6 +33,7 @@ class LongRope(StaticMethod):
     """
 
     name: ClassVar[str] = "longrope"
+    look: ClassVar[int | None] = 11
     paper: ClassVar[str] = "Ding et al. 2024, arXiv:2402.13753, section 3"
     summary: ClassVar[str] = "A divisor per pair, given as a list (found by search, or another model's)."
     explanation: ClassVar[str] = (

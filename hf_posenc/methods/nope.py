@@ -21,6 +21,7 @@ class Nope(InPlaceOfRope, StaticMethod):
     """Stop the rotation of every pair: only the causal mask says what came before."""
 
     name: ClassVar[str] = "nope"
+    look: ClassVar[int | None] = 13
     aliases: ClassVar[tuple[str, ...]] = ("drope",)
     paper: ClassVar[str] = "Kazemnejad et al. 2023, arXiv:2305.19466; Gelberg et al. 2025, arXiv:2512.12167 (DroPE)"
     summary: ClassVar[str] = (

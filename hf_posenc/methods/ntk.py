@@ -25,6 +25,7 @@ class Ntk(StaticMethod):
     """Raise the base so that the slowest pair is interpolated by ``factor`` and the fastest is kept."""
 
     name: ClassVar[str] = "ntk"
+    look: ClassVar[int | None] = 2
     paper: ClassVar[str] = "bloc97 2023; Peng et al. 2023, arXiv:2309.00071, section 3.1"
     summary: ClassVar[str] = "Raises the base: keeps fast pairs, stretches slow ones; useful without fine-tuning."
     explanation: ClassVar[str] = (

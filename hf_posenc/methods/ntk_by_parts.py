@@ -45,6 +45,7 @@ class NtkByParts(StaticMethod):
     """
 
     name: ClassVar[str] = "ntk_by_parts"
+    look: ClassVar[int | None] = 10
     paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, section 3.2"
     summary: ClassVar[str] = "Keeps pairs that turn often, divides those that hardly turn, blends by turns between."
     explanation: ClassVar[str] = (

@@ -24,6 +24,7 @@ class ReRope(DistanceMethod):
     """All keys at a distance of ``window`` or more are that far away."""
 
     name: ClassVar[str] = "rerope"
+    look: ClassVar[int | None] = 7
     paper: ClassVar[str] = "Su 2023, github.com/bojone/rerope"
     summary: ClassVar[str] = "Distances stop growing at a window; no fine-tuning."
     explanation: ClassVar[str] = (

@@ -22,6 +22,7 @@ class SelfExtend(DistanceMethod):
     """
 
     name: ClassVar[str] = "self_extend"
+    look: ClassVar[int | None] = 6
     paper: ClassVar[str] = "Jin et al. 2024, arXiv:2401.01325, section 3.2"
     summary: ClassVar[str] = "Far tokens share positions in groups, near ones keep theirs; no fine-tuning."
     explanation: ClassVar[str] = (

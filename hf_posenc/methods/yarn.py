@@ -59,6 +59,7 @@ class Yarn(YarnOptions, StaticMethod):
     """
 
     name: ClassVar[str] = "yarn"
+    look: ClassVar[int | None] = 0
     paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4"
     summary: ClassVar[str] = (
         "NTK-by-parts with an attention temperature: the usual choice, with or without fine-tuning."

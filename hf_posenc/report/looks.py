@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import math
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import row_key
+from hf_posenc.methods.registry import methods
 from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 # Chosen by search near Okabe and Ito's, so that each has a contrast of at least 3 with its paper and every two of them
@@ -20,13 +24,6 @@ _MARKERS = ("s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "d", "*", "8", "H"
 DASHES: tuple[Any, ...] = (
     *("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (4, 4))),
     *((0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3))),
-)
-# A method's place is its number, which says its colour and marker: a new one goes to the end. The first six, which
-# stand together most often, have six colours.
-_ORDER = (
-    *("yarn", "linear", "ntk", "dynamic_yarn", "dynamic", "dca", "self_extend", "rerope", "leaky_rerope", "llama3"),
-    *("ntk_by_parts", "longrope", "abf", "nope", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "rope"),
-    "xpos",
 )
 
 
@@ -79,14 +76,22 @@ def make_looks(records: Sequence[Record | RetrievalRecord]) -> Looks:
     return found
 
 
-def _numbers(methods: Iterable[str]) -> dict[str, int]:
-    """Return the numbers of methods; one that is not of this package has the next one, of a free colour if there is."""
-    found = {method: _ORDER.index(method) for method in methods if method in _ORDER}
-    for method in methods:
-        if method not in found and method != "none":
-            free = [
-                number for number in range(len(_ORDER), len(_ORDER) + len(found) + 7) if number not in found.values()
-            ]
-            colours = {number % len(COLOURS) for number in found.values()}
-            found[method] = next((number for number in free[:6] if number % len(COLOURS) not in colours), free[0])
+def _numbers(names: Collection[str]) -> dict[str, int]:
+    """Return the number of each method: its class says it, or it is made from the name.
+
+    One made from the name gives way to numbers that are taken, and to colours that are while there are others: in all
+    reports in which nothing else has its colour it is the same.
+    """
+    known = {name: number for name, cls in methods().items() if (number := vars(cls).get("look")) is not None}
+    found = {name: known[name] for name in names if name in known}
+    for name in names:
+        if name in found or name == "none":
+            continue
+        free = set(range(len(COLOURS))) - {number % len(COLOURS) for number in found.values()}
+        start = len(known) + zlib.crc32(name.encode()) % math.lcm(len(COLOURS), len(_MARKERS))
+        found[name] = next(
+            number
+            for number in itertools.count(start)
+            if number not in found.values() and (not free or number % len(COLOURS) in free)
+        )
     return found

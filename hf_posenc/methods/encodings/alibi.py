@@ -60,6 +60,7 @@ class Alibi(Encoding):
     """Take a constant times the distance off the logits, another constant in each head."""
 
     name: ClassVar[str] = "alibi"
+    look: ClassVar[int | None] = 18
     paper: ClassVar[str] = "Press et al. 2021, arXiv:2108.12409, section 3"
     summary: ClassVar[str] = "Takes a constant times the distance off the logits; for training from scratch."
     title: ClassVar[str] = "Attention with linear biases (ALiBi)"

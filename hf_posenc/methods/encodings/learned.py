@@ -45,6 +45,7 @@ class Learned(Encoding):
     """Add a trained vector for each position to the embeddings."""
 
     name: ClassVar[str] = "learned"
+    look: ClassVar[int | None] = 15
     paper: ClassVar[str] = "Gehring et al. 2017, arXiv:1705.03122, section 3.1; Radford et al. 2019 (GPT-2)"
     summary: ClassVar[str] = (
         "Adds a trained vector for each position, and ends where the table does; for training from scratch."

@@ -22,6 +22,7 @@ class RelativeBias(Encoding):
     """Add a trained bias for each distance and head to the logits; distances are clipped, as Shaw et al. have it."""
 
     name: ClassVar[str] = "relative_bias"
+    look: ClassVar[int | None] = 16
     paper: ClassVar[str] = (
         "Shaw et al. 2018, arXiv:1803.02155, section 3.2 (distances clipped); as a bias: Raffel et al. 2019, "
         "arXiv:1910.10683"

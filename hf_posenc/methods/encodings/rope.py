@@ -163,6 +163,7 @@ class Rope(RopeOptions):
     """Rotate pairs of features by position times frequency."""
 
     name: ClassVar[str] = "rope"
+    look: ClassVar[int | None] = 19
     paper: ClassVar[str] = "Su et al. 2021, arXiv:2104.09864, section 3"
     summary: ClassVar[str] = "Rotates pairs of features by position, in either layout, in real or complex numbers."
     title: ClassVar[str] = "Rotary position embedding (RoPE)"

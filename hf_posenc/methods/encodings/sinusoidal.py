@@ -88,6 +88,7 @@ class Sinusoidal(Encoding):
     """Add sines and cosines of each position to the embeddings."""
 
     name: ClassVar[str] = "sinusoidal"
+    look: ClassVar[int | None] = 14
     paper: ClassVar[str] = "Vaswani et al. 2017, arXiv:1706.03762, section 3.5"
     summary: ClassVar[str] = "Adds sines and cosines of each position to the embeddings; for training from scratch."
     title: ClassVar[str] = "Sinusoidal positions"

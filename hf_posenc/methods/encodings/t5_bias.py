@@ -53,6 +53,7 @@ class T5Bias(Encoding):
     """Add a trained bias for each bucket of distances and head to the logits."""
 
     name: ClassVar[str] = "t5_bias"
+    look: ClassVar[int | None] = 17
     aliases: ClassVar[tuple[str, ...]] = ("t5",)
     paper: ClassVar[str] = "Raffel et al. 2019, arXiv:1910.10683, section 2.1"
     summary: ClassVar[str] = (

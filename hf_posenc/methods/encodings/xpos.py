@@ -83,6 +83,7 @@ class Xpos(RopeOptions):
     """RoPE whose pairs shrink with distance, the fast ones most."""
 
     name: ClassVar[str] = "xpos"
+    look: ClassVar[int | None] = 20
     paper: ClassVar[str] = "Sun et al. 2022, arXiv:2212.10554, section 3.2"
     summary: ClassVar[str] = "RoPE whose pairs shrink with distance, the fast ones most; for training from scratch."
     title: ClassVar[str] = "xPos (extrapolatable position embedding)"
