@@ -18,7 +18,7 @@ from hf_posenc.evaluation import KeyTokens, Record, perplexity, read_records
 from hf_posenc.evaluation.key_tokens import short_windows
 from hf_posenc.evaluation.windows import Window
 from hf_posenc.patching.api import patched
-from hf_posenc.report.tables import make_tables
+from hf_posenc.report.comparable import make_tables
 
 Make = Callable[..., LlamaForCausalLM]
 ALPHA, BETA, SHORT = 0.02, -4.9, 12  # a random model neither gains nor knows much

@@ -40,6 +40,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     presets = {f"hf_posenc/patches/{p.name}" for p in (ROOT / "patches").glob("*.toml")}
     assert {name for name in names if name.endswith(".toml")} == presets
     assert "hf_posenc/families/families.json" in names
+    templates = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc/report/templates").iterdir()}
+    assert {name for name in names if "/templates/" in name} == templates
     assert {"hf_posenc/py.typed", "hf_posenc/assets/tiny/model.safetensors"} <= set(names)
     assert {"hf_posenc/assets/tiny/tokenizer.json", "hf_posenc/assets/austen/emma.txt.xz"} <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -53,6 +55,8 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     program = (
         "import hf_posenc, hf_posenc.assets as assets; "
         "print(hf_posenc.__file__); "
+        "from hf_posenc.report.page import html_page; "
+        "assert '<h1>Title</h1>' in html_page('Title', []); "
         "assert (assets.tiny_model_path() / 'config.json').is_file(); "
         "assert len(assets.load_novel(assets.HELD_OUT_NOVEL)) > 400_000"
     )

@@ -17,9 +17,9 @@ from hf_posenc.evaluation.bootstrap import bootstrap_interval
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.report import report, text_table
+from hf_posenc.report.comparable import make_tables, number_name, tokens_name
+from hf_posenc.report.perplexity_panels import legend
 from hf_posenc.report.plot import _spread
-from hf_posenc.report.tables import make_tables, number_name, tokens_name
-from hf_posenc.report.words import legend
 
 CURVES: dict[tuple[str, int], dict[int, float]] = {
     ("none", 0): {128: 60.0, 256: 50.0, 1024: 1234.5},

@@ -22,11 +22,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from hf_posenc.evaluation import perplexity
 from hf_posenc.patching.api import patched
 from hf_posenc.report import report
+from hf_posenc.report.comparable import make_tables
 from hf_posenc.report.costs import bytes_name, row_costs, seconds_name
 from hf_posenc.report.frequencies import make_rules
 from hf_posenc.report.looks import make_looks
-from hf_posenc.report.positions import Losses
-from hf_posenc.report.tables import make_tables
+from hf_posenc.report.perplexity_panels import Losses
 
 # SmolLM2-135M's.
 ROPE = {"rotary_dim": 64, "rope_theta": 100000.0, "unrotated_pairs": 0}

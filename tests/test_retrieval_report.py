@@ -18,7 +18,7 @@ from hf_posenc.cli.eval_arguments import TASKS, RetrievalArguments
 from hf_posenc.cli.main import main
 from hf_posenc.patching.api import patched
 from hf_posenc.report import report, text_table
-from hf_posenc.report.retrieval import make_grids
+from hf_posenc.report.comparable import make_grids
 from hf_posenc.retrieval.cell_records import RetrievalRecord, read_retrieval_records, wilson_interval
 from hf_posenc.retrieval.measuring import DEFAULT_DEPTHS, retrieval
 from hf_posenc.retrieval.tasks import TASKS as KNOWN_TASKS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hf_posenc.explain.overview import LEAD, gallery_pictures
 from hf_posenc.explain.sections import check_output_folder, picture_panel, write_page
-from hf_posenc.report.pieces import Panel
+from hf_posenc.report.page import Panel, Paragraph
 
 
 def run_gallery(output_dir: str) -> list[Path]:
@@ -22,6 +22,6 @@ def run_gallery(output_dir: str) -> list[Path]:
         ValueError: ``output_dir`` is a file.
     """
     check_output_folder(output_dir)
-    lead = Panel("about", "About these pictures", f"<p>{LEAD.replace('`', '')}</p>", LEAD)
+    lead = Panel("about", "About these pictures", [Paragraph(LEAD.replace("`", ""))])
     panels = [lead, *map(picture_panel, gallery_pictures())]
     return write_page(output_dir, "gallery.html", "Positional encodings in pictures", panels)

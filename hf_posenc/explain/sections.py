@@ -5,12 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 
 from hf_posenc.explain.canvas import Picture
-from hf_posenc.report.page import html_page
-from hf_posenc.report.pieces import Cell, Panel, folded, inline, markdown_lines, quiet, table
+from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph, html_page
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import aligned
 
@@ -93,14 +91,13 @@ def _spread(count: int) -> list[int]:
 
 def section_panels(section: Section) -> list[Panel]:
     """Return a section's words and table, then a part for each of its pictures."""
-    words = "\n".join(f"<p>{escape(sentence)}</p>" for sentence in section.sentences)
-    markdown = "\n\n".join(section.sentences)
+    blocks: list[Block] = [Paragraph(sentence) for sentence in section.sentences]
     if section.heads:
+        heads = [Cell(head) for head in section.heads]
         cells = [[Cell(cell, sort=_number(cell)) for cell in row] for row in section.rows]
-        whole = table(f"{section.slug}_table", [Cell(head) for head in section.heads], cells)
-        words += folded(f"All {len(section.rows)} rows", whole) if len(section.rows) > _ROWS else whole
-        markdown += "\n\n" + markdown_lines(section.heads, section.rows)
-    return [Panel(section.slug, section.heading, words, markdown), *map(picture_panel, section.pictures())]
+        folded = f"All {len(section.rows)} rows" if len(section.rows) > _ROWS else ""
+        blocks.append(NumberTable(f"{section.slug}_table", heads, cells, folded=folded))
+    return [Panel(section.slug, section.heading, blocks), *map(picture_panel, section.pictures())]
 
 
 def _number(cell: str) -> float | None:
@@ -124,9 +121,8 @@ def check_output_folder(output_dir: str | Path) -> Path:
 
 def picture_panel(picture: Picture) -> Panel:
     """Return a picture with its caption as a part of a page."""
-    html = f"{inline(picture.drawing, picture.slug, picture.title)}\n{quiet(picture.caption)}"
-    markdown = f"![{picture.title}]({picture.slug}.png)\n\n{picture.caption}"
-    return Panel(picture.slug, picture.title, html, markdown, picture.drawing)
+    figure = Figure(picture.drawing, picture.slug, picture.title)
+    return Panel(picture.slug, picture.title, [figure, Paragraph(picture.caption, "quiet")])
 
 
 def write_page(output_dir: str | Path, name: str, title: str, panels: Sequence[Panel]) -> list[Path]:
@@ -144,13 +140,12 @@ def write_page(output_dir: str | Path, name: str, title: str, panels: Sequence[P
     folder = check_output_folder(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     page = write_whole(folder / name, html_page(title, panels, images=True))
-    drawn = [panel for panel in panels if panel.drawing is not None]
     return [
         page,
         *(
-            write_whole(folder / f"{panel.slug}{suffix}", content)
-            for panel in drawn
-            if panel.drawing is not None
-            for suffix, content in panel.drawing.files.items()
+            write_whole(folder / f"{slug}{suffix}", content)
+            for panel in panels
+            for slug, drawing in panel.drawings.items()
+            for suffix, content in drawing.files.items()
         ),
     ]

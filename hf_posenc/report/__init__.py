@@ -6,21 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_posenc.evaluation.effective_length import reach
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.report.commands import command_panel
+from hf_posenc.report.comparable import in_a_row, make_grids, make_tables, sort_tables, text_table
 from hf_posenc.report.costs import cost_panel
 from hf_posenc.report.frequency_panel import frequency_panels
-from hf_posenc.report.heat_map import grid_panel
 from hf_posenc.report.looks import make_looks
-from hf_posenc.report.page import html_page, markdown_page
-from hf_posenc.report.perplexity import left_out_panel, perplexity_panel
-from hf_posenc.report.pieces import Panel
-from hf_posenc.report.positions import position_panel
-from hf_posenc.report.retrieval import make_grids
-from hf_posenc.report.tables import in_a_row, make_tables, sort_tables
-from hf_posenc.report.verdicts import verdict_panel
-from hf_posenc.report.words import text_table
+from hf_posenc.report.page import Panel, Sentences, html_page, markdown_page
+from hf_posenc.report.perplexity_panels import left_out_panel, perplexity_panel, position_panel
+from hf_posenc.report.retrieval_panel import grid_panel
 from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.utils.files import write_whole
 
@@ -92,8 +88,7 @@ def _with_models(title: str, records: Sequence[Record | RetrievalRecord]) -> str
 
 
 def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> list[Panel]:
-    found = [record for record in records if isinstance(record, RetrievalRecord)]
-    grids = make_grids(found)
+    grids = make_grids([record for record in records if isinstance(record, RetrievalRecord)])
     perplexities = [record for record in records if isinstance(record, Record)]
     tables, left_out = sort_tables(perplexities)
     if tables or not grids:
@@ -110,4 +105,19 @@ def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> l
     panels += frequency_panels(records, looks)
     panels += [cost_panel(table, looks) for table in tables]
     panels += [cost_panel(grid, looks) for grid in grids]
-    return [verdict_panel(records), *panels, command_panel(records, command)]
+    return [_verdict_panel(records), *panels, command_panel(records, command)]
+
+
+def _verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:
+    """Return how far each row reads and retrieves, a sentence each; of what was not measured it says nothing."""
+    rows = reach(records)
+    parts = {
+        "How far it reads": [(row.name, sentence) for row in rows if (sentence := row.loss_sentence())],
+        "How far it retrieves": [(row.name, sentence) for row in rows for sentence in row.retrieval_sentences()],
+    }
+    blocks = [
+        Sentences(title, [(name, sentence.removeprefix(name)) for name, sentence in sentences])
+        for title, sentences in parts.items()
+        if sentences
+    ]
+    return Panel("verdict", "In short", blocks)

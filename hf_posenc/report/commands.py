@@ -7,14 +7,13 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from hf_posenc.evaluation.key_tokens import CHOSEN_BY_ITSELF, KeyTokens
 from hf_posenc.evaluation.plans import DEFAULT_STRIDE
 from hf_posenc.evaluation.protocols import rule_of
 from hf_posenc.evaluation.records import Record
-from hf_posenc.report.pieces import Panel, quiet
+from hf_posenc.report.page import Code, Panel
 from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 _TYPED = "As they were typed:"
@@ -43,8 +42,8 @@ class Commands:
 def make_commands(records: Sequence[Record | RetrievalRecord]) -> Commands:
     """Return the commands of all records, each once, in order of appearance."""
     typed = dict.fromkeys(record.command for record in records if record.command)
-    told = [record for record in records if not record.command]
-    made = [*_perplexity_commands(told), *_retrieval_commands(told)]
+    others = [record for record in records if not record.command]
+    made = [*_perplexity_commands(others), *_retrieval_commands(others)]
     return Commands(tuple(typed), tuple(made))
 
 
@@ -53,14 +52,7 @@ def command_panel(records: Sequence[Record | RetrievalRecord], report_command: s
     found = make_commands(records)
     last = report_command or shlex.join(["hf-posenc", "report", _RESULTS])
     every = [(_TYPED, found.typed), (_MADE, found.made), ("And the report:", (last,))]
-    groups = [(words, lines) for words, lines in every if lines]
-    html = "\n".join(quiet(words) + _block(lines) for words, lines in groups)
-    markdown = "\n\n".join(f"{words}\n\n```sh\n" + "\n".join(lines) + "\n```" for words, lines in groups)
-    return Panel("commands", "Commands", html, markdown)
-
-
-def _block(lines: Iterable[str]) -> str:
-    return "".join(f"<pre><code>{escape(line)}</code></pre>" for line in lines)
+    return Panel("commands", "Commands", [Code(words, lines) for words, lines in every if lines])
 
 
 def _line(words: list[str]) -> str:

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.evaluation.rows import row_key
+from hf_posenc.report.comparable import Grid, GridRow, Row, Table
 from hf_posenc.report.looks import Looks
-from hf_posenc.report.pieces import Cell, Panel, inline, markdown_lines, quiet, table
-from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart
-from hf_posenc.report.retrieval import Grid, GridRow
-from hf_posenc.report.tables import Row, Table, length_name
+from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
+from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.utils.units import length_name
 
 _LEGEND = (
     "Peak memory is the GPU's on CUDA, else that of the whole process since it began, so that of a later row is never "
     "less than that of an earlier one of the same command."
 )
-_PASS = "Seconds of a pass over all documents; where one pass gave several lengths, it stands at the longest."
-_PROMPT = "Mean seconds of a prompt, asked and answered twice: teacher-forced and written."
+_PASS = "Seconds of a pass over all documents; where one pass gave several lengths, it is at the longest."
+_PROMPT = "Mean seconds of a prompt, read and answered twice: teacher-forced and written."
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,17 @@ def cost_panel(found: Table | Grid, looks: Looks) -> Panel:
     """Return the panel of what one table or task took."""
     slug, title = f"cost_{found.slug}", f"Time and memory: {found.title}"
     costs = [(row, row_costs(row)) for row in found.rows]
-    drawing = _draw(found, costs, looks)
-    legend = f"{_PASS if isinstance(found, Table) else _PROMPT} {_LEGEND}"
     # Where every number came from the pass of a longer one, there is nothing to show.
     lengths = [n for n in found.lengths if any(n in one and one[n].other is None for _, one in costs)]
-    heads = ["method", *(length_name(length) for length in lengths)]
+    heads = [Cell("method"), *(Cell(length_name(length)) for length in lengths)]
     rows = [[Cell(row.name, (row.training,)), *(_cell(one.get(length)) for length in lengths)] for row, one in costs]
-    figure = "" if drawing is None else inline(drawing, slug, f"{title}: seconds by length")
-    html = f"{figure}\n{table(slug + '_table', [Cell(head) for head in heads], rows)}\n{quiet(legend)}"
-    lines = [[row.full_name, *(_text(one.get(length)) for length in lengths)] for row, one in costs]
-    parts = ["" if drawing is None else f"![Seconds by length]({slug}.png)", markdown_lines(heads, lines), legend]
-    return Panel(slug, title, html, "\n\n".join(part for part in parts if part), drawing)
+    blocks: list[Block] = [
+        NumberTable(slug + "_table", heads, rows, joint=", "),
+        Paragraph(f"{_PASS if isinstance(found, Table) else _PROMPT} {_LEGEND}", "quiet"),
+    ]
+    if (chart := _chart(found, costs, looks)) is not None:
+        blocks.insert(0, Figure(draw_chart(chart), slug, f"{title}: seconds by length", alt="Seconds by length"))
+    return Panel(slug, title, blocks)
 
 
 def row_costs(row: Row | GridRow) -> dict[int, Cost]:
@@ -55,10 +55,10 @@ def row_costs(row: Row | GridRow) -> dict[int, Cost]:
     """
     if isinstance(row, GridRow):
         lengths = sorted({record.context_length for record in row.records})
-        asked = {n: [record for record in row.records if record.context_length == n] for n in lengths}
+        by_length = {n: [record for record in row.records if record.context_length == n] for n in lengths}
         return {
             n: Cost(statistics.mean(one.seconds for one in here), max(one.peak_memory_bytes for one in here))
-            for n, here in asked.items()
+            for n, here in by_length.items()
         }
     longest = {record.seconds: length for length, record in row.records.items()}  # lengths rise
     return {
@@ -91,13 +91,8 @@ def _cell(cost: Cost | None) -> Cell:
     return Cell(seconds_name(cost.seconds), (bytes_name(cost.peak_bytes),), cost.seconds)
 
 
-def _text(cost: Cost | None) -> str:
-    cell = _cell(cost)
-    return ", ".join(one for one in (cell.text, *cell.small) if one)
-
-
-def _draw(found: Table | Grid, costs: Sequence[tuple[Any, dict[int, Cost]]], looks: Looks) -> Drawing | None:
-    """Draw seconds by length; None where no row was timed at two lengths."""
+def _chart(found: Table | Grid, costs: Sequence[tuple[Any, dict[int, Cost]]], looks: Looks) -> Chart | None:
+    """Return the chart of seconds by length; None where no row was timed at two lengths."""
     lines = []
     for row, one in costs:
         timed = {length: cost.seconds for length, cost in one.items() if cost.other is None}
@@ -108,4 +103,4 @@ def _draw(found: Table | Grid, costs: Sequence[tuple[Any, dict[int, Cost]]], loo
     what = "a pass" if isinstance(found, Table) else "a prompt, mean"
     ticks = [(length, length_name(length)) for length in found.lengths]
     title = f"{found.models}: seconds of {what}"
-    return draw_chart(Chart(title, "context length in tokens", "seconds", lines, ticks))
+    return Chart(title, "context length in tokens", "seconds", lines, ticks)

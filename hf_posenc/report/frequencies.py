@@ -23,7 +23,7 @@ from hf_posenc.methods.base import (
     plain_frequencies,
 )
 from hf_posenc.methods.registry import make_method
-from hf_posenc.report.tables import rule_name
+from hf_posenc.report.comparable import rule_name
 from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.spec import RopeSpec
 
@@ -40,7 +40,7 @@ class PairRule:
     Attributes:
         name: Of its row.
         spec: What the model was trained with.
-        method: What was asked for; method ``"none"`` for the model as it is.
+        method: The requested method; method ``"none"`` for the model as it is.
         reach: The length it is looked at, in tokens: its target, or the longest measured of the unpatched model.
     """
 
@@ -51,7 +51,7 @@ class PairRule:
 
     @property
     def changes_distances(self) -> bool:
-        """Whether it leaves every frequency as it is, and changes how far apart a query and a key are said to be."""
+        """Whether it leaves every frequency as it is, and changes the distance between a query and a key."""
         return isinstance(self.method, (DistanceMethod, Encoding))
 
     @cached_property

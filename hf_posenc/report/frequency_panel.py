@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import row_key, short_model_names
 from hf_posenc.methods.base import STOPPED
 from hf_posenc.report.frequencies import Rule, make_rules, wavelengths
 from hf_posenc.report.looks import Looks
-from hf_posenc.report.pieces import Cell, Panel, folded, inline, markdown_lines, quiet, table
-from hf_posenc.report.plot import Chart, Drawing, Line, draw_chart
-from hf_posenc.report.tables import length_name
+from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
+from hf_posenc.report.plot import Chart, Line, draw_chart
 from hf_posenc.retrieval.cell_records import RetrievalRecord
+from hf_posenc.utils.units import length_name
 
 _HEADS = ("method", "angles never trained", "at", "kept", "between", "stretched in full", "attention factor")
 
@@ -36,25 +35,19 @@ def frequency_panels(records: Sequence[Record | RetrievalRecord], looks: Looks) 
 
 
 def _panel(rules: list[Rule], slug: str, model: str, several: bool, looks: Looks) -> Panel:
-    title = "Frequencies" + (f": {model}" if several else "")
-    lead, legend = _lead(rules[0]), _legend(rules)
-    drawing = _draw(rules, model, looks)
+    chart = _chart(rules, model, looks)
+    label, alt = "How far each method stretches each rotary pair", "How far each pair is stretched"
     shown = [rule for rule in rules if not rule.changes_distances]
-    heads, pairs = _pair_heads(rules[0], shown), _pair_rows(rules[0], shown)
-    figure = "" if drawing is None else inline(drawing, slug, "How far each method stretches each rotary pair")
-    html = f"""<p>{escape(lead)}</p>
-{figure}
-{table(slug + "_methods", [Cell(head) for head in _HEADS], [_summary(rule) for rule in rules])}
-{quiet(legend)}
-{folded(f"All {len(pairs)} pairs", table(slug + "_pairs", [Cell(head) for head in heads], pairs))}"""
-    parts = [
-        lead,
-        markdown_lines(_HEADS, [[cell.text for cell in _summary(rule)] for rule in rules]),
-        legend,
-        "" if drawing is None else f"![How far each pair is stretched]({slug}.png)",
-        markdown_lines(heads, [[cell.text for cell in row] for row in pairs]),
+    pairs = _pair_rows(rules[0], shown)
+    blocks: list[Block] = [
+        Paragraph(_lead(rules[0])),
+        NumberTable(slug + "_methods", [Cell(head) for head in _HEADS], [_summary(rule) for rule in rules]),
+        Paragraph(_legend(rules), "quiet"),
+        NumberTable(slug + "_pairs", _pair_heads(rules[0], shown), pairs, folded=f"All {len(pairs)} pairs"),
     ]
-    return Panel(slug, title, html, "\n\n".join(part for part in parts if part), drawing)
+    if chart is not None:
+        blocks.insert(1, Figure(draw_chart(chart), slug, label, alt=alt))
+    return Panel(slug, "Frequencies" + (f": {model}" if several else ""), blocks)
 
 
 def _lead(rule: Rule) -> str:
@@ -75,7 +68,7 @@ def _legend(rules: Sequence[Rule]) -> str:
         "without having completed a turn there. By hf_posenc's closed forms, from what the records say."
     )
     if any(rule.changes_distances for rule in rules):
-        text += " Where it says distances, the frequencies stay and far tokens are told to be nearer than they are."
+        text += " Where it says distances, the frequencies stay, and far distances are shortened."
     return text
 
 
@@ -91,10 +84,11 @@ def _summary(rule: Rule) -> list[Cell]:
     ]
 
 
-def _pair_heads(rule: Rule, shown: Sequence[Rule]) -> list[str]:
+def _pair_heads(rule: Rule, shown: Sequence[Rule]) -> list[Cell]:
     original = length_name(rule.spec.original_max_position_embeddings)
     names = (one.name for one in _extended(shown))
-    return ["pair", "wavelength in tokens", f"turns in {original}", "a whole turn", *names]
+    heads = ["pair", "wavelength in tokens", f"turns in {original}", "a whole turn", *names]
+    return [Cell(head) for head in heads]
 
 
 def _pair_rows(rule: Rule, shown: Sequence[Rule]) -> list[list[Cell]]:
@@ -120,7 +114,7 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _draw(rules: Sequence[Rule], model: str, looks: Looks) -> Drawing | None:
+def _chart(rules: Sequence[Rule], model: str, looks: Looks) -> Chart | None:
     # A pair that is stopped is stretched without end: no chart shows that.
     shown = [rule for rule in rules if not rule.changes_distances and math.isfinite(max(rule.stretch))]
     if not _extended(shown):
@@ -129,7 +123,7 @@ def _draw(rules: Sequence[Rule], model: str, looks: Looks) -> Drawing | None:
     turns = rules[0].turns[: spec.rotated_pairs]
     original = length_name(spec.original_max_position_embeddings)
     lines = [Line(rule.name, turns, rule.stretch, looks[row_key(rule.first)]) for rule in shown]
-    chart = Chart(
+    return Chart(
         f"{model}: how far each pair is stretched",
         f"turns of the pair within the {original} tokens of training",
         "stretch of its wavelength",
@@ -139,7 +133,6 @@ def _draw(rules: Sequence[Rule], model: str, looks: Looks) -> Drawing | None:
         falls=True,
         shade=(turns[-1], 1.0) if turns[-1] < 1 else None,
     )
-    return draw_chart(chart)
 
 
 def _decades(turns: Sequence[float]) -> list[float]:

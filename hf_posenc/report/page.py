@@ -1,167 +1,228 @@
-"""The report as one HTML page that asks no server for anything, and as Markdown.
+"""What pages are made of: panels of blocks, written as one HTML page that asks no server for anything, and as Markdown.
 
-All of the page is there without its script, which only sorts the tables.
+The HTML, the style sheet, the script and the Markdown are the templates beside this module: a macro for each kind of
+block. All of the page can be read without its script, which only sorts the tables.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
+import re
 from collections.abc import Sequence
-from html import escape
+from dataclasses import dataclass
+from typing import ClassVar
 
-from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK
-from hf_posenc.report.pieces import Panel
+import jinja2
+from markupsafe import Markup
 
-_CSS = """
-:root { color-scheme: light; --ink: #1f2328; --quiet: #59636e; --line: #d1d9e0; --edge: #8c959f; --paper: #fff;
-  --shade: #f6f8fa; --link: #0a5ea8 }
-* { box-sizing: border-box }
-body { margin: 0 auto; max-width: 62rem; padding: 1.5rem 1rem 4rem; background: var(--paper); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1rem }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; scroll-margin-top: 1rem }
-h3 { font-size: 1rem; margin: 2rem 0 .5rem }
-a { color: var(--link) }
-nav ul { display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin: 0; padding: 0; list-style: none }
-nav { font-size: .9rem }
-figure { margin: 1.25rem 0 }
-figure svg { display: block; width: 100%; height: auto; margin: 0 auto; color: var(--ink) }
-svg.wide { max-width: 46rem }
-svg.narrow { display: none; max-width: 26rem }
-figcaption { margin-top: .25rem }
-.sideways { margin: .75rem 0 }
-.more { display: none; margin: 0 0 .25rem; text-align: right; font-size: .85rem; color: var(--link) }
-.more.needed { display: block }
-.scroll { overflow-x: auto; scrollbar-width: thin;
-  background: linear-gradient(to left, var(--paper) 30%, transparent) right top / 3rem calc(100% + 2px) no-repeat local,
-    linear-gradient(to left, var(--edge), transparent) right / 1rem 100% no-repeat scroll }
-table { border-collapse: separate; border-spacing: 0; font-variant-numeric: tabular-nums; font-size: .9rem }
-th, td { padding: .4rem .7rem; text-align: right; border-bottom: 1px solid var(--line); white-space: nowrap;
-  vertical-align: top }
-th { font-weight: 600 }
-th[scope=col] { white-space: normal; vertical-align: bottom }
-th:first-child, td:first-child { position: sticky; left: 0; background: var(--paper); text-align: left }
-.text, .hash { text-align: left }
-.hash { font-family: ui-monospace, monospace }
-.original, .never { background: color-mix(in srgb, var(--ink) 5%, transparent) }
-th[scope=row] { font-weight: 400 }
-.best { font-weight: 700 }
-.badge { border: 1px solid var(--quiet); border-radius: 4px; padding: 0 .25em; font-size: .75em }
-small { display: block; color: var(--quiet); font-size: .8em; font-weight: 400 }
-p.note { border-left: 3px solid var(--line); padding-left: .75rem }
-.quiet { color: var(--quiet); font-size: .9rem }
-table.map { border-collapse: collapse; margin: 0 0 1.25rem; print-color-adjust: exact }
-table.map small { color: inherit }
-table.map td { text-align: center; border: 1px solid var(--line) }
-.maps { display: flex; flex-wrap: wrap; gap: 0 2.5rem }
-.maps > div { max-width: 100%; margin: 0 }
-caption { text-align: left; font-size: .9rem; padding: .4rem 0 }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.25rem; font-size: .9rem; margin: 0 0 1rem }
-dt { color: var(--quiet) }
-dd { margin: 0; overflow-wrap: anywhere }
-pre { background: var(--shade); border: 1px solid var(--line); border-radius: 6px; padding: .7rem .9rem;
-  margin: .5rem 0; font: .85rem/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
-summary { cursor: pointer; font-size: .9rem; padding: .35rem 0 }
-th.sorts { cursor: pointer; user-select: none }
-th.sorts::after { content: "\\2195"; opacity: .35; margin-left: .35em; font-weight: 400 }
-th.sorts[aria-sort=ascending]::after { content: "\\2191"; opacity: 1 }
-th.sorts[aria-sort=descending]::after { content: "\\2193"; opacity: 1 }
-th.sorts:focus-visible { outline: 2px solid var(--link); outline-offset: -2px }
-@media (max-width: 34rem) {
-  body { padding-top: 1rem }
-  svg.wide { display: none }
-  svg.narrow { display: block }
-  dl { grid-template-columns: 1fr }
-  dd { margin-bottom: .5rem }
-  th:first-child { white-space: normal; max-width: 6.5rem; overflow-wrap: break-word }
-  th, td { padding: .35rem .3rem }
-  table { font-size: .82rem }
-  th.sorts::after { display: block; margin: 0 }
-  ul { padding-left: 1.2rem }
-}
-"""
+from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK, INK, PAPER
+from hf_posenc.report.plot import Drawing
 
-_PRINT = """
-@media print {
-  @page { margin: 1.5cm }
-  body { max-width: none; padding: 0; font-size: 10pt }
-  nav { display: none }
-  .scroll { overflow: visible; background: none }
-  .more { display: none !important }
-  th, td { padding: .2rem .45rem }
-  th:first-child, td:first-child { position: static }
-  th.sorts::after { content: none }
-  h2, h3, summary, caption { break-after: avoid }
-  figure, tr, pre, .maps > div { break-inside: avoid }
-  svg.wide { display: block }
-  svg.narrow { display: none }
-  details::details-content { content-visibility: visible; height: auto }
-}
-"""
 
-# A header sorts up, then down, then as it was. The address keeps the order (#sort=TABLE:COLUMN:DIRECTION), so that a
-# link to it shows the same; empty cells stay last. Above a table that is wider than its box stands how many columns are
-# out of sight.
-SCRIPT = """
-(() => {
-  for (const box of document.querySelectorAll(".scroll")) {
-    const hint = box.previousElementSibling, heads = box.querySelectorAll("thead th");
-    const look = () => {
-      const edge = box.getBoundingClientRect().right + 1;
-      const hidden = [...heads].filter(head => head.getBoundingClientRect().right > edge).length;
-      hint.classList.toggle("needed", box.scrollWidth > box.clientWidth + 1);
-      hint.textContent = hidden ? `${hidden} more column${hidden > 1 ? "s" : ""}: scroll sideways \\u2192`
-        : "\\u2190 the last column; scroll back";
-    };
-    box.addEventListener("scroll", look, {passive: true});
-    new ResizeObserver(look).observe(box);
-  }
-  const value = cell => {
-    const text = cell.dataset.sort ?? cell.textContent.trim();
-    return text === "" ? null : isNaN(text) ? text : Number(text);
-  };
-  const compare = (a, b) => typeof a === typeof b ? (a < b ? -1 : a > b ? 1 : 0) : typeof a === "number" ? -1 : 1;
-  const sort = (table, column, direction) => {
-    const body = table.tBodies[0], sign = direction === "descending" ? -1 : 1;
-    table.startOrder ??= [...body.rows];
-    const rows = [...table.startOrder], key = row => value(row.cells[column]);
-    if (direction !== "none") rows.sort((one, other) => {
-      const a = key(one), b = key(other);
-      return a === null || b === null ? (a === null) - (b === null) : sign * compare(a, b);
-    });
-    body.append(...rows);
-    [...table.tHead.rows[0].cells].forEach((head, at) =>
-      head.setAttribute("aria-sort", at === column ? direction : "none"));
-  };
-  const next = {none: "ascending", ascending: "descending", descending: "none"};
-  for (const table of document.querySelectorAll("table.numbers"))
-    [...table.tHead.rows[0].cells].forEach((head, column) => {
-      const click = () => {
-        const direction = next[head.getAttribute("aria-sort")];
-        sort(table, column, direction);
-        history.replaceState(null, "", direction === "none" ? "#" : `#sort=${table.id}:${column}:${direction}`);
-      };
-      head.className += " sorts";
-      head.tabIndex = 0;
-      head.setAttribute("aria-sort", "none");
-      head.addEventListener("click", click);
-      head.addEventListener("keydown", event => {
-        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); click(); }
-      });
-    });
-  const follow = () => {
-    const [, id, column, direction] = /^#sort=([^:]+):(\\d+):(ascending|descending)$/.exec(location.hash) ?? [];
-    const table = id && document.getElementById(id);
-    if (!table?.tHead?.rows[0].cells[column]) return;
-    sort(table, Number(column), direction);
-    table.closest("details")?.setAttribute("open", "");
-    table.scrollIntoView({block: "nearest"});
-  };
-  addEventListener("hashchange", follow);
-  follow();
-})();
-"""
+@dataclass(frozen=True)
+class Paragraph:
+    """Sentences.
+
+    Attributes:
+        text: The sentences.
+        kind: "" for usual text, "note" for what limits the numbers, "quiet" for what explains them.
+    """
+
+    template: ClassVar[str] = "paragraph"
+
+    text: str
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """A list of sentences under a heading; ``lines`` are pairs of how one begins, which is bold, and the rest."""
+
+    template: ClassVar[str] = "sentences"
+
+    title: str
+    lines: Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Pairs of a name and a value under a heading."""
+
+    template: ClassVar[str] = "facts"
+
+    pairs: Sequence[tuple[str, str]]
+    title: str = "How it was measured"
+
+
+@dataclass(frozen=True)
+class Code:
+    """Lines to type, below what they are for."""
+
+    template: ClassVar[str] = "code"
+
+    text: str
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing: on the page its wide form, and the narrow one that phones show instead; in Markdown its PNG file.
+
+    Attributes:
+        drawing: The drawing.
+        slug: Names its files.
+        label: What is drawn, for readers who do not see it.
+        caption: Shown below it.
+        alt: The label in Markdown, where that is a shorter one.
+    """
+
+    template: ClassVar[str] = "figure"
+
+    drawing: Drawing
+    slug: str
+    label: str
+    caption: str = ""
+    alt: str = ""
+
+    @property
+    def drawings(self) -> dict[str, Drawing]:
+        """What is written beside the page, by the names of files."""
+        return {self.slug: self.drawing}
+
+    @property
+    def forms(self) -> list[tuple[str, Markup]]:
+        """Each form and its SVG, from the attributes of the outermost tag on."""
+        forms = (("wide", self.drawing.svg), ("narrow", self.drawing.narrow))
+        return [(form, _inline_svg(svg.decode(), f"{self.slug}-{form}")) for form, svg in forms]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of a table.
+
+    Attributes:
+        text: Its text.
+        small: What is shown smaller below it; after it in Markdown.
+        sort: What its column is sorted by, where that is not the text.
+        mark: Its CSS class; "hash" is code in Markdown.
+        strong: Whether the text is bold.
+        badge: A word beside the text, in a frame.
+        interval: The first of the small lines; in brackets in Markdown.
+    """
+
+    text: str
+    small: tuple[str, ...] = ()
+    sort: float | None = None
+    mark: str = ""
+    strong: bool = False
+    badge: str = ""
+    interval: str = ""
+
+    @property
+    def small_lines(self) -> list[str]:
+        """The lines below the text."""
+        return [line for line in (self.interval, *self.small) if line]
+
+    @property
+    def small_text(self) -> str:
+        """The same in one line."""
+        return ", ".join(self.small_lines)
+
+    def markdown(self, joint: str) -> str:
+        """Return the cell in one line, its parts joined by ``joint``."""
+        text = f"`{self.text}`" if self.mark == "hash" else f"**{self.text}**" if self.strong else self.text
+        parts = (" ".join(filter(None, (text, self.badge))), self.interval and f"({self.interval})", *self.small)
+        return joint.join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class NumberTable:
+    """A table whose headers sort it; the first cell of a row is its name.
+
+    Attributes:
+        slug: Names it in the page's sort links.
+        heads: Of the columns.
+        rows: As many cells each.
+        small_heads: Names of the columns that the small lines of the first cells have in Markdown; none: they stay in
+            the first column.
+        joint: Between the parts of a cell in Markdown.
+        folded: On the page, the words to click to see the table, which is hidden before; empty to show it.
+    """
+
+    template: ClassVar[str] = "table"
+
+    slug: str
+    heads: Sequence[Cell]
+    rows: Sequence[Sequence[Cell]]
+    small_heads: tuple[str, ...] = ()
+    joint: str = " "
+    folded: str = ""
+
+    @property
+    def texts(self) -> int:
+        """How many columns in Markdown are words, from the left; numbers are to the right."""
+        return 1 + len(self.small_heads)
+
+    @property
+    def markdown_lines(self) -> list[list[str]]:
+        """The cells in Markdown, line by line, the headings first."""
+        first, *heads = (head.text for head in self.heads)
+        lines = [[first, *self.small_heads, *heads]]
+        for name, *cells in self.rows:
+            names = [name.text, *name.small] if self.small_heads else [name.markdown(self.joint)]
+            lines.append([*names, *(cell.markdown(self.joint) for cell in cells)])
+        return [[cell.replace("|", "\\|") for cell in line] for line in lines]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Shares by depth and length; ``rows`` are pairs of a depth and, by length, a share and of how many."""
+
+    caption: str
+    rows: Sequence[tuple[str, Sequence[tuple[float, int]]]]
+
+
+@dataclass(frozen=True)
+class HeatMaps:
+    """Heat maps: on the page shaded tables, of which there may be none; in Markdown the PNG file of their drawing."""
+
+    template: ClassVar[str] = "maps"
+
+    slug: str
+    drawing: Drawing
+    heads: Sequence[str]
+    maps: Sequence[HeatMap]
+
+    @property
+    def drawings(self) -> dict[str, Drawing]:
+        """What is written beside the page, by the names of files."""
+        return {self.slug: self.drawing}
+
+
+Block = Paragraph | Sentences | Facts | Code | Figure | NumberTable | HeatMaps
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A part of a page.
+
+    Attributes:
+        slug: Names it in links; no two panels of a page share one.
+        title: Its heading.
+        blocks: What is below the heading, in order.
+    """
+
+    slug: str
+    title: str
+    blocks: Sequence[Block]
+
+    @property
+    def drawings(self) -> dict[str, Drawing]:
+        """Its drawings by the names of their files, in the order of these."""
+        pairs = (block.drawings for block in self.blocks if isinstance(block, Figure | HeatMaps))
+        return dict(sorted((name, drawing) for found in pairs for name, drawing in found.items()))
 
 
 def html_page(title: str, panels: Sequence[Panel], *, images: bool = False) -> str:
@@ -172,53 +233,41 @@ def html_page(title: str, panels: Sequence[Panel], *, images: bool = False) -> s
         panels: What follows it.
         images: Whether drawings hold pixels, as heat maps do, which are in the page too.
     """
-    links = "".join(f'<li><a href="#{panel.slug}">{escape(panel.title)}</a></li>' for panel in panels)
-    sections = "\n".join(
-        f'<section id="{panel.slug}">\n<h2>{escape(panel.title)}</h2>\n{panel.html}\n</section>' for panel in panels
+    templates = _templates()
+    style = templates.get_template("page.css").render(colours=COLOURS, colours_on_dark=COLOURS_ON_DARK)
+    # As it is, not as a template: the browser runs it only where its hash is the one that the page says.
+    script, _, _ = templates.loader.get_source(templates, "page.js")  # type: ignore[union-attr]  # there is a loader
+    return templates.get_template("page.html").render(
+        title=title,
+        panels=panels,
+        images=images,
+        style=Markup(style),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
     )
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{_policy(images)}">
-<title>{escape(title)}</title>
-<style>
-{_style()}
-</style>
-</head>
-<body>
-<h1>{escape(title)}</h1>
-<nav aria-label="On this page"><ul>{links}</ul></nav>
-{sections}
-<script>{SCRIPT}</script>
-</body>
-</html>
-"""
 
 
 def markdown_page(title: str, panels: Sequence[Panel]) -> str:
     """Return the same as Markdown; its drawings are the PNG files beside it."""
-    parts = [f"# {title}", *(f"## {panel.title}\n\n{panel.markdown}" for panel in panels)]
-    return "\n\n".join(parts) + "\n"
+    return _templates().get_template("page.md").render(title=title, panels=panels)
 
 
-def _policy(images: bool) -> str:
-    """Return what the browser is told to load and run: nothing but this page's own styles, script and pixels."""
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-    pixels = " img-src data:;" if images else ""
-    return f"default-src 'none'; style-src 'unsafe-inline';{pixels} script-src 'sha256-{digest}'; base-uri 'none'"
-
-
-def _style() -> str:
-    """Return the page's style sheet: light or dark as the reader's screen is, and light on paper."""
-    dark = (
-        ":root { color-scheme: dark; --ink: #e6edf3; --quiet: #9198a1; --line: #3d444d; --edge: #6e7681; "
-        "--paper: #0d1117; --shade: #161b22; --link: #58aef0 }"
+@functools.cache
+def _templates() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("hf_posenc.report"),
+        autoescape=lambda name: name is not None and name.endswith(".html"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    dark_screen = f"@media screen and (prefers-color-scheme: dark) {{ {dark} {_colours(COLOURS_ON_DARK)} }}"
-    return f"{_CSS.strip()}\n{_colours(COLOURS)}\n{dark_screen}\n{_PRINT.strip()}"
 
 
-def _colours(colours: tuple[str, ...]) -> str:
-    return ":root { " + "; ".join(f"--c{index}: {colour}" for index, colour in enumerate(colours)) + " }"
+def _inline_svg(svg: str, prefix: str) -> Markup:
+    """Return an SVG after ``<svg``, its ink following the page's, its ids apart from other drawings'."""
+    svg = svg[svg.index("<svg") + len("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
+    for index, colour in enumerate(COLOURS):
+        svg = svg.replace(colour, f"var(--c{index})")
+    return Markup(svg.replace(INK, "currentColor").replace(PAPER, "var(--paper)"))

@@ -1,4 +1,7 @@
-"""Records sorted into tables of comparable numbers; what is apart from the first table is, with the reason named."""
+"""Records sorted into tables of comparable numbers, and the reasons why a row is in a table of its own.
+
+Perplexities are sorted by protocol into a ``Table``, retrieval by task into a ``Grid``.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from hf_posenc.evaluation.pairs import is_tie
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
 from hf_posenc.retrieval.cell_records import RetrievalRecord
+from hf_posenc.utils.units import length_name
 
 # What must be equal among the numbers of one column, the reason that tells most first; and in words.
 _PER_LENGTH = ("text_hash", "num_documents", "n_tokens", "bos", "average", "key_tokens", "window", "stride")
@@ -205,11 +209,6 @@ def in_a_row(names: Iterable[str]) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def length_name(length: int) -> str:
-    """Return ``32k`` for 32768 and ``500`` for 500."""
-    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
-
-
 def tokens_name(count: int) -> str:
     """Return ``300k`` for 300000 and ``1.5M`` for 1500000."""
     for unit, name in ((1_000_000, "M"), (1_000, "k")):
@@ -221,6 +220,11 @@ def tokens_name(count: int) -> str:
 def number_name(value: float) -> str:
     """Return a perplexity with as many digits as are worth reading: 5.73, 28.33, 730.1, 12,345."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def share_name(scores: Sequence[float]) -> str:
+    """Return ``75 %``, or nothing where there are no scores."""
+    return f"{100 * sum(scores) / len(scores):.0f} %" if scores else ""
 
 
 def rule_name(record: Record | RetrievalRecord) -> str:
@@ -356,3 +360,161 @@ def computed_in(records: Sequence[AnyRecord]) -> str:
         return f"{record.dtype}{note}, {record.attn_implementation} attention"
 
     return "; ".join(dict.fromkeys(map(words, records)))
+
+
+BY = {"forced": "teacher-forced", "written": "written"}
+
+
+@dataclass(frozen=True)
+class GridRow:
+    """One model, as it was extended and trained, with what came back for its prompts."""
+
+    name: str
+    training: str
+    records: tuple[RetrievalRecord, ...]
+
+    @property
+    def first(self) -> RetrievalRecord:
+        return self.records[0]
+
+    @cached_property
+    def full_name(self) -> str:
+        return ", ".join(filter(None, (self.name, self.training)))
+
+    def scores(self, by: str, length: int, depth: float | str | None = "all") -> list[float]:
+        """Return the scores of the prompts of a length, of one depth or all."""
+        here = [one for one in self.records if one.context_length == length and depth in ("all", one.depth)]
+        return [score for one in here if (score := one.score(by)) is not None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows of one task, all asked the same; ``note`` says why they are apart from its first grid, ``number`` 1."""
+
+    task: str
+    lengths: tuple[int, ...]
+    depths: tuple[float | None, ...]
+    rows: tuple[GridRow, ...]
+    number: int = 1
+    note: str = ""
+
+    @property
+    def title(self) -> str:
+        return f"Retrieval: {self.task}" + (f", table {self.number}" if self.number > 1 else "")
+
+    @property
+    def slug(self) -> str:
+        return f"retrieval_{self.task}" + (f"_{self.number}" if self.number > 1 else "")
+
+    @property
+    def models(self) -> str:
+        """The models by their short names."""
+        return model_names([row.first for row in self.rows])
+
+    @property
+    def has_depths(self) -> bool:
+        """Whether what is asked for lies at one depth, and not all over the text."""
+        return self.depths != (None,)
+
+    @property
+    def scorings(self) -> tuple[str, ...]:
+        """How the task was scored; where answers may come in any order, teacher forcing says nothing."""
+        return tuple(by for by in BY if any(record.score(by) is not None for record in self.rows[0].records))
+
+
+def make_grids(records: Sequence[RetrievalRecord]) -> list[Grid]:
+    """Sort records into a grid per task, and another for rows that were not asked the same as those of the first.
+
+    Of a repeated measurement (equal ``run_key``) the later record counts.
+    """
+    tasks: dict[str, dict[str, RetrievalRecord]] = {}
+    for record in records:
+        tasks.setdefault(record.task, {})[record.run_key] = record
+    return [grid for task, group in tasks.items() for grid in _grids_of(task, list(group.values()))]
+
+
+def _grids_of(task: str, records: list[RetrievalRecord]) -> list[Grid]:
+    groups: list[list[GridRow]] = []
+    notes: list[str] = []
+    for name, training, found in group_rows(records):
+        for run in _prompt_runs(found):
+            row = GridRow(name, training, run)
+            why = [_prompt_difference([*group, row]) for group in groups]
+            if None in why:
+                groups[why.index(None)].append(row)
+            else:
+                groups.append([row])
+                notes.append(f"{row.full_name} is apart from the first table: {why[0]}." if why else "")
+    return [_make_grid(task, *one) for one in zip(groups, range(1, len(groups) + 1), notes, strict=True)]
+
+
+def _prompt_runs(records: Sequence[RetrievalRecord]) -> list[tuple[RetrievalRecord, ...]]:
+    """Return the records of a row, each prompt once: what was asked again in another run is another row."""
+    runs: list[dict[tuple[object, ...], RetrievalRecord]] = [{}]
+    for record in records:
+        prompt = (record.context_length, record.depth, record.seed)
+        if prompt in runs[-1]:
+            runs.append({})
+        runs[-1][prompt] = record
+    return [tuple(run.values()) for run in runs]
+
+
+def _make_grid(task: str, rows: Sequence[GridRow], number: int, note: str) -> Grid:
+    records = [record for row in rows for record in row.records]
+    lengths = tuple(sorted({record.context_length for record in records}))
+    depths = tuple(sorted({record.depth for record in records}, key=lambda depth: -1.0 if depth is None else depth))
+    return Grid(task, lengths, depths, tuple(rows), number, note)
+
+
+def _prompt_difference(rows: Sequence[GridRow]) -> str | None:
+    """Return why rows cannot stand in one table: not the same prompts at each length they share; or None."""
+    first = rows[0].records[0]
+    asked: dict[int, tuple[GridRow, dict[tuple[float | None, int], str]]] = {}
+    names: set[str] = set()
+    for row in rows:
+        between = f"between {rows[0].full_name!r} and {row.full_name!r}"
+        if row.full_name in names:
+            return "it is another run of the same row, so weights, versions or seed differ; --label tells them apart"
+        names.add(row.full_name)
+        for record in row.records:
+            for name, words in (("tokenizer_hash", "the tokenizers"), ("chat", "the chat templates")):
+                if getattr(record, name) != getattr(first, name):
+                    return f"{words} differ {between}"
+        for length in sorted({record.context_length for record in row.records}):
+            here = [record for record in row.records if record.context_length == length]
+            prompts = {(record.depth, record.seed): record.text_hash for record in here}
+            other, theirs = asked.setdefault(length, (row, prompts))
+            if prompts != theirs:
+                between = f"between {other.full_name!r} and {row.full_name!r}"
+                what = "depths or samples" if prompts.keys() != theirs.keys() else "texts"
+                return f"the {what} of the prompts at {length} tokens differ {between}"
+    return None
+
+
+def text_table(records: Sequence[Record | RetrievalRecord]) -> str:
+    """Return results for a terminal: a line per protocol or task and row, a column per length; nothing is refused."""
+    perplexities = [record for record in records if isinstance(record, Record)]
+    retrievals = [record for record in records if isinstance(record, RetrievalRecord)]
+    lines = [
+        (f"{protocol}  {row.full_name}", {n: number_name(record.perplexity) for n, record in row.records.items()})
+        for protocol in dict.fromkeys(record.protocol for record in perplexities)
+        for row in make_rows([record for record in perplexities if record.protocol == protocol])
+    ]
+    lengths = sorted({record.context_length for record in retrievals})
+    shares = []
+    for task in dict.fromkeys(record.task for record in retrievals):
+        for name, training, group in group_rows([record for record in retrievals if record.task == task]):
+            row = GridRow(name, training, tuple(group))
+            for by, words in BY.items():
+                cells = {length: share_name(row.scores(by, length)) for length in lengths}
+                if any(cells.values()):
+                    shares.append((f"{task}, {words}  {row.full_name}", cells))
+    return "\n\n".join(_columns(found) for found in (lines, shares) if found)
+
+
+def _columns(lines: Sequence[tuple[str, dict[int, str]]]) -> str:
+    lengths = sorted({length for _, cells in lines for length in cells})
+    width = max(len(name) for name, _ in lines)
+    head = " " * width + "".join(f"{length_name(length):>9}" for length in lengths)
+    written = (f"{name:<{width}}" + "".join(f"{cells.get(n, ''):>9}" for n in lengths) for name, cells in lines)
+    return "\n".join([head, *written])
