@@ -382,4 +382,4 @@ def test_one_winner_is_no_tie_and_older_records_tie_where_their_intervals_meet(t
     near, far = make_record("yarn", 256, 42.0), make_record("ntk", 256, 50.0)  # give or take 5 %, without units
     (table,) = make_tables([make_record("none", 256, 40.0), near, far])
     assert [row.first.method for row in table.leaders[256]] == ["none", "yarn"]
-    assert "older records, which do not tell the difference" in legend(table)
+    assert "older records, which do not hold the difference" in legend(table)

@@ -187,7 +187,7 @@ def test_intervals_lie_behind_the_lines_and_give_way_where_rows_are_many(tmp_pat
     words = {
         "band": "Bands are the 95 % intervals.",
         "whiskers": "Whiskers are the 95 % intervals.",
-        "": "The 95 % intervals of so many rows stand in the table only.",
+        "": "With so many rows, the 95 % intervals are in the table only.",
     }
     assert f'<figcaption class="quiet">{words[kind]}</figcaption>' in page
     assert words[kind] in paths.markdown.read_text()

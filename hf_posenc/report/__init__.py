@@ -41,7 +41,7 @@ def report(
 ) -> ReportPaths:
     """Write records as a Markdown table, plots and one self-contained HTML page.
 
-    At the top stands how far each row reads and retrieves. Rows are methods (with what they were fine-tuned on),
+    The first panel says how far each row reads and retrieves. Rows are methods (with what they were fine-tuned on),
     columns context lengths; each protocol and each retrieval task has its own table, the protocols losses by position
     where records have them, the tasks heat maps of depth by length. Then what each method does to the frequencies, what
     it took, and the commands to measure it all again.
@@ -51,15 +51,15 @@ def report(
             ``read_retrieval_records``; of repeats (equal ``run_key``) the last counts.
         output_dir: Gets ``report.html``, ``report.md``, and as ``.png`` and ``.svg`` ``perplexity_<protocol>``,
             ``positions_<protocol>``, ``retrieval_<task>``, ``retrieval_<task>_by_length``, ``frequencies`` and
-            ``cost_<protocol or task>``, as far as the records go; files of an earlier report there are replaced.
+            ``cost_<protocol or task>``, as far as the records go; files of an earlier report in it are replaced.
         title: The heading; the models that it does not name are put before it.
         command: What was typed to make the report, for its last line.
 
-    What cannot be compared with the first table of its protocol or task stands in one of its own, and a row without a
+    What cannot be compared with the first table of its protocol or task has a table of its own, and a row without a
     number at or below its original length is left out; the report says which, and why.
 
     Raises:
-        ValueError: No records, none that can stand in a table, or ``output_dir`` is a file.
+        ValueError: No records, none that can be in a table, or ``output_dir`` is a file.
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():

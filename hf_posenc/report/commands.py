@@ -18,8 +18,8 @@ from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 _TYPED = "As they were typed:"
 _MADE = (
-    "Put together from the records, which keep hashes of texts and no names of files: DOCUMENTS stands for the texts, "
-    "TRAINED for the folder of the trained model, and the tasks are asked in the package's novels. What records do not "
+    "Put together from the records, which keep hashes of texts and no names of files: DOCUMENTS means the texts, "
+    "TRAINED the folder of the trained model, and the tasks are put into the package's novels. What records do not "
     "say has to be added: --cut if documents were cut into pieces, --max-tokens if a published protocol was not to "
     "read them to their end. The same text hashes then say that all was as it had been."
 )
@@ -96,15 +96,15 @@ def _settings(record: Record, lengths: Sequence[int]) -> list[str]:
 
 def _key_token_flags(record: Record) -> dict[str, str | int | None]:
     """Return how ``longppl`` chose its tokens, where that is not what it does by itself."""
-    usual, asked = KeyTokens(), record.key_tokens
-    if not asked:
+    usual, chosen = KeyTokens(), record.key_tokens
+    if not chosen:
         return {}
     short = usual.short_tokens(record.original_max_position_embeddings)
     return {
         "--evaluator": _evaluator(record)[0],
-        "--alpha": _number(asked["alpha"]) if asked["alpha"] != usual.alpha else None,
-        "--beta": _number(asked["beta"]) if asked["beta"] != usual.beta else None,
-        "--short-context": asked["short_context"] if asked["short_context"] != short else None,
+        "--alpha": _number(chosen["alpha"]) if chosen["alpha"] != usual.alpha else None,
+        "--beta": _number(chosen["beta"]) if chosen["beta"] != usual.beta else None,
+        "--short-context": chosen["short_context"] if chosen["short_context"] != short else None,
     }
 
 
@@ -119,7 +119,7 @@ def _evaluator(record: Record) -> tuple[str | None, str]:
 
 
 def _stride(record: Record) -> int | None:
-    """Return the stride that was asked for; None where it is what the protocol does by itself."""
+    """Return the stride of a record; None where it is what the protocol does by itself."""
     half = max(1, record.context_length // 2)
     usual = DEFAULT_STRIDE if record.context_length > DEFAULT_STRIDE else half
     if record.protocol == "same_tokens":

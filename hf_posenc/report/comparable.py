@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import TypeVar
 
 from hf_posenc.evaluation.pairs import is_tie
@@ -17,7 +18,7 @@ from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, 
 from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.utils.units import length_name
 
-# What must be equal among the numbers of one column, the reason that tells most first; and in words.
+# What must be equal among the numbers of one column, the most informative reason first; and in words.
 _PER_LENGTH = ("text_hash", "num_documents", "n_tokens", "bos", "average", "key_tokens", "window", "stride")
 _DIFFERS = {
     "text_hash": "the texts differ",
@@ -38,6 +39,7 @@ _TITLES = {
     "same_tokens": "The same tokens at every N",
 }
 AnyRecord = TypeVar("AnyRecord", Record, RetrievalRecord)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ class Table:
         return model_names([row.first for row in self.rows])
 
     def baseline(self, row: Row) -> Row | None:
-        """Return the unpatched row of the same model to measure against; None if there is not exactly one."""
+        """Return the unpatched row of the same model to measure against; None if the table has not exactly one."""
         same = [other for other in self.rows if other.is_unpatched and other.first.model == row.first.model]
         return same[0] if len(same) == 1 else None
 
@@ -122,7 +124,7 @@ class Table:
 
     @property
     def is_paired(self) -> bool:
-        """Whether all ties are told by paired intervals; older records do not have the parts to compare."""
+        """Whether all ties are found by paired intervals; older records do not have the parts to compare."""
         return all(record.unit_tokens for row in self.rows for record in row.records.values())
 
     def at_length(self, length: int) -> Record:
@@ -137,7 +139,7 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
     is left out, as it does not show what short texts pay. Both are said in ``Table.notes``.
 
     Raises:
-        ValueError: No records, or no row that can stand in a table.
+        ValueError: No records, or no row that can be in a table.
     """
     if not records:
         raise ValueError("there are no records to report. hf-posenc eval --output results.jsonl writes them.")
@@ -148,7 +150,7 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def sort_tables(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
-    """Return the tables, and a sentence for each row that is left out; as ``make_tables``, there may be no table."""
+    """Return the tables, and a sentence for each row that is left out; as ``make_tables``, without its errors."""
     protocols: dict[tuple[str, int | None], list[Record]] = {}
     for record in records:
         protocols.setdefault((record.protocol, record.last_k), []).append(record)
@@ -162,24 +164,35 @@ def sort_tables(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
 
 def _tables_of(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
     """Return the tables of one protocol, and what is said of rows that are left out."""
-    groups: list[list[Record]] = []
-    reasons: list[str] = []
-    left_out = []
     name_of = _namer(records)
+    left_out, rows = [], []
     for row in _runs(records):
         if note := _long_only(row, name_of(row[0])):
             left_out.append(note)
-            continue
-        why = [_difference([*group, *row], name_of) for group in groups]
-        if None in why:
-            groups[why.index(None)] += row
         else:
-            groups.append(row)
-            reasons.append("" if not why else f"{name_of(row[0])} is apart from the first table: {why[0]}.")
-    return [
-        _make_table(group, number, reason)
-        for number, (group, reason) in enumerate(zip(groups, reasons, strict=True), 1)
-    ], left_out
+            rows.append((name_of(row[0]), row))
+    groups = _group(rows, lambda group, row: _difference([*chain(*group), *row], name_of))
+    return [_make_table([*chain(*group)], number, note) for number, (group, note) in enumerate(groups, 1)], left_out
+
+
+def _group(rows: Iterable[tuple[str, T]], differ: Callable[[Sequence[T], T], str | None]) -> list[tuple[list[T], str]]:
+    """Put each row into the first group that it can be compared with.
+
+    Args:
+        rows: Names and rows, in order.
+        differ: Says why a row does not fit a group; None if it does.
+
+    Returns:
+        The groups, each with the sentence that says why its first row is not in the first group, empty for that one.
+    """
+    groups: list[tuple[list[T], str]] = []
+    for name, row in rows:
+        reasons = [differ(group, row) for group, _ in groups]
+        if None in reasons:
+            groups[reasons.index(None)][0].append(row)
+        else:
+            groups.append(([row], f"{name} is apart from the first table: {reasons[0]}." if reasons else ""))
+    return groups
 
 
 def _runs(records: Sequence[Record]) -> list[list[Record]]:
@@ -187,11 +200,10 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
     rows: dict[tuple[object, ...], list[dict[int, Record]]] = {}
     for record in records:
         runs = rows.setdefault(row_key(record), [{}])
-        there = runs[-1].get(record.context_length)
         repeated = next((one for one in runs if record.run_key in {other.run_key for other in one.values()}), None)
         if repeated is not None:
             repeated[record.context_length] = record
-        elif there is not None or _difference([*runs[-1].values(), record]) is not None:
+        elif record.context_length in runs[-1] or _difference([*runs[-1].values(), record]) is not None:
             runs.append({record.context_length: record})
         else:
             runs[-1][record.context_length] = record
@@ -257,7 +269,7 @@ def _protocol_names(record: Record) -> tuple[str, str]:
 
 
 def _difference(records: Sequence[Record], name_of: Callable[[Record], str] = rule_name) -> str | None:
-    """Return why numbers cannot stand in one table, in words: other text, another way, two runs of one row; or None.
+    """Return why numbers cannot be in one table, in words: other text, another way, two runs of one row; or None.
 
     Args:
         records: In order.
@@ -323,7 +335,7 @@ def make_rows(records: Sequence[Record]) -> tuple[Row, ...]:
 def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRecord]]]:
     """Return (name, training, records) of each model, extension and training, in the order of ``make_rows``.
 
-    The unpatched model's training is empty: there is nothing that it does without one.
+    The unpatched model's training is empty: "zero-shot" would say nothing of it.
     """
     groups: dict[tuple[object, ...], list[AnyRecord]] = {}
     for record in records:
@@ -389,7 +401,7 @@ class GridRow:
 
 @dataclass(frozen=True)
 class Grid:
-    """Rows of one task, all asked the same; ``note`` says why they are apart from its first grid, ``number`` 1."""
+    """Rows of one task, of the same prompts; ``note`` says why they are apart from its first grid, ``number`` 1."""
 
     task: str
     lengths: tuple[int, ...]
@@ -413,7 +425,7 @@ class Grid:
 
     @property
     def has_depths(self) -> bool:
-        """Whether what is asked for lies at one depth, and not all over the text."""
+        """Whether the needle of a prompt is at one depth, and not in parts all over the text."""
         return self.depths != (None,)
 
     @property
@@ -423,7 +435,7 @@ class Grid:
 
 
 def make_grids(records: Sequence[RetrievalRecord]) -> list[Grid]:
-    """Sort records into a grid per task, and another for rows that were not asked the same as those of the first.
+    """Sort records into a grid per task, and another for rows whose prompts are not those of the first.
 
     Of a repeated measurement (equal ``run_key``) the later record counts.
     """
@@ -434,22 +446,15 @@ def make_grids(records: Sequence[RetrievalRecord]) -> list[Grid]:
 
 
 def _grids_of(task: str, records: list[RetrievalRecord]) -> list[Grid]:
-    groups: list[list[GridRow]] = []
-    notes: list[str] = []
-    for name, training, found in group_rows(records):
-        for run in _prompt_runs(found):
-            row = GridRow(name, training, run)
-            why = [_prompt_difference([*group, row]) for group in groups]
-            if None in why:
-                groups[why.index(None)].append(row)
-            else:
-                groups.append([row])
-                notes.append(f"{row.full_name} is apart from the first table: {why[0]}." if why else "")
-    return [_make_grid(task, *one) for one in zip(groups, range(1, len(groups) + 1), notes, strict=True)]
+    rows = [
+        GridRow(name, training, run) for name, training, found in group_rows(records) for run in _prompt_runs(found)
+    ]
+    groups = _group(((row.full_name, row) for row in rows), lambda group, row: _prompt_difference([*group, row]))
+    return [_make_grid(task, group, number, note) for number, (group, note) in enumerate(groups, 1)]
 
 
 def _prompt_runs(records: Sequence[RetrievalRecord]) -> list[tuple[RetrievalRecord, ...]]:
-    """Return the records of a row, each prompt once: what was asked again in another run is another row."""
+    """Return the records of a row, each prompt once: one that was answered again in another run is of another row."""
     runs: list[dict[tuple[object, ...], RetrievalRecord]] = [{}]
     for record in records:
         prompt = (record.context_length, record.depth, record.seed)
@@ -467,9 +472,9 @@ def _make_grid(task: str, rows: Sequence[GridRow], number: int, note: str) -> Gr
 
 
 def _prompt_difference(rows: Sequence[GridRow]) -> str | None:
-    """Return why rows cannot stand in one table: not the same prompts at each length they share; or None."""
+    """Return why rows cannot be in one table: not the same prompts at each length they share; or None."""
     first = rows[0].records[0]
-    asked: dict[int, tuple[GridRow, dict[tuple[float | None, int], str]]] = {}
+    seen: dict[int, tuple[GridRow, dict[tuple[float | None, int], str]]] = {}
     names: set[str] = set()
     for row in rows:
         between = f"between {rows[0].full_name!r} and {row.full_name!r}"
@@ -483,7 +488,7 @@ def _prompt_difference(rows: Sequence[GridRow]) -> str | None:
         for length in sorted({record.context_length for record in row.records}):
             here = [record for record in row.records if record.context_length == length]
             prompts = {(record.depth, record.seed): record.text_hash for record in here}
-            other, theirs = asked.setdefault(length, (row, prompts))
+            other, theirs = seen.setdefault(length, (row, prompts))
             if prompts != theirs:
                 between = f"between {other.full_name!r} and {row.full_name!r}"
                 what = "depths or samples" if prompts.keys() != theirs.keys() else "texts"

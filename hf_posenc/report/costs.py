@@ -35,7 +35,7 @@ def cost_panel(found: Table | Grid, looks: Looks) -> Panel:
     """Return the panel of what one table or task took."""
     slug, title = f"cost_{found.slug}", f"Time and memory: {found.title}"
     costs = [(row, row_costs(row)) for row in found.rows]
-    # Where every number came from the pass of a longer one, there is nothing to show.
+    # Where every number came from the pass of a longer one, a column would be empty.
     lengths = [n for n in found.lengths if any(n in one and one[n].other is None for _, one in costs)]
     heads = [Cell("method"), *(Cell(length_name(length)) for length in lengths)]
     rows = [[Cell(row.name, (row.training,)), *(_cell(one.get(length)) for length in lengths)] for row, one in costs]

@@ -65,12 +65,12 @@ class PairRule:
 
     @cached_property
     def turns(self) -> list[float]:
-        """Turns of each pair over the original length, as the model was trained; 0 for pairs that never turn."""
+        """Turns of each pair over the original length, as the model was trained; 0 for pairs that are not rotated."""
         return (self._plain * self.spec.original_max_position_embeddings / (2 * math.pi)).tolist()
 
     @cached_property
     def stretch(self) -> list[float]:
-        """How many times longer the wavelength of each pair that turns becomes."""
+        """How many times longer the wavelength of each rotated pair becomes."""
         turning = self.spec.rotated_pairs
         return (self._plain[:turning] / self.frequencies[0][:turning]).tolist()
 
@@ -81,7 +81,7 @@ class PairRule:
     def unseen(self) -> int | None:
         """Return how many pairs reach angles they never had in training; None of a rule that changes distances.
 
-        A pair that completed a turn has had every angle; one that did not has had none beyond where it came to.
+        A pair that completed a turn has had every angle; one that did not has had none beyond its last one.
         """
         if self.changes_distances:
             return None
@@ -90,18 +90,18 @@ class PairRule:
         return sum(had < 1 and comes > had * (1 + _EPSILON) for had, comes in pairs)
 
     def shares(self) -> tuple[int, int, int]:
-        """Return how many of the pairs that turn are kept, in between, and stretched by the whole factor or more."""
+        """Return how many of the rotated pairs are kept, in between, and stretched by the whole factor or more."""
         found = [self.share_of(pair) for pair in range(len(self.stretch))]
         return found.count("kept"), found.count("blended"), found.count("stretched")
 
     def share_of(self, pair: int) -> str:
-        """Return which of these a pair that turns is: ``"kept"``, ``"blended"`` or ``"stretched"``."""
+        """Return which of these a rotated pair is: ``"kept"``, ``"blended"`` or ``"stretched"``."""
         if self.stretch[pair] <= 1 + _SAME:
             return "kept"
         return "stretched" if self.stretch[pair] >= self.method.factor * (1 - _SAME) else "blended"
 
     def incomplete(self) -> tuple[int, int]:
-        """Return how many of the pairs that turn complete no turn: in training, and under the rule within ``reach``."""
+        """Return how many of the rotated pairs complete no turn: in training, and under the rule within ``reach``."""
         turning = self.spec.rotated_pairs
         reached = (self.frequencies[0][:turning] * self.reach / (2 * math.pi)).tolist()
         return sum(turns < 1 for turns in self.turns[:turning]), sum(turns < 1 for turns in reached)
@@ -123,7 +123,7 @@ class Rule(PairRule):
 
 
 def wavelengths(spec: RopeSpec) -> list[float]:
-    """Return the tokens of one turn of each pair that turns."""
+    """Return the tokens of one turn of each rotated pair."""
     inv_freq = plain_frequencies(spec)[: spec.rotated_pairs]
     return (2 * math.pi / inv_freq).tolist()
 

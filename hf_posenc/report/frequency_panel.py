@@ -19,7 +19,7 @@ _HEADS = ("method", "angles never trained", "at", "kept", "between", "stretched 
 
 
 def frequency_panels(records: Sequence[Record | RetrievalRecord], looks: Looks) -> list[Panel]:
-    """Return a panel for each model whose records say what its frequencies were; there may be none."""
+    """Return a panel for each model whose records say what its frequencies were, which may be none."""
     models = make_rules(records)
     names = short_model_names(record.model for record in records)
     return [
@@ -52,20 +52,20 @@ def _panel(rules: list[Rule], slug: str, model: str, several: bool, looks: Looks
 
 def _lead(rule: Rule) -> str:
     spec = rule.spec
-    still = f", and {spec.unrotated_pairs} more never turn at all" if spec.unrotated_pairs else ""
+    still = f", and {spec.unrotated_pairs} more are not rotated" if spec.unrotated_pairs else ""
     count = sum(turns < 1 for turns in rule.turns[: spec.rotated_pairs])
     never = f"{count} of them never complete" if count != 1 else "One of them never completes"
     return (
-        f"{spec.rotated_pairs} pairs of features turn with the position, at base {spec.rope_theta:g}. {never} a turn "
-        f"within the {length_name(spec.original_max_position_embeddings)} tokens of training{still}."
+        f"{spec.rotated_pairs} pairs of features are rotated by the position, at base {spec.rope_theta:g}. {never} "
+        f"a turn within the {length_name(spec.original_max_position_embeddings)} tokens of training{still}."
     )
 
 
 def _legend(rules: Sequence[Rule]) -> str:
     text = (
         "Stretch is how many times longer the wavelength of a pair becomes: 1 is kept, the method's factor or more is "
-        "in full. Angles never trained: pairs that, at the length given, turn further than they ever came in training "
-        "without having completed a turn there. By hf_posenc's closed forms, from what the records say."
+        "in full. Angles never trained: pairs that, at the length given, are rotated further than ever in training, "
+        "where they did not complete a turn. By hf_posenc's closed forms, from what the records say."
     )
     if any(rule.changes_distances for rule in rules):
         text += " Where it says distances, the frequencies stay, and far distances are shortened."
@@ -92,7 +92,7 @@ def _pair_heads(rule: Rule, shown: Sequence[Rule]) -> list[Cell]:
 
 
 def _pair_rows(rule: Rule, shown: Sequence[Rule]) -> list[list[Cell]]:
-    """Return a row for each pair that turns; the methods' cells are its stretch."""
+    """Return a row for each rotated pair; the methods' cells are its stretch."""
     rows = []
     for pair, (tokens, turns) in enumerate(zip(wavelengths(rule.spec), rule.turns, strict=False)):
         cells = [Cell(str(pair), sort=pair), Cell(_digits(tokens), sort=tokens), Cell(_digits(turns), sort=turns)]

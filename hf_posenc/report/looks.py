@@ -79,8 +79,8 @@ def make_looks(records: Sequence[Record | RetrievalRecord]) -> Looks:
 def _numbers(names: Collection[str]) -> dict[str, int]:
     """Return the number of each method: its class says it, or it is made from the name.
 
-    One made from the name gives way to numbers that are taken, and to colours that are while there are others: in all
-    reports in which nothing else has its colour it is the same.
+    One made from the name gives way to numbers and colours that are taken, as long as others are free: in all reports
+    in which nothing else has its colour it is the same.
     """
     known = {name: number for name, cls in methods().items() if (number := vars(cls).get("look")) is not None}
     found = {name: known[name] for name in names if name in known}

@@ -186,7 +186,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class HeatMaps:
-    """Heat maps: on the page shaded tables, of which there may be none; in Markdown the PNG file of their drawing."""
+    """Heat maps: on the page shaded tables, which may be none; in Markdown the PNG file of their drawing."""
 
     template: ClassVar[str] = "maps"
 
@@ -236,7 +236,7 @@ def html_page(title: str, panels: Sequence[Panel], *, images: bool = False) -> s
     templates = _templates()
     style = templates.get_template("page.css").render(colours=COLOURS, colours_on_dark=COLOURS_ON_DARK)
     # As it is, not as a template: the browser runs it only where its hash is the one that the page says.
-    script, _, _ = templates.loader.get_source(templates, "page.js")  # type: ignore[union-attr]  # there is a loader
+    script, _, _ = templates.loader.get_source(templates, "page.js")  # type: ignore[union-attr]  # set in _templates
     return templates.get_template("page.html").render(
         title=title,
         panels=panels,

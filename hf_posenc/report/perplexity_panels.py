@@ -17,7 +17,7 @@ from hf_posenc.report.page import Cell, Facts, Figure, NumberTable, Panel, Parag
 from hf_posenc.report.plot import Chart, Line, draw_chart, intervals_words, shows_raw
 from hf_posenc.utils.units import length_name
 
-_MOST_POINTS, _MOST_LINES = 256, 16  # of a chart and of a table; neighbours are added up until there are no more
+_MOST_POINTS, _MOST_LINES = 256, 16  # of a chart and of a table; neighbours are added up to have no more
 _SMOOTHED = 16  # a running mean is over this part of the length
 
 
@@ -55,7 +55,7 @@ def perplexity_panel(results: Table, looks: Looks) -> Panel:
 
 
 def left_out_panel(notes: Sequence[str]) -> Panel:
-    """Return the panel that takes the place of tables where every row was left out, and says why."""
+    """Return the panel that says why every row was left out, where no table can be made."""
     return Panel("perplexity_left_out", "Perplexity: left out", [Paragraph(note, "note") for note in notes])
 
 
@@ -171,8 +171,8 @@ def legend(table: Table) -> str:
     if any(len(found) > 1 for found in table.leaders.values()):
         how = "the 95 % interval of their difference on the same text holds zero"
         how += f", or the difference is below {WORTH:g} %"
-        older = ", or, of older records, which do not tell the difference, their own intervals meet"
-        text += f" Rows marked tie cannot be told from the lowest: {how}{'' if table.is_paired else older}."
+        older = ", or, of older records, which do not hold the difference, their own intervals meet"
+        text += f" Rows marked tie cannot be distinguished from the lowest: {how}{'' if table.is_paired else older}."
     if any(table.change(row, length) is not None for row in table.rows for length in table.lengths):
         text += (
             " Up to the original length, the percentage says how far a row is above the unpatched model on the same"
@@ -209,7 +209,7 @@ def _measured(table: Table) -> list[tuple[str, str]]:
 def _in_words(record: Record) -> str:
     """Say which tokens an older record scored, which does not say it itself."""
     numbers = {"n": record.context_length, "stride": record.stride, "last_k": record.last_k, "first": None}
-    name, bos, average = cast(Any, (record.protocol, record.bos, record.average))  # of the names there are
+    name, bos, average = cast(Any, (record.protocol, record.bos, record.average))  # one of the known names
     return in_words(name, bos, average, **numbers)
 
 

@@ -22,7 +22,7 @@ _LOG_FROM = 4.0  # how many times the lowest value the highest is, for a logarit
 _WIDE, _NARROW = (7.6, 4.4), (3.5, 3.2)  # inches; a narrow one grows by its legend, a wide one by its labels
 _TEXT_WIDTH = {False: 84, True: 34}  # characters of a line of a title or a label, by whether the chart is narrow
 _LEGEND_WIDTH = {False: 50, True: 36}  # characters of a line of a legend; it has two columns where the chart is wide
-_LONGEST_LABEL = 40  # characters of the longest name that stands beside its line: longer ones leave no room for lines
+_LONGEST_LABEL = 40  # characters of the longest name that is beside its line: longer ones leave no room for lines
 _BANDS, _WHISKERS = 3, 6  # most lines whose intervals are drawn as bands, and as whiskers
 
 STYLE: dict[str, Any] = {
@@ -69,7 +69,7 @@ class Chart:
         title: Stands above it.
         x_label, y_label: With units.
         lines: Named where they end, or in a legend.
-        x_ticks: Places on the x axis and what is written there.
+        x_ticks: Values on the x axis and their names.
         marks: Places on the x axis of dashed lines, and the words above them.
         log_x: To base 2.
         y_range: Ends of a linear y axis; None for what the values need, logarithmic where they are far apart.
@@ -109,7 +109,7 @@ def intervals_words(count: int) -> str:
         return "Bands are the 95 % intervals."
     if count <= _WHISKERS:
         return "Whiskers are the 95 % intervals."
-    return "The 95 % intervals of so many rows stand in the table only."
+    return "With so many rows, the 95 % intervals are in the table only."
 
 
 def shows_raw(count: int) -> bool:
@@ -137,7 +137,7 @@ def _draw(chart: Chart, narrow: bool) -> dict[str, bytes]:
         size = (width, height + 0.19 * sum(name.count("\n") + 1 for name in names) / columns)
     else:
         size = (width, max(height, 1.2 + 0.16 * len(chart.lines)))
-    with plt.rc_context(cast(Any, STYLE)):  # its stub lists every key there is
+    with plt.rc_context(cast(Any, STYLE)):  # its stub lists every key
         figure, axes = plt.subplots(figsize=size, layout="constrained")
         for at, (line, name) in enumerate(zip(chart.lines, names, strict=True)):
             _draw_line(axes, replace(line, name=name), at, len(chart.lines))
@@ -145,8 +145,8 @@ def _draw(chart: Chart, narrow: bool) -> dict[str, bytes]:
         axes.set_xlabel(textwrap.fill(chart.x_label, _TEXT_WIDTH[narrow]))
         axes.set_title(textwrap.fill(chart.title, _TEXT_WIDTH[narrow]), loc="left", fontsize=10, pad=16)
         if has_legend:
-            place: dict[str, Any] = {"loc": "outside lower left", "ncols": columns, "borderaxespad": 0.1}
-            figure.legend(frameon=False, fontsize=8.5, handlelength=3.5, **place)
+            corner: dict[str, Any] = {"loc": "outside lower left", "ncols": columns, "borderaxespad": 0.1}
+            figure.legend(frameon=False, fontsize=8.5, handlelength=3.5, **corner)
         else:
             figure.draw_without_rendering()  # the layout has to be known before labels are spread
             _label_lines(axes, chart.lines)
@@ -190,13 +190,13 @@ def _draw_line(axes: Axes, line: Line, number: int, count: int) -> None:
     )
 
 
-def _draw_whiskers(axes: Axes, line: Line, number: int, place: float) -> None:
-    """Draw a line's intervals, ``place`` steps to the right, so that those of lines that meet stand side by side."""
+def _draw_whiskers(axes: Axes, line: Line, number: int, steps: float) -> None:
+    """Draw a line's intervals, ``steps`` to the right, so that those of lines that meet are side by side."""
     from matplotlib.transforms import ScaledTranslation
 
     ends = [[y - low for y, low in zip(line.y, line.low, strict=True)]]
     ends.append([high - y for y, high in zip(line.y, line.high, strict=True)])
-    beside = ScaledTranslation(place * _WHISKER_POINTS / 72, 0, cast(Any, axes.figure).dpi_scale_trans)
+    beside = ScaledTranslation(steps * _WHISKER_POINTS / 72, 0, cast(Any, axes.figure).dpi_scale_trans)
     _, caps, (bars,) = axes.errorbar(
         line.x, line.y, yerr=ends, fmt="none", ecolor=line.look.colour, elinewidth=1, capsize=1.5, zorder=1.5
     )
@@ -263,11 +263,11 @@ def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
     lowest = axes.bbox.y0 * points + _LABEL_POINTS / 2
     last = max((line.x[-1] for line in lines), key=lambda end: axes.transData.transform((end, 1))[0])
     for end in sorted({line.x[-1] for line in lines}):
-        there = [line for line in lines if line.x[-1] == end]
-        ends = [axes.transData.transform((end, line.y[-1]))[1] * points for line in there]
+        ending = [line for line in lines if line.x[-1] == end]
+        ends = [axes.transData.transform((end, line.y[-1]))[1] * points for line in ending]
         below = 0 if end == last else _LABEL_POINTS  # out of the way of lines that run on
         wanted = [at - below for at in ends]
-        for line, at, moved in zip(there, ends, _spread(wanted, lowest=lowest), strict=True):
+        for line, at, moved in zip(ending, ends, _spread(wanted, lowest=lowest), strict=True):
             _label_line(axes, line, moved - at)
 
 
@@ -309,8 +309,8 @@ def _spread(positions: Sequence[float], gap: float = _LABEL_POINTS, lowest: floa
             blocks[-2:], centres[-2:] = [merged], [sum(positions[i] for i in merged) / len(merged)]
     moved = list(positions)
     for block, centre in zip(blocks, centres, strict=True):
-        for place, index in enumerate(block):
-            moved[index] = centre + gap * (place - (len(block) - 1) / 2)
+        for at, index in enumerate(block):
+            moved[index] = centre + gap * (at - (len(block) - 1) / 2)
     for index in order:
         moved[index] = max(moved[index], lowest)
         lowest = moved[index] + gap

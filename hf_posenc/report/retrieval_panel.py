@@ -101,7 +101,12 @@ def _measured(grid: Grid) -> list[tuple[str, str]]:
     seeds = sorted({record.seed for record in records})
     return [
         ("Protocol", f"{grid.task}. Prompt and longest answer together fill the context length; greedy."),
-        ("Depth", f"Of the text before the needle: {depths}." if grid.has_depths else "What is asked for is spread."),
+        (
+            "Depth",
+            f"Of the text before the needle: {depths}."
+            if grid.has_depths
+            else "What the answer needs is spread over the text.",
+        ),
         ("Prompts", ", ".join(f"{len(grid.rows[0].scores('written', n))} at {length_name(n)}" for n in grid.lengths)),
         ("Seeds", f"{seeds[0]}–{seeds[-1]}" if len(seeds) > 1 else str(seeds[0])),
         ("Chat template", "yes" if records[0].chat else "no"),
