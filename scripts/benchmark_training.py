@@ -35,7 +35,8 @@ def train_plainly(
     def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
 
-    blocks = BlockSchedule(data, args.max_steps * run.micro_batch_size * run.gradient_accumulation_steps, run.seed)
+    per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    blocks = BlockSchedule(data, args.max_steps * per_step, run.seed)
     Trainer(model=model, args=args, train_dataset=blocks, data_collator=collate, callbacks=[clock]).train()
 
 

@@ -43,7 +43,7 @@ UPPER_BOUND = "trained at"
 SHOWN = 1.6  # times the perplexity at the original length: the charts' highest
 # A model of 5 M parameters takes larger steps than the papers' 7 B. Of 1e-4, 2e-4 and 5e-4 the best for yarn x4 with
 # 80k tokens; rules that keep the positions the model knows have less to learn, and more to lose by large steps.
-SHARED: dict[str, Any] = {"learning_rate": 2e-4, "lr_schedule": "linear", "eval_documents": 0, "save_steps": 1000}
+SHARED: dict[str, Any] = {"learning_rate": 2e-4, "lr_scheduler_type": "linear", "eval_documents": 0, "save_steps": 1000}
 GENTLE = {"learning_rate": 3e-5}
 
 
@@ -182,9 +182,9 @@ class Study:
             output_dir=str(folder),
             context_length=row.target,  # type: ignore[arg-type]  # an int becomes a ContextLength
             seq_len=window,  # type: ignore[arg-type]  # the same
-            micro_batch_size=max(1, STEP_TOKENS // window),
+            per_device_train_batch_size=max(1, STEP_TOKENS // window),
             token_budget=budget,  # type: ignore[arg-type]  # becomes a TokenCount
-            resume=True,
+            resume_from_checkpoint="true",
         )
         result = finetune(model, tokenizer, self.train_texts, config)
         self.measure(result.model, tokenizer, row.label, result.tokens_trained)

@@ -42,7 +42,7 @@ ROWS = ("zero-shot", "zero-shot, dca", "trained", "trained, dca")
 TRAINING = (
     *METHOD,
     *("--position-schedule", "pose", "--seq-len", "1024", "--gradient-accumulation-steps", "4"),
-    *("--token-budget", "300k", "--learning-rate", "5e-5", "--lr-schedule", "linear", "--warmup-steps", "8"),
+    *("--token-budget", "300k", "--learning-rate", "5e-5", "--lr-scheduler-type", "linear", "--warmup-steps", "8"),
     *("--eval-documents", "0", "--save-steps", "10"),
 )
 # The folder holds float32 weights, so "auto" would take that: bfloat16 where it is faster.
@@ -67,7 +67,7 @@ def main() -> None:
     )
     if not (trained / MANIFEST).is_file():
         words = ["finetune", base, "--output-dir", str(trained), "--documents", str(texts / "train.jsonl")]
-        run([*words, *TRAINING, *TRAINED_IN, "--resume"])
+        run([*words, *TRAINING, *TRAINED_IN, "--resume-from-checkpoint"])
     for text in ("novel", "reference", "module"):
         measured = [*MEASURED, "--documents", str(texts / f"{text}.txt")]
         measured += ["--output", str(args.output_dir / f"{text}.jsonl"), "--context-lengths", *map(str, LENGTHS)]

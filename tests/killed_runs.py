@@ -20,7 +20,7 @@ BLOCK = 128
 
 def command(base: Path, output: Path, *flags: str) -> list[str]:
     words = ["finetune", str(base), "--documents", str(base / "text.jsonl"), "--output-dir", str(output)]
-    words += ["--factor", "2", "--token-budget", str(STEPS * 2 * BLOCK), "--micro-batch-size", "2"]
+    words += ["--factor", "2", "--token-budget", str(STEPS * 2 * BLOCK), "--per-device-train-batch-size", "2"]
     words += ["--learning-rate", "3e-3", "--warmup-steps", "2", "--save-steps", str(EVERY)]
     return [*words, "--eval-documents", "2", "--eval-lengths", "64", *flags]
 

@@ -196,7 +196,19 @@ def test_the_help_of_finetune_has_headings_for_all_its_flags(capsys: pytest.Capt
 
 def test_every_setting_of_a_run_stands_under_one_heading() -> None:
     listed = [name for names in FinetuneConfig.HELP_GROUPS.values() for name in names]
-    assert sorted(listed) == sorted(one.name for one in dataclasses.fields(FinetuneConfig))
+    shown = {one.name for one in dataclasses.fields(FinetuneConfig) if one.init} - FinetuneConfig.HELP_HIDDEN
+    assert sorted(listed) == sorted(shown)
+
+
+def test_what_is_decided_is_not_shown_and_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["finetune", "--help"])
+    shown = capsys.readouterr().out
+    assert "--optim-args" in shown
+    assert "--eval-strategy" not in shown
+    assert "--max-steps" not in shown
+    assert main(["finetune", "m", "--output-dir", "o", "--max-steps", "100"]) == 2
+    assert "--max-steps cannot be 100 here: token_budget says how long a run is" in capsys.readouterr().err
 
 
 def test_memory_lines_name_the_method(caplog: pytest.LogCaptureFixture) -> None:

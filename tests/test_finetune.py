@@ -73,7 +73,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_tokens(
     uneven = [document[: 5 + 11 * i] for i, document in enumerate(documents)]  # blocks with unequal label counts
     settings = config(
         tmp_path,
-        micro_batch_size=micro,
+        per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         token_budget=2 * 4 * SEQ,
         learning_rate=1e-30,  # the weights stay as they are, so that both steps can be checked

@@ -98,7 +98,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_counted_tokens(
     length = {"seq_len": SEQ, "factor": 4.0, "position_schedule": positions}
     settings = config(
         tmp_path,
-        micro_batch_size=micro,
+        per_device_train_batch_size=micro,
         gradient_accumulation_steps=accumulation,
         token_budget=2 * 4 * SEQ,
         learning_rate=1e-30,  # the weights stay as they are, so that both steps can be checked
@@ -129,15 +129,21 @@ def test_a_resumed_run_on_chats_ends_the_same(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(Killed):
             run("killed")
     with pytest.raises(ValueError, match="assistant_only_loss was True, is now False; data was '"):
-        run("killed", resume=True, assistant_only_loss=False)
+        run("killed", resume_from_checkpoint=True, assistant_only_loss=False)
     with pytest.raises(ValueError, match="completion_only_loss was None, is now False"):
-        run("killed", resume=True, completion_only_loss=False)
-    run("killed", resume=True)
+        run("killed", resume_from_checkpoint=True, completion_only_loss=False)
+    run("killed", resume_from_checkpoint=True)
     assert_same_run(tmp_path / "straight", tmp_path / "killed", 8)
 
 
 def test_stages_and_a_stream_of_rows_read_chats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = {**ASSISTANT, "factor": None, "stages": ["96:384", "128:512"], "eval_documents": 0, "micro_batch_size": 1}
+    told = {
+        **ASSISTANT,
+        "factor": None,
+        "stages": ["96:384", "128:512"],
+        "eval_documents": 0,
+        "per_device_train_batch_size": 1,
+    }
     with caplog.at_level(logging.INFO):
         finetune(make_tiny_llama(), make_tokenizer(), Dataset.from_list(chats()), config(tmp_path, **told))
     assert [len(losses(path.parent)) for path in sorted(tmp_path.glob("stage-*/train_log.jsonl"))] == [4, 4]
@@ -159,7 +165,13 @@ def test_prompts_learn_nothing_and_answers_do(tmp_path: Path) -> None:
 def test_counted_tokens_that_no_change_of_positions_reaches(tmp_path: Path) -> None:
     """All that counts stands at the beginning of its block: that positions arrive is seen by the other tokens."""
     rows = [{"messages": turns("a", "bcdef" * 4, "g" * 300)}]
-    told = {**ASSISTANT, "token_budget": 2 * 256, "context_length": 256, "factor": None, "micro_batch_size": 1}
+    told = {
+        **ASSISTANT,
+        "token_budget": 2 * 256,
+        "context_length": 256,
+        "factor": None,
+        "per_device_train_batch_size": 1,
+    }
     finetune(make_tiny_llama(), make_tokenizer(), rows * 3, config(tmp_path, **told, eval_documents=0))
     assert len(losses(tmp_path)) == 2
 

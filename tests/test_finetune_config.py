@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from hf_posenc.training import FinetuneConfig, trackers
 
@@ -29,7 +31,11 @@ from hf_posenc.training import FinetuneConfig, trackers
         ({"token_budget": 0}, ValueError, "token_budget must be at least 1"),
         ({"token_budget": "lots"}, ValueError, "token_budget: expected a number of tokens"),
         ({"seq_len": 1}, ValueError, "seq_len must be at least 2"),
-        ({"micro_batch_size": 0}, ValueError, "micro_batch_size must be a whole number >= 1, got 0"),
+        (
+            {"per_device_train_batch_size": 0},
+            ValueError,
+            "per_device_train_batch_size must be a whole number >= 1, got 0",
+        ),
         ({"save_steps": 2.5}, ValueError, "save_steps must be a whole number >= 1, got 2.5"),
         ({"learning_rate": 0}, ValueError, "learning_rate must be greater than 0, got 0. YaRN and PI use 2e-5"),
         ({"learning_rate": "2e-5"}, TypeError, r"learning_rate must be a number, got '2e-5' \(str\)"),
@@ -46,8 +52,26 @@ from hf_posenc.training import FinetuneConfig, trackers
         ({"report_to": "comet_ml"}, ValueError, "not installed: pip install comet-ml"),
         ({"weight_decay": -1.0}, ValueError, "weight_decay must be >= 0"),
         ({"adam_beta2": 1.0}, ValueError, r"adam_beta2 must be in \[0, 1\)"),
-        ({"lr_schedule": "zigzag"}, ValueError, "unknown lr_schedule 'zigzag'"),
+        ({"lr_scheduler_type": "zigzag"}, ValueError, "unknown lr_scheduler_type 'zigzag'"),
         ({"eval_lengths": [0]}, ValueError, "eval_lengths must be at least 1"),
+        ({"optim": "adamv"}, ValueError, "unknown optim 'adamv'. Did you mean"),
+        ({"warmup_steps": 2.5}, ValueError, "warmup_steps must be a whole number of steps, or a share of the run"),
+        ({"save_total_limit": 0}, ValueError, "save_total_limit must be a whole number >= 1, or None"),
+        ({"lr_scheduler_kwargs": "{1}"}, ValueError, "lr_scheduler_kwargs must be JSON"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ValueError, "goes by evaluations during the training"),
+        ({"save_strategy": "best"}, ValueError, "save_strategy 'best' goes by evaluations"),
+        ({"num_train_epochs": 1}, ValueError, "num_train_epochs cannot be 1 here: token_budget says"),
+        ({"eval_strategy": "steps"}, ValueError, "eval_strategy cannot be 'steps' here: perplexity is measured before"),
+        ({"fp16": True}, ValueError, "fp16 cannot be True here: half precision is bfloat16 here: give bf16"),
+        ({"deepspeed": "zero.json"}, ValueError, "deepspeed cannot be 'zero.json' here: .*--accelerate-config"),
+        ({"label_smoothing_factor": 0.1}, ValueError, "label_smoothing_factor cannot be 0.1 here"),
+        ({"dataloader_prefetch_factor": 2}, ValueError, "goes with dataloader_num_workers"),
+        ({"resume_from_checkpoint": "elsewhere/checkpoint-3"}, ValueError, "is no checkpoint of the run in nowhere"),
+        (
+            {"resume_from_checkpoint": "nowhere/checkpoint-3", "stages": ["16k"]},
+            ValueError,
+            "stages go on by themselves",
+        ),
     ],
 )
 def test_bad_settings_are_refused_when_made(
@@ -56,6 +80,38 @@ def test_bad_settings_are_refused_when_made(
     monkeypatch.setattr(trackers, "find_spec", lambda name: None)  # as if no tracker were installed
     with pytest.raises(error, match=message):
         FinetuneConfig(**{"output_dir": "nowhere", **changes})
+
+
+def test_every_option_of_training_arguments_is_one_of_the_config():
+    theirs = {one.name for one in dataclasses.fields(TrainingArguments)}
+    assert theirs <= {one.name for one in dataclasses.fields(FinetuneConfig)}
+    assert theirs >= {"optim", "push_to_hub", "dataloader_num_workers", "report_to", "torch_compile", "run_name"}
+    told = {"optim": "adafactor", "torch_compile": True, "hub_model_id": "a/b", "dataloader_num_workers": 3}
+    made = FinetuneConfig("x", lr_scheduler_kwargs='{"num_cycles": 2}', report_to=["none"], **told)
+    assert {name: getattr(made, name) for name in told} == told
+    assert made.lr_scheduler_kwargs == {"num_cycles": 2}
+    again = dataclasses.replace(made, seed=3)
+    assert (again.seed, again.optim, again.save_steps) == (3, "adafactor", 100)
+
+
+def test_a_config_touches_no_machine(monkeypatch: pytest.MonkeyPatch):
+    """A launcher's processes meet, and DeepSpeed changes how models are loaded, when TrainingArguments are made."""
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", property(lambda self: pytest.fail("devices are set up")))
+    assert FinetuneConfig("x", bf16=True).bf16 is True  # which TrainingArguments refuses where there is no GPU
+
+
+@pytest.mark.skipif("activation_checkpointing" not in FinetuneConfig.defaults(), reason="an older Transformers")
+def test_the_newer_name_of_gradient_checkpointing_is_the_same_option():
+    made = FinetuneConfig("x", activation_checkpointing=True)
+    assert made == FinetuneConfig("x", gradient_checkpointing=True)
+    assert not dataclasses.replace(made, gradient_checkpointing=False).gradient_checkpointing
+
+
+@pytest.mark.parametrize(("given", "resumes"), [(None, False), (False, False), ("false", False), (True, True)])
+def test_resuming_is_on_or_off_or_a_folder(given: Any, resumes: bool):
+    made = FinetuneConfig("x", resume_from_checkpoint=given)
+    assert (made.resumes, made.named_checkpoint) == (resumes, None)
+    assert FinetuneConfig("x", resume_from_checkpoint="x/checkpoint-3").named_checkpoint == Path("x/checkpoint-3")
 
 
 def test_flags_are_made_from_the_config():
@@ -70,7 +126,7 @@ def test_flags_are_made_from_the_config():
     assert (made.preset, made.sliding_window) == (None, "4096")
     assert "--options" not in parser.format_help()  # --option of the command line is the one way
     assert made.eval_lengths == [2048, 32768]
-    assert (made.lora, made.bf16, made.factor, made.resume) == (True, True, None, False)
+    assert (made.lora, made.bf16, made.factor, made.resumes) == (True, True, None, False)
     (plain,) = parser.parse_args_into_dataclasses(["--output_dir", "out"], look_for_args_file=False)
     assert plain == FinetuneConfig("out")
     assert (plain.learning_rate, plain.warmup_steps, plain.adam_beta2) == (2e-5, 20, 0.95)

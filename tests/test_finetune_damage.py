@@ -87,7 +87,7 @@ def test_no_room_for_a_checkpoint(
 ) -> None:
     size = (run / "checkpoint-8" / too_big).stat().st_size
     with largest_file(size // 2 + size // 4):
-        said = refused(capsys, run_base, run, "--resume")
+        said = refused(capsys, run_base, run, "--resume-from-checkpoint")
     assert f"error: the checkpoint of step 12 could not be written to {run}: " in said
     assert ("File too large" if too_big == "model.safetensors" else "torch could not write all of a file") in said
     weights = sum(value.numel() for value in load_file(run / "checkpoint-8/model.safetensors").values())
@@ -96,7 +96,7 @@ def test_no_room_for_a_checkpoint(
     assert not (run / PARTIAL).exists()  # it takes no room
     assert last_checkpoint(run) == (run / "checkpoint-8", [])
     if too_big == "optimizer.pt":
-        assert main(command(run_base, run, "--resume")) == 0
+        assert main(command(run_base, run, "--resume-from-checkpoint")) == 0
         assert_same_run(run, whole_run, STEPS)
 
 
@@ -109,12 +109,12 @@ def test_no_room_for_the_trained_model(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(FINETUNE, "save_extended", limited(FINETUNE.save_extended, lambda: 100_000))
-        said = refused(capsys, run_base, run, "--resume")
+        said = refused(capsys, run_base, run, "--resume-from-checkpoint")
     assert f"error: the trained model could not be written to {run}: " in said
     assert f"{run}/checkpoint-12, is kept" in said
     assert not run.with_name("run.partial").exists()
     assert not (run / "model.safetensors").exists()
-    assert main(command(run_base, run, "--resume")) == 0
+    assert main(command(run_base, run, "--resume-from-checkpoint")) == 0
     assert_same_run(run, whole_run, STEPS)
 
 
@@ -132,13 +132,13 @@ def test_no_room_for_logs_and_results(
     write = "_write" if name == LOSS_LOG else "_measure"
     with monkeypatch.context() as patch:
         patch.setattr(owner, write, limited(getattr(owner, write), lambda: file.stat().st_size + 40))
-        said = refused(capsys, run_base, run, "--resume")
+        said = refused(capsys, run_base, run, "--resume-from-checkpoint")
     assert f"error: logs or results could not be written to {run}: File too large; " in said
     last = 8 if name == LOSS_LOG else 12
     assert f"The last good checkpoint, {run}/checkpoint-{last}, is kept. Make room" in said
     assert not file.read_bytes().endswith(b"\n")  # a torn line
     assert file.read_bytes().startswith(whole[: whole.find(b"\n")])
-    assert main(command(run_base, run, "--resume")) == 0
+    assert main(command(run_base, run, "--resume-from-checkpoint")) == 0
     assert_same_run(run, whole_run, STEPS)
 
 
@@ -159,7 +159,7 @@ assert main(command(base, run)) == 2
 assert last_checkpoint(run) == (run / "checkpoint-4", []), sorted(disk.rglob("*"))
 (disk / "ballast").unlink()
 subprocess.run(["mount", "-o", "remount,size=30m", disk], check=True)
-assert main(command(base, run, "--resume")) == 0
+assert main(command(base, run, "--resume-from-checkpoint")) == 0
 assert_same_run(run, base.with_name("whole"), 12)
 """
 NAMESPACE = ["unshare", "--map-root-user", "--mount"]
@@ -252,7 +252,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(
 ) -> None:
     cut(run / "checkpoint-8/optimizer.pt")
     # A shorter interval: what is left of the damaged one must not push a good one out.
-    assert main(command(run_base, run, "--resume", "--save-steps", "3")) == 0
+    assert main(command(run_base, run, "--resume-from-checkpoint", "--save-steps", "3")) == 0
     assert "damaged and not used" in caplog.text
     assert_same_run(run, whole_run, STEPS)
     assert {path.name: problem_of(path) for path in run.glob("checkpoint-*")} == {
@@ -261,9 +261,9 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(
     }
     for checkpoint in run.glob("checkpoint-*"):
         cut(checkpoint / "model.safetensors")
-    said = refused(capsys, run_base, run, "--resume")
+    said = refused(capsys, run_base, run, "--resume-from-checkpoint")
     assert f"no checkpoint in {run} is whole: " in said
-    assert "Delete them to train from the beginning with --resume" in said
+    assert "Delete them to train from the beginning with --resume-from-checkpoint" in said
 
 
 def spoil_loss(patch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_numbers_that_are_not_finite_are_not_saved(
     message: str,
 ) -> None:
     spoil(monkeypatch)
-    said = refused(capsys, run_base, run, "--resume")
+    said = refused(capsys, run_base, run, "--resume-from-checkpoint")
     assert message in said
     assert "lower learning_rate" in said
     assert f"The last good checkpoint, {run}/checkpoint-8, is kept" in said
@@ -349,18 +349,21 @@ def test_ctrl_c_says_how_to_go_on(
     monkeypatch.setattr(Trainer, "training_step", pressed)
     run = tmp_path / "run"
     assert main(command(run_base, run)) == 130
-    assert "stopped. There is no checkpoint yet. To go on, run the same command with --resume" in caplog.text
+    assert (
+        "stopped. There is no checkpoint yet. To go on, run the same command with --resume-from-checkpoint"
+        in caplog.text
+    )
     assert "hf-posenc: interrupted" in capsys.readouterr().err
-    assert main(command(run_base, run, "--resume")) == 130
+    assert main(command(run_base, run, "--resume-from-checkpoint")) == 130
     assert f"stopped. The last good checkpoint, {run}/checkpoint-4, is kept. To go on, run" in caplog.text
-    assert main(command(run_base, run, "--resume")) == 0
+    assert main(command(run_base, run, "--resume-from-checkpoint")) == 0
     assert_same_run(run, whole_run, STEPS)
 
 
 def test_damaged_settings_are_named(run_base: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.truncate(run / "finetune.json", 30)
     assert "finetune.json, the settings the run was started with, is damaged (" in refused(
-        capsys, run_base, run, "--resume"
+        capsys, run_base, run, "--resume-from-checkpoint"
     )
     (run / "finetune.json").write_text(json.dumps({}))
-    assert "was started with other settings" in refused(capsys, run_base, run, "--resume")
+    assert "was started with other settings" in refused(capsys, run_base, run, "--resume-from-checkpoint")

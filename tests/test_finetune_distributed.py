@@ -30,13 +30,15 @@ from transformers import AutoModelForCausalLM
 from hf_posenc.checkpoint.extended import load_extended
 from hf_posenc.checkpoint.manifest import read_manifest
 
-ALONE = {"micro_batch_size": 1, "gradient_accumulation_steps": 2}
-SHARED = {"micro_batch_size": 1, "gradient_accumulation_steps": 1}
+ALONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
+SHARED = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "untied": {"model": {}},
     "lora": {"settings": {"lora": True}},
-    "checkpointing": {"settings": {"gradient_checkpointing": True, "micro_batch_size": 2, "token_budget": 8 * 4 * SEQ}},
+    "checkpointing": {
+        "settings": {"gradient_checkpointing": True, "per_device_train_batch_size": 2, "token_budget": 8 * 4 * SEQ}
+    },
     "masked": {"masked": True},
     "accumulating": {"settings": {"token_budget": 8 * 4 * SEQ}, "times": 2},  # two micro-batches in each process
 }
@@ -57,7 +59,7 @@ def runs_of(folder: Path, split: dict[str, int], **changes: Any) -> dict[str, Ru
 def resumed(run: Run, folder: Path, split: dict[str, int]) -> Run:
     """Return the continuation of a killed run, in a copy of its folder and shared out otherwise."""
     shutil.copytree(run.folder, folder)
-    return Run(str(folder), {**run.settings, **split, "resume": True}, run.model)
+    return Run(str(folder), {**run.settings, **split, "resume_from_checkpoint": True}, run.model)
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +156,7 @@ def test_either_goes_on_with_the_checkpoints_of_the_other(
 def test_sharded_checkpoints_and_half_precision(tmp_path: Path):
     one, two = (Run(str(tmp_path / name), split, dtype="bfloat16") for name, split in (("1", ALONE), ("2", SHARED)))
     killed = Run(str(tmp_path / "killed"), SHARED, dtype="bfloat16", killed_at=8)
-    again = Run(killed.folder, {**SHARED, "resume": True}, dtype="bfloat16")
+    again = Run(killed.folder, {**SHARED, "resume_from_checkpoint": True}, dtype="bfloat16")
     one_of_several.do(one)
     sharded = {**FSDP2, "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     in_two_processes(tmp_path / "runs.json", [two, killed, again], sharded)

@@ -19,7 +19,7 @@ LENGTH, STEPS, SEED = 64, 4, 3  # what the tiny model was made for
 
 def encoded(folder: Path, method: str | None, **changes: Any) -> Any:
     settings = {"method": method, "factor": 1.0, "seq_len": LENGTH, "token_budget": STEPS * LENGTH, "seed": SEED}
-    shared = {"micro_batch_size": 1, "save_steps": 2, "eval_documents": 0, "gradient_checkpointing": True}
+    shared = {"per_device_train_batch_size": 1, "save_steps": 2, "eval_documents": 0, "gradient_checkpointing": True}
     return config(folder, **{**settings, **shared, **changes})
 
 
@@ -40,7 +40,7 @@ def test_a_run_resumes_to_the_same_losses_and_saves_the_encoding(
         with pytest.raises(Killed):
             finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method))
     caplog.set_level("INFO")
-    finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method, resume=True))
+    finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method, resume_from_checkpoint=True))
     assert "killed/checkpoint-2" in next(m for m in caplog.messages if m.startswith("resuming from"))
     assert len(losses(tmp_path / "straight")) == STEPS
     assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "straight"), rel=1e-6)

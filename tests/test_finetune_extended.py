@@ -182,7 +182,9 @@ def test_a_run_by_a_preset_says_so_everywhere(tmp_path: Path, tokenizer: Any, do
         ({"sliding_window": "64k"}, "sliding_window was 'off', is now '65536'"),
     ):
         again = config(
-            tmp_path / "run", **{**small, "eval_lengths": [64], "sliding_window": "off", **change}, resume=True
+            tmp_path / "run",
+            **{**small, "eval_lengths": [64], "sliding_window": "off", **change},
+            resume_from_checkpoint=True,
         )
         with pytest.raises(ValueError, match=named):
             finetune(load_base(tmp_path), tokenizer, documents, again)

@@ -37,7 +37,12 @@ def train_pretrained(folder: Path, dtype: torch.dtype = torch.float32, **changes
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
     novel = load_novel(TRAIN_NOVELS[0])[2000:]
     documents = [*(novel[at : at + 500] for at in range(0, 4000, 500)), novel[4000:7000]]
-    settings = {"token_budget": 2 * LONG, "micro_batch_size": 1, "gradient_accumulation_steps": 2, "eval_documents": 0}
+    settings = {
+        "token_budget": 2 * LONG,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "eval_documents": 0,
+    }
     finetune(model, tokenizer, documents, config(folder, **{**settings, **changes}))
 
 

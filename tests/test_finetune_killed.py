@@ -33,7 +33,7 @@ def kill(base: Path, output: Path, point: str, where: str, *flags: str) -> None:
 
 def resume(base: Path, output: Path, expected: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
-    assert main(words(base, output, "--resume")) == 0
+    assert main(words(base, output, "--resume-from-checkpoint")) == 0
     assert f"resuming from {expected}" in caplog.text
     assert "damaged" not in caplog.text
     assert not (output / PARTIAL).exists()
@@ -92,9 +92,9 @@ def test_killed_again_and_again(
 ) -> None:
     output = tmp_path / "run"
     kill(run_base, output, "step", "6")
-    kill(run_base, output, "writing", "checkpoint-8/optimizer.pt", "--resume")
-    kill(run_base, output, "saved", "8", "--resume")
-    kill(run_base, output, "moving", f"checkpoint-{STEPS}", "--resume")
+    kill(run_base, output, "writing", "checkpoint-8/optimizer.pt", "--resume-from-checkpoint")
+    kill(run_base, output, "saved", "8", "--resume-from-checkpoint")
+    kill(run_base, output, "moving", f"checkpoint-{STEPS}", "--resume-from-checkpoint")
     resume(run_base, output, f"{output}/checkpoint-8", caplog)
     assert_same_run(output, whole_run, STEPS)
     assert sorted(path.name for path in output.glob("checkpoint-*")) == [

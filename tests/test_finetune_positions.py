@@ -28,7 +28,12 @@ from hf_posenc.training.probe import probe_isolation
 from hf_posenc.training.texts import upsample
 
 ORIGINAL, TARGET = 64, 256
-POSE: dict[str, Any] = {"factor": 4.0, "position_schedule": "pose", "eval_documents": 0, "micro_batch_size": 2}
+POSE: dict[str, Any] = {
+    "factor": 4.0,
+    "position_schedule": "pose",
+    "eval_documents": 0,
+    "per_device_train_batch_size": 2,
+}
 BUDGET = 4 * 2 * ORIGINAL
 
 
@@ -82,7 +87,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_positions(
         kill_at(patch, 3)
         with pytest.raises(Killed):
             finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "killed", **settings))
-    finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "killed", resume=True, **settings))
+    finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "killed", resume_from_checkpoint=True, **settings))
     assert len(losses(tmp_path / "whole")) == 4
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 

@@ -24,7 +24,10 @@ from hf_posenc.training.train_log import read_log
     ("dtype", "changes"),
     [
         (torch.float32, {}),
-        (torch.bfloat16, {"lr_schedule": "cosine", "gradient_accumulation_steps": 2, "token_budget": 12 * 4 * SEQ}),
+        (
+            torch.bfloat16,
+            {"lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2, "token_budget": 12 * 4 * SEQ},
+        ),
         (torch.float32, {"lora": True}),
         (torch.bfloat16, {"lora": True, "gradient_checkpointing": True}),
         (torch.float32, {"save_steps": 5, "logging_steps": 3}),
@@ -55,7 +58,9 @@ def test_a_resumed_run_gives_the_same_losses_and_weights(
     saved = changes.get("save_steps", 6)
     undone = [{**line, "seconds": -1.0} if line["step"] > saved else line for line in before]  # to be known again
     (tmp_path / "killed/train_log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in undone))
-    resumed = finetune(base(), tokenizer, documents, config(tmp_path / "killed", resume=True, **changes))
+    resumed = finetune(
+        base(), tokenizer, documents, config(tmp_path / "killed", resume_from_checkpoint=True, **changes)
+    )
 
     lines = [read_log(tmp_path / name / "train_log.jsonl") for name in ("straight", "killed")]
     assert [line["step"] for line in lines[1]] == list(range(1, 13))
@@ -79,8 +84,10 @@ def test_what_may_not_differ_on_resume_is_named(
 ):
     first = {"token_budget": 2 * SEQ, "eval_documents": 0}
     finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **first))
-    again = {**first, "resume": True}
-    with pytest.raises(ValueError, match=r"holds a run already. Pass resume=True \(--resume\)"):
+    again = {**first, "resume_from_checkpoint": True}
+    with pytest.raises(
+        ValueError, match=r"holds a run already. Pass resume_from_checkpoint=True \(--resume-from-checkpoint\)"
+    ):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **first))
     with pytest.raises(ValueError, match=r"learning_rate was 0.003, is now 0.001\. Resume"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **{**again, "learning_rate": 1e-3}))
@@ -112,7 +119,7 @@ def test_a_start_that_failed_can_be_corrected(
         with pytest.raises(RuntimeError, match="see each other"):
             finetune(tiny_llama(), tokenizer, documents, config(tmp_path))
     assert (tmp_path / "finetune.json").is_file()
-    small = {"token_budget": SEQ, "micro_batch_size": 1, "eval_documents": 0}
+    small = {"token_budget": SEQ, "per_device_train_batch_size": 1, "eval_documents": 0}
     assert finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **small)).steps == 1
     assert json.loads((tmp_path / "finetune.json").read_text())["tokens_per_step"] == SEQ
 
@@ -139,7 +146,9 @@ def test_a_continued_run_counts_on(tmp_path: Path, tiny_llama: Build, tokenizer:
     assert "was not measured: the run began with a model that was extended already" in card
     assert "not yet trained" in (tmp_path / "a/README.md").read_text()
     with pytest.raises(ValueError, match="tokens_trained_before was 512, is now 0"):
-        finetune(load_extended(tmp_path / "a"), tokenizer, documents, config(tmp_path / "b", resume=True))
+        finetune(
+            load_extended(tmp_path / "a"), tokenizer, documents, config(tmp_path / "b", resume_from_checkpoint=True)
+        )
 
 
 @pytest.mark.parametrize("lora", [False, True])

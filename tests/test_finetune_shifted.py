@@ -89,8 +89,8 @@ def test_what_is_saved_is_plain(
         kill_at(patch, 3)
         with pytest.raises(Killed):
             main(argv)
-    assert main([*argv, "--resume", "--group-share", "0.5"]) == 2  # another run
-    assert main([*argv, "--resume"]) == 0
+    assert main([*argv, "--resume-from-checkpoint", "--group-share", "0.5"]) == 2  # another run
+    assert main([*argv, "--resume-from-checkpoint"]) == 0
     assert [line["step"] for line in read_log(folder / "train_log.jsonl")] == [1, 2, 3, 4]
     for saved in (folder, folder / "checkpoint-2", folder / "checkpoint-4"):
         assert "shifted" not in (saved / "config.json").read_text() + (saved / "context_extension.json").read_text()

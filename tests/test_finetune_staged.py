@@ -31,7 +31,7 @@ def staged(folder: Path, **changes: Any) -> Any:
         "options": {"stage": 32},
         "factor": 4.0,
         "token_budget": STEPS * TARGET,
-        "micro_batch_size": 1,
+        "per_device_train_batch_size": 1,
         "save_steps": 2,
         "eval_documents": 0,
     }
@@ -62,7 +62,9 @@ def test_a_run_resumes_to_the_same_losses_and_saves_what_load_extended_reads(
         kill_at(patch, 3)
         with pytest.raises(Killed):
             finetune(load(base_folder), tokenizer, documents, staged(tmp_path / "killed", **changes))
-    resumed = finetune(load(base_folder), tokenizer, documents, staged(tmp_path / "killed", resume=True, **changes))
+    resumed = finetune(
+        load(base_folder), tokenizer, documents, staged(tmp_path / "killed", resume_from_checkpoint=True, **changes)
+    )
     assert len(losses(tmp_path / "straight")) == STEPS
     assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "straight"), rel=1e-6)
     torch.testing.assert_close(logits_of(resumed.model, TARGET), logits_of(straight.model, TARGET), rtol=0, atol=1e-5)
@@ -138,7 +140,7 @@ def test_a_loaded_rule_goes_on_or_is_replaced(
 ) -> None:
     finetune(load(base_folder), tokenizer, documents, staged(tmp_path / "run"))
     loaded = load_extended(tmp_path / "run")
-    asked = config(tmp_path / "on", factor=None, token_budget=TARGET, micro_batch_size=1, eval_documents=0)
+    asked = config(tmp_path / "on", factor=None, token_budget=TARGET, per_device_train_batch_size=1, eval_documents=0)
     again = finetune(loaded, tokenizer, documents, asked, tokens_trained=STEPS * TARGET)
     assert again.tokens_trained == (STEPS + 1) * TARGET
     assert describe(load_extended(tmp_path / "on"))["options"] == {"stage": 32}

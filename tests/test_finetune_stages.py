@@ -135,9 +135,9 @@ def test_a_killed_run_goes_on_in_its_stage_and_ends_the_same(
         with pytest.raises(Killed):
             run("killed")
     first = (tmp_path / "killed" / FOLDERS[0] / "train_log.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"holds a run already. Pass resume=True"):
+    with pytest.raises(ValueError, match=r"holds a run already. Pass resume_from_checkpoint=True"):
         run("killed")
-    resumed = run("killed", resume=True)
+    resumed = run("killed", resume_from_checkpoint=True)
     again = (tmp_path / "killed" / FOLDERS[0] / "train_log.jsonl").read_bytes()
     assert (again == first) == (killed_in == 1)  # a finished stage is not trained again
     for one, other in zip(straight.records, resumed.records, strict=True):
@@ -145,11 +145,11 @@ def test_a_killed_run_goes_on_in_its_stage_and_ends_the_same(
     assert len(read_records(tmp_path / "killed/results.jsonl")) == 16  # unextended, before, and after each stage
     for name, value in straight.model.state_dict().items():
         assert torch.equal(value, resumed.model.state_dict()[name]), name
-    done = run("killed", resume=True)  # all of it is finished
+    done = run("killed", resume_from_checkpoint=True)  # all of it is finished
     assert (done.steps, done.tokens_trained) == (12, straight.tokens_trained)
     assert torch.equal(logits_of(done.model), logits_of(straight.model))
     with pytest.raises(ValueError, match=r"learning_rate was 0\.003, is now 0\.001"):
-        run("killed", resume=True, learning_rate=1e-3)
+        run("killed", resume_from_checkpoint=True, learning_rate=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_stages_that_do_not_suit_the_model(
     refused("255 tokens for the stage of 128 are less than one step, 256 tokens", stages=["96:500", "128:255"])
     refused("extended already .yarn, factor 2.*on_scaled='replace'", patch_model(tiny_llama(), "yarn", 2))
     assert not (tmp_path / "run").exists()
-    small = {**STAGES, "token_budget": 400, "micro_batch_size": 1, "eval_documents": 0}
+    small = {**STAGES, "token_budget": 400, "per_device_train_batch_size": 1, "eval_documents": 0}
     replaced = config(tmp_path / "run", **{**small, "stages": ["96", "160"], "on_scaled": "replace"})
     result = finetune(patch_model(tiny_llama(), "linear", 2), tokenizer, documents, replaced)
     assert (result.steps, (read_manifest(tmp_path / "run") or {})["method"]) == (2 + 1, "yarn")
@@ -270,5 +270,5 @@ def test_two_processes_go_through_the_stages_as_one_does(tmp_path: Path, tiny_ch
         assert len(actual) == 4
         assert [line["loss"] for line in actual] == pytest.approx([line["loss"] for line in expected], rel=1e-3)
         assert [line["tokens_trained"] for line in actual] == [line["tokens_trained"] for line in expected]
-    assert run(two, "two", "--resume") == both  # nothing is trained again
+    assert run(two, "two", "--resume-from-checkpoint") == both  # nothing is trained again
     assert len(read_records(tmp_path / "two/results.jsonl")) == 3

@@ -57,12 +57,12 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "states in blocks of whole weights.*multi_gpu",
     ),
     "a sharded checkpoint elsewhere": (
-        {"fsdp": 2, "checkpoint": "pytorch_model_fsdp_0", "config": {"resume": True}},
+        {"fsdp": 2, "checkpoint": "pytorch_model_fsdp_0", "config": {"resume_from_checkpoint": True}},
         {"state_dict": SHARDED},
         "fsdp_state_dict_type: SHARDED_STATE_DICT",
     ),
     "a deepspeed checkpoint elsewhere": (
-        {"checkpoint": "global_step5", "config": {"resume": True}},
+        {"checkpoint": "global_step5", "config": {"resume_from_checkpoint": True}},
         {"zero": 3},
         "DeepSpeed's, which no other launch reads",
     ),
@@ -72,7 +72,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "t5_bias has parameters, which an adapter does not hold",
     ),
     "another checkpoint under deepspeed": (
-        {"zero": 3, "checkpoint": "model.safetensors", "config": {"resume": True}},
+        {"zero": 3, "checkpoint": "model.safetensors", "config": {"resume_from_checkpoint": True}},
         {"zero": None},
         "not written by DeepSpeed",
     ),

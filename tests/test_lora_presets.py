@@ -91,7 +91,7 @@ def test_a_qlora_run_learns_saves_and_is_loaded(base: Path, tokenizer: Any):
     assert (state.quant_type, state.nested, layers[0].compute_dtype) == ("nf4", True, torch.float32)
     packed = layers[0].weight.data.clone()
     run = base.parent / "run"
-    told = {"output_dir": str(run), "factor": 2.0, "token_budget": 8 * 2 * SEQ, "micro_batch_size": 2}
+    told = {"output_dir": str(run), "factor": 2.0, "token_budget": 8 * 2 * SEQ, "per_device_train_batch_size": 2}
     recipe = FinetuneConfig.from_recipe("qlora", **told, learning_rate=2e-2, warmup_steps=0, eval_documents=0)
     counting = [torch.arange(1, 11).repeat(20)] * 8  # little enough for adapters on random weights
     result = finetune(model, tokenizer, counting, recipe)

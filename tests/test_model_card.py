@@ -266,7 +266,7 @@ def test_a_resumed_run_gives_the_same_card(
         kill_at(patch, 3)
         with pytest.raises(Killed):
             run("killed")
-    run("killed", resume=True)
+    run("killed", resume_from_checkpoint=True)
     cards = [(tmp_path / place / "run/README.md").read_text() for place in ("straight", "killed")]
     assert cards[0] == cards[1]
     assert len(read_records(tmp_path / "killed/run/results.jsonl")) == 9  # nothing was measured twice

@@ -22,14 +22,14 @@ from hf_posenc.training.train_log import read_log
 PUBLISHED: dict[str, tuple[str | None, float, int, dict[str, Any]]] = {
     "pi-1000": ("linear", 2e-5, 20, {"adam_beta2": 0.95, "weight_decay": 0.0}),
     "yarn-400": ("yarn", 2e-5, 20, {"adam_beta2": 0.95, "weight_decay": 0.0}),
-    "yarn-mistral-1000": ("yarn", 1e-6, 20, {"lr_schedule": "constant_with_warmup"}),
+    "yarn-mistral-1000": ("yarn", 1e-6, 20, {"lr_scheduler_type": "constant_with_warmup"}),
     "pose": ("yarn", 2e-5, 10, {"position_schedule": "pose", "pose_chunks": 2, "options": {"ramp": "harmonic"}}),
     "randpos": ("yarn", 2e-5, 10, {"position_schedule": "random", "options": {"ramp": "harmonic"}}),
     "longlora": ("linear", 2e-5, 20, {"lora_rank": 8, "lora_alpha": 16, "group_share": 0.25, "lora": True}),
     "lora-plus": ("linear", 2e-5, 20, {"lora_rank": 8, "lora_embeddings": True, "shifted_sparse_attention": False}),
     "qlora": (None, 2e-4, 20, {"lora_rank": 64, "lora_alpha": 16, "adam_beta2": 0.999, "max_grad_norm": 0.3}),
-    "abf": ("abf", 1e-5, 20, {"lr_schedule": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95}),
-    "longrope2-mixed": (None, 2e-5, 20, {"lr_schedule": "cosine", "short_share": 0.1}),
+    "abf": ("abf", 1e-5, 20, {"lr_scheduler_type": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95}),
+    "longrope2-mixed": (None, 2e-5, 20, {"lr_scheduler_type": "cosine", "short_share": 0.1}),
     "progressive": ("yarn", 2e-5, 20, {"weight_decay": 0.0}),
     "drope": ("nope", 3e-4, 100, {}),
 }
@@ -49,7 +49,7 @@ def test_a_recipe_is_a_run_with_the_papers_numbers(name: str) -> None:
 
 def test_what_is_told_wins_and_another_method_brings_its_own_options() -> None:
     told = FinetuneConfig.from_recipe("pose", output_dir="out", learning_rate=1e-4, pose_chunks=3)
-    assert (told.learning_rate, told.pose_chunks, told.lr_schedule) == (1e-4, 3, "linear")
+    assert (told.learning_rate, told.pose_chunks, told.lr_scheduler_type) == (1e-4, 3, "linear")
     other = FinetuneConfig.from_recipe("pose", output_dir="out", method="ntk")
     assert (other.method, other.options, other.position_schedule) == ("ntk", {}, "pose")
     preset = FinetuneConfig.from_recipe("yarn-400", output_dir="out", preset="qwen3-yarn-4x")

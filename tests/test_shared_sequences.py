@@ -25,14 +25,25 @@ WHOLE = [26 * SEQ - 1, 2 * SEQ]
 
 @pytest.mark.slow
 def test_context_parallel_trains_as_one_process_does(tmp_path: Path):
-    settings = {"micro_batch_size": 2, "eval_lengths": [SEQ // 2], "eval_documents": 1, "token_budget": 12 * SEQ}
+    settings = {
+        "per_device_train_batch_size": 2,
+        "eval_lengths": [SEQ // 2],
+        "eval_documents": 1,
+        "token_budget": 12 * SEQ,
+    }
     alone = Run(str(tmp_path / "alone"), {**settings, "gradient_accumulation_steps": 1}, documents=WHOLE)
     cp = Run(str(tmp_path / "cp"), alone.settings, documents=WHOLE, attention="gathered")
     masked = {name: replace(run, folder=f"{run.folder}-masked", masked=True) for name, run in (("1", alone), ("2", cp))}
     text = tmp_path / "text.txt"
     text.write_text(load_novel("persuasion")[:60_000])
     trained = {"path": str(tiny_model_path()), "text": str(text)}
-    long = {"micro_batch_size": 1, "eval_documents": 0, "token_budget": 4 * 512, "bf16": False, "learning_rate": 1e-5}
+    long = {
+        "per_device_train_batch_size": 1,
+        "eval_documents": 0,
+        "token_budget": 4 * 512,
+        "bf16": False,
+        "learning_rate": 1e-5,
+    }
     right = Run(str(tmp_path / "right"), long, trained, attention="gathered")
     wrong = Run(str(tmp_path / "wrong"), long, trained, attention="cut")
     mixed = Run(str(tmp_path / "mixed"), alone.settings, documents=[SEQ // 2] * 40, attention="gathered")

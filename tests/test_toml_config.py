@@ -15,6 +15,7 @@ from hf_posenc.cli import main as cli
 from hf_posenc.cli import shared_arguments as args_
 from hf_posenc.cli.shared_arguments import FinetuneModelArguments, TrainingDocumentArguments
 from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.setting_checks import decided_options
 from hf_posenc.training.toml_config import RUN_FILE, read_run, write_run
 
 KNOWN = (FinetuneConfig, TrainingDocumentArguments, FinetuneModelArguments)
@@ -39,10 +40,10 @@ OTHER: dict[str, Any] = {
     "group_share": 0.5,
     "assistant_only_loss": True,
     "completion_only_loss": False,
-    "micro_batch_size": 3,
+    "per_device_train_batch_size": 3,
     "gradient_accumulation_steps": 7,
     "learning_rate": 3.1e-07,
-    "lr_schedule": "cosine",
+    "lr_scheduler_type": "cosine",
     "warmup_steps": 5,
     "optim": "adamw_bnb_8bit",
     "weight_decay": 0.1,
@@ -64,6 +65,14 @@ OTHER: dict[str, Any] = {
     "eval_lengths": [512, 4096],
     "eval_documents": 3,
     "logits_chunk": 100,
+    # Of TrainingArguments, which files hold where they are not the default.
+    "save_total_limit": 5,
+    "adam_epsilon": 1e-6,
+    "lr_scheduler_kwargs": {"num_cycles": 0.25, "some more": [1, True]},
+    "dataloader_num_workers": 2,
+    "torch_compile": True,
+    "push_to_hub": True,
+    "hub_model_id": "somebody/longer",
 }
 EXCLUDED: dict[str, Any] = {
     "context_length": 32768,
@@ -74,17 +83,17 @@ EXCLUDED: dict[str, Any] = {
 
 
 def test_every_field_survives(tmp_path: Path) -> None:
-    names = {field.name for field in dataclasses.fields(FinetuneConfig)}
+    ours = {one.name for one in dataclasses.fields(FinetuneConfig)} & FinetuneConfig.__annotations__.keys()
     # A new field is to be added above. ``model_values`` is for the model of that run, and is checked there.
-    assert names == {*OTHER, *EXCLUDED, "resume", "model_values"}
+    assert ours - decided_options().keys() <= {*OTHER, *EXCLUDED, "resume_from_checkpoint", "model_values"}
     first = FinetuneConfig(**OTHER)
     assert all(getattr(first, name) != getattr(FinetuneConfig("x"), name) for name in OTHER)
     sets = [first, *(FinetuneConfig("x", **{name: value}) for name, value in EXCLUDED.items()), FinetuneConfig("x")]
     for made in sets:
-        write_run(tmp_path / RUN_FILE, vars(made))
+        write_run(tmp_path / RUN_FILE, made.settings())
         assert FinetuneConfig(**read_run(tmp_path / RUN_FILE, KNOWN)) == made
-    write_run(tmp_path / RUN_FILE, vars(FinetuneConfig("x", resume=True)))
-    assert "resume" not in read_run(tmp_path / RUN_FILE, KNOWN)  # a repeated run begins
+    write_run(tmp_path / RUN_FILE, FinetuneConfig("x", resume_from_checkpoint=True).settings())
+    assert "resume_from_checkpoint" not in read_run(tmp_path / RUN_FILE, KNOWN)  # a repeated run begins
     assert [path.name for path in tmp_path.iterdir()] == [RUN_FILE]
 
 
@@ -155,7 +164,10 @@ def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     ("text", "message"),
     [
         ("learning_rat = 1", "unknown key 'learning_rat'. Did you mean 'learning_rate'"),
-        ("beta_fast = 1", r"unknown key 'beta_fast'. Options of the method stand under \[options\]. Known: adam_beta1"),
+        (
+            "beta_fast = 1",
+            r"unknown key 'beta_fast'. Options of the method stand under \[options\]. Known: accelerator_config",
+        ),
         ('learning_rate = "2e-5"', "learning_rate must be a number, got '2e-5'"),
         ("lora = 1", "lora must be true or false, got 1"),
         ("lora_rank = true", "lora_rank must be a whole number, got True"),
@@ -204,6 +216,12 @@ def test_a_run_leaves_a_file_that_repeats_it(tiny_checkpoint: Path, tmp_path: Pa
         cli.main(["finetune", str(tiny_checkpoint), *flags, "--output-dir", str(tmp_path / "one"), "--seed", "4"]) == 2
     )
     assert (tmp_path / "one/run.toml").read_bytes() == kept  # a run that is refused leaves it alone
+
+
+def test_no_token_is_written_down(tmp_path: Path) -> None:
+    secret = FinetuneConfig("x", hub_token="hf_secret", push_to_hub=True)
+    write_run(tmp_path / RUN_FILE, secret.settings())
+    assert "hf_secret" not in (tmp_path / RUN_FILE).read_text() + str(secret.fixed_settings()) + repr(secret)
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

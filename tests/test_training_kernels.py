@@ -72,7 +72,7 @@ def test_flash_attention_is_put_in_and_taken_out(
     ("told", "bf16", "reason"),
     [
         ({}, False, "half precision"),
-        ({"micro_batch_size": 2}, True, "micro_batch_size"),
+        ({"per_device_train_batch_size": 2}, True, "per_device_train_batch_size"),
         ({"position_schedule": "pose"}, True, "one after the other"),
         ({"shifted_sparse_attention": True}, True, "changes the attention"),
     ],

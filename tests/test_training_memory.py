@@ -142,7 +142,9 @@ def test_a_deep_model_is_predicted_from_a_shallow_one(told: dict[str, Any]) -> N
     assert predicted == whole  # every part, to the byte
 
 
-@pytest.mark.parametrize("told", [{}, {"gradient_checkpointing": True, "micro_batch_size": 2}, {"lora": True}])
+@pytest.mark.parametrize(
+    "told", [{}, {"gradient_checkpointing": True, "per_device_train_batch_size": 2}, {"lora": True}]
+)
 def test_long_blocks_are_predicted_from_a_few_chunks_of_the_loss(
     told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +194,7 @@ def test_each_lever_saves_its_own_part() -> None:
     assert peak(lora=True).optimizer < plain.optimizer
     assert peak(packed=True).attention_matrices >= 512 * 512 * 4  # each layer keeps it as numbers
     assert plain.attention_matrices == 0
-    assert peak(micro_batch_size=2).activations > 1.7 * plain.activations
+    assert peak(per_device_train_batch_size=2).activations > 1.7 * plain.activations
     in_one = predict_training_memory(config, settings(), 512, packed=False, chunked_loss=False)
     few_rows = predict_training_memory(config, settings(logits_chunk=64), 512, packed=False)
     assert in_one.logits >= 512 * 4096 * 4 > few_rows.logits

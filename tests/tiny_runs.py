@@ -39,7 +39,7 @@ def config(folder: Path, **changes: Any) -> FinetuneConfig:
         "output_dir": str(folder),
         "factor": 2.0,
         "token_budget": 12 * 2 * SEQ,
-        "micro_batch_size": 2,
+        "per_device_train_batch_size": 2,
         "learning_rate": 3e-3,
         "warmup_steps": 2,
         "eval_documents": 2,

@@ -69,11 +69,11 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype
             factor=FACTOR,
             token_budget=TokenCount(token_budget),
             learning_rate=5e-4,  # a model of 5 M parameters takes larger steps than the papers' 7 B
-            micro_batch_size=4,
+            per_device_train_batch_size=4,
             save_steps=10,
             logging_steps=10,
             eval_documents=0,  # measured below, on the same text as the others
-            resume=True,
+            resume_from_checkpoint="true",
         )
         with stations.next(f"Fine-tuning yarn x{FACTOR} on {token_budget:,} tokens of other novels") as results:
             result = finetune(model, tokenizer, [load_novel(name) for name in TRAIN_NOVELS], config)

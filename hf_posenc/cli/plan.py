@@ -11,7 +11,7 @@ from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.recipes import get_recipe
 
 # Of the training that is planned, and what goes to ``plan`` by the same name.
-_SETTINGS = ("lora", "gradient_checkpointing", "bf16", "micro_batch_size", "gradient_accumulation_steps")
+_SETTINGS = ("lora", "gradient_checkpointing", "bf16", "per_device_train_batch_size", "gradient_accumulation_steps")
 _SHARED = (
     *("gpu_memory", "gpus", "training", "token_budget", "original_max_position_embeddings", "server", "dtype"),
     *("whole_documents", "tokens_per_second", "tflops"),

@@ -64,7 +64,7 @@ class PlanArguments:
     bf16: bool | None = field(
         default=None, metadata={"help": "compute in bfloat16; default: if the weights are in half precision"}
     )
-    micro_batch_size: int = field(default=1, metadata={"help": "blocks per forward"})
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "blocks per forward"})
     gradient_accumulation_steps: int = field(default=1, metadata={"help": "forwards per optimizer step"})
     whole_documents: bool = field(
         default=False,

@@ -290,10 +290,16 @@ def parse(
 
 
 def _group_flags(parser: argparse.ArgumentParser, known: Sequence[Any]) -> None:
-    """List the flags in the help by what they are about: those of a dataclass, or of each of its ``HELP_GROUPS``."""
+    """List the flags in the help by what they are about: those of a dataclass, or of each of its ``HELP_GROUPS``.
+
+    A dataclass' ``HELP_HIDDEN`` are flags too, which the help leaves out.
+    """
     flags = parser._optionals._group_actions
     for kind in known:
         names = tuple(one.name for one in fields(kind))
+        for action in flags:
+            if action.dest in getattr(kind, "HELP_HIDDEN", ()):
+                action.help = argparse.SUPPRESS
         for title, of_group in getattr(kind, "HELP_GROUPS", {_first_line(kind): names}).items():
             group = parser.add_argument_group(title)
             for action in [action for action in flags if action.dest in of_group]:

@@ -51,8 +51,9 @@ def flags_of(lever: Lever, *, on_scaled: bool = False) -> list[str]:
 
 def _usual() -> dict[str, Any]:
     """Return the default of each field that is a flag, and that of the options of a method."""
-    shown = [one for one in dataclasses.fields(FinetuneConfig) if one.metadata["help"] != argparse.SUPPRESS]
-    return {**{one.name: one.default for one in shown}, "options": {}}
+    shown = {one.name for one in dataclasses.fields(FinetuneConfig) if one.metadata.get("help") != argparse.SUPPRESS}
+    usual = FinetuneConfig.defaults()
+    return {**{name: usual[name] for name in usual if name in shown}, "options": {}}
 
 
 def _values(value: Any) -> list[str]:

@@ -126,7 +126,10 @@ def measure_training(
     on_gpu = torch.cuda.is_available()
     before = torch.cuda.memory_allocated() if on_gpu else memory_in_use(meta_model(first))
     clock = _train(config, run, seq_len, steps, packed, load_in_4bit, how)
-    seconds, blocks = statistics.median(clock.seconds[1:]), run.micro_batch_size * run.gradient_accumulation_steps
+    seconds, blocks = (
+        statistics.median(clock.seconds[1:]),
+        run.per_device_train_batch_size * run.gradient_accumulation_steps,
+    )
     return MeasuredTraining(seq_len, blocks * seq_len, seconds, clock.peak - before)
 
 
@@ -142,7 +145,7 @@ def _train(
     model = _random_model(config, load_in_4bit)
     hash_weights(model)  # so that all of it is in memory
     with tempfile.TemporaryDirectory() as folder:
-        blocks = steps * run.micro_batch_size * run.gradient_accumulation_steps
+        blocks = steps * run.per_device_train_batch_size * run.gradient_accumulation_steps
         run = dataclasses.replace(
             run,
             output_dir=folder,

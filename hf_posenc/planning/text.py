@@ -184,7 +184,7 @@ def _commands(plan: Plan) -> list[str]:
 
 def _settings(plan: Plan) -> str:
     run = plan.lever.run
-    blocks = f"{run.micro_batch_size} block" + "s" * (run.micro_batch_size > 1)
+    blocks = f"{run.per_device_train_batch_size} block" + "s" * (run.per_device_train_batch_size > 1)
     return f"{blocks} a forward, loss in chunks of {run.logits_chunk} rows"
 
 

@@ -106,7 +106,7 @@ def predict_training_memory(
 
     Args:
         config: The model's.
-        run: Its settings: ``lora``, ``bf16``, ``gradient_checkpointing``, ``micro_batch_size`` and so on.
+        run: Its settings: ``lora``, ``bf16``, ``gradient_checkpointing``, ``per_device_train_batch_size`` and so on.
         seq_len: Tokens of a block.
         packed: Blocks hold more than one document (or a piece of one), so attention needs a mask.
         chunked_loss: As ``finetune`` has it; False for the loss of a plain Trainer, with all logits.
@@ -155,7 +155,7 @@ def least_training_memory(
         traced = traced_repeats(repeat)
         few, more = (sizes_of(times * repeat) for times in traced)
         sizes = {name: round(few[name] + (layers / repeat - traced[0]) * (more[name] - few[name])) for name in few}
-    inputs = layers * run.micro_batch_size * seq_len * int(text.hidden_size)
+    inputs = layers * run.per_device_train_batch_size * seq_len * int(text.hidden_size)
     number = 2 if computes_in_half(config, run) else 4
     return _at_peak(sizes, {FORWARD: Peak(inputs * number, Counter())})
 
@@ -244,8 +244,8 @@ def _sizes(model: Any, run: FinetuneConfig) -> dict[str, int]:
 def _peaks(model: Any, run: FinetuneConfig, seq_len: int, bf16: bool, chunked_loss: bool) -> dict[str, Peak]:
     base = unwrap(model)
     vocab_size = int(base.config.get_text_config().vocab_size)
-    input_ids = torch.zeros(run.micro_batch_size, seq_len, dtype=torch.int64)
-    position_ids = torch.arange(seq_len).expand(run.micro_batch_size, -1)
+    input_ids = torch.zeros(run.per_device_train_batch_size, seq_len, dtype=torch.int64)
+    position_ids = torch.arange(seq_len).expand(run.per_device_train_batch_size, -1)
     with MemoryTracker(model.parameters(), vocab_size, seq_len) as tracker, _phases(base, tracker):
         for _ in range(min(run.gradient_accumulation_steps, 2)):  # from the second on, gradients are there before
             in_chunks = chunked_lm_loss(model, run.logits_chunk) if chunked_loss else contextlib.nullcontext()

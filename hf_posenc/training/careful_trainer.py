@@ -51,7 +51,7 @@ class CarefulTrainer(Trainer):
             with writing(f"the checkpoint of step {step}", folder, checkpoint_bytes(model), leftovers=folder / PARTIAL):
                 super()._save_checkpoint(model, trial)
                 self.accelerator.wait_for_everyone()
-                from_main(lambda: move_into_place(folder, step))
+                from_main(lambda: move_into_place(folder, step, self.args.save_total_limit))
         finally:
             self._aside = False
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 SEAL = "checkpoint.json"  # written last; without it a folder is no checkpoint
 PARTIAL = "checkpoints.partial"  # where one is being written
-KEPT = 2
 _PART = 2**24  # bytes of a file that are read at once
 
 
@@ -69,10 +68,15 @@ def seal(checkpoint: Path) -> None:
     _to_disk(checkpoint / SEAL)
 
 
-def move_into_place(folder: Path, step: int) -> Path:
+def move_into_place(folder: Path, step: int, kept: int | None) -> Path:
     """Seal the checkpoint in ``folder/checkpoints.partial``, move it into ``folder``, and drop what it makes needless.
 
-    The last whole ones up to this step are kept. What is newer is of a future that is now another one.
+    What is newer than this step is of a future that is now another one.
+
+    Args:
+        folder: Of the run.
+        step: Of the checkpoint.
+        kept: How many whole ones up to this step are kept, the last ones; None keeps all.
     """
     written = folder / PARTIAL / f"checkpoint-{step}"
     seal(written)
@@ -82,7 +86,7 @@ def move_into_place(folder: Path, step: int) -> Path:
     clear_partial(folder)
     whole = [path for at, path in by_step(folder).items() if at <= step and problem_of(path, contents=False) is None]
     for path in by_step(folder).values():
-        if path not in whole[-KEPT:]:
+        if path not in whole[-(kept or len(whole)) :]:
             shutil.rmtree(path, ignore_errors=True)
     return place
 

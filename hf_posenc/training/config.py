@@ -1,12 +1,17 @@
-"""What a fine-tuning run is told, checked before any weights are touched. The defaults are the papers'."""
+"""The settings of a fine-tuning run: those of TrainingArguments, and ours. The defaults are the papers'."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
+
+from transformers.training_args import TrainingArguments
 
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.families.sliding_window import check_window
@@ -15,28 +20,51 @@ from hf_posenc.patching.presets import get_preset
 from hf_posenc.patching.rope_scaling import read_rope_scaling
 from hf_posenc.training.positions import check_rule
 from hf_posenc.training.recipes import get_recipe, recipe_values
-from hf_posenc.training.setting_checks import LR_SCHEDULES, OPTIMIZERS, check_count, check_numbers, check_words
+from hf_posenc.training.setting_checks import (
+    check_count,
+    check_numbers,
+    check_trainer_options,
+    check_words,
+    decided_options,
+    whole_numbers,
+)
 from hf_posenc.training.stage_list import parse_stages
-from hf_posenc.training.trackers import check_tracker
+from hf_posenc.training.trackers import check_trackers
 from hf_posenc.utils.units import ContextLength, TokenCount
 
 # What may differ between a run and its continuation: none of it changes what is trained or held out.
 # A step's blocks may be shared out otherwise, among other numbers of processes: their number is held fixed instead.
-_FREE_ON_RESUME = frozenset({"output_dir", "resume", "save_steps", "report_to", "run_name", "logging_steps"})
-_FREE_ON_RESUME |= {"model_values", "check_first_loss", "micro_batch_size", "gradient_accumulation_steps"}
+_FREE_ON_RESUME = frozenset({"output_dir", "resume_from_checkpoint", "report_to", "run_name", "project", "use_cpu"})
+_FREE_ON_RESUME |= {"model_values", "check_first_loss", "per_device_train_batch_size", "gradient_accumulation_steps"}
+_FREE_ON_RESUME |= {"disable_tqdm", "push_to_hub", "debug", "skip_memory_metrics", "enable_jit_checkpoint"}
+_FREE_PREFIXES = ("save_", "log_", "logging_", "hub_", "trackio_", "dataloader_", "ddp_", "torch_empty_cache_")
+_SECRET = frozenset({"hub_token"})  # never written to a file
+# Transformers 5.23 has gradient_checkpointing under another name too; here it is kept under the first one.
+_RENAMED = {
+    "activation_checkpointing": "gradient_checkpointing",
+    "activation_checkpointing_kwargs": "gradient_checkpointing_kwargs",
+}
+_TRAINER_GROUP = "Other options of Transformers' Trainer (TrainingArguments)"
 
 
-@dataclass(frozen=True)
-class FinetuneConfig:
-    """A fine-tuning run. Each field's help text is its documentation (and the command line's).
+@dataclass(repr=False)  # that of TrainingArguments leaves tokens out
+class FinetuneConfig(TrainingArguments):
+    """A fine-tuning run: every option of TrainingArguments under its own name, and ours.
+
+    Each field's help text is its documentation (and the command line's). A config describes a run and touches no
+    machine: it can be made where no GPU is, and before the processes of a run have met. ``training_arguments`` makes
+    of it what Trainer takes, when the model is loaded.
 
     Raises:
-        ValueError, TypeError: A value is out of range, unknown, or contradicts another.
+        ValueError, TypeError: A value is out of range, unknown, contradicts another, or is one that hf_posenc decides.
     """
 
     # Headings of ``hf-posenc finetune --help``; every field stands under one.
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
-        "The run": ("output_dir", "recipe", "seed", "resume", "save_steps", "check_first_loss"),
+        "The run": (
+            *("output_dir", "recipe", "seed", "resume_from_checkpoint", "save_steps", "save_total_limit"),
+            "check_first_loss",
+        ),
         "How the model is extended": (
             *("method", "preset", "rope_scaling", "factor", "context_length", "original_max_position_embeddings"),
             *("sliding_window", "on_scaled", "options", "model_values", "stages"),
@@ -47,13 +75,16 @@ class FinetuneConfig:
         ),
         "What counts in the loss": ("assistant_only_loss", "completion_only_loss"),
         "Steps of the optimizer": (
-            *("micro_batch_size", "gradient_accumulation_steps", "optim", "learning_rate", "lr_schedule"),
-            *("warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"),
+            *("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "learning_rate"),
+            *("lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"),
         ),
         "Adapters": ("lora", "lora_rank", "lora_alpha", "lora_targets", "lora_embeddings"),
         "Memory and precision": ("gradient_checkpointing", "bf16", "logits_chunk"),
         "What is measured and logged": ("eval_lengths", "eval_documents", "logging_steps", "report_to", "run_name"),
+        "Publishing": ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_token", "hub_revision"),
     }
+    # Not shown by --help: what hf_posenc decides, and what has another name here.
+    HELP_HIDDEN: ClassVar[frozenset[str]] = frozenset(decided_options()) | _RENAMED.keys() | {"local_rank"}
 
     output_dir: str = field(metadata={"help": "folder for checkpoints, logs, results and the trained model"})
     # Only the name: the values are put in by ``from_recipe``, and by the command line.
@@ -150,23 +181,21 @@ class FinetuneConfig:
             "const": True,
         },
     )
-    micro_batch_size: int = field(default=1, metadata={"help": "blocks per forward and device"})
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "blocks per forward and device"})
     gradient_accumulation_steps: int = field(
         default=1, metadata={"help": "forwards per optimizer step; YaRN and PI step on 64 blocks"}
-    )
-    optim: str | None = field(
-        default=None,
-        metadata={
-            "help": f"{' | '.join(OPTIMIZERS)}; default: the Trainer's AdamW. The last holds its states in 8 bits "
-            "(bitsandbytes), but those of the embedding and of small weights: 2 bytes a weight in the place of 8"
-        },
     )
     # YaRN, section 4.1: rate 2e-5, no weight decay, linear warm-up over 20 steps, AdamW with 0.9 and 0.95.
     # PI, section 3.1: the same for 7B and 13B (1e-5 for larger ones), warming up from a tenth. Neither names a decay.
     learning_rate: float = field(default=2e-5, metadata={"help": "peak rate; 2e-5 is YaRN's and PI's for 7B models"})
-    lr_schedule: str = field(default="constant_with_warmup", metadata={"help": " | ".join(LR_SCHEDULES)})
-    warmup_steps: int = field(
-        default=20, metadata={"help": "steps of linear warm-up (YaRN, PI: 20); at most a fifth of a short run"}
+    lr_scheduler_type: str = field(
+        default="constant_with_warmup", metadata={"help": "constant_with_warmup, linear, cosine, ..."}
+    )
+    warmup_steps: float = field(
+        default=20,
+        metadata={
+            "help": "steps of linear warm-up (YaRN, PI: 20), at most a fifth of a short run; < 1: share of the run"
+        },
     )
     weight_decay: float = field(default=0.0, metadata={"help": "AdamW's; YaRN and PI use none"})
     adam_beta1: float = field(default=0.9, metadata={"help": "AdamW's first beta (YaRN, PI)"})
@@ -186,7 +215,7 @@ class FinetuneConfig:
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "recompute each layer in the backward pass: less memory, about a third slower"}
     )
-    bf16: bool | None = field(
+    bf16: bool | None = field(  # type: ignore[assignment]  # None leaves it to the model and the machine
         default=None,
         metadata={
             "help": "compute in bfloat16 (autocast); default: if the checkpoint is in half precision and the hardware "
@@ -194,19 +223,26 @@ class FinetuneConfig:
         },
     )
     seed: int = field(default=0, metadata={"help": "of the order of the documents and blocks, and of new weights"})
-    save_steps: int = field(default=100, metadata={"help": "steps between checkpoints; the last two are kept"})
-    resume: bool = field(default=False, metadata={"help": "go on from the last checkpoint in the output folder"})
+    save_steps: float = field(default=100, metadata={"help": "steps between checkpoints"})
+    save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints that are kept, the last ones"})
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "go on from the last whole checkpoint in the output folder, or from the one that is named",
+            "nargs": "?",
+            "const": "true",
+        },
+    )
     check_first_loss: bool = field(
         default=True,
         metadata={"help": "stop if the first loss is not what the same tokens give outside of the trainer"},
     )
-    logging_steps: int = field(
+    logging_steps: float = field(
         default=1, metadata={"help": "steps between losses shown on the console; train_log.jsonl has every step"}
     )
-    report_to: str = field(
-        default="none", metadata={"help": "none | tensorboard | wandb | trackio | ... | all (that are installed)"}
-    )
-    run_name: str | None = field(default=None, metadata={"help": "name of the run, for the tracker"})
+    # Trainer's own default would drop position_ids where it does not see them in a model's forward.
+    remove_unused_columns: bool | None = field(default=False, metadata={"help": argparse.SUPPRESS})
+    hub_strategy: str = field(default="end", metadata={"help": argparse.SUPPRESS})
     eval_lengths: list[ContextLength] | None = field(
         default=None,
         metadata={
@@ -220,28 +256,31 @@ class FinetuneConfig:
         default=DEFAULT_ROWS_PER_CHUNK, metadata={"help": "rows whose logits exist at one time in the loss"}
     )
 
-    def __post_init__(self) -> None:
-        self._set("output_dir", str(self.output_dir))
+    def __post_init__(self) -> None:  # not that of TrainingArguments, which sets up devices and process groups
+        self.output_dir = os.path.expanduser(str(self.output_dir))
         if not self.output_dir:
             raise ValueError("output_dir is empty: name the folder the trained model goes to.")
         lengths = ("context_length", "original_max_position_embeddings", "seq_len")
         for name, kind in (*((name, ContextLength) for name in lengths), ("token_budget", TokenCount)):
             if (value := getattr(self, name)) is not None:
-                self._set(name, check_count(name, value, kind))
+                setattr(self, name, check_count(name, value, kind))
         if self.seq_len is not None and self.seq_len < 2:
             raise ValueError(f"seq_len must be at least 2 tokens, got {self.seq_len}.")
         if self.eval_lengths is not None:
             if not isinstance(self.eval_lengths, (list, tuple)):
                 raise TypeError(f"eval_lengths must be a list of lengths in tokens, got {self.eval_lengths!r}.")
-            self._set("eval_lengths", [check_count("eval_lengths", n, ContextLength) for n in self.eval_lengths])
+            self.eval_lengths = [check_count("eval_lengths", n, ContextLength) for n in self.eval_lengths]  # type: ignore[misc]  # an int becomes a ContextLength
         if self.rope_scaling is not None:
             self._read_rope_scaling()
         self._check_method()
-        for name, value in check_numbers(vars(self)).items():
-            self._set(name, value)
+        self._take_first_names()
+        for checked in (whole_numbers, check_numbers):
+            vars(self).update(checked(vars(self)))
+        vars(self).update(check_trainer_options(self))
         check_words(vars(self))
         check_rule(self.position_schedule, self.method)
-        check_tracker(self.report_to)
+        check_trackers(self.report_to)
+        self._check_resuming()
         self._check_recipe()
         self._check_stages()
         if self.seq_len is not None:
@@ -256,8 +295,55 @@ class FinetuneConfig:
         """
         return cls(**recipe_values(name, overrides))
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return the default of each field that can be given; ``output_dir`` has none."""
+        found: dict[str, Any] = {}
+        for one in dataclasses.fields(cls):
+            value = one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+            if one.init and value is not dataclasses.MISSING:
+                found[one.name] = value.value if isinstance(value, Enum) else value
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        """Return the run as plain values by name, for files: no tokens, and of TrainingArguments what is not usual."""
+        usual, ours = self.defaults(), {*FinetuneConfig.__annotations__} - decided_options().keys()
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in _SECRET and (name in ours or (name in usual and value != usual[name]))
+        }
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the run goes on from a checkpoint."""
+        return self.resume_from_checkpoint is not None
+
+    @property
+    def named_checkpoint(self) -> Path | None:
+        """The checkpoint to go on from; None for the last one, and where the run begins."""
+        named = self.resume_from_checkpoint
+        return None if named in (None, "true") else Path(str(named)).expanduser()
+
+    def _take_first_names(self) -> None:
+        for newer, name in _RENAMED.items():
+            if getattr(self, newer, None) is not None:
+                setattr(self, name, getattr(self, newer))
+                setattr(self, newer, None)
+
+    def _check_resuming(self) -> None:
+        given = self.resume_from_checkpoint
+        word = str(given).lower()  # Trainer.train takes True and False too
+        if word in ("none", "true", "false"):
+            self.resume_from_checkpoint = "true" if word == "true" else None
+        named = self.named_checkpoint
+        if named is not None and named.resolve().parent != Path(str(self.output_dir)).resolve():
+            raise ValueError(
+                f"resume_from_checkpoint {str(given)!r} is no checkpoint of the run in {self.output_dir}. Give a "
+                "folder checkpoint-STEP of that run, or True for its last one."
+            )
+        if named is not None and self.stages is not None:
+            raise ValueError("stages go on by themselves: give resume_from_checkpoint=True, without a folder.")
 
     def _read_rope_scaling(self) -> None:
         asked = read_rope_scaling(self.rope_scaling)  # type: ignore[arg-type]  # it is there
@@ -265,7 +351,7 @@ class FinetuneConfig:
         asked.refuse_other(**{name: getattr(self, name) for name in decided})
         asked.check_length_is_said(self.context_length, self.stages)
         for name, value in {**dataclasses.asdict(asked), "rope_scaling": None}.items():
-            self._set(name, value)
+            setattr(self, name, value)
 
     def _check_method(self) -> None:
         factor = 1.0 if self.factor is None else self.factor
@@ -277,11 +363,11 @@ class FinetuneConfig:
         if not isinstance(self.options, dict):
             raise TypeError(f'options must be a dict such as {{"beta_fast": 16}}, got {self.options!r}.')
         if self.method is not None:
-            self._set("method", get_method(self.method).name)
+            self.method = get_method(self.method).name
         if self.preset is not None:
             decided = ("method", "factor", "context_length", "original_max_position_embeddings", "options")
             get_preset(self.preset).refuse_besides(**{name: getattr(self, name) for name in decided})
-        self._set("sliding_window", str(check_window(self.sliding_window)))
+        self.sliding_window = str(check_window(self.sliding_window))
         # The options of a method that the model brings are checked against that model.
         method = make_method(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
         if self.shifted_sparse_attention and method.runs_in_attention:
@@ -294,8 +380,8 @@ class FinetuneConfig:
         if self.recipe is None:
             return
         recipe = get_recipe(self.recipe)
-        self._set("recipe", recipe.name)
-        usual = {one.name: one.default for one in dataclasses.fields(self)} | {"options": {}}
+        self.recipe = recipe.name
+        usual = self.defaults()
         rule = {"method", "options"} if self.preset is not None else set()  # which the preset decides
         changed = [name for name, value in recipe.values.items() if value != usual[name] and name not in rule]
         if changed and all(getattr(self, name) == usual[name] for name in changed):
@@ -330,6 +416,18 @@ class FinetuneConfig:
 
     def fixed_settings(self) -> dict[str, Any]:
         """Return what a resumed run must share with the run it continues, JSON-able."""
-        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _FREE_ON_RESUME}
-        plain: dict[str, Any] = json.loads(json.dumps(settings))
+        fixed = {
+            name: value
+            for name, value in self.settings().items()
+            if name not in _FREE_ON_RESUME and not name.startswith(_FREE_PREFIXES)
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(fixed))
         return plain
+
+
+def _other_trainer_options() -> tuple[str, ...]:
+    shown = {name for names in FinetuneConfig.HELP_GROUPS.values() for name in names} | FinetuneConfig.HELP_HIDDEN
+    return tuple(one.name for one in dataclasses.fields(TrainingArguments) if one.init and one.name not in shown)
+
+
+FinetuneConfig.HELP_GROUPS[_TRAINER_GROUP] = _other_trainer_options()

@@ -31,6 +31,7 @@ from hf_posenc.training.fitting import fit_recipe
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
 from hf_posenc.training.measure import measure
 from hf_posenc.training.packing import PackedDataset
+from hf_posenc.training.publishing import make_repo, push
 from hf_posenc.training.run_folder import check_not_the_models_own, open_run
 from hf_posenc.training.stage_list import parse_stages
 from hf_posenc.training.stages import (
@@ -108,17 +109,19 @@ def finetune(
             them.
 
     Raises:
+        huggingface_hub.errors.HfHubHTTPError: The Hub refused the repository to push to.
         ValueError: The request contradicts the model or its quantised weights, or the folder holds another run or the
             model itself.
         RuntimeError: Packed documents would see each other (see ``probe_isolation``).
     """
     if isinstance(tokens_trained, bool) or not isinstance(tokens_trained, int) or tokens_trained < 0:
         raise ValueError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
-    folder = Path(config.output_dir)
-    told = {**vars(config), **said_of(documents), **(source or {})}
+    folder = Path(str(config.output_dir))
+    told = {**config.settings(), **said_of(documents), **(source or {})}
     check_not_the_models_own(folder, _name(model))
     config = fit_recipe(model, config)
     check_model_levers(model, config)
+    repo_id = from_main(lambda: make_repo(config))
     if config.stages is not None and not isinstance(documents, Sequence):
         # Once, for all stages: each then trains on, and holds out, the same documents.
         longest = max(stage.token_budget for stage in parse_stages(config.stages, config.token_budget))
@@ -137,6 +140,8 @@ def finetune(
         refuse_staged_run(folder)
         place = Place(folder, folder, told)
         done = _train(tokenizer, documents, eval_documents, model, config, place, tokens_trained)
+    if repo_id is not None:
+        from_main(lambda: push(config, repo_id))
     found = {one.name: getattr(done, one.name) for one in dataclasses.fields(done)}
     return FinetuneResult(
         output_dir=folder, records=found.pop("unextended") + found.pop("before") + found.pop("after"), **found
@@ -186,7 +191,7 @@ def _train(
     tokens_trained: int,
 ) -> StageResult:
     """Do one run, or one stage of one: arguments as for ``finetune``; nothing is trained where it was already."""
-    folder, base_model = Path(config.output_dir), _name(model)
+    folder, base_model = Path(str(config.output_dir)), _name(model)
     check_trainable(model, config.lora and not place.goes_on)
     refuse_laid_out(model, "the model cannot be fine-tuned")
     keep_layout(model)  # checkpoints are written between forwards
@@ -199,7 +204,7 @@ def _train(
     facts = {"tokens_trained_before": tokens_trained, "base_weights": hash_weights(model)}
     facts["tokens_per_step"] = tokens_per_step(args, texts.packed)
     settings = {**config.fixed_settings(), "data": texts.packed.fingerprint(), **facts}
-    checkpoint = from_main(lambda: open_run(folder, settings, resume=config.resume))
+    checkpoint = from_main(lambda: open_run(folder, settings, resume=config.resumes, named=config.named_checkpoint))
     from_main(lambda: write_run(place.root / RUN_FILE, place.told))
     results = place.root / RESULTS
     unextended, before = place.unextended, place.before
@@ -210,7 +215,7 @@ def _train(
     loss_log = LossLog(folder / LOSS_LOG, tokens_per_step(args, texts.packed), tokens_trained)
     total = tokens_trained + args.max_steps * loss_log.tokens_per_step
     staged = place.root != folder
-    finished = staged and config.resume and from_main(lambda: place.is_finished(folder, total))
+    finished = staged and config.resumes and from_main(lambda: place.is_finished(folder, total))
     if finished:
         load_finished(trained, place.model)
     else:
@@ -314,7 +319,7 @@ def _read(told: Mapping[str, Any], packed: PackedDataset) -> dict[str, Any]:
 
 
 def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: TrainingArguments) -> dict[str, Any]:
-    shown = ("lora", "learning_rate", "lr_schedule", "weight_decay", "seed")
+    shown = ("lora", "learning_rate", "lr_scheduler_type", "weight_decay", "seed")
     group = config.group(packed.seq_len)
     return {
         **({"recipe": config.recipe} if config.recipe is not None else {}),

@@ -48,7 +48,7 @@ def flash_reason(model: Any, config: FinetuneConfig, *, bf16: bool) -> str | Non
         "the model is not on a GPU": not _on_gpu(model),
         "flash-attn is not installed": not is_flash_attn_2_available(),
         "it wants half precision (bf16)": not bf16,
-        "micro_batch_size is not 1": config.micro_batch_size != 1,
+        "per_device_train_batch_size is not 1": config.per_device_train_batch_size != 1,
         "positions are not one after the other": config.position_schedule != "full",
         "the attention was chosen by the caller": base.config._attn_implementation != "sdpa",
         "the rule changes the attention itself": runs_in_attention(base) or config.shifted_sparse_attention,

@@ -51,7 +51,10 @@ class Levers:
     @cached_property  # several rules ask, and every file of a checkpoint is looked at
     def checkpoint(self) -> Path | None:
         """Where the run goes on; None if it begins."""
-        return last_checkpoint(Path(self.config.output_dir), contents=False)[0] if self.config.resume else None
+        if not self.config.resumes:
+            return None
+        named = self.config.named_checkpoint
+        return named or last_checkpoint(Path(str(self.config.output_dir)), contents=False)[0]
 
 
 @dataclass(frozen=True)

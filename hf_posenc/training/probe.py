@@ -71,7 +71,7 @@ def probe_isolation(model: Any, batch_size: int = 1, positions: PositionSchedule
             f"packed documents see each other with attn_implementation {attention!r} and {batch_size} blocks per step: "
             f"changing one moved the logits of the next by {apart:.3g} ({joined:.3g} without any boundary). "
             "Something adds an attention mask or a cache, or this implementation does not read position_ids; "
-            "try micro_batch_size 1, or load the model with attn_implementation='sdpa'."
+            "try per_device_train_batch_size 1, or load the model with attn_implementation='sdpa'."
         )
     logger.info(
         "packed documents are isolated (attn_implementation %r, %d blocks per step): changing one moved the logits "

@@ -52,7 +52,7 @@ _POSE_VALUES = {
     "method": "yarn",
     "options": {"ramp": "harmonic"},
     "learning_rate": 2e-5,
-    "lr_schedule": "linear",
+    "lr_scheduler_type": "linear",
     "warmup_steps": 10,
 }
 _LORA_PLUS = {
@@ -62,7 +62,7 @@ _LORA_PLUS = {
     "lora_alpha": 16,
     "lora_targets": "attention",
     "lora_embeddings": True,
-    "lr_schedule": "constant_with_warmup",
+    "lr_scheduler_type": "constant_with_warmup",
     **_USUAL,
 }
 _64_BLOCKS = "Steps of 64 blocks: here --gradient-accumulation-steps 64, or fewer on several devices"
@@ -87,7 +87,7 @@ _ALL = (
         name="yarn-mistral-1000",
         paper="Peng et al. 2023, arXiv:2309.00071, the Mistral 7B models",
         summary="YaRN at a small constant rate, as for Mistral 7B.",
-        values={"method": "yarn", "learning_rate": 1e-6, "lr_schedule": "constant_with_warmup"},
+        values={"method": "yarn", "learning_rate": 1e-6, "lr_scheduler_type": "constant_with_warmup"},
         left="1000 steps of blocks of 16k tokens (--seq-len 16k) for a factor of 8, 500 more for 16.",
     ),
     Recipe(
@@ -148,7 +148,7 @@ _ALL = (
         values={
             "method": "abf",
             "learning_rate": 1e-5,
-            "lr_schedule": "cosine",
+            "lr_scheduler_type": "cosine",
             "max_grad_norm": 1.0,
             **_ADAM,
             "weight_decay": 0.1,
@@ -161,7 +161,7 @@ _ALL = (
         name="longrope2-mixed",
         paper="Shang et al. 2025, arXiv:2502.20082, sections 3.3 and 4.1",
         summary="A tenth of the tokens in windows of the original length, so that short texts are kept.",
-        values={"learning_rate": 2e-5, "lr_schedule": "cosine", "short_share": 0.1},
+        values={"learning_rate": 2e-5, "lr_scheduler_type": "cosine", "short_share": 0.1},
         left=f"10 B tokens, 1 B of them short. {_64_BLOCKS}. Its divisors come from a search: give them by --method "
         "longrope --option long_factor=[...]; here our default rule. Its short windows keep the original positions, "
         "ours have the extended ones.",

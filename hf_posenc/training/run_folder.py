@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.training.checkpoints import by_step, clear_partial, last_checkpoint
+from hf_posenc.training.checkpoints import by_step, clear_partial, last_checkpoint, problem_of
 from hf_posenc.training.train_log import LOSS_LOG, read_log
 from hf_posenc.utils.files import write_whole
 
@@ -33,7 +33,7 @@ def check_not_the_models_own(folder: Path, base_model: str) -> None:
         )
 
 
-def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | None:
+def open_run(folder: Path, settings: dict[str, Any], *, resume: bool, named: Path | None = None) -> Path | None:
     """Claim a folder for a run, or check that it holds the beginning of this same run.
 
     A start that failed before its first step left nothing to go on with: its folder can be claimed again, with other
@@ -43,14 +43,15 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | 
         folder: Made if it is not there.
         settings: JSON-able; all that decides what is trained: options, data, base weights.
         resume: Go on where the run in the folder stopped.
+        named: The checkpoint to go on from; None for the last one.
 
     Returns:
         The last whole checkpoint to resume from, damaged ones after it named in a warning; None to start at the
         beginning.
 
     Raises:
-        ValueError: There is a run in the folder and ``resume`` is off, it was started with other settings, or none of
-            its checkpoints is whole.
+        ValueError: There is a run in the folder and ``resume`` is off, it was started with other settings, none of its
+            checkpoints is whole, or the named one is not.
     """
     file, found = folder / _SETTINGS, by_step(folder)
     if not file.is_file() and found:
@@ -62,10 +63,13 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool) -> Path | 
         return None
     if not resume:
         raise ValueError(
-            f"{folder} holds a run already. Pass resume=True (--resume) to go on with it, or another output_dir."
+            f"{folder} holds a run already. Pass resume_from_checkpoint=True (--resume-from-checkpoint) to go on with "
+            "it, or another output_dir."
         )
     _check_same(_read_settings(file), settings, folder)
-    checkpoint, damaged = last_checkpoint(folder)
+    if named is not None and (problem := problem_of(named)) is not None:
+        raise ValueError(f"resume_from_checkpoint: {named} cannot be gone on from: {problem}.")
+    checkpoint, damaged = last_checkpoint(folder) if named is None else (named, [])
     _tell_damaged(folder, checkpoint, damaged)
     clear_partial(folder)
     logger.info("resuming from %s", checkpoint if checkpoint is not None else "the beginning: no checkpoint yet")
@@ -97,7 +101,7 @@ def _tell_damaged(folder: Path, checkpoint: Path | None, damaged: list[str]) -> 
     if damaged and checkpoint is None:
         raise ValueError(
             f"no checkpoint in {folder} is whole: {'; '.join(damaged)}. Delete them to train from the beginning with "
-            "--resume (resume=True), or choose another output_dir."
+            "--resume-from-checkpoint (resume_from_checkpoint=True), or choose another output_dir."
         )
     for one in damaged:
         logger.warning("damaged and not used: %s. Going on from %s instead", one, checkpoint)

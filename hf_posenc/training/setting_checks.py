@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
-from typing import Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any
 
-from hf_posenc.spec import check_number
+from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
+from transformers.training_args import OptimizerNames, TrainingArguments
 
-LR_SCHEDULES = ("constant_with_warmup", "linear", "cosine")
+from hf_posenc.spec import check_number, unknown_name
+
+if TYPE_CHECKING:
+    from hf_posenc.training.config import FinetuneConfig
+
 EIGHT_BIT_ADAMW = "adamw_bnb_8bit"
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", EIGHT_BIT_ADAMW)
 # The least that whole numbers and numbers may be; of the latter, the learning rate must be above it.
-_WHOLE = {"micro_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1, "save_steps": 1}
-_WHOLE |= {"logging_steps": 1, "logits_chunk": 1, "pose_chunks": 2, "warmup_steps": 0, "eval_documents": 0, "seed": 0}
+_WHOLE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1}
+_WHOLE |= {"save_steps": 1, "logging_steps": 1, "logits_chunk": 1, "pose_chunks": 2, "eval_documents": 0, "seed": 0}
 _NUMBERS = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2")
 _SHARES = ("short_share", "group_share")
 _SWITCHES = (
@@ -20,7 +27,6 @@ _SWITCHES = (
     "lora_embeddings",
     "shifted_sparse_attention",
     "gradient_checkpointing",
-    "resume",
     "check_first_loss",
     "assistant_only_loss",
 )
@@ -29,8 +35,40 @@ _CHOICES = {
     "on_scaled": ("refuse", "replace"),
     "position_schedule": ("full", "pose", "random"),
     "lora_targets": ("attention", "all-linear"),
-    "lr_schedule": LR_SCHEDULES,
-    "optim": (None, *OPTIMIZERS),
+}
+# Options of TrainingArguments whose values are those of an enumeration.
+_ENUMS: dict[str, type[Enum]] = {
+    "lr_scheduler_type": SchedulerType,
+    "optim": OptimizerNames,
+    "save_strategy": SaveStrategy,
+    "hub_strategy": HubStrategy,
+}
+# Options of TrainingArguments that hf_posenc decides: why another value is refused, and what to give in its place.
+_BUDGET = "token_budget says how long a run is"
+_MEASURED = "perplexity is measured before and after the training (eval_lengths, eval_documents), not during it"
+_BLOCKS = "documents are packed into blocks, read in an order that a resumed run repeats (seed)"
+_LOGGED = (
+    "every step is logged to train_log.jsonl, and a loss that is not finite stops the run (logging_steps: console)"
+)
+_LAUNCHED = "weights are shared out as the launcher says: --accelerate-config fsdp2, zero3, context_parallel_2gpu, ..."
+_DECIDED = {
+    **dict.fromkeys(("num_train_epochs", "max_steps"), _BUDGET),
+    **dict.fromkeys(("do_train", "do_eval", "do_predict", "eval_strategy", "eval_steps", "eval_delay"), _MEASURED),
+    **dict.fromkeys(("per_device_eval_batch_size", "prediction_loss_only", "eval_on_start"), _MEASURED),
+    **dict.fromkeys(("eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"), _MEASURED),
+    **dict.fromkeys(("include_for_metrics", "batch_eval_metrics", "bf16_full_eval", "fp16_full_eval"), _MEASURED),
+    **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), _MEASURED),
+    **dict.fromkeys(("remove_unused_columns", "label_names", "length_column_name", "group_by_length"), _BLOCKS),
+    **dict.fromkeys(("train_sampling_strategy", "data_seed", "dataloader_drop_last", "ignore_data_skip"), _BLOCKS),
+    **dict.fromkeys(("logging_strategy", "logging_first_step", "logging_nan_inf_filter"), _LOGGED),
+    **dict.fromkeys(("fsdp", "fsdp_config", "deepspeed", "parallelism_config"), _LAUNCHED),
+    "fp16": "half precision is bfloat16 here: give bf16",
+    "label_smoothing_factor": "the loss in chunks is the plain cross-entropy",
+    "auto_find_batch_size": "the tokens of a step are fixed: give a smaller per_device_train_batch_size",
+    "save_only_model": "a checkpoint without the optimizer's state cannot be gone on from",
+    "save_on_each_node": "the first process writes the checkpoints",
+    "liger_kernel_config": "of liger-kernel the norms and MLPs are used; positions and loss stay those of hf_posenc",
+    "hub_strategy": "the trained model is pushed when it is finished",
 }
 
 
@@ -51,6 +89,60 @@ def check_count(name: str, value: Any, kind: type[int]) -> int:
     return number
 
 
+def decided_options() -> dict[str, str]:
+    """Return the options of TrainingArguments that hf_posenc decides, of this Transformers, and why."""
+    known = {one.name for one in dataclasses.fields(TrainingArguments)}
+    return {name: why for name, why in _DECIDED.items() if name in known}
+
+
+def check_trainer_options(config: FinetuneConfig) -> dict[str, Any]:
+    """Refuse values of TrainingArguments that are unknown, or that hf_posenc decides.
+
+    Returns:
+        Values to put in their place: words for members of enumerations, and what JSON says.
+
+    Raises:
+        ValueError: With what is known, or what to do.
+    """
+    found: dict[str, Any] = {}
+    for name, kind in _ENUMS.items():
+        word, known = getattr(config, name), [str(one.value) for one in kind]
+        word = word.value if isinstance(word, Enum) else word
+        if word not in known:
+            raise unknown_name(name, word, known)
+        found[name] = word
+    # What HfArgumentParser makes of these two is not their default, though it means the same.
+    counts, debug = config.include_num_input_tokens_seen, config.debug or ""
+    found["include_num_input_tokens_seen"] = ("all" if counts else "no") if isinstance(counts, bool) else counts
+    found["debug"] = debug if isinstance(debug, str) else " ".join(str(getattr(one, "value", one)) for one in debug)
+    usual = type(config).defaults()
+    for name, why in decided_options().items():
+        value = found.get(name, getattr(config, name))
+        if value not in (usual[name], None):
+            raise ValueError(f"{name} cannot be {value!r} here: {why}.")
+    if found["save_strategy"] == "best" or found["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"):
+        name = "save_strategy" if found["save_strategy"] == "best" else "lr_scheduler_type"
+        raise ValueError(f"{name} {found[name]!r} goes by evaluations during the training: {_MEASURED}.")
+    for one in dataclasses.fields(TrainingArguments):
+        value = getattr(config, one.name)
+        if one.init and isinstance(value, str) and value.startswith("{"):
+            try:
+                found[one.name] = json.loads(value)
+            except ValueError as error:
+                raise ValueError(
+                    f'{one.name} must be JSON such as {{"num_cycles": 2}}, got {value!r}: {error}'
+                ) from None
+    if config.dataloader_prefetch_factor is not None and config.dataloader_num_workers == 0:
+        raise ValueError("dataloader_prefetch_factor goes with dataloader_num_workers: give that too.")
+    return found
+
+
+def whole_numbers(settings: Mapping[str, Any]) -> dict[str, int]:
+    """Return as whole numbers what TrainingArguments holds as floats, where it is whole."""
+    floats = {name: settings[name] for name in (*_WHOLE, "warmup_steps") if isinstance(settings[name], float)}
+    return {name: int(value) for name, value in floats.items() if value.is_integer()}
+
+
 def check_numbers(settings: Mapping[str, Any]) -> dict[str, float]:
     """Check the numbers of a run.
 
@@ -67,6 +159,12 @@ def check_numbers(settings: Mapping[str, Any]) -> dict[str, float]:
         value = settings[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name} must be a whole number >= {least}, got {value!r}.")
+    warmup = check_number("warmup_steps", settings["warmup_steps"], at_least=0)
+    if warmup >= 1 and not warmup.is_integer():
+        raise ValueError(f"warmup_steps must be a whole number of steps, or a share of the run below 1, got {warmup}.")
+    limit = settings["save_total_limit"]
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"save_total_limit must be a whole number >= 1, or None to keep all, got {limit!r}.")
     numbers = {name: check_number(name, settings[name], at_least=0) for name in (*_NUMBERS, *_SHARES)}
     for name in _SHARES:
         if numbers[name] > 1 or (name == "group_share" and numbers[name] == 0):

@@ -78,5 +78,5 @@ def check_stages(stages: Sequence[Stage], original: int, tokens_per_step: Sequen
         if stage.token_budget < step:
             raise ValueError(
                 f"stages: {stage.token_budget} tokens for the stage of {stage.length} are less than one step, {step} "
-                "tokens. Give it more, or lower gradient_accumulation_steps, micro_batch_size or seq_len."
+                "tokens. Give it more, or lower gradient_accumulation_steps, per_device_train_batch_size or seq_len."
             )

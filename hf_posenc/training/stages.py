@@ -172,7 +172,9 @@ def original_length(model: PreTrainedModel, config: FinetuneConfig) -> int:
 
 def _tokens_per_step(stage: Stage, config: FinetuneConfig, original: int) -> int:
     usual = stage.length if config.position_schedule == "full" else original
-    blocks = config.micro_batch_size * config.gradient_accumulation_steps * Launch.from_environment().replicas
+    blocks = (
+        config.per_device_train_batch_size * config.gradient_accumulation_steps * Launch.from_environment().replicas
+    )
     return (config.seq_len or usual) * blocks
 
 
@@ -203,8 +205,8 @@ def refuse_staged_run(folder: Path) -> None:
     """
     if found := sorted(folder.glob(f"stage-*/{LOSS_LOG}")):
         raise ValueError(
-            f"{folder} holds a run in stages ({found[0].parent.name}, ...). Give the same stages and resume=True "
-            "(--resume) to go on with it, or another output_dir."
+            f"{folder} holds a run in stages ({found[0].parent.name}, ...). Give the same stages and "
+            "resume_from_checkpoint=True (--resume-from-checkpoint) to go on with it, or another output_dir."
         )
 
 

@@ -7,6 +7,7 @@ import json
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -15,7 +16,7 @@ from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import ContextLength, TokenCount
 
 RUN_FILE = "run.toml"
-_NOT_IN_FILES = frozenset({"options", "option", "config", "resume", "model_values"})
+_NOT_IN_FILES = frozenset({"options", "option", "config", "resume_from_checkpoint", "model_values"})
 _TOKENS = 'a number of tokens, such as 32768 or "32k"'
 _HEADER = (
     "# hf-posenc finetune MODEL --config run.toml --output-dir ANOTHER\n"
@@ -45,7 +46,9 @@ def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is no TOML file: {error}") from None
     hints = {name: hint for one in known for name, hint in get_type_hints(one).items()}
-    fields = {field.name for one in known for field in dataclasses.fields(one)} - (_NOT_IN_FILES - {"resume"})
+    fields = {field.name for one in known for field in dataclasses.fields(one)} - (
+        _NOT_IN_FILES - {"resume_from_checkpoint"}
+    )
     found: dict[str, Any] = {}
     for key, value in given.items():
         name = key.replace("-", "_")
@@ -66,7 +69,7 @@ def write_run(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def to_toml(settings: Mapping[str, Any]) -> str:
-    """Return settings as TOML, ``options`` as a table; ``resume`` would not do it again and is left out."""
+    """Return settings as TOML, ``options`` as a table, without ``resume_from_checkpoint``, which would not begin."""
     lines = [
         f"{name} = {_toml(value)}"
         for name, value in settings.items()
@@ -87,6 +90,8 @@ def _toml(value: Any) -> str:
         return str(int(value))
     if isinstance(value, float):
         return repr(value)
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml_key(name)} = {_toml(one)}" for name, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
     raise TypeError(f"TOML file: no way to write {value!r} ({type(value).__name__}).")
@@ -112,6 +117,8 @@ def _value(value: Any, hint: Any, name: str, path: str | Path) -> Any:
         return str(value)
     if name == "text_field" and isinstance(value, str):
         return [value]
+    if name == "resume_from_checkpoint" and isinstance(value, bool):
+        return str(value).lower()
     try:
         return _as(hint, value)
     except (TypeError, ValueError) as error:
@@ -122,7 +129,9 @@ def _as(hint: Any, value: Any) -> Any:
     """Return a value as a field's type, or say what it must be."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _as(next(one for one in arguments if one is not types.NoneType), value)
+        kinds = [one for one in arguments if one is not types.NoneType]
+        fitting = (one for one in kinds if isinstance(value, get_origin(one) or one))  # of `str | list[str]`
+        return _as(next(fitting, kinds[0]), value)
     if origin is Literal:
         if value not in arguments:
             raise ValueError(f"must be one of {', '.join(map(str, arguments))}, got {value!r}.")
@@ -137,6 +146,10 @@ def _as(hint: Any, value: Any) -> Any:
     if hint is float and (is_whole or isinstance(value, float)):
         return float(value)
     if hint in (str, bool, int) and type(value) is hint:
+        return value
+    if (hint is dict or origin is dict) and isinstance(value, dict):
+        return value
+    if isinstance(hint, type) and issubclass(hint, Enum) and isinstance(value, str):  # which the config checks
         return value
     words = {float: "a number", str: "a word in quotes", bool: "true or false", int: "a whole number"}
     raise TypeError(f"must be {words.get(hint, _TOKENS)}, got {value!r}.")

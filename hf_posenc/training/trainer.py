@@ -16,7 +16,6 @@ from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint.extended import write_extension
 from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.families.discovery import unwrap
-from hf_posenc.training.checkpoints import KEPT
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.first_loss import FirstLossCheck, expected_first_loss, tolerance_of
@@ -38,40 +37,26 @@ logger = logging.getLogger(__name__)
 
 def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: PackedDataset) -> TrainingArguments:
     """Return Trainer's settings; making them joins the process group of a distributed run."""
-    names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
+    values = {one.name: getattr(config, one.name) for one in dataclasses.fields(TrainingArguments) if one.init}
+    if "activation_checkpointing" in values:  # Transformers 5.23 warns of the older name
+        for kind in ("", "_kwargs"):
+            values[f"activation_checkpointing{kind}"] = values.pop(f"gradient_checkpointing{kind}")
     device = unwrap(model).device
     on_cpu = device.type == "cpu"
     in_bf16 = is_half(model) and computes_natively(torch.bfloat16, device)
-    values: dict[str, Any] = dict(  # noqa: C408  # names of keywords, not of keys
-        output_dir=config.output_dir,
-        max_steps=1,  # set when the number of devices is known
-        per_device_train_batch_size=config.micro_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type=config.lr_schedule,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        max_grad_norm=config.max_grad_norm,
-        bf16=in_bf16 if config.bf16 is None else config.bf16,
-        seed=config.seed,
-        save_strategy="steps",
-        save_steps=config.save_steps,
-        save_total_limit=KEPT,
-        logging_strategy="steps",
-        logging_steps=1,  # LossLog needs every step
-        logging_first_step=True,
-        logging_nan_inf_filter=False,
-        report_to=config.report_to,
-        run_name=config.run_name,
-        remove_unused_columns=False,
-        use_cpu=on_cpu,
-        dataloader_pin_memory=not on_cpu,
-    )
-    values[checkpointing] = config.gradient_checkpointing
-    if config.optim is not None:
-        values["optim"] = config.optim
+    values |= {
+        "max_steps": 1,  # set when the number of devices is known
+        "bf16": in_bf16 if config.bf16 is None else config.bf16,
+        "logging_steps": 1,  # LossLog needs every step
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "use_cpu": on_cpu,
+        "dataloader_pin_memory": config.dataloader_pin_memory and not on_cpu,
+        # finetune pushes the trained model itself; Trainer's copy is saved with each checkpoint, and holds no token.
+        "push_to_hub": False,
+        "hub_token": None,
+        "resume_from_checkpoint": None,
+    }
     values |= liger_arguments(model)
     args = TrainingArguments(**values)
     if args.n_gpu > 1:
@@ -89,9 +74,12 @@ def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDa
     if args.max_steps == 0:
         raise ValueError(
             f"token_budget {config.token_budget} is less than one step, {per_step} tokens. Give it more, or lower "
-            "gradient_accumulation_steps, micro_batch_size or seq_len."
+            "gradient_accumulation_steps, per_device_train_batch_size or seq_len."
         )
-    args.warmup_steps = min(config.warmup_steps, args.max_steps // 5)
+    if config.warmup_steps >= 1:
+        args.warmup_steps = min(config.warmup_steps, args.max_steps // 5)
+    else:
+        args.warmup_steps = args.get_warmup_steps(args.max_steps)
     logger.info(
         "%d steps of %d tokens: %d tokens, %.2f passes over the data; warm-up over %d steps",
         args.max_steps,
@@ -150,11 +138,11 @@ def train(
     group = config.group(packed.seq_len)
     schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
     if args.should_save:
-        warn_if_too_small(Path(config.output_dir), model, KEPT)
+        warn_if_too_small(Path(str(config.output_dir)), model, args.save_total_limit)
     base = unwrap(model)
     use_cache = base.config.use_cache
     autocast = torch.autocast(base.device.type, torch.bfloat16) if args.bf16 else nullcontext()
-    console = Console(config.logging_steps, _shorter(config, args))
+    console = Console(int(config.logging_steps), _shorter(config, args))
     began = time.perf_counter()
     sparse = nullcontext() if group is None else shifted_sparse_attention(model, group)
     try:

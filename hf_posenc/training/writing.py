@@ -92,7 +92,7 @@ def how_to_go_on(folder: Path, lead: str) -> str:
     stages = sorted(folder.glob("stage-*/"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
     whole = next(filter(None, (last_checkpoint(place, contents=False)[0] for place in (folder, *stages))), None)
     kept = f"The last good checkpoint, {whole}, is kept" if whole is not None else "There is no checkpoint yet"
-    return f"{kept}. {lead} the same command with --resume (resume=True)."
+    return f"{kept}. {lead} the same command with --resume-from-checkpoint (resume_from_checkpoint=True)."
 
 
 def checkpoint_bytes(model: nn.Module) -> int:
@@ -106,8 +106,15 @@ def saved_bytes(model: nn.Module) -> int:
     return sum(p.numel() * p.element_size() for p in model.parameters() if whole or p.requires_grad)
 
 
-def warn_if_too_small(folder: Path, model: nn.Module, kept: int) -> None:
-    """Warn before hours of training if the disk cannot take the checkpoints: those kept and the one being written."""
+def warn_if_too_small(folder: Path, model: nn.Module, kept: int | None) -> None:
+    """Warn before hours of training if the disk cannot take the checkpoints: those kept and the one being written.
+
+    Args:
+        folder: Of the run.
+        model: What is trained.
+        kept: Checkpoints that are kept; None where their number is not known, and one is counted.
+    """
+    kept = 1 if kept is None else kept
     each, free = checkpoint_bytes(model), shutil.disk_usage(folder).free
     if free < max(kept + 1 - len(by_step(folder)), 1) * each:
         logger.warning(
