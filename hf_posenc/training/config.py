@@ -241,7 +241,7 @@ class FinetuneConfig(TrainingArguments):
         default=1, metadata={"help": "steps between losses shown on the console; train_log.jsonl has every step"}
     )
     # Trainer's own default would drop position_ids where it does not see them in a model's forward.
-    remove_unused_columns: bool | None = field(default=False, metadata={"help": argparse.SUPPRESS})
+    remove_unused_columns: bool = field(default=False, metadata={"help": argparse.SUPPRESS})
     hub_strategy: str = field(default="end", metadata={"help": argparse.SUPPRESS})
     eval_lengths: list[ContextLength] | None = field(
         default=None,

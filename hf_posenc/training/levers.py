@@ -17,7 +17,7 @@ from hf_posenc.methods.registry import make_method, method_names
 from hf_posenc.training.checkpoints import last_checkpoint
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
+from hf_posenc.training.setting_checks import is_of_bitsandbytes
 
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
@@ -187,7 +187,7 @@ RULES = (
     ),
     Rule(
         "8-bit states shared out",
-        lambda s: s.config.optim == EIGHT_BIT_ADAMW and (s.launch.fsdp > 0 or s.launch.zero is not None),
+        lambda s: is_of_bitsandbytes(str(s.config.optim)) and (s.launch.fsdp > 0 or s.launch.zero is not None),
         "optim {config.optim} keeps its states in blocks of whole weights, which FSDP2 and DeepSpeed share out. Launch "
         "with --accelerate-config multi_gpu, or leave optim out.",
     ),
@@ -235,7 +235,7 @@ def check_levers(
         ValueError: The message of the first rule that is broken.
         ImportError: The optimizer is of a package that is not installed.
     """
-    if config.optim == EIGHT_BIT_ADAMW and find_spec("bitsandbytes") is None:
+    if is_of_bitsandbytes(str(config.optim)) and find_spec("bitsandbytes") is None:
         raise ImportError(f"--optim {config.optim} needs a package that is not installed: pip install bitsandbytes")
     known = seq_len or config.seq_len or config.context_length
     levers = Levers(config, launch or Launch.from_environment(), attention, quantised, known, runs_in_attention)

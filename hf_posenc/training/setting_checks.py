@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_posenc.training.config import FinetuneConfig
 
 EIGHT_BIT_ADAMW = "adamw_bnb_8bit"
+_BITSANDBYTES = ("bnb", "paged", "lion", "ademamix")  # in the names of its optimizers; and adamw_8bit
 # The least that whole numbers and numbers may be; of the latter, the learning rate must be above it.
 _WHOLE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "lora_rank": 1, "lora_alpha": 1}
 _WHOLE |= {"save_steps": 1, "logging_steps": 1, "logits_chunk": 1, "pose_chunks": 2, "eval_documents": 0, "seed": 0}
@@ -70,6 +71,11 @@ _DECIDED = {
     "liger_kernel_config": "of liger-kernel the norms and MLPs are used; positions and loss stay those of hf_posenc",
     "hub_strategy": "the trained model is pushed when it is finished",
 }
+
+
+def is_of_bitsandbytes(optim: str) -> bool:
+    """Say whether an optimizer is one of bitsandbytes, which keep their states in blocks of whole weights."""
+    return optim == "adamw_8bit" or any(part in optim for part in _BITSANDBYTES)
 
 
 def check_count(name: str, value: Any, kind: type[int]) -> int:
