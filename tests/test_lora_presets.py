@@ -21,7 +21,7 @@ from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig, finetune
-from hf_posenc.training.in_order import InOrderTrainer
+from hf_posenc.training.block_trainer import BlockTrainer
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.train_log import read_log
 
@@ -120,13 +120,13 @@ def test_adamw_with_states_in_8_bits_learns_and_takes_what_is_predicted(
     settings = {"optim": "adamw_bnb_8bit", "eval_documents": 0, "token_budget": 8 * 2 * SEQ, "learning_rate": 2e-2}
     run = config(tmp_path / "run", **settings)
     optimizers: list[Any] = []
-    create = InOrderTrainer.create_optimizer
+    create = BlockTrainer.create_optimizer
 
     def created(trainer: Any, *args: Any) -> Any:
         optimizers.append(create(trainer, *args))
         return optimizers[-1]
 
-    monkeypatch.setattr(InOrderTrainer, "create_optimizer", created)
+    monkeypatch.setattr(BlockTrainer, "create_optimizer", created)
     finetune(model, tokenizer, [torch.arange(1, 11).repeat(20)] * 8, run)
     losses = [line["loss"] for line in read_log(tmp_path / "run" / "train_log.jsonl")]
     assert losses[-1] < losses[0] - 0.2
@@ -156,9 +156,10 @@ def test_what_4_bits_cannot_be_is_said_before_anything_is_loaded(
         recipe = (*train[:-1], "--recipe", "qlora")
         assert "not installed: pip install bitsandbytes" in refused(capsys, *recipe)
         patch.setattr("hf_posenc.training.levers.find_spec", lambda name: None)
-        states = (*train[:-1], "--optim", "adamw_bnb_8bit")
-        assert "--optim adamw_bnb_8bit needs a package that is not installed" in refused(capsys, *states)
-    assert "unknown optim 'adam8'. Known: adamw_torch, adamw_torch_fused, adamw_bnb_8bit" in refused(
+        for optim in ("adamw_bnb_8bit", "paged_adamw_32bit", "adamw_8bit"):
+            states = (*train[:-1], "--optim", optim)
+            assert f"--optim {optim} needs a package that is not installed" in refused(capsys, *states)
+    assert "--optim: invalid choice: 'adam8' (choose from 'adamw_torch', 'adamw_torch_fused'" in refused(
         capsys, *train[:-1], "--optim", "adam8"
     )
     settings = BitsAndBytesConfig(load_in_4bit=True)

@@ -16,10 +16,10 @@ from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint.extended import write_extension
 from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.families.discovery import unwrap
+from hf_posenc.training.block_trainer import BlockTrainer
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.first_loss import FirstLossCheck, expected_first_loss, tolerance_of
-from hf_posenc.training.in_order import InOrderTrainer
 from hf_posenc.training.kernels import liger_arguments, training_kernels
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.lora import base_not_looked_up
@@ -157,7 +157,7 @@ def train(
                 check = _first_loss_check(model, args, schedule, config, checkpoint, known_loss)
             modules = remember_modules(model)
             callbacks = [watch, check]
-            trainer = InOrderTrainer(model=model, args=args, train_dataset=schedule, callbacks=callbacks, mark=mark)
+            trainer = BlockTrainer(model=model, args=args, train_dataset=schedule, callbacks=callbacks, mark=mark)
             trainer.checks_positions = config.check_first_loss
             if not args.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)
