@@ -1,0 +1,102 @@
+"""Which package may import which: what is below never knows what is above it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import hf_posenc
+
+PACKAGE = Path(hf_posenc.__file__).parent
+EVERYONES = {"errors", "spec", "utils", "version"}
+# Each package with those it may import besides; all of them are further up, so that there is no circle.
+MAY_IMPORT = {
+    "errors": "",
+    "version": "",
+    "utils": "",
+    "spec": "",
+    "assets": "",
+    "methods": "",
+    "families": "",
+    "data": "assets",
+    "attention": "methods families",
+    "encodings": "methods families attention",
+    "patching": "methods families attention encodings",
+    "checkpoint": "methods families attention encodings patching",
+    "exports": "methods families patching checkpoint",
+    "doctor": "methods families attention patching checkpoint",
+    "evaluation": "methods families data attention patching checkpoint",
+    "retrieval": "assets families evaluation",
+    "training": "methods families data attention encodings patching checkpoint evaluation",
+    "planning": "families attention patching checkpoint evaluation training",
+    "report": "methods attention evaluation retrieval",
+    "gallery": "methods attention report",
+    "explaining": "methods attention patching planning report gallery",
+    "comparing": "methods families patching evaluation retrieval",
+    "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieval training planning "
+    "report gallery explaining comparing",
+    "__main__": "cli",
+    "__init__": "checkpoint",
+}
+_RECORD = "the Extension, its rotary settings and the rotary module are in patching, which calls this to install it"
+_CARRIED = "a patched model has to be saved as one, so patching marks it for Transformers' save_pretrained"
+_CELLS = "its tables are of perplexity and of retrieval, whose records are defined there"
+_REQUEST = "the request is a dataclass of the command line, and its checks are there"
+# Files that import against the direction, with the package and the reason; each is to go when its subject moves.
+EXCEPTIONS = {
+    ("attention/footprint.py", "patching"): _RECORD,
+    ("attention/install.py", "patching"): _RECORD,
+    ("encodings/install.py", "patching"): _RECORD,
+    ("encodings/layouts.py", "patching"): "a layout is converted in a model that may be patched",
+    ("patching/api.py", "checkpoint"): _CARRIED,
+    ("patching/extension.py", "checkpoint"): _CARRIED,
+    ("evaluation/rows.py", "retrieval"): _CELLS,
+    ("evaluation/effective_length.py", "retrieval"): _CELLS,
+    ("evaluation/lm_eval_model.py", "cli"): _REQUEST,
+    ("training/rehearsal.py", "planning"): "the dry run builds a model without weights, as a plan does",
+    ("planning/planner.py", "cli"): "a size such as 24GB is read by a type of the command's flags",
+    ("comparing/planning.py", "cli"): _REQUEST,
+}
+
+
+def imports() -> set[tuple[str, str]]:
+    """Return (file, imported package or module) for each import of hf_posenc, inside functions too."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for_types = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        ]
+        skipped = {id(node) for branch in for_types for node in ast.walk(branch)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and id(node) not in skipped:
+                names = [f"{node.module}.{one.name}" for one in node.names]
+            elif isinstance(node, ast.Import) and id(node) not in skipped:
+                names = [one.name for one in node.names]
+            else:
+                continue
+            ours = {name.split(".")[1] for name in names if name.startswith("hf_posenc.")}
+            found |= {(file.relative_to(PACKAGE).as_posix(), name) for name in ours}
+    return found
+
+
+def package_of(file: str) -> str:
+    return file.partition("/")[0].removesuffix(".py")
+
+
+def test_imports_go_one_way() -> None:
+    edges = {(file, name) for file, name in imports() if name != package_of(file)}
+    allowed = {
+        name: {*words.split(), *(EVERYONES if name not in EVERYONES else {"errors"})}
+        for name, words in MAY_IMPORT.items()
+    }
+    against = {(file, name) for file, name in edges if name not in allowed[package_of(file)]}
+    assert against == EXCEPTIONS.keys()
+
+
+def test_the_table_has_no_circle_and_nothing_unused() -> None:
+    known = list(MAY_IMPORT)
+    used = {(package_of(file), name) for file, name in imports()}
+    for place, (package, words) in enumerate(MAY_IMPORT.items()):
+        assert set(words.split()) <= set(known[:place]), package
+        assert {(package, name) for name in words.split()} <= used
