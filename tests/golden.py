@@ -244,47 +244,66 @@ MAY_DIFFER: dict[str, str] = {}
 # Below these parts of a path stand words for people; `compare --numbers` leaves them out.
 _WORDS = re.compile(r"/(words|scored|command|.*\.(md|html|txt))(/|$)")
 _TOLD_LINES = 40  # of a text's difference
-_JSON = "*.json"
 
 
-def compare(before: Path, after: Path, *, numbers: bool = False) -> list[str]:
+def compare(before: Path, after: Path, *, numbers: bool = False, only: Sequence[str] = ()) -> list[str]:
     """Return the differences of two recordings, each with its path.
 
     Args:
         before: Folder that ``record`` wrote.
         after: Another one.
         numbers: Leave out words for people.
+        only: Jobs to look at, where a recording does not have all; none given: all, which have to be the same.
 
     Raises:
         ValueError: One is not a recording, or they were made in different environments.
     """
-    first, second = _read(before), _read(after)
-    for one, told in (("environment.json", "other versions or another machine"), ("about.json", "other jobs")):
-        what = [json.loads((folder / one).read_text()) for folder in (before, after)]
-        if what[0]["comparable"] != what[1]["comparable"]:
-            raise ValueError(
-                f"recordings of {told} cannot be compared: {what[0]['comparable']}, {what[1]['comparable']}"
-            )
+    first, second = _read(before, only), _read(after, only)
+    checked = {"environment.json": "other versions or another machine", "about.json": "other jobs"}
+    for name in list(checked)[: 1 if only else 2]:
+        one, other = (json.loads((folder / name).read_text())["comparable"] for folder in (before, after))
+        if one != other:
+            raise ValueError(f"recordings of {checked[name]} cannot be compared: {one}, {other}.")
     old = {_renamed(path, RENAMED_PATHS): _renamed(value, RENAMED_WORDS) for path, value in first.items()}
-    told = []
-    for path in sorted(old.keys() | second.keys()):
-        if any(re.search(pattern, path) for pattern in MAY_DIFFER) or (numbers and _WORDS.search(path)):
-            continue
-        if path not in second:
-            told.append(f"{path}: missing in the second, was {_short(old[path])}")
-        elif path not in old:
-            told.append(f"{path}: added in the second, is {_short(second[path])}")
-        elif not _same(old[path], second[path]):
-            told.append(f"{path}: {_difference(old[path], second[path])}")
-    return told
+    paths = [
+        path
+        for path in sorted(old.keys() | second.keys())
+        if not any(re.search(pattern, path) for pattern in MAY_DIFFER) and not (numbers and _WORDS.search(path))
+    ]
+    told = {path: _difference(old[path], second[path]) for path in paths if path in old and path in second}
+    told = {path: what for path, what in told.items() if what}
+    told |= _alone([path for path in paths if path not in second], old, second, "missing in the second, was")
+    told |= _alone([path for path in paths if path not in old], second, old, "added in the second, is")
+    return [f"{path}: {told[path]}" for path in sorted(told)]
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _alone(paths: Sequence[str], there: dict[str, Any], other: dict[str, Any], what: str) -> dict[str, str]:
+    """Tell of paths that one recording has alone; once for all of a folder that the other one has nothing of."""
+    folders = other.keys() | {parent for path in other for parent in _parents(path)}
+    of_folder: dict[str, list[str]] = {}
+    for path in paths:
+        top = next((parent for parent in _parents(path) if parent not in folders), path)
+        of_folder.setdefault(top, []).append(path)
+    return {
+        top: f"{what} {_short(there[top]) if found == [top] else f'{len(found)} values'}"
+        for top, found in of_folder.items()
+    }
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _read(folder: Path, only: Sequence[str]) -> dict[str, Any]:
     """Return all leaves of a recording by path: scalars, and lists of scalars."""
-    files = sorted((folder / "jobs").glob(_JSON))
+    files = {file.stem: file for file in sorted((folder / "jobs").glob("*.json"))}
     if not files or not (folder / "about.json").is_file():
         raise ValueError(f"{folder} is not a finished recording: `python tests/golden.py record` writes one.")
-    return dict(leaf for file in files for leaf in _leaves(file.stem, json.loads(file.read_text(encoding="utf-8"))))
+    if lacking := set(only) - files.keys():
+        raise ValueError(f"{folder} has no job {', '.join(sorted(lacking))}. It has: {', '.join(files)}.")
+    told = {name: json.loads(files[name].read_text(encoding="utf-8")) for name in only or files}
+    return dict(leaf for name, value in told.items() for leaf in _leaves(name, value))
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -312,16 +331,17 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and repr(one) == repr(other)
 
 
-def _difference(one: Any, other: Any) -> str:
+def _difference(one: Any, other: Any) -> str | None:
+    if _same(one, other):
+        return None
     if _is_number(one) and _is_number(other):
         return f"{one!r} -> {other!r}{_relative([one], [other])}"
     if isinstance(one, list) and isinstance(other, list):
         if all(map(_is_number, [*one, *other])) and len(one) == len(other):
             places = [index for index, pair in enumerate(zip(one, other, strict=True)) if not _same(*pair)]
             first = places[0]
-            return f"{len(places)} of {len(one)} numbers, first at {first}: {one[first]!r} -> {other[first]!r}" + (
-                _relative(one, other)
-            )
+            changed = f"{one[first]!r} -> {other[first]!r}{_relative(one, other)}"
+            return f"{len(places)} of {len(one)} numbers, first at {first}: {changed}"
         lines = difflib.unified_diff(list(map(str, one)), list(map(str, other)), lineterm="", n=0)
         shown = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
         more = [f"... {len(shown) - _TOLD_LINES} more"] if len(shown) > _TOLD_LINES else []
@@ -385,12 +405,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument("--numbers", action="store_true", help="leave out words for people")
+    comparing.add_argument("--only", nargs="*", default=[], help="jobs to look at; default: all")
     given = parser.parse_args(argv)
     try:
         if given.task == "record":
             record(given.package, given.output, given.only, given.processes)
             return 0
-        told = compare(given.before, given.after, numbers=given.numbers)
+        told = compare(given.before, given.after, numbers=given.numbers, only=given.only)
     except (ValueError, OSError) as error:
         print(f"golden: {error}", file=sys.stderr)
         return 2

@@ -788,7 +788,8 @@ def command(name: str, argv: list[str]) -> dict[str, Any]:
     told: dict[str, Any] = {"exit code": code, "words": {}}
     for key, file in files.items():
         found = file.read_text(encoding="utf-8", errors="replace")
-        told["words"][key] = lines(found, exact=argv[0] in _EXACT and key == "output")
+        where = told if key == "output" and argv[0] in _NUMBERS else told["words"]
+        where[key] = lines(found, exact=key == "output" and argv[0] in (*_NUMBERS, *_EXACT))
         file.unlink()
     new = {path for path, stamp in _written().items() if before.get(path) != stamp}
     folders = sorted({path.parts[0] for path in new})
@@ -796,8 +797,9 @@ def command(name: str, argv: list[str]) -> dict[str, Any]:
     return told
 
 
-# Whose output has no times, and amounts of memory that are computed.
-_EXACT = ("plan", "methods", "presets", "recipes", "explain", "export", "doctor")
+# Whose output has no times; and of these, whose are commands to be typed and amounts that are computed, not words.
+_EXACT = ("methods", "presets", "recipes", "explain", "doctor")
+_NUMBERS = ("export", "plan")
 
 
 def _written() -> dict[Path, tuple[int, int]]:

@@ -69,14 +69,24 @@ def test_a_changed_value_is_told_with_its_path(tmp_path: Path, part: dict[str, A
 def test_a_missing_and_an_added_entry_are_told(tmp_path: Path) -> None:
     job = changed(files={"config.json": {"factor": 4.0, "rope_type": "yarn"}})
     before, after = recording(tmp_path / "before"), recording(tmp_path / "after", job)
-    assert [one.partition(",")[0] for one in compare(before, after)] == [
-        "llama/files/README.md: missing in the second",
-        "llama/files/config.json/rope_type: added in the second",
+    assert compare(before, after) == [
+        "llama/files/README.md: missing in the second, was ['# A model', 'It reads 256 tokens.']",
+        "llama/files/config.json/rope_type: added in the second, is 'yarn'",
     ]
     fewer = recording(tmp_path / "fewer", changed(records=RECORDED["records"][:1]))
     assert compare(before, fewer) == [
-        "llama/records/1/perplexity: missing in the second, was 31.5",
+        "llama/records/1: missing in the second, was 1 values",
         "llama/records/count: 2 -> 1 (relative 5.0e-01)",
+    ]
+
+
+def test_a_whole_part_that_is_missing_or_added_is_told_once(tmp_path: Path) -> None:
+    before = recording(tmp_path / "before")
+    less = {name: value for name, value in RECORDED.items() if name != "yarn"}
+    after = recording(tmp_path / "after", {**less, "ntk": {"loss": {"first": 0.1, "last": [0.2]}}})
+    assert compare(before, after) == [
+        "llama/ntk: added in the second, is 2 values",
+        "llama/yarn: missing in the second, was 5 values",
     ]
 
 
@@ -99,6 +109,17 @@ def test_words_for_people_can_be_left_out(tmp_path: Path) -> None:
     before, after = recording(tmp_path / "before"), recording(tmp_path / "after", changed(files=files))
     assert len(compare(before, after)) == 2
     assert compare(before, after, numbers=True) == ["llama/files/config.json/factor: 4.0 -> 2.0 (relative 5.0e-01)"]
+
+
+def test_a_recording_of_some_jobs_is_compared_by_them_alone(tmp_path: Path) -> None:
+    before, after = recording(tmp_path / "before"), recording(tmp_path / "after", changed(records=[]))
+    (before / "jobs" / "calls.json").write_text("{}")
+    (before / "about.json").write_text(json.dumps({"comparable": ["calls", "llama"]}))
+    with pytest.raises(ValueError, match="other jobs"):
+        compare(before, after)
+    assert len(compare(before, after, only=["llama"])) == 4  # the empty list, its length, and the two records
+    with pytest.raises(ValueError, match="has no job calls"):
+        compare(before, after, only=["calls"])
 
 
 def test_recordings_of_two_machines_and_unfinished_ones_are_refused(tmp_path: Path) -> None:
