@@ -7,6 +7,7 @@ from typing import Any
 from hf_posenc.cli.explain_arguments import ExplainArguments
 from hf_posenc.cli.request_checks import check_request
 from hf_posenc.cli.shared_arguments import ExtensionArguments
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.explain.explanations import explain_encoding, explain_method
 from hf_posenc.explain.sections import Explanation, check_output_folder
 from hf_posenc.explain.subject import Subject, read_subject
@@ -36,13 +37,13 @@ def run_explain(
         ValueError, TypeError: The name is unknown, the request does not fit the model, or the folder is a file.
     """
     if extension.rope_scaling is not None:
-        raise ValueError("--rope-method: give explain the method by its name, and how far by --factor.")
+        raise InvalidRequestError("--rope-method: give explain the method by its name, and how far by --factor.")
     in_place_of_rope = issubclass(get_method(name), InPlaceOfRope)
     if in_place_of_rope:
         for field in ("preset", "original_max_position_embeddings"):
             if getattr(extension, field) is not None:
                 flag = field.replace("_", "-")
-                raise ValueError(f"--{flag} is for methods that extend a model; {name!r} is an encoding.")
+                raise InvalidRequestError(f"--{flag} is for methods that extend a model; {name!r} is an encoding.")
     check_request([] if extension.preset is not None else [name], extension, options)
     folder = None if what.output_dir is None else check_output_folder(what.output_dir)
     subject = read_subject(what.model)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.explain.canvas import Picture
 from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph, html_page
 from hf_posenc.utils.files import write_whole
@@ -115,7 +116,7 @@ def check_output_folder(output_dir: str | Path) -> Path:
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{str(output_dir)!r} is a file. Give a folder for the pictures.")
+        raise InvalidRequestError(f"{str(output_dir)!r} is a file. Give a folder for the pictures.")
     return folder
 
 

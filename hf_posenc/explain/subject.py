@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.explained import ModelShape
 from hf_posenc.patching.extension import head_dim_of, plain_spec
 from hf_posenc.planning.facts import read_config
@@ -69,7 +70,7 @@ def read_subject(model: str | None) -> Subject:
     text = config.get_text_config(decoder=True)
     missing = [name for name in _NEEDED if not hasattr(text, name)]
     if missing:
-        raise ValueError(
+        raise InvalidRequestError(
             f"model_type {text.model_type!r} has no {missing[0]}, so it has no attention to explain positions of. Give "
             "a model with attention, or leave --model out."
         )

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.spec import RopeSpec
 
 # Values, float64, at int64 distances of the same shape.
@@ -44,7 +45,7 @@ class ModelShape:
             ValueError: It has none.
         """
         if self.spec is None:
-            raise ValueError(self.no_rope)
+            raise InvalidRequestError(self.no_rope)
         return self.spec
 
     @property

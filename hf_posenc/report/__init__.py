@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.effective_length import reach
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import short_model_names
@@ -63,7 +64,7 @@ def report(
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{str(output_dir)!r} is a file. Give a folder for the report.")
+        raise InvalidRequestError(f"{str(output_dir)!r} is a file. Give a folder for the report.")
     panels = _make_panels(records, command)
     title = _with_models(title, records)
     folder.mkdir(parents=True, exist_ok=True)

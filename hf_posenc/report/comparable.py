@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.pairs import is_tie
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
@@ -142,10 +143,10 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
         ValueError: No records, or no row that can be in a table.
     """
     if not records:
-        raise ValueError("there are no records to report. hf-posenc eval --output results.jsonl writes them.")
+        raise InvalidRequestError("there are no records to report. hf-posenc eval --output results.jsonl writes them.")
     tables, left_out = sort_tables(records)
     if not tables:
-        raise ValueError(" ".join(left_out))
+        raise InvalidRequestError(" ".join(left_out))
     return [replace(tables[0], notes=(*tables[0].notes, *left_out)), *tables[1:]]
 
 
