@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import Build, config, losses, make_documents, make_tokenizer
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_posenc.training import FinetuneConfig, trackers
+from hf_posenc.training import FinetuneConfig, fine_tuning, finetune, trackers
 
 
 @pytest.mark.parametrize(
@@ -131,3 +132,33 @@ def test_flags_are_made_from_the_config():
     assert plain == FinetuneConfig("out")
     assert (plain.learning_rate, plain.warmup_steps, plain.adam_beta2) == (2e-5, 20, 0.95)
     assert "2e-5 is YaRN's and PI's" in " ".join(parser.format_help().split())
+
+
+def test_options_of_trainer_that_are_not_ours_reach_it(tmp_path: Path, tiny_llama: Build):
+    told: dict[str, Any] = {"optim": "adafactor", "lr_scheduler_type": "cosine_with_min_lr", "adam_epsilon": 1e-5}
+    told |= {"lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "neftune_noise_alpha": 1.0, "dataloader_num_workers": 1}
+    told |= {"warmup_steps": 0.25, "save_total_limit": 1, "disable_tqdm": True, "save_steps": 2}
+    seen: list[TrainingArguments] = []
+    train = fine_tuning.train
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fine_tuning, "train", lambda *args, **kwargs: (seen.append(args[1]), train(*args, **kwargs)))
+        finetune(tiny_llama(), make_tokenizer(), make_documents(), config(tmp_path / "run", eval_documents=0, **told))
+    (args,) = seen
+    assert type(args) is TrainingArguments  # its pickle in the checkpoints is read where hf_posenc is not installed
+    assert {name: getattr(args, name) for name in told} == {**told, "warmup_steps": 3}  # of 12 steps
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-12"]
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path, tiny_llama: Build):
+    tokenizer, documents, told = make_tokenizer(), make_documents(), {"eval_documents": 0, "save_total_limit": None}
+    run = tmp_path / "run"
+    finetune(tiny_llama(), tokenizer, documents, config(run, save_steps=4, **told))
+    first = losses(run)
+    named = config(run, save_steps=4, resume_from_checkpoint=str(run / "checkpoint-4"), **told)
+    (run / "checkpoint-4" / "optimizer.pt").rename(tmp_path / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"checkpoint-4 cannot be gone on from: optimizer\.pt is missing"):
+        finetune(tiny_llama(), tokenizer, documents, named)
+    (tmp_path / "optimizer.pt").rename(run / "checkpoint-4" / "optimizer.pt")
+    (run / "train_log.jsonl").write_text("")  # so that what is written again shows where it went on
+    finetune(tiny_llama(), tokenizer, documents, named)
+    assert losses(run) == first[4:]

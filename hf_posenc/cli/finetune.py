@@ -48,6 +48,8 @@ def run_finetune(
     """
     check_levers(config, attention=loading.attn_implementation, quantised=loading.load_in_4bit or None)
     told = {**vars(source), **vars(loading)}
+    if config.use_cpu:
+        loading.device = "cpu"
     loading.device = own_device(loading.device)
     if loading.load_in_4bit:
         check_4bit(name, config.lora)

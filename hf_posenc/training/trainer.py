@@ -194,7 +194,8 @@ def _first_loss_check(
     """Return the check, with the loss of the first step's blocks where it can be known before training."""
     expected = None
     another_attention = config.shifted_sparse_attention or length_dependent_rope_types(unwrap(model))
-    if config.check_first_loss and checkpoint is None and not another_attention:
+    another_loss = another_attention or config.neftune_noise_alpha is not None  # noise is added to the embedding
+    if config.check_first_loss and checkpoint is None and not another_loss:
         own = range(args.process_index, _blocks_per_step(args), args.world_size)
         expected = expected_first_loss(model, (schedule[index] for index in own), config.logits_chunk)
     tolerance = tolerance_of(model, autocast=args.bf16)
