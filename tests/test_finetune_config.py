@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import Build, config, losses, make_documents, make_tokenizer
 from transformers import HfArgumentParser, TrainingArguments
 
-from hf_posenc.training import FinetuneConfig, fine_tuning, finetune, trackers
+from hf_posenc.training import FinetuneConfig, fine_tuning, finetune, setting_checks
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ from hf_posenc.training import FinetuneConfig, fine_tuning, finetune, trackers
 def test_bad_settings_are_refused_when_made(
     changes: dict[str, Any], error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(trackers, "find_spec", lambda name: None)  # as if no tracker were installed
+    monkeypatch.setattr(setting_checks, "find_spec", lambda name: None)  # as if no tracker were installed
     with pytest.raises(error, match=message):
         FinetuneConfig(**{"output_dir": "nowhere", **changes})
 

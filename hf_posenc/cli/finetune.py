@@ -17,10 +17,10 @@ from hf_posenc.cli.sources import read_examples, stream
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.report import text_table
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.dry_run import dry_run
 from hf_posenc.training.examples import ExampleTokenizer
 from hf_posenc.training.fine_tuning import finetune
 from hf_posenc.training.levers import check_levers
-from hf_posenc.training.rehearsal import rehearse
 from hf_posenc.training.texts import to_token_ids
 from hf_posenc.utils.launching import own_device
 
@@ -55,7 +55,7 @@ def run_finetune(
         check_4bit(name, config.lora)
     check_path(Path(name).expanduser(), name)
     chat_template = read_chat_template(source.chat_template_path)
-    rehearse(name, config, attention=loading.attn_implementation)
+    dry_run(name, config, attention=loading.attn_implementation)
     streamed = source.streaming and source.documents != "-"
     documents: Iterable[Any] = stream(source) if streamed else read_examples(source)
     if config.assistant_only_loss or config.completion_only_loss or not isinstance(next(iter(documents)), str):

@@ -107,7 +107,7 @@ def plan(argv: Sequence[str]) -> None:
 def finetune(argv: Sequence[str]) -> None:
     """Fine-tune an extended model on a budget of tokens, measure it as it came, before and after, and save it."""
     from hf_posenc.training import FinetuneConfig
-    from hf_posenc.training.settings import settings_besides_flags
+    from hf_posenc.training.toml_config import settings_besides_flags
 
     settable = (FinetuneConfig, args_.TrainingDocumentArguments, args_.FinetuneModelArguments)
     known = (*settable, args_.OptionArguments, args_.RunArguments, LaunchArguments)

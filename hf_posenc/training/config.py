@@ -23,13 +23,13 @@ from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.training.setting_checks import (
     check_count,
     check_numbers,
+    check_trackers,
     check_trainer_options,
     check_words,
     decided_options,
     whole_numbers,
 )
 from hf_posenc.training.stage_list import parse_stages
-from hf_posenc.training.trackers import check_trackers
 from hf_posenc.utils.units import ContextLength, TokenCount
 
 # What may differ between a run and its continuation: none of it changes what is trained or held out.

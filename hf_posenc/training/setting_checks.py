@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
@@ -32,6 +33,15 @@ _SWITCHES = (
     "assistant_only_loss",
 )
 _SWITCHES_OR_NONE = ("bf16", "completion_only_loss")
+# Where the package that is imported is not called as the tracker is; any one of them will do.
+_IMPORTED = {
+    "azure_ml": ("azureml",),
+    "flyte": ("flytekit",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "kubeflow": (),  # no package: it is told where to report by the cluster
+}
+# Where `pip install` wants another name.
+_INSTALLED = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
 _CHOICES = {
     "on_scaled": ("refuse", "replace"),
     "position_schedule": ("full", "pose", "random"),
@@ -199,3 +209,30 @@ def check_words(settings: Mapping[str, Any]) -> None:
     for name, known in _CHOICES.items():
         if (word := settings[name]) not in known:
             raise ValueError(f"unknown {name} {word!r}. Known: {', '.join(filter(None, known))}.")
+
+
+def check_trackers(report_to: str | list[str] | None) -> None:
+    """Refuse a tracker that Transformers does not know, or whose package is missing, before anything is trained.
+
+    Args:
+        report_to: ``"none"``, ``"all"`` (that are installed), or the names of one or more trackers.
+
+    Raises:
+        ValueError: It is unknown, or not installed; the message says how to install it.
+    """
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for name in [report_to] if isinstance(report_to, str) else report_to or ():
+        if name not in ("none", "all"):
+            _check_tracker(name, INTEGRATION_TO_CALLBACK)
+
+
+def _check_tracker(name: str, trackers: Collection[str]) -> None:
+    if name not in trackers:
+        known = ", ".join(("none", "all", *trackers))
+        raise ValueError(f"unknown report_to {name!r}. Known: {known}.")
+    packages = _IMPORTED.get(name, (name,))
+    if packages and not any(find_spec(package) for package in packages):
+        raise ValueError(
+            f"report_to {name!r} needs a package that is not installed: pip install {_INSTALLED.get(name, name)}"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import tomllib
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hf_posenc.spec import did_you_mean
+from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import ContextLength, TokenCount
 
 RUN_FILE = "run.toml"
+_TARGET = ("factor", "context_length", "stages", "preset")
 _NOT_IN_FILES = frozenset({"options", "option", "config", "resume_from_checkpoint", "model_values"})
 _TOKENS = 'a number of tokens, such as 32768 or "32k"'
 _HEADER = (
@@ -153,3 +156,27 @@ def _as(hint: Any, value: Any) -> Any:
         return value
     words = {float: "a number", str: "a word in quotes", bool: "true or false", int: "a whole number"}
     raise TypeError(f"must be {words.get(hint, _TOKENS)}, got {value!r}.")
+
+
+def settings_besides_flags(told: argparse.Namespace, known: Sequence[type]) -> dict[str, Any]:
+    """Return values for flags that were not given: those of ``--config``, which win over those of ``--recipe``.
+
+    Args:
+        told: What the flags say, and nothing else.
+        known: Dataclasses whose fields a file may set.
+
+    Raises:
+        FileNotFoundError, ValueError, TypeError: The recipe is unknown, or the file cannot be read.
+    """
+    flags = vars(told)
+    values = read_run(flags["config"], known) if flags.get("config") else {}
+    if any(name in flags for name in _TARGET):  # each says how far, so that another one must not say it too
+        values = {name: value for name, value in values.items() if name not in _TARGET}
+    if any(flags.get(name, values[name]) != values[name] for name in ("method", "preset") if name in values):
+        values.pop("options", None)  # of the file's method
+    recipe = flags.get("recipe") or values.get("recipe")
+    if recipe is None:
+        return values
+    rule: dict[str, Any] = {name: flags[name] for name in ("method", "preset") if name in flags}
+    fitting = recipe_values(recipe, {**values, **rule})
+    return {**get_recipe(recipe).loading, **{name: value for name, value in fitting.items() if name not in rule}}

@@ -19,7 +19,7 @@ from hf_posenc.training.stages import settings_of_stages
 from hf_posenc.utils.console import quiet
 
 
-def rehearse(name: str, config: FinetuneConfig, *, attention: str | None = None) -> None:
+def dry_run(name: str, config: FinetuneConfig, *, attention: str | None = None) -> None:
     """Extend a model without data as a run will, and each stage of it, and check that its lengths go together.
 
     Of a ``.gguf`` file, an adapter, a model that reads images or has another encoding than RoPE nothing is said before

@@ -16,9 +16,9 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.checkpoint.pretrained import load_tokenizer
 from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.dry_run import dry_run
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.levers import check_levers
-from hf_posenc.training.rehearsal import rehearse
 
 
 @pytest.fixture
@@ -75,17 +75,17 @@ def test_what_it_does_not_rule_out_comes_to_the_weights(broken: Path, capsys: py
     assert line.endswith("a file is damaged or was cut off. Get it again.")
 
 
-def test_an_extended_model_is_rehearsed_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_an_extended_model_is_gone_through_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path())
     patch_model(model, "dynamic_yarn", 2)
     save_extended(model, tmp_path / "staged", load_tokenizer(tiny_model_path(), model))
     caplog.set_level(logging.INFO)
     caplog.clear()  # what saving said
-    rehearse(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), seq_len=512))
+    dry_run(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), seq_len=512))
     with pytest.raises(ValueError, match="seq_len 513 is longer than the target length, 512 tokens"):
-        rehearse(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), seq_len=513))
+        dry_run(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), seq_len=513))
     with pytest.raises(ValueError, match="the model is extended already: dynamic_yarn, factor 2, 512 tokens"):
-        rehearse(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), method="linear", factor=2))
+        dry_run(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), method="linear", factor=2))
     assert not [record for record in caplog.records if record.name.startswith("hf_posenc")]
 
 
@@ -110,9 +110,9 @@ def test_what_no_config_can_say_of_an_extended_model_is_known(tmp_path: Path):
     model = patch_model(AutoModelForCausalLM.from_config(config), "yarn", 2, temperature="logits")
     save_extended(model, tmp_path / "phi")
     wanted = FinetuneConfig(str(tmp_path / "run"), method="yarn", factor=2.0, options={"temperature": "logits"})
-    rehearse(str(tmp_path / "phi"), wanted)
+    dry_run(str(tmp_path / "phi"), wanted)
     with pytest.raises(ValueError, match=r"extended already: yarn, factor 2, 128 tokens, options .*logits"):
-        rehearse(str(tmp_path / "phi"), FinetuneConfig(str(tmp_path / "run"), method="yarn", factor=2.0))
+        dry_run(str(tmp_path / "phi"), FinetuneConfig(str(tmp_path / "run"), method="yarn", factor=2.0))
 
 
 def test_an_attention_that_is_not_installed_is_left_to_the_loading(tmp_path: Path):
@@ -121,6 +121,6 @@ def test_an_attention_that_is_not_installed_is_left_to_the_loading(tmp_path: Pat
     file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "flash_attention_2"}))
     wrong = FinetuneConfig(str(tmp_path / "run"), factor=2.0, seq_len=513)
     if not IS_5_0:  # which takes another implementation then
-        rehearse(str(tmp_path / "flash"), wrong)
+        dry_run(str(tmp_path / "flash"), wrong)
     with pytest.raises(ValueError, match="seq_len 513 is longer than the target length, 512 tokens"):
-        rehearse(str(tmp_path / "flash"), wrong, attention="eager")
+        dry_run(str(tmp_path / "flash"), wrong, attention="eager")
