@@ -9,7 +9,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_posenc.attention.groups import Groups, make_groups
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError
+from hf_posenc.errors import InvalidRequestError
 
 
 class LazyMask:
@@ -77,5 +77,5 @@ class LazyMask:
 def lazy_mask(*positional: Any, **request: Any) -> LazyMask:
     """Return a mask to be made later; the arguments are Transformers' for a mask function, by name."""
     if positional:
-        raise InvalidTypeError("a mask function is called with arguments by name.")
+        raise TypeError("a mask function is called with arguments by name.")
     return LazyMask(request)

@@ -20,6 +20,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
+from hf_posenc.errors import InvalidRequestError, RunStoppedError
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.training.checkpoints import PARTIAL, clear_partial, move_into_place
 from hf_posenc.training.launch import Launch
@@ -54,7 +55,7 @@ class BlockTrainer(Trainer):
         self.mark = mark
         launch = Launch.from_environment()
         if launch.fsdp and launch.processes > 1 and not self.is_fsdp_enabled:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"the launch asks for FSDP, but accelerate shares out no weights on {self.args.device.type}. Launch "
                 "with --accelerate-config multi_gpu there."
             )
@@ -147,7 +148,7 @@ class BlockTrainer(Trainer):
             names = {id(parameter): name for name, parameter in inside.named_parameters()}
             weights = {names[id(parameter)]: weights[key] for key, parameter in saved.items() if key in weights}
         if missing := load_shards(inside, weights):
-            raise ValueError(f"{file} lacks {', '.join(missing[:3])}: it was written for another model.")
+            raise InvalidRequestError(f"{file} lacks {', '.join(missing[:3])}: it was written for another model.")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         file = None if checkpoint is None else Path(checkpoint) / OPTIMIZER_NAME
@@ -196,7 +197,7 @@ def check_positions_arrive(trainer: Trainer, model: nn.Module, inputs: dict[str,
             trainer.compute_loss(model, {**block, "position_ids": p.contiguous()}) for p in (positions, other)
         ]
     if losses[0].equal(losses[1]):
-        raise RuntimeError(
+        raise RunStoppedError(
             f"position_ids do not reach the model: with others the loss is {losses[0].item():.6f} just the same. "
             "Something that wraps the model, or its forward, drops them, so packed documents would see each other. "
             "Train the model without that wrapper, or have it pass position_ids on."
@@ -219,7 +220,7 @@ def refuse_not_finite(model: nn.Module, folder: Path, step: int) -> None:
     bad = next((name for name, p in trained if not _local(p).isfinite().all()), None)
     found = [name for name in gather_object([bad]) if name is not None]
     if found:
-        raise RuntimeError(
+        raise RunStoppedError(
             f"weights are not finite after step {step}, {found[0]} first, so no checkpoint of it was written. "
             + ADVICE_NOT_FINITE.format(how_to_go_on(folder, "If the cause is mended otherwise, run"))
         )

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.training.packing import IGNORED
@@ -130,7 +131,7 @@ def chunked_lm_loss(model: Any, rows_per_chunk: int = DEFAULT_ROWS_PER_CHUNK) ->
     """
     base = unwrap(model)
     if getattr(base.config.get_text_config(), "output_router_logits", False):
-        raise ValueError(
+        raise InvalidRequestError(
             "config.output_router_logits is on, but the loss in chunks has no router loss. Set it to False to train."
         )
     with _attributes_kept(base), _attributes_kept(model):
@@ -168,9 +169,9 @@ def _loss_forward(base: PreTrainedModel, body: nn.Module, rows_per_chunk: int) -
         **unused: Any,
     ) -> CausalLMOutputWithPast:
         if labels is None:
-            raise ValueError("the training forward needs labels; it returns the loss and no logits.")
+            raise InvalidRequestError("the training forward needs labels; it returns the loss and no logits.")
         if attention_mask is not None:
-            raise ValueError(
+            raise InvalidRequestError(
                 "an attention mask came with packed documents: Transformers would let them see each other. "
                 "Pass position_ids only."
             )

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from transformers.training_args import TrainingArguments
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.families.sliding_window import check_window
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
@@ -259,16 +260,16 @@ class FinetuneConfig(TrainingArguments):
     def __post_init__(self) -> None:  # not that of TrainingArguments, which sets up devices and process groups
         self.output_dir = os.path.expanduser(str(self.output_dir))
         if not self.output_dir:
-            raise ValueError("output_dir is empty: name the folder the trained model goes to.")
+            raise InvalidRequestError("output_dir is empty: name the folder the trained model goes to.")
         lengths = ("context_length", "original_max_position_embeddings", "seq_len")
         for name, kind in (*((name, ContextLength) for name in lengths), ("token_budget", TokenCount)):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, check_count(name, value, kind))
         if self.seq_len is not None and self.seq_len < 2:
-            raise ValueError(f"seq_len must be at least 2 tokens, got {self.seq_len}.")
+            raise InvalidRequestError(f"seq_len must be at least 2 tokens, got {self.seq_len}.")
         if self.eval_lengths is not None:
             if not isinstance(self.eval_lengths, (list, tuple)):
-                raise TypeError(f"eval_lengths must be a list of lengths in tokens, got {self.eval_lengths!r}.")
+                raise InvalidTypeError(f"eval_lengths must be a list of lengths in tokens, got {self.eval_lengths!r}.")
             self.eval_lengths = [check_count("eval_lengths", n, ContextLength) for n in self.eval_lengths]  # type: ignore[misc]  # an int becomes a ContextLength
         if self.rope_scaling is not None:
             self._read_rope_scaling()
@@ -338,12 +339,12 @@ class FinetuneConfig(TrainingArguments):
             self.resume_from_checkpoint = "true" if word == "true" else None
         named = self.named_checkpoint
         if named is not None and named.resolve().parent != Path(str(self.output_dir)).resolve():
-            raise ValueError(
+            raise InvalidRequestError(
                 f"resume_from_checkpoint {str(given)!r} is no checkpoint of the run in {self.output_dir}. Give a "
                 "folder checkpoint-STEP of that run, or True for its last one."
             )
         if named is not None and self.stages is not None:
-            raise ValueError("stages go on by themselves: give resume_from_checkpoint=True, without a folder.")
+            raise InvalidRequestError("stages go on by themselves: give resume_from_checkpoint=True, without a folder.")
 
     def _read_rope_scaling(self) -> None:
         asked = read_rope_scaling(self.rope_scaling)  # type: ignore[arg-type]  # it is there
@@ -356,12 +357,12 @@ class FinetuneConfig(TrainingArguments):
     def _check_method(self) -> None:
         factor = 1.0 if self.factor is None else self.factor
         if self.factor is not None and self.context_length is not None:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"give factor or context_length, not both (got {self.factor} and {self.context_length}): "
                 "factor is context_length / original length."
             )
         if not isinstance(self.options, dict):
-            raise TypeError(f'options must be a dict such as {{"beta_fast": 16}}, got {self.options!r}.')
+            raise InvalidTypeError(f'options must be a dict such as {{"beta_fast": 16}}, got {self.options!r}.')
         if self.method is not None:
             self.method = get_method(self.method).name
         if self.preset is not None:
@@ -371,7 +372,7 @@ class FinetuneConfig(TrainingArguments):
         # The options of a method that the model brings are checked against that model.
         method = make_method(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
         if self.shifted_sparse_attention and method.runs_in_attention:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"shifted_sparse_attention is for static methods, such as 'yarn' and 'linear': {self.method!r} has an "
                 "attention of its own."
             )
@@ -385,7 +386,7 @@ class FinetuneConfig(TrainingArguments):
         rule = {"method", "options"} if self.preset is not None else set()  # which the preset decides
         changed = [name for name, value in recipe.values.items() if value != usual[name] and name not in rule]
         if changed and all(getattr(self, name) == usual[name] for name in changed):
-            raise ValueError(
+            raise InvalidRequestError(
                 f"recipe {recipe.name!r} is named, but none of its values is set. FinetuneConfig.from_recipe("
                 f"{recipe.name!r}, output_dir=...) sets them."
             )
@@ -396,7 +397,7 @@ class FinetuneConfig(TrainingArguments):
         parse_stages(self.stages, self.token_budget)
         decided = ("factor", "context_length", "preset")
         if given := [name for name in decided if getattr(self, name) is not None]:
-            raise ValueError(f"stages say the target lengths: leave out {' and '.join(given)}.")
+            raise InvalidRequestError(f"stages say the target lengths: leave out {' and '.join(given)}.")
 
     def group(self, seq_len: int) -> int | None:
         """Return the tokens of a group of shifted sparse attention, for blocks of ``seq_len``; None for no groups.
@@ -408,7 +409,7 @@ class FinetuneConfig(TrainingArguments):
             return None
         group = round(seq_len * self.group_share)
         if group < 2:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"group_share {self.group_share} of a block of {seq_len} tokens gives groups of {group}, and they need "
                 "2 at least. LongLoRA takes a quarter of the block."
             )

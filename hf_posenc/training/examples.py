@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.columns import COMPLETION, MESSAGES, PROMPT, Columns
 from hf_posenc.data.reading import tokenize_documents
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.packing import MaskedTokens, Tokens
 
@@ -63,7 +64,7 @@ class ExampleTokenizer:
         if isinstance(document, Mapping):
             document = _read(document, where)
         elif not isinstance(document, (str, torch.Tensor)):
-            raise TypeError(
+            raise InvalidTypeError(
                 f"{where} must be a text, a row of a dataset or a tensor of token ids, got {type(document).__name__}."
             )
         if isinstance(document, (str, torch.Tensor)):
@@ -88,12 +89,12 @@ class ExampleTokenizer:
 
     def _check_options(self, where: str, *, is_chat: bool, has_prompt: bool) -> None:
         if self.assistant_only and not is_chat:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"assistant_only_loss counts the assistant's turns of chats, and {where} is no chat. Leave it out, or "
                 "give chats: a column of messages."
             )
         if self.completion_only and not has_prompt:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"completion_only_loss counts the answers to prompts, and {where} has no prompt. Leave it out, or name "
                 "the columns of prompt and answer when you read them (--text-field question answer)."
                 + (" For chats there is assistant_only_loss (--assistant-only-loss)." if is_chat else "")
@@ -139,7 +140,7 @@ class ExampleTokenizer:
             found = self._applied(document, messages, where, return_assistant_tokens_mask=True)
             tokens = MaskedTokens(torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"]) == 1)
             if any(message["role"] == "assistant" for message in messages) and not tokens.counted.any():
-                raise ValueError(
+                raise InvalidRequestError(
                     f"{where}: the chat template's {{% generation %}} holds none of the assistant's turns. Mend the "
                     f"template ({_TEMPLATES}), or train without assistant_only_loss (--assistant-only-loss)."
                 )
@@ -176,7 +177,7 @@ class ExampleTokenizer:
                 changed = self._applied(document, [{**message, "content": other}], where, tokenize=False)
                 before = with_it[: common_prefix(with_it, changed)]
             if not (text.startswith(with_it) and with_it.startswith(before)):
-                raise ValueError(
+                raise InvalidRequestError(
                     f"{where}: which tokens are the assistant's cannot be told: the chat template has no "
                     f"{{% generation %}}, and what it makes of the chat up to turn {number + 1} is not how it begins "
                     f"the whole chat. Give the tokenizer a template that has it (--chat-template-path FILE; "
@@ -200,14 +201,14 @@ class ExampleTokenizer:
         try:
             return self.tokenizer.apply_chat_template(messages, chat_template=template, tools=tools, **told)
         except Exception as error:  # whatever a template raises
-            raise ValueError(
+            raise InvalidRequestError(
                 f"{where}: the tokenizer's chat template cannot render this chat: {error} Its turns: "
                 f"{', '.join(message['role'] for message in messages)}."
             ) from error
 
     def _template(self, document: Mapping[str, Any], where: str) -> str:
         if self.tokenizer.chat_template is None:
-            raise ValueError(
+            raise InvalidRequestError(
                 "the documents are chats, and the tokenizer has no chat template, as those of base models. Set "
                 "tokenizer.chat_template, to that of the model's instruct version for one (--chat-template-path FILE, "
                 "a Jinja template), or train on a column of texts."
@@ -231,7 +232,7 @@ def _read(row: Mapping[str, Any], where: str) -> Any:
     try:
         return Columns().read(row, where)
     except ValueError as error:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{error} Of rows in memory the names count: text, messages, or prompt and completion; rename the columns."
         ) from error
 
@@ -247,4 +248,4 @@ def _tools(document: Mapping[str, Any], where: str) -> Any:
     try:
         return (json.loads(tools) if tools.strip() else None) or None  # written as JSON, as TRL advises
     except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: column 'tools' is text, but not JSON: {error}.") from error
+        raise InvalidRequestError(f"{where}: column 'tools' is text, but not JSON: {error}.") from error

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.encodings.encoding_installation import refuse_adapter
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.families.sliding_window import KEEP, OFF, window_of_all_layers
 from hf_posenc.methods.registry import DEFAULT_METHOD, make_method, method_names
@@ -119,13 +120,13 @@ def _check_agreement(there: dict[str, Any], model_config: PreTrainedConfig, conf
         window = get_preset(config.preset).window_for(model_config, config.sliding_window)
     wrong |= _other_window(model_config, window)
     if wrong:
-        raise ValueError(
+        raise InvalidRequestError(
             f"the model is extended already: {there['method']}, factor {there['factor']:g}, {there['context_length']} "
             f"tokens, options {there['options']}; asked for: {', '.join(f'{k} {v}' for k, v in wrong.items())}. "
             f"{_ADVICE}."
         )
     if there["original_max_position_embeddings"] is None:
-        raise ValueError(
+        raise InvalidRequestError(
             f"the model is extended already ({there['method']}, factor {there['factor']:g}), and does not say how many "
             "tokens it was trained on. Give original_max_position_embeddings, with method, factor and "
             "on_scaled='replace' (--on-scaled replace)."

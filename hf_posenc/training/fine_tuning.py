@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from hf_posenc.checkpoint.extended import partial_of, save_extended
 from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import Record
 from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.lm_head import check_head
@@ -115,7 +116,7 @@ def finetune(
         RuntimeError: Packed documents would see each other (see ``probe_isolation``).
     """
     if isinstance(tokens_trained, bool) or not isinstance(tokens_trained, int) or tokens_trained < 0:
-        raise ValueError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
+        raise InvalidRequestError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
     folder = Path(str(config.output_dir))
     told = {**config.settings(), **said_of(documents), **(source or {})}
     check_not_the_models_own(folder, _name(model))

@@ -13,6 +13,7 @@ from accelerate.utils import gather_object  # type: ignore[import-untyped]  # ac
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_posenc.errors import RunStoppedError
 from hf_posenc.evaluation.lm_head import decoder_body, token_losses
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.families.discovery import unwrap
@@ -90,14 +91,14 @@ def check_first_loss(
     guessing = math.log(vocab_size)
     near_guessing = f", about that of guessing ({guessing:.2f})" if loss >= _GUESSING * guessing else ""
     if expected is not None and abs(loss - expected) > tolerance * expected:
-        raise RuntimeError(
+        raise RunStoppedError(
             f"the first training loss is {loss:.4f} nats per token{near_guessing}, but outside of the trainer the "
             f"same tokens give {expected:.4f}: positions were not applied, or labels or weights are not what they "
             "should be. Something between the data and the model drops or changes position_ids or labels, or "
             f"weights were lost when the model was wrapped. {_ADVICE}"
         )
     if expected is None and near_guessing and known is not None and known < 0.5 * loss:
-        raise RuntimeError(
+        raise RunStoppedError(
             f"the first training loss is {loss:.2f} nats per token{near_guessing}, but before training the same model "
             f"read held-out text at {known:.2f}: positions were not applied, weights were lost when the model was "
             f"wrapped, or the training texts are none. {_ADVICE}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from transformers import PreTrainedModel
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method
 from hf_posenc.patching.api import describe, extension_of
@@ -61,7 +62,7 @@ def choose_base(target: int, rope_theta: float) -> Base:
     """
     fit = [base for base in BASES if base.length >= target and base.rope_theta > rope_theta]
     if not fit:
-        raise ValueError(
+        raise InvalidRequestError(
             f"no base was published for {target} tokens and a model of base {rope_theta:g} (the longest: "
             f"{BASES[-1].length} tokens, {BASES[-1].rope_theta:g}). Give it: --option rope_theta=..."
         )

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_posenc.attention.masks import inner_name
+from hf_posenc.errors import InvalidRequestError, MissingPackageError
 from hf_posenc.methods.registry import make_method, method_names
 from hf_posenc.training.checkpoints import last_checkpoint
 from hf_posenc.training.config import FinetuneConfig
@@ -236,11 +237,13 @@ def check_levers(
         ImportError: The optimizer is of a package that is not installed.
     """
     if is_of_bitsandbytes(str(config.optim)) and find_spec("bitsandbytes") is None:
-        raise ImportError(f"--optim {config.optim} needs a package that is not installed: pip install bitsandbytes")
+        raise MissingPackageError(
+            f"--optim {config.optim} needs a package that is not installed: pip install bitsandbytes"
+        )
     known = seq_len or config.seq_len or config.context_length
     levers = Levers(config, launch or Launch.from_environment(), attention, quantised, known, runs_in_attention)
     words = {"config": config, "launch": levers.launch, "attention": attention, "seq_len": known}
     words["method"] = config.method or "the model's rule"
     for rule in RULES:
         if rule.holds(levers):
-            raise ValueError(rule.message.format(**words))
+            raise InvalidRequestError(rule.message.format(**words))

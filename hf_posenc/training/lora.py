@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.extended import peft_renamed_attribute
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.training.config import FinetuneConfig
 
 
@@ -60,17 +61,17 @@ def check_trainable(model: Any, lora: bool) -> None:
             weights are quantised.
     """
     if is_adapted(model) and lora:
-        raise ValueError(
+        raise InvalidRequestError(
             "the model has adapters already. Merge them first, model = model.merge_and_unload(), or go on training "
             "them: load them by PeftModel.from_pretrained(base, folder, is_trainable=True) and leave lora out."
         )
     trains_quantised = getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False)
     if getattr(model, "is_quantized", False) and not (lora or is_adapted(model) or trains_quantised):
-        raise ValueError(
+        raise InvalidRequestError(
             "the model's weights are quantised, so they cannot be trained. Train adapters on them: lora=True (--lora)."
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
+        raise InvalidRequestError(
             "the model has no trainable parameters: all are frozen, as those of an adapter loaded for inference are. "
             "Merge an adapter first, model = model.merge_and_unload(), or load it by "
             "PeftModel.from_pretrained(base, folder, is_trainable=True)."
@@ -107,7 +108,7 @@ def attention_linears(model: nn.Module) -> list[str]:
         if isinstance(child, nn.Linear)
     }
     if not names:
-        raise ValueError(
+        raise InvalidRequestError(
             f"LoRA: {type(model).__name__} has no nn.Linear inside a module named ...Attention. "
             "Wrap the model by peft.get_peft_model yourself and pass it with lora=False."
         )

@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch.utils.data import Dataset
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.training.positions import FULL, PositionSchedule
 
 logger = logging.getLogger(__name__)
@@ -108,9 +109,9 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         positions: PositionSchedule | None = None,
     ) -> None:
         if seq_len < 2:
-            raise ValueError(f"seq_len must be at least 2 tokens, got {seq_len}: one token predicts nothing.")
+            raise InvalidRequestError(f"seq_len must be at least 2 tokens, got {seq_len}: one token predicts nothing.")
         if len(documents) == 0:
-            raise ValueError("there are no documents to train on.")
+            raise InvalidRequestError("there are no documents to train on.")
         order = torch.randperm(len(documents), generator=torch.Generator().manual_seed(seed)).tolist()
         ended = [_ended(documents[index], index, eos_token_id) for index in order]
         lengths = torch.tensor([len(document) for document in ended])
@@ -132,7 +133,7 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         labelled = (self.counted & ~self.starts_document)[places].view(-1, self.seq_len)[:, 1:]
         self.kept = labelled.any(1).nonzero().flatten().tolist()
         if not self.kept:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"none of the {len(self.stream):,} tokens to train on counts in the loss: all of them are "
                 "prompts, or turns of others than the assistant. Give longer answers, or let all tokens count."
             )
@@ -266,10 +267,10 @@ def check_ids(documents: Sequence[torch.Tensor], vocab_size: int, kind: str = "d
     """
     for index, document in enumerate(documents):
         if document.is_floating_point() or document.is_complex() or document.dtype == torch.bool:
-            raise TypeError(f"{kind} {index} must hold token ids (int64), got {document.dtype}.")
+            raise InvalidTypeError(f"{kind} {index} must hold token ids (int64), got {document.dtype}.")
         wrong = document[(document < 0) | (document >= vocab_size)]
         if wrong.numel():
-            raise ValueError(
+            raise InvalidRequestError(
                 f"{kind} {index} holds token id {int(wrong[0])}, but the model's vocabulary has {vocab_size} ids, 0 to "
                 f"{vocab_size - 1}. Tokenize it with the tokenizer this model was trained with."
             )
@@ -279,7 +280,7 @@ def _ended(document: Tokens, index: int, eos_token_id: int | None) -> MaskedToke
     """Return a document with its end-of-sequence token, and its mask."""
     ids = ids_of(document)
     if ids.ndim != 1 or len(ids) == 0:
-        raise ValueError(f"document {index} must be a 1-D tensor of token ids, got shape {tuple(ids.shape)}.")
+        raise InvalidRequestError(f"document {index} must be a 1-D tensor of token ids, got shape {tuple(ids.shape)}.")
     if isinstance(document, MaskedTokens):
         return document
     ids = ids.to(dtype=torch.int64, device="cpu")

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.documents import Document, bos_token_id, select_documents, to_token_ids
 from hf_posenc.evaluation.facts import hash_weights
@@ -70,11 +71,11 @@ class PerplexityCallback(TrainerCallback):
         **settings: Any,
     ) -> None:
         if unknown := sorted(settings.keys() - set(_SETTINGS)):
-            raise TypeError(f"PerplexityCallback takes no {', '.join(unknown)}. Known: {', '.join(_SETTINGS)}.")
+            raise InvalidTypeError(f"PerplexityCallback takes no {', '.join(unknown)}. Known: {', '.join(_SETTINGS)}.")
         if protocol not in _PROTOCOLS:
-            raise ValueError(f"protocol must be one of {', '.join(_PROTOCOLS)}, got {protocol!r}.")
+            raise InvalidRequestError(f"protocol must be one of {', '.join(_PROTOCOLS)}, got {protocol!r}.")
         if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-            raise ValueError(
+            raise InvalidRequestError(
                 "PerplexityCallback needs the whole model in every process, which FSDP and ZeRO-3 do not leave there. "
                 "Train with DDP (--accelerate-config multi_gpu), or measure saved checkpoints: hf-posenc eval FOLDER."
             )
@@ -106,7 +107,7 @@ class PerplexityCallback(TrainerCallback):
     ) -> None:
         best = (args.metric_for_best_model or "").removeprefix("eval_")
         if best in map(_name, self.context_lengths) and args.greater_is_better:  # Trainer's default for such a name
-            raise ValueError(
+            raise InvalidRequestError(
                 f"metric_for_best_model is {best!r} and greater_is_better is True, which would keep the worst model. "
                 "Pass TrainingArguments(greater_is_better=False)."
             )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import FULL_ATTENTION
 from hf_posenc.methods.base import DistanceMethod
 from hf_posenc.methods.registry import methods
@@ -58,7 +59,7 @@ class PositionSchedule:
 
     def __post_init__(self) -> None:
         if self.kind != FULL and self.target_length <= self.original_length:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"position_schedule {self.kind!r} skips positions up to the target, but the target is "
                 f"{self.target_length} tokens and the model was trained on {self.original_length}. Raise factor or "
                 "context_length, or train with position_schedule 'full'."
@@ -149,7 +150,7 @@ def check_rule(kind: str, method: str | None) -> None:
         ValueError: The two cannot go together.
     """
     if kind != FULL and method in methods() and issubclass(methods()[method], DistanceMethod):
-        raise ValueError(
+        raise InvalidRequestError(
             f"position_schedule {kind!r} skips positions, and {method!r} counts distances in tokens: the two cannot be "
             "trained together. Take position_schedule 'full', or a rule that reads positions as they are, such as "
             "'yarn' or 'dynamic_yarn'."
@@ -173,7 +174,7 @@ def make_position_schedule(
     kind = config.position_schedule
     check_rule(kind, description["method"])
     if kind != FULL and window is not None and window < target:
-        raise ValueError(
+        raise InvalidRequestError(
             f"position_schedule {kind!r} skips positions, and every layer has a sliding window of {window} tokens: "
             "what stands before a longer skip would never be seen. Take position_schedule 'full', or sliding_window "
             "'off'."
@@ -181,17 +182,17 @@ def make_position_schedule(
     schedule = PositionSchedule(kind, original, target, config.pose_chunks, config.short_share, config.seed)
     seq_len = block_length(config, schedule)
     if seq_len > target:
-        raise ValueError(
+        raise InvalidRequestError(
             f"seq_len {seq_len} is longer than the target length, {target} tokens: the model would be trained "
             "past what it is extended to. Give at most the target, or raise factor or context_length."
         )
     if kind != FULL and seq_len == target:
-        raise ValueError(
+        raise InvalidRequestError(
             f"position_schedule {kind!r} has nothing to skip in blocks of seq_len {seq_len}, the target length. Leave "
             f"seq_len out for the original length, {original} tokens, or take position_schedule 'full'."
         )
     if kind == POSE and config.pose_chunks > seq_len:
-        raise ValueError(f"pose_chunks must be at most seq_len, {seq_len} tokens, got {config.pose_chunks}.")
+        raise InvalidRequestError(f"pose_chunks must be at most seq_len, {seq_len} tokens, got {config.pose_chunks}.")
     return schedule
 
 

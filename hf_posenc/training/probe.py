@@ -11,6 +11,7 @@ import torch
 
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.attention.shifted import shift_of
+from hf_posenc.errors import RunStoppedError
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.patching.api import extension_of
@@ -63,11 +64,11 @@ def probe_isolation(model: Any, batch_size: int = 1, positions: PositionSchedule
     finally:
         model.train(was_training)
     if joined == 0:
-        raise RuntimeError(
+        raise RunStoppedError(
             f"the document probe cannot tell: with attn_implementation {attention!r} no token sees an earlier one."
         )
     if not apart <= _LEAK * joined:
-        raise RuntimeError(
+        raise RunStoppedError(
             f"packed documents see each other with attn_implementation {attention!r} and {batch_size} blocks per step: "
             f"changing one moved the logits of the next by {apart:.3g} ({joined:.3g} without any boundary). "
             "Something adds an attention mask or a cache, or this implementation does not read position_ids; "
@@ -101,7 +102,7 @@ def _check_skip(model: Any, attention: str, position_ids: torch.Tensor, joined: 
     border = int((position_ids[0].diff() > 1).nonzero()[0]) + 1
     seen = _movement(model, position_ids, border)
     if not seen > _UNSEEN * joined:
-        raise RuntimeError(
+        raise RunStoppedError(
             f"with attn_implementation {attention!r} a token does not see the tokens of its own document that stand "
             f"before a skip of positions: changing them moved its logits by {seen:.3g} ({joined:.3g} without a skip). "
             "Nothing long would be learnt. Load the model with attn_implementation='sdpa', or take position_schedule "

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.training.checkpoints import by_step, clear_partial, last_checkpoint, problem_of
 from hf_posenc.training.train_log import LOSS_LOG, read_log
 from hf_posenc.utils.files import write_whole
@@ -27,7 +28,7 @@ def check_not_the_models_own(folder: Path, base_model: str) -> None:
         ValueError: They are the same folder.
     """
     if base_model and Path(base_model).exists() and Path(base_model).resolve() == folder.resolve():
-        raise ValueError(
+        raise InvalidRequestError(
             f"output_dir {str(folder)!r} is the folder the model was loaded from. Give another, so that the original "
             "is kept."
         )
@@ -55,20 +56,20 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool, named: Pat
     """
     file, found = folder / _SETTINGS, by_step(folder)
     if not file.is_file() and found:
-        raise ValueError(f"{folder} holds checkpoints of another program. Choose an empty output_dir.")
+        raise InvalidRequestError(f"{folder} holds checkpoints of another program. Choose an empty output_dir.")
     if not file.is_file() or (not found and not read_log(folder / LOSS_LOG)):
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(settings, indent=2) + "\n")
         clear_partial(folder)
         return None
     if not resume:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{folder} holds a run already. Pass resume_from_checkpoint=True (--resume-from-checkpoint) to go on with "
             "it, or another output_dir."
         )
     _check_same(_read_settings(file), settings, folder)
     if named is not None and (problem := problem_of(named)) is not None:
-        raise ValueError(f"resume_from_checkpoint: {named} cannot be gone on from: {problem}.")
+        raise InvalidRequestError(f"resume_from_checkpoint: {named} cannot be gone on from: {problem}.")
     checkpoint, damaged = last_checkpoint(folder) if named is None else (named, [])
     _tell_damaged(folder, checkpoint, damaged)
     clear_partial(folder)
@@ -80,7 +81,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
     try:
         settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{file}, the settings the run was started with, is damaged ({error}): whether this is the same run cannot "
             "be told. Choose another output_dir."
         ) from error
@@ -90,7 +91,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
 def _check_same(there: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
     differing = [name for name in {**there, **settings} if there.get(name) != settings.get(name)]
     if differing:
-        raise ValueError(
+        raise InvalidRequestError(
             f"the run in {folder} was started with other settings: "
             + "; ".join(f"{name} was {there.get(name)!r}, is now {settings.get(name)!r}" for name in differing)
             + ". Resume with the same ones, or choose another output_dir."
@@ -99,7 +100,7 @@ def _check_same(there: dict[str, Any], settings: dict[str, Any], folder: Path) -
 
 def _tell_damaged(folder: Path, checkpoint: Path | None, damaged: list[str]) -> None:
     if damaged and checkpoint is None:
-        raise ValueError(
+        raise InvalidRequestError(
             f"no checkpoint in {folder} is whole: {'; '.join(damaged)}. Delete them to train from the beginning with "
             "--resume-from-checkpoint (resume_from_checkpoint=True), or choose another output_dir."
         )

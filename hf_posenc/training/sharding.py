@@ -10,6 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hf_posenc.errors import RunStoppedError
+
 _Kept = dict[nn.Module, tuple[type[nn.Module], dict[str, Any], dict[str, torch.Size]]]
 
 
@@ -56,7 +58,7 @@ def make_whole(model: nn.Module, before: _Kept, dtypes: Mapping[str, torch.dtype
             held.update(kept)
             vars(module)[name] = held
         if _shapes(module) != shapes:
-            raise RuntimeError(
+            raise RunStoppedError(
                 f"the trained weights of {kind.__name__} could not be put together: {_shapes(module)} instead of "
                 f"{shapes}. The last checkpoint in the output folder has them, in its engine's own format."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.training.packing import PackedDataset
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class WholeBlocks(PackedDataset):
         vars(self).update(vars(packed))
         self.kept = [packed.kept[index] for index in range(len(packed)) if len(packed.pieces(index)) == 1]
         if not self.kept:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"context parallelism cannot keep packed documents apart, and none of the {len(packed)} blocks of "
                 f"{packed.seq_len} tokens holds a piece of one document only. Train on documents of at least twice "
                 "seq_len, lower seq_len, or launch without context parallelism (--accelerate-config fsdp2)."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.utils.units import ContextLength, TokenCount, length_name
 
 
@@ -40,10 +41,12 @@ def parse_stages(words: Sequence[str], token_budget: int) -> list[Stage]:
         ValueError: A word that cannot be read, budgets for some only, or lengths that do not rise.
     """
     if isinstance(words, str) or not all(isinstance(word, str) for word in words) or not words:
-        raise TypeError(f'stages must be a list of LENGTH:BUDGET, such as ["16k:500k", "32k:500k"], got {words!r}.')
+        raise InvalidTypeError(
+            f'stages must be a list of LENGTH:BUDGET, such as ["16k:500k", "32k:500k"], got {words!r}.'
+        )
     pairs = [word.partition(":") for word in words]
     if len({bool(colon) for _, colon, _ in pairs}) > 1:
-        raise ValueError(f"stages: give every stage a budget or none, got {' '.join(words)!r}.")
+        raise InvalidRequestError(f"stages: give every stage a budget or none, got {' '.join(words)!r}.")
     stages = []
     for number, (length, colon, budget) in enumerate(pairs, 1):
         try:
@@ -51,10 +54,10 @@ def parse_stages(words: Sequence[str], token_budget: int) -> list[Stage]:
             stages.append(Stage(number, ContextLength(length), tokens))
         except ValueError as error:
             word = words[number - 1]
-            raise ValueError(f"stages: {word!r} is not LENGTH:BUDGET, such as 16k:500k ({error}).") from None
+            raise InvalidRequestError(f"stages: {word!r} is not LENGTH:BUDGET, such as 16k:500k ({error}).") from None
     lengths = [stage.length for stage in stages]
     if lengths != sorted(set(lengths)) or lengths[0] < 1:
-        raise ValueError(f"stages: the lengths must rise, got {', '.join(map(str, lengths))} tokens.")
+        raise InvalidRequestError(f"stages: the lengths must rise, got {', '.join(map(str, lengths))} tokens.")
     return stages
 
 
@@ -70,13 +73,13 @@ def check_stages(stages: Sequence[Stage], original: int, tokens_per_step: Sequen
         ValueError: A length within the original, or a budget below one step.
     """
     if stages[0].length <= original:
-        raise ValueError(
+        raise InvalidRequestError(
             f"stages: the model was trained on {original} tokens, and {stages[0].length} are not beyond them. Begin "
             "with a longer one."
         )
     for stage, step in zip(stages, tokens_per_step, strict=True):
         if stage.token_budget < step:
-            raise ValueError(
+            raise InvalidRequestError(
                 f"stages: {stage.token_budget} tokens for the stage of {stage.length} are less than one step, {step} "
                 "tokens. Give it more, or lower gradient_accumulation_steps, per_device_train_batch_size or seq_len."
             )

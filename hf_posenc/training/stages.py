@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.checkpoint.pretrained import load_weights
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import Record
 from hf_posenc.patching.api import describe, is_patched, unpatch_model
 from hf_posenc.training.card import TrainedStage
@@ -109,7 +110,9 @@ def train_stages(
         try:
             check(model, one)
         except ValueError as error:
-            raise ValueError(f"stages: the stage of {stage.length} tokens cannot be trained: {error}") from error
+            raise InvalidRequestError(
+                f"stages: the stage of {stage.length} tokens cannot be trained: {error}"
+            ) from error
     results: list[StageResult] = []
     done: list[TrainedStage] = []
     trained: Any = model
@@ -158,13 +161,13 @@ def original_length(model: PreTrainedModel, config: FinetuneConfig) -> int:
     """
     there = describe(model)
     if there["method"] != "none" and config.on_scaled != "replace":
-        raise ValueError(
+        raise InvalidRequestError(
             f"stages: the model is extended already ({there['method']}, factor {there['factor']:g}), and every stage "
             "extends it anew. Call unpatch_model(model) first, or give on_scaled='replace' (--on-scaled replace)."
         )
     original = config.original_max_position_embeddings or there["original_max_position_embeddings"]
     if original is None:
-        raise ValueError(
+        raise InvalidRequestError(
             "stages: the model does not say what it was trained on: give original_max_position_embeddings."
         )
     return int(original)
@@ -194,7 +197,7 @@ def _settings(stage: Stage, config: FinetuneConfig, original: int, lengths: list
 
 def _refuse_single_run(folder: Path) -> None:
     if read_log(folder / LOSS_LOG):
-        raise ValueError(f"{folder} holds a run without stages. Choose another output_dir.")
+        raise InvalidRequestError(f"{folder} holds a run without stages. Choose another output_dir.")
 
 
 def refuse_staged_run(folder: Path) -> None:
@@ -204,7 +207,7 @@ def refuse_staged_run(folder: Path) -> None:
         ValueError: There is one.
     """
     if found := sorted(folder.glob(f"stage-*/{LOSS_LOG}")):
-        raise ValueError(
+        raise InvalidRequestError(
             f"{folder} holds a run in stages ({found[0].parent.name}, ...). Give the same stages and "
             "resume_from_checkpoint=True (--resume-from-checkpoint) to go on with it, or another output_dir."
         )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.examples import ExampleTokenizer
@@ -112,7 +113,7 @@ def _eos(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
             "learn where a text ends. Set tokenizer.eos_token to the one the model was trained with."
         )
     elif not 0 <= eos < vocab_size:
-        raise ValueError(
+        raise InvalidRequestError(
             f"the tokenizer's eos_token_id is {eos}, but the model's vocabulary has {vocab_size} ids: they do not "
             "belong together, or model.resize_token_embeddings(len(tokenizer)) is missing."
         )
@@ -134,7 +135,7 @@ def _split(
     else:
         tokens = read_stream(tokenizer, documents, original, config, holds_out)
     if not tokens:
-        raise ValueError("there are no documents to train on.")
+        raise InvalidRequestError("there are no documents to train on.")
     held: list[Tokens] = []
     if holds_out:
         tokens, held = hold_out(tokens, longest)
@@ -198,7 +199,9 @@ def to_token_ids(
         ValueError: As ``ExampleTokenizer``, or no token of any document counts in the loss.
     """
     if isinstance(documents, (str, torch.Tensor, MaskedTokens, Mapping)):
-        raise TypeError("documents must be a list of texts, rows or token id tensors; put a single one in a list.")
+        raise InvalidTypeError(
+            "documents must be a list of texts, rows or token id tensors; put a single one in a list."
+        )
     tokenize = ExampleTokenizer(tokenizer, config)
     tokens = [tokenize(document, f"document {number}") for number, document in enumerate(documents)]
     counting = [document for document in tokens if _counts(document)]
@@ -212,7 +215,7 @@ def _counts(document: Tokens) -> bool:
 
 def _tell_left_out(without: int, counting: int) -> None:
     if without and not counting:
-        raise ValueError(
+        raise InvalidRequestError(
             f"none of the {without} documents has a token that counts in the loss: no answers, or no turns of the "
             "role 'assistant'. Mend the data, or train on all tokens, without assistant_only_loss "
             "(--assistant-only-loss) and with completion_only_loss=False (--completion-only-loss false)."
@@ -246,21 +249,21 @@ def check_enough_text(
     """
     empty = [index for index, document in enumerate(train_ids) if document.numel() == 0]
     if empty:
-        raise ValueError(
+        raise InvalidRequestError(
             f"{len(empty)} of {len(train_ids)} documents to train on hold no token, document {empty[0]} first. Leave "
             "them out; a single document must be long enough for a part to be held out, or eval_documents be 0 "
             "(--eval-documents 0)."
         )
     tokens = sum(document.numel() for document in train_ids)
     if tokens + len(train_ids) < seq_len:  # each may get an end-of-sequence token
-        raise ValueError(
+        raise InvalidRequestError(
             f"the {_count(train_ids)} to train on hold {tokens:,} tokens in all, {100 * tokens / seq_len:.1f} % of one "
             f"block of {seq_len:,}: the model would read the same words over and over within a block. Give more text, "
             "or a smaller seq_len (--seq-len)."
         )
     reach = max((len(document) for document in held_out), default=0)
     if config.eval_documents and reach < lengths[0]:
-        raise ValueError(
+        raise InvalidRequestError(
             f"nothing can be measured: the longest held-out text has {reach:,} tokens, the shortest length to be "
             f"measured is {lengths[0]:,}. Give longer documents, shorter lengths (--eval-lengths), or train without "
             "measuring: eval_documents=0 (--eval-documents 0)."

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, MissingFileError
 from hf_posenc.spec import did_you_mean
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.utils.files import write_whole
@@ -43,11 +44,11 @@ def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise FileNotFoundError(f"--config: there is no file {str(path)!r}.")
+        raise MissingFileError(f"--config: there is no file {str(path)!r}.")
     try:
         given = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML file: {error}") from None
+        raise InvalidRequestError(f"{path} is no TOML file: {error}") from None
     hints = {name: hint for one in known for name, hint in get_type_hints(one).items()}
     fields = {field.name for one in known for field in dataclasses.fields(one)} - (
         _NOT_IN_FILES - {"resume_from_checkpoint"}
@@ -56,11 +57,11 @@ def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
     for key, value in given.items():
         name = key.replace("-", "_")
         if name in found:
-            raise ValueError(f"{path}: {name} is there twice.")
+            raise InvalidRequestError(f"{path}: {name} is there twice.")
         if name == "options":
             found[name] = _options(value, path)
         elif name not in fields:
-            raise ValueError(f"{path}: unknown key {key!r}.{_hint(name, fields)}")
+            raise InvalidRequestError(f"{path}: unknown key {key!r}.{_hint(name, fields)}")
         else:
             found[name] = _value(value, hints[name], name, path)
     return found
@@ -97,7 +98,7 @@ def _toml(value: Any) -> str:
         return "{" + ", ".join(f"{_toml_key(name)} = {_toml(one)}" for name, one in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    raise TypeError(f"TOML file: no way to write {value!r} ({type(value).__name__}).")
+    raise InvalidTypeError(f"TOML file: no way to write {value!r} ({type(value).__name__}).")
 
 
 def _toml_key(name: str) -> str:
@@ -111,7 +112,7 @@ def _hint(name: str, fields: set[str]) -> str:
 
 def _options(value: Any, path: str | Path) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise TypeError(f"{path}: options must be a table, [options], of the method's options, got {value!r}.")
+        raise InvalidTypeError(f"{path}: options must be a table, [options], of the method's options, got {value!r}.")
     return {name.replace("-", "_"): one for name, one in value.items()}
 
 
@@ -137,11 +138,11 @@ def _as(hint: Any, value: Any) -> Any:
         return _as(next(fitting, kinds[0]), value)
     if origin is Literal:
         if value not in arguments:
-            raise ValueError(f"must be one of {', '.join(map(str, arguments))}, got {value!r}.")
+            raise InvalidRequestError(f"must be one of {', '.join(map(str, arguments))}, got {value!r}.")
         return value
     if origin is list:
         if not isinstance(value, list):
-            raise TypeError(f"must be a list, got {value!r}.")
+            raise InvalidTypeError(f"must be a list, got {value!r}.")
         return [_as(arguments[0], one) for one in value]
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if hint in (ContextLength, TokenCount) and (is_whole or isinstance(value, str)):
@@ -155,7 +156,7 @@ def _as(hint: Any, value: Any) -> Any:
     if isinstance(hint, type) and issubclass(hint, Enum) and isinstance(value, str):  # which the config checks
         return value
     words = {float: "a number", str: "a word in quotes", bool: "true or false", int: "a whole number"}
-    raise TypeError(f"must be {words.get(hint, _TOKENS)}, got {value!r}.")
+    raise InvalidTypeError(f"must be {words.get(hint, _TOKENS)}, got {value!r}.")
 
 
 def settings_besides_flags(told: argparse.Namespace, known: Sequence[type]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_posenc.errors import RunStoppedError
 from hf_posenc.training.writing import how_to_go_on
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_whole
@@ -60,7 +61,7 @@ class LossLog(TrainerCallback):
         loss, norm = float(logs["loss"]), float(logs.get("grad_norm", 0.0))
         for what, value in (("loss", loss), ("gradient's norm", norm)):
             if not math.isfinite(value):  # in every process: it is that of all, and one alone would leave them waiting
-                raise RuntimeError(
+                raise RunStoppedError(
                     f"the {what} of step {state.global_step} is {value}, so no checkpoint of it is written. "
                     + ADVICE_NOT_FINITE.format(how_to_go_on(self.path.parent, "If the cause is mended otherwise, run"))
                 )

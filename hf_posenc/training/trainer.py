@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, ProgressCallback, TrainerCallback, Tra
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint.extended import write_extension
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.training.block_trainer import BlockTrainer
@@ -72,7 +73,7 @@ def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDa
     per_step = tokens_per_step(args, packed)
     args.max_steps = config.token_budget // per_step
     if args.max_steps == 0:
-        raise ValueError(
+        raise InvalidRequestError(
             f"token_budget {config.token_budget} is less than one step, {per_step} tokens. Give it more, or lower "
             "gradient_accumulation_steps, per_device_train_batch_size or seq_len."
         )
