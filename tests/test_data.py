@@ -128,7 +128,7 @@ def test_a_folder_of_datasets_has_chats_too(tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text(json.dumps({"messages": chat, "id": 1}) + "\n")
     assert list(DocumentStream(tmp_path / "data")) == [{"messages": chat}]
-    with pytest.raises(ValueError, match=r"holds chats, and texts are measured here.* text_field="):
+    with pytest.raises(ValueError, match=r"holds chats, and texts are measured here.* with text_field\."):
         read_documents(tmp_path / "data")
 
 

@@ -21,7 +21,7 @@ from hf_posenc.cli.main import main
         ("--protocol last_k --last-k 0", "less than the shortest context length, got 0 and 128"),
         ("--min-tokens 64", r"--min-tokens (64) is less than the longest context length (512)"),
         ("--protocol sliding_window --min-tokens 0", "--min-tokens must be at least 1, got 0"),
-        ("--protocol longlora --stride 64 --cut", "protocol 'longlora' joins all documents: leave cut"),
+        ("--protocol longlora --stride 64 --cut", "protocol 'longlora' joins all documents: leave --cut"),
         ("--max-tokens 100", r"--max-tokens (100) must not be less than the longest context length (512)"),
         ("--max-documents 0", "--max-documents must be at least 1, got 0"),
         ("--protocol yarn --bos prepended", "protocol 'yarn' has a rule of its own for BOS tokens"),

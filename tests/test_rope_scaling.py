@@ -102,7 +102,7 @@ def test_a_length_can_say_how_far() -> None:
         ({}, ValueError, r"has no rope_type \(or type\). One of linear, dynamic, yarn, llama3, longrope, su is needed"),
         ({"rope_type": "yarn", "type": "linear", "factor": 2}, ValueError, "has linear and yarn as its type"),
         ({"rope_type": "yarm", "factor": 2}, ValueError, "can be linear, dynamic, .* Did you mean 'yarn'"),
-        ({"rope_type": "dca", "factor": 2}, ValueError, "Other methods of hf_posenc are named by method="),
+        ({"rope_type": "dca", "factor": 2}, ValueError, "Other methods are named by method, not here"),
         ({"rope_type": "yarn", "factr": 2}, ValueError, "has no 'factr'. Did you mean 'factor'"),
         ({"rope_type": "linear", "beta_fast": 2}, ValueError, "of type 'linear' has no 'beta_fast'"),
         ({**YARN, "rope_theta": 1e6}, ValueError, "has rope_theta 1000000.0, and the model has 10000.0: .*abf"),

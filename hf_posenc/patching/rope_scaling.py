@@ -113,7 +113,7 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
         )
     [rule] = types
     if rule not in _RULES:
-        hint = did_you_mean(rule.lower(), _RULES) or " Other methods of hf_posenc are named by method=, not here."
+        hint = did_you_mean(rule.lower(), _RULES) or f" Other methods are named by {argument('method')}, not here."
         raise InvalidRequestError(
             f"{argument('rope_scaling')} has rope_type {rule!r}; it can be {', '.join(_RULES)}.{hint}"
         )
