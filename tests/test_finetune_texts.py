@@ -56,7 +56,7 @@ def test_an_empty_dataset(run_base: Path, tmp_path: Path, capsys: pytest.Capture
             [200, 200, 31],
             [],
             "nothing can be measured: the longest held-out text has 31 tokens, the shortest length to be measured is "
-            "32. Give longer documents, shorter lengths (--eval-lengths), or train without measuring: "
+            "32. Give longer documents, shorter --eval-lengths, or train without measuring: "
             "--eval-documents 0.",
         ),
         ([400, 60], ["--eval-lengths", "64"], "nothing can be measured: the longest held-out text has 60 tokens, "),
@@ -84,7 +84,7 @@ def test_documents_shorter_than_a_block_are_counted(
     said = (
         "all 10 documents are shorter than a block of 128 tokens: the longest has 96 and fills 75.0 % of one, the mean "
         "44.4 %. Blocks are packed from several, which do not see each other, and no distance beyond 96 tokens is "
-        "learned. Give longer documents, or a smaller seq_len (--seq-len)."
+        "learned. Give longer documents, or a smaller --seq-len."
     )
     argv = words(run_base, source, tmp_path / "run", "--eval-documents", "0")
     assert main(argv) == 0

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.columns import COMPLETION, MESSAGES, PROMPT, Columns
 from hf_posenc.data.reading import tokenize_documents
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.packing import MaskedTokens, Tokens
 
@@ -90,14 +90,17 @@ class ExampleTokenizer:
     def _check_options(self, where: str, *, is_chat: bool, has_prompt: bool) -> None:
         if self.assistant_only and not is_chat:
             raise InvalidRequestError(
-                f"assistant_only_loss counts the assistant's turns of chats, and {where} is no chat. Leave it out, or "
+                f"{argument('assistant_only_loss')} counts the assistant's turns of chats, and {where} is no chat. "
+                "Leave it out, or "
                 "give chats: a column of messages."
             )
         if self.completion_only and not has_prompt:
             raise InvalidRequestError(
-                f"completion_only_loss counts the answers to prompts, and {where} has no prompt. Leave it out, or name "
-                "the columns of prompt and answer when you read them (--text-field question answer)."
-                + (" For chats there is assistant_only_loss (--assistant-only-loss)." if is_chat else "")
+                f"{argument('completion_only_loss')} counts the answers to prompts, and {where} has no prompt. Leave "
+                "it out, or name "
+                "the columns of prompt and answer when you read them "
+                f"({argument('text_field', ['question', 'answer'])})."
+                + (f" For chats there is {argument('assistant_only_loss')}." if is_chat else "")
             )
 
     def _prompted_text(self, document: Mapping[str, str], where: str) -> tuple[MaskedTokens, list[int]]:
@@ -142,7 +145,7 @@ class ExampleTokenizer:
             if any(message["role"] == "assistant" for message in messages) and not tokens.counted.any():
                 raise InvalidRequestError(
                     f"{where}: the chat template's {{% generation %}} holds none of the assistant's turns. Mend the "
-                    f"template ({_TEMPLATES}), or train without assistant_only_loss (--assistant-only-loss)."
+                    f"template ({_TEMPLATES}), or train without {argument('assistant_only_loss')}."
                 )
             return tokens
         return self._by_what_turns_add(document, messages, where)
@@ -181,7 +184,7 @@ class ExampleTokenizer:
                     f"{where}: which tokens are the assistant's cannot be told: the chat template has no "
                     f"{{% generation %}}, and what it makes of the chat up to turn {number + 1} is not how it begins "
                     f"the whole chat. Give the tokenizer a template that has it (--chat-template-path FILE; "
-                    f"{_TEMPLATES}), or train without assistant_only_loss (--assistant-only-loss)."
+                    f"{_TEMPLATES}), or train without {argument('assistant_only_loss')}."
                 )
             characters = range(len(before), len(with_it))  # of which a tokenizer may drop some, blanks for one
             ends = [

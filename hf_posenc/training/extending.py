@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.attention.masks import inner_name
 from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.encodings.encoding_installation import refuse_adapter
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.families.sliding_window import KEEP, OFF, window_of_all_layers
 from hf_posenc.methods.registry import DEFAULT_METHOD, make_method, method_names
@@ -128,8 +128,8 @@ def _check_agreement(there: dict[str, Any], model_config: PreTrainedConfig, conf
     if there["original_max_position_embeddings"] is None:
         raise InvalidRequestError(
             f"the model is extended already ({there['method']}, factor {there['factor']:g}), and does not say how many "
-            "tokens it was trained on. Give original_max_position_embeddings, with method, factor and "
-            "on_scaled='replace' (--on-scaled replace)."
+            f"tokens it was trained on. Give {argument('original_max_position_embeddings')}, with method, factor and "
+            f"{argument('on_scaled', 'replace')}."
         )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.checkpoint.pretrained import load_weights
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation import Record
 from hf_posenc.patching.api import describe, is_patched, unpatch_model
 from hf_posenc.training.card import TrainedStage
@@ -163,12 +163,13 @@ def original_length(model: PreTrainedModel, config: FinetuneConfig) -> int:
     if there["method"] != "none" and config.on_scaled != "replace":
         raise InvalidRequestError(
             f"stages: the model is extended already ({there['method']}, factor {there['factor']:g}), and every stage "
-            "extends it anew. Call unpatch_model(model) first, or give on_scaled='replace' (--on-scaled replace)."
+            f"extends it anew. Call unpatch_model(model) first, or give {argument('on_scaled', 'replace')}."
         )
     original = config.original_max_position_embeddings or there["original_max_position_embeddings"]
     if original is None:
         raise InvalidRequestError(
-            "stages: the model does not say what it was trained on: give original_max_position_embeddings."
+            "stages: the model does not say what it was trained on: give "
+            f"{argument('original_max_position_embeddings')}."
         )
     return int(original)
 

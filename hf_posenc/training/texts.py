@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.examples import ExampleTokenizer
@@ -217,8 +217,8 @@ def _tell_left_out(without: int, counting: int) -> None:
     if without and not counting:
         raise InvalidRequestError(
             f"none of the {without} documents has a token that counts in the loss: no answers, or no turns of the "
-            "role 'assistant'. Mend the data, or train on all tokens, without assistant_only_loss "
-            "(--assistant-only-loss) and with completion_only_loss=False (--completion-only-loss false)."
+            f"role 'assistant'. Mend the data, or train on all tokens, without {argument('assistant_only_loss')} "
+            f"and with {argument('completion_only_loss', False)}."
         )
     if without:
         logger.warning(
@@ -251,22 +251,22 @@ def check_enough_text(
     if empty:
         raise InvalidRequestError(
             f"{len(empty)} of {len(train_ids)} documents to train on hold no token, document {empty[0]} first. Leave "
-            "them out; a single document must be long enough for a part to be held out, or eval_documents be 0 "
-            "(--eval-documents 0)."
+            "them out; a single document must be long enough for a part to be held out; or train without "
+            f"measuring: {argument('eval_documents', 0)}."
         )
     tokens = sum(document.numel() for document in train_ids)
     if tokens + len(train_ids) < seq_len:  # each may get an end-of-sequence token
         raise InvalidRequestError(
             f"the {_count(train_ids)} to train on hold {tokens:,} tokens in all, {100 * tokens / seq_len:.1f} % of one "
             f"block of {seq_len:,}: the model would read the same words over and over within a block. Give more text, "
-            "or a smaller seq_len (--seq-len)."
+            f"or a smaller {argument('seq_len')}."
         )
     reach = max((len(document) for document in held_out), default=0)
     if config.eval_documents and reach < lengths[0]:
         raise InvalidRequestError(
             f"nothing can be measured: the longest held-out text has {reach:,} tokens, the shortest length to be "
-            f"measured is {lengths[0]:,}. Give longer documents, shorter lengths (--eval-lengths), or train without "
-            "measuring: eval_documents=0 (--eval-documents 0)."
+            f"measured is {lengths[0]:,}. Give longer documents, shorter {argument('eval_lengths')}, or train without "
+            f"measuring: {argument('eval_documents', 0)}."
         )
     _warn_about_short_documents([document.numel() for document in train_ids], seq_len, config)
 
@@ -280,7 +280,7 @@ def _warn_about_short_documents(lengths: Sequence[int], seq_len: int, config: Fi
     logger.warning(
         "all %d documents are shorter than a block of %d tokens: the longest has %d and fills %.1f %% of one, the mean "
         "%.1f %%. Blocks are packed from several, which do not see each other%s. Give longer documents, or a smaller "
-        "seq_len (--seq-len).",
+        f"{argument('seq_len')}.",
         len(lengths),
         seq_len,
         longest,
