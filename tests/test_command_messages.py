@@ -63,11 +63,12 @@ def test_an_abbreviated_flag_is_taken() -> None:
     ],
 )
 def test_arguments_are_named_as_flags_in_a_command(given: tuple[Any, ...], in_python: str, as_flag: str) -> None:
-    from hf_posenc.cli.shared_arguments import DocumentArguments, ExtensionArguments
+    from hf_posenc.cli.shared_arguments import DocumentArguments
+    from hf_posenc.patching.extension_config import ExtensionConfig
 
     words = ["m", "--context-lengths", "64"]
     with arguments_named_as_flags():
-        parse("eval", "", words, (EvalArguments, ExtensionArguments, DocumentArguments), {"model": ""})
+        parse("eval", "", words, (EvalArguments, ExtensionConfig, DocumentArguments), {"model": ""})
         assert argument(*given) == as_flag
     assert argument(*given) == in_python
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from hf_posenc.cli.explain_arguments import ExplainArguments
 from hf_posenc.cli.request_checks import check_request
-from hf_posenc.cli.shared_arguments import ExtensionArguments
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.explain.explanations import explain_encoding, explain_method
 from hf_posenc.explain.sections import Explanation, check_output_folder
@@ -15,6 +14,7 @@ from hf_posenc.families.discovery import door_capabilities
 from hf_posenc.families.refusals import TAKE_STATIC
 from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import get_method, make_method
+from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.patching.request import resolve
 
 # Times its length that a model is shown with an encoding, where no length is given.
@@ -22,7 +22,7 @@ _LOOKED_AT = 4.0
 
 
 def run_explain(
-    name: str, what: ExplainArguments, extension: ExtensionArguments, options: dict[str, Any], width: int = 100
+    name: str, what: ExplainArguments, extension: ExtensionConfig, options: dict[str, Any], width: int = 100
 ) -> str:
     """Return what the command prints; with an output folder, write a page and its pictures too.
 
@@ -52,7 +52,7 @@ def run_explain(
     return text if folder is None else "\n".join([text, "", *map(str, explanation.write(folder))])
 
 
-def _method(name: str, subject: Subject, extension: ExtensionArguments, options: dict[str, Any]) -> Explanation:
+def _method(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:
     resolved = resolve(
         subject.config,
         get_method(name).name,
@@ -70,7 +70,7 @@ def _method(name: str, subject: Subject, extension: ExtensionArguments, options:
     return explain_method(subject, resolved)
 
 
-def _encoding(name: str, subject: Subject, extension: ExtensionArguments, options: dict[str, Any]) -> Explanation:
+def _encoding(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:
     factor = _LOOKED_AT if extension.factor is None else extension.factor
     target = round(factor * subject.length) if extension.context_length is None else int(extension.context_length)
     return explain_encoding(subject, make_method(name, options=options), target)

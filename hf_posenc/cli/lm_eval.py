@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from hf_posenc.cli.request_checks import in_our_words, rows_to_measure
-from hf_posenc.cli.shared_arguments import ExtensionArguments, ModelArguments, OptionArguments, parse, parse_options
+from hf_posenc.cli.shared_arguments import ModelArguments, OptionArguments, parse, parse_options
 from hf_posenc.errors import InvalidRequestError, MissingPackageError
+from hf_posenc.patching.extension_config import ExtensionConfig
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 
@@ -34,7 +35,7 @@ def run_harness(summary: str, argv: Sequence[str]) -> None:
         ImportError: lm-eval is not installed.
         TypeError, ValueError: The request for a method is wrong, as for ``hf-posenc eval``, or lm-eval refuses its own.
     """
-    known = (HarnessArguments, ExtensionArguments, OptionArguments, ModelArguments)
+    known = (HarnessArguments, ExtensionConfig, OptionArguments, ModelArguments)
     ours, theirs = split_flags(argv, known)
     places = {"model": "name on the Hub, folder or .gguf file; first, before all flags"}
     given, which, extension, options, loading = parse("lm-eval", summary, ours, known, places)
@@ -66,10 +67,10 @@ def split_flags(argv: Sequence[str], known: Sequence[Any]) -> tuple[list[str], l
 
 
 def model_args(
-    model: str, method: str | None, extension: ExtensionArguments, rules: dict[str, Any], loading: ModelArguments
+    model: str, method: str | None, extension: ExtensionConfig, rules: dict[str, Any], loading: ModelArguments
 ) -> dict[str, Any]:
     """Return lm-eval's ``model_args``, as JSON can say them, without what is left at its default."""
-    usual = vars(ExtensionArguments())
+    usual = vars(ExtensionConfig())
     told: dict[str, Any] = {"pretrained": model, "method": method, "options": rules or None}
     told |= {name: value for name, value in vars(extension).items() if value != usual[name]}
     told |= {"dtype": loading.dtype, "attn_implementation": loading.attn_implementation}

@@ -31,6 +31,7 @@ from hf_posenc.cli.shared_arguments import TRACEBACK
 from hf_posenc.cli.sources import read
 from hf_posenc.errors import HfPosencError, MissingFileError, UnknownNameError, arguments_named_as_flags
 from hf_posenc.methods.registry import DEFAULT_METHOD
+from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.utils.launching import LaunchArguments, launch_words, relaunch
 
 _EXAMPLES = """\
@@ -50,7 +51,7 @@ MODEL is a name on the Hugging Face Hub, a folder or a .gguf file. `hf-posenc CO
 def patch(argv: Sequence[str]) -> None:
     """Extend a model and save it so that plain Transformers loads it extended."""
     places = {"model": "name on the Hub, folder or .gguf file", "output": "folder to write"}
-    known = (args_.PatchArguments, args_.ExtensionArguments, args_.OptionArguments, args_.ModelArguments)
+    known = (args_.PatchArguments, ExtensionConfig, args_.OptionArguments, args_.ModelArguments)
     given, which, extension, options, loading = args_.parse("patch", _first_line(patch), argv, known, places)
     named = [which.method] if which.method else []
     named, extension, rules = in_our_words(named, extension, args_.parse_options(options.option))
@@ -65,7 +66,7 @@ def patch(argv: Sequence[str]) -> None:
 
 def evaluate(argv: Sequence[str]) -> None:
     """Measure perplexity or retrieval by context length, of a model as it is or extended by one or more methods."""
-    known: list[Any] = [EvalArguments, args_.ExtensionArguments, args_.OptionArguments]
+    known: list[Any] = [EvalArguments, ExtensionConfig, args_.OptionArguments]
     known += [args_.DocumentArguments, args_.ModelArguments, RetrievalArguments]
     places = {"model": "name on the Hub, folder or .gguf file"}
     parsed = args_.parse("eval", _first_line(evaluate), argv, known, places)
@@ -163,7 +164,7 @@ def explain(argv: Sequence[str]) -> None:
     from hf_posenc.cli.explain_arguments import ExplainArguments
 
     places = {"name": "a method from `hf-posenc methods`, or rope, xpos, sinusoidal, learned, alibi, t5_bias, ..."}
-    known = (ExplainArguments, args_.ExtensionArguments, args_.OptionArguments)
+    known = (ExplainArguments, ExtensionConfig, args_.OptionArguments)
     given, what, extension, options = args_.parse("explain", _first_line(explain), argv, known, places)
     from hf_posenc.cli.explain import run_explain
 

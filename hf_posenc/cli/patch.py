@@ -6,9 +6,10 @@ from typing import Any
 
 from hf_posenc.checkpoint.extended import save_extended
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.cli.shared_arguments import ExtensionArguments, ModelArguments
+from hf_posenc.cli.shared_arguments import ModelArguments
 from hf_posenc.evaluation.row_models import refuse_extended
 from hf_posenc.patching.api import is_patched, patch_model, unpatch_model, verify_model
+from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.patching.verification import extension_words
 from hf_posenc.utils.console import quiet
 from hf_posenc.utils.dtypes import AUTO, CHECKPOINT
@@ -18,7 +19,7 @@ def run_patch(
     name: str,
     output: str,
     method: str | None,
-    extension: ExtensionArguments,
+    extension: ExtensionConfig,
     options: dict[str, Any],
     loading: ModelArguments,
     tokens_trained: int | None,

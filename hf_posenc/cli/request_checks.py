@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.eval_arguments import EvalArguments, RetrievalArguments
-from hf_posenc.cli.shared_arguments import ExtensionArguments
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownOptionError, argument
+from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.utils.units import ContextLength
 
 KEY_TOKENS = ("evaluator", "alpha", "beta", "short_context")
 NONE = "none"  # no method: the model as it is
 
 
-def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]) -> None:
+def check_request(methods: Sequence[str], extension: ExtensionConfig, rules: dict[str, Any]) -> None:
     """Check a request for one or more methods, or a preset, as far as it goes without the model.
 
     Args:
@@ -60,8 +61,8 @@ def check_request(methods: Sequence[str], extension: ExtensionArguments, rules: 
 
 
 def in_our_words(
-    methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]
-) -> tuple[list[str], ExtensionArguments, dict[str, Any]]:
+    methods: Sequence[str], extension: ExtensionConfig, rules: dict[str, Any]
+) -> tuple[list[str], ExtensionConfig, dict[str, Any]]:
     """Return a request whose ``--rope-scaling``, if there is one, is said by method, factor, length and options too.
 
     Args:
@@ -82,14 +83,15 @@ def in_our_words(
     for method in named or [None]:
         asked.refuse_other(method=method, **{name: getattr(extension, name) for name in decided}, options=rules)
     asked.check_length_is_said(extension.context_length)
-    original = asked.original_max_position_embeddings
+    known = asked.original_max_position_embeddings
+    original = None if known is None else ContextLength(known)
     # The dictionary stays, for what it repeats of the model.
     extension = dataclasses.replace(extension, factor=asked.factor, original_max_position_embeddings=original)
     return [*methods, *([] if named else [asked.method])], extension, asked.options
 
 
 def rows_to_measure(
-    methods: Sequence[str], extension: ExtensionArguments, rules: dict[str, Any]
+    methods: Sequence[str], extension: ExtensionConfig, rules: dict[str, Any]
 ) -> list[dict[str, Any] | None]:
     """Return what ``patch_model`` is to be told for each row of numbers; None leaves the model as it is.
 
@@ -107,7 +109,7 @@ def rows_to_measure(
     rows = [None if method == NONE else {"method": method, **told} for method in methods]
     if extension.preset is not None:
         return [*rows, told]
-    if not any(rows) and (rules or extension != ExtensionArguments()):
+    if not any(rows) and (rules or extension != ExtensionConfig()):
         raise InvalidRequestError(
             "--factor, --context-length, --option and what else says how to extend need a --method, such as yarn, or a "
             "--preset."

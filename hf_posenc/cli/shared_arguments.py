@@ -61,37 +61,6 @@ class RunArguments:
 
 
 @dataclass
-class ExtensionArguments:
-    """How far the model is extended."""
-
-    preset: str | None = field(
-        default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
-    )
-    rope_scaling: str | None = field(
-        default=None,
-        metadata={
-            "help": "a dictionary as vLLM, LLaMA-Factory and Transformers take it, instead of method, factor and "
-            """options: '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'"""
-        },
-    )
-    factor: float | None = field(
-        default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
-    )
-    context_length: ContextLength | None = field(
-        default=None, metadata={"help": "target length in tokens (32k = 32768), instead of --factor"}
-    )
-    original_max_position_embeddings: int | None = field(
-        default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
-    )
-    sliding_window: str = field(
-        default="keep", metadata={"help": "what becomes of a window that every layer has: keep, off or tokens (16k)"}
-    )
-    on_scaled: Literal["refuse", "replace"] = field(
-        default="refuse", metadata={"help": "what to do with a model that is scaled already"}
-    )
-
-
-@dataclass
 class OptionArguments:
     """The method's own options."""
 

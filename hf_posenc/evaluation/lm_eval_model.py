@@ -19,11 +19,11 @@ from hf_posenc.checkpoint.loading import check_path, choose_dtype_of, to_device,
 from hf_posenc.checkpoint.manifest import find_manifest, is_saved_by_us
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.cli.request_checks import rows_to_measure
-from hf_posenc.cli.shared_arguments import ExtensionArguments
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.row_models import refuse_extended
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model
+from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.utils.dtypes import remember_choice
 from hf_posenc.utils.units import ContextLength
 from hf_posenc.version import __version__
@@ -81,12 +81,12 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
     ) -> None:
         for name in _REFUSED.keys() & {name for name, value in kwargs.items() if value}:
             raise InvalidRequestError(f"lm-eval's model hf_posenc takes no {name}: {_REFUSED[name]}.")
-        extension = ExtensionArguments(
+        extension = ExtensionConfig(
             preset=preset,
             rope_scaling=rope_scaling,
             factor=factor,
-            context_length=None if context_length is None else ContextLength(context_length),
-            original_max_position_embeddings=original_max_position_embeddings,
+            context_length=_length(context_length),
+            original_max_position_embeddings=_length(original_max_position_embeddings),
             sliding_window=sliding_window,  # type: ignore[arg-type]  # 16384 comes as a number here
             on_scaled=on_scaled,  # type: ignore[arg-type]  # a word here, as lm-eval hands it on
         )
@@ -167,3 +167,7 @@ def _with_adapter(base: Any, adapter: str) -> Any:
 
     with peft_renamed_attribute():
         return PeftModel.from_pretrained(base, adapter)
+
+
+def _length(tokens: int | str | None) -> ContextLength | None:
+    return None if tokens is None else ContextLength(tokens)

@@ -13,10 +13,11 @@ from typing import Any, ClassVar, Literal, Self
 
 from transformers.training_args import TrainingArguments
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.families.sliding_window import check_window
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
+from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.patching.presets import get_preset
 from hf_posenc.patching.rope_scaling import read_rope_scaling
 from hf_posenc.training.positions import check_rule
@@ -49,7 +50,7 @@ _TRAINER_GROUP = "Other options of Transformers' Trainer (TrainingArguments)"
 
 
 @dataclass(repr=False)  # that of TrainingArguments leaves tokens out
-class FinetuneConfig(TrainingArguments):
+class FinetuneConfig(ExtensionConfig, TrainingArguments):
     """A fine-tuning run: every option of TrainingArguments under its own name, and ours.
 
     Each field's help text is its documentation (and the command line's). A config describes a run and touches no
@@ -95,34 +96,6 @@ class FinetuneConfig(TrainingArguments):
     method: str | None = field(
         default=None,
         metadata={"help": "extension method (see `methods`); default: yarn, unless the model is extended already"},
-    )
-    preset: str | None = field(
-        default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
-    )
-    # Put into method, factor, original length, options and model_values when the run is made; None from then on.
-    rope_scaling: str | None = field(
-        default=None,
-        metadata={
-            "help": "a dictionary as vLLM, LLaMA-Factory and Transformers take it, instead of method, factor and "
-            """options: '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'"""
-        },
-    )
-    factor: float | None = field(
-        default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
-    )
-    context_length: ContextLength | None = field(
-        default=None, metadata={"help": "target length in tokens (32k = 32768), instead of --factor"}
-    )
-    original_max_position_embeddings: ContextLength | None = field(
-        default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
-    )
-    # A number of tokens is taken too, and kept as its digits.
-    sliding_window: str = field(
-        default="keep", metadata={"help": "what becomes of a window that every layer has: keep, off or tokens (16k)"}
-    )
-    on_scaled: Literal["refuse", "replace"] = field(
-        default="refuse",
-        metadata={"help": "replace: put the method in place of the scaling that the checkpoint came with"},
     )
     # Options of the method, such as {"beta_fast": 16}. Not shown as a flag: the command line has --option for them.
     options: dict[str, Any] = field(default_factory=dict, metadata={"help": argparse.SUPPRESS})
@@ -260,16 +233,18 @@ class FinetuneConfig(TrainingArguments):
     def __post_init__(self) -> None:  # not that of TrainingArguments, which sets up devices and process groups
         self.output_dir = os.path.expanduser(str(self.output_dir))
         if not self.output_dir:
-            raise InvalidRequestError("output_dir is empty: name the folder the trained model goes to.")
+            raise InvalidRequestError(f"{argument('output_dir')} is empty: name the folder the trained model goes to.")
         lengths = ("context_length", "original_max_position_embeddings", "seq_len")
         for name, kind in (*((name, ContextLength) for name in lengths), ("token_budget", TokenCount)):
             if (value := getattr(self, name)) is not None:
                 setattr(self, name, check_count(name, value, kind))
         if self.seq_len is not None and self.seq_len < 2:
-            raise InvalidRequestError(f"seq_len must be at least 2 tokens, got {self.seq_len}.")
+            raise InvalidRequestError(f"{argument('seq_len')} must be at least 2 tokens, got {self.seq_len}.")
         if self.eval_lengths is not None:
             if not isinstance(self.eval_lengths, (list, tuple)):
-                raise InvalidTypeError(f"eval_lengths must be a list of lengths in tokens, got {self.eval_lengths!r}.")
+                raise InvalidTypeError(
+                    f"{argument('eval_lengths')} must be a list of lengths in tokens, got {self.eval_lengths!r}."
+                )
             self.eval_lengths = [check_count("eval_lengths", n, ContextLength) for n in self.eval_lengths]  # type: ignore[misc]  # an int becomes a ContextLength
         if self.rope_scaling is not None:
             self._read_rope_scaling()
@@ -340,8 +315,8 @@ class FinetuneConfig(TrainingArguments):
         named = self.named_checkpoint
         if named is not None and named.resolve().parent != Path(str(self.output_dir)).resolve():
             raise InvalidRequestError(
-                f"resume_from_checkpoint {str(given)!r} is no checkpoint of the run in {self.output_dir}. Give a "
-                "folder checkpoint-STEP of that run, or True for its last one."
+                f"{argument('resume_from_checkpoint')} {str(given)!r} is no checkpoint of the run in "
+                f"{self.output_dir}. Give a folder checkpoint-STEP of that run, or True for its last one."
             )
         if named is not None and self.stages is not None:
             raise InvalidRequestError("stages go on by themselves: give resume_from_checkpoint=True, without a folder.")
@@ -373,8 +348,8 @@ class FinetuneConfig(TrainingArguments):
         method = make_method(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
         if self.shifted_sparse_attention and method.runs_in_attention:
             raise InvalidRequestError(
-                f"shifted_sparse_attention is for static methods, such as 'yarn' and 'linear': {self.method!r} has an "
-                "attention of its own."
+                f"{argument('shifted_sparse_attention')} is for static methods, such as 'yarn' and 'linear': "
+                f"{self.method!r} has an attention of its own."
             )
 
     def _check_recipe(self) -> None:
@@ -410,8 +385,8 @@ class FinetuneConfig(TrainingArguments):
         group = round(seq_len * self.group_share)
         if group < 2:
             raise InvalidRequestError(
-                f"group_share {self.group_share} of a block of {seq_len} tokens gives groups of {group}, and they need "
-                "2 at least. LongLoRA takes a quarter of the block."
+                f"{argument('group_share')} {self.group_share} of a block of {seq_len} tokens gives groups of {group}, "
+                "and they need 2 at least. LongLoRA takes a quarter of the block."
             )
         return group
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.spec import check_number, unknown_name
 
 if TYPE_CHECKING:
@@ -98,11 +98,11 @@ def check_count(name: str, value: Any, kind: type[int]) -> int:
     try:
         number = kind(value)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None
+        raise type(error)(f"{argument(name)}: {error}") from None
     if number != value and not isinstance(value, str):
-        raise InvalidRequestError(f"{name} must be a whole number of tokens, got {value!r}.")
+        raise InvalidRequestError(f"{argument(name)} must be a whole number of tokens, got {value!r}.")
     if number < 1:
-        raise InvalidRequestError(f"{name} must be at least 1 token, got {value!r}.")
+        raise InvalidRequestError(f"{argument(name)} must be at least 1 token, got {value!r}.")
     return number
 
 
@@ -136,10 +136,12 @@ def check_trainer_options(config: FinetuneConfig) -> dict[str, Any]:
     for name, why in decided_options().items():
         value = found.get(name, getattr(config, name))
         if value not in (usual[name], None):
-            raise InvalidRequestError(f"{name} cannot be {value!r} here: {why}.")
+            raise InvalidRequestError(f"{argument(name)} cannot be {value!r} here: {why}.")
     if found["save_strategy"] == "best" or found["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy"):
         name = "save_strategy" if found["save_strategy"] == "best" else "lr_scheduler_type"
-        raise InvalidRequestError(f"{name} {found[name]!r} goes by evaluations during the training: {_MEASURED}.")
+        raise InvalidRequestError(
+            f"{argument(name)} {found[name]!r} goes by evaluations during the training: {_MEASURED}."
+        )
     for one in dataclasses.fields(TrainingArguments):
         value = getattr(config, one.name)
         if one.init and isinstance(value, str) and value.startswith("{"):
@@ -147,10 +149,12 @@ def check_trainer_options(config: FinetuneConfig) -> dict[str, Any]:
                 found[one.name] = json.loads(value)
             except ValueError as error:
                 raise InvalidRequestError(
-                    f'{one.name} must be JSON such as {{"num_cycles": 2}}, got {value!r}: {error}'
+                    f'{argument(one.name)} must be JSON such as {{"num_cycles": 2}}, got {value!r}: {error}'
                 ) from None
     if config.dataloader_prefetch_factor is not None and config.dataloader_num_workers == 0:
-        raise InvalidRequestError("dataloader_prefetch_factor goes with dataloader_num_workers: give that too.")
+        raise InvalidRequestError(
+            f"{argument('dataloader_prefetch_factor')} goes with dataloader_num_workers: give that too."
+        )
     return found
 
 
@@ -175,25 +179,29 @@ def check_numbers(settings: Mapping[str, Any]) -> dict[str, float]:
     for name, least in _WHOLE.items():
         value = settings[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InvalidRequestError(f"{name} must be a whole number >= {least}, got {value!r}.")
-    warmup = check_number("warmup_steps", settings["warmup_steps"], at_least=0)
+            raise InvalidRequestError(f"{argument(name)} must be a whole number >= {least}, got {value!r}.")
+    warmup = check_number(argument("warmup_steps"), settings["warmup_steps"], at_least=0)
     if warmup >= 1 and not warmup.is_integer():
         raise InvalidRequestError(
-            f"warmup_steps must be a whole number of steps, or a share of the run below 1, got {warmup}."
+            f"{argument('warmup_steps')} must be a whole number of steps, or a share of the run below 1, got {warmup}."
         )
     limit = settings["save_total_limit"]
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise InvalidRequestError(f"save_total_limit must be a whole number >= 1, or None to keep all, got {limit!r}.")
-    numbers = {name: check_number(name, settings[name], at_least=0) for name in (*_NUMBERS, *_SHARES)}
+        raise InvalidRequestError(
+            f"{argument('save_total_limit')} must be a whole number >= 1, or None to keep all, got {limit!r}."
+        )
+    numbers = {name: check_number(argument(name), settings[name], at_least=0) for name in (*_NUMBERS, *_SHARES)}
     for name in _SHARES:
         if numbers[name] > 1 or (name == "group_share" and numbers[name] == 0):
-            raise InvalidRequestError(f"{name} must be a share between 0 and 1, got {numbers[name]}.")
-    numbers["length_upsampling"] = check_number("length_upsampling", settings["length_upsampling"], at_least=1)
+            raise InvalidRequestError(f"{argument(name)} must be a share between 0 and 1, got {numbers[name]}.")
+    numbers["length_upsampling"] = check_number(
+        argument("length_upsampling"), settings["length_upsampling"], at_least=1
+    )
     for name in ("adam_beta1", "adam_beta2"):
         if not numbers[name] < 1:
-            raise InvalidRequestError(f"{name} must be in [0, 1), got {numbers[name]!r}.")
+            raise InvalidRequestError(f"{argument(name)} must be in [0, 1), got {numbers[name]!r}.")
     try:
-        numbers["learning_rate"] = check_number("learning_rate", settings["learning_rate"], above=0)
+        numbers["learning_rate"] = check_number(argument("learning_rate"), settings["learning_rate"], above=0)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{error} YaRN and PI use 2e-5.") from None
     return numbers
@@ -208,7 +216,7 @@ def check_words(settings: Mapping[str, Any]) -> None:
     """
     for name in (*_SWITCHES, *(name for name in _SWITCHES_OR_NONE if settings[name] is not None)):
         if not isinstance(settings[name], bool):
-            raise InvalidTypeError(f"{name} must be True or False, got {settings[name]!r}.")
+            raise InvalidTypeError(f"{argument(name)} must be True or False, got {settings[name]!r}.")
     for name, known in _CHOICES.items():
         if (word := settings[name]) not in known:
             raise InvalidRequestError(f"unknown {name} {word!r}. Known: {', '.join(filter(None, known))}.")
@@ -237,5 +245,6 @@ def _check_tracker(name: str, trackers: Collection[str]) -> None:
     packages = _IMPORTED.get(name, (name,))
     if packages and not any(find_spec(package) for package in packages):
         raise InvalidRequestError(
-            f"report_to {name!r} needs a package that is not installed: pip install {_INSTALLED.get(name, name)}"
+            f"{argument('report_to')} {name!r} needs a package that is not installed: pip install "
+            f"{_INSTALLED.get(name, name)}"
         )
