@@ -272,7 +272,8 @@ _DROPPED = re.compile(
 _SETS = ("target_modules", "modules_to_save")
 _NUMBER = r"\d+(?:[.,]\d+)*"
 _WORDS: list[tuple[str, str]] = [
-    (rf"\b{_NUMBER} ?(ms|s|sec|seconds?|minutes?|min|hours?|h|MB|GB|MiB|GiB|KiB|TiB)\b(?! of one)", r"<n> \1"),
+    (rf"\b{_NUMBER} ?(ms|s|sec|seconds?|minutes?|min|hours?|h)\b", "<n> s"),
+    (rf"\b{_NUMBER} ?(MB|GB|MiB|GiB|KiB|TiB)\b", r"<n> \1"),
     (rf"\b{_NUMBER} tokens (a|per) second", r"<n> tokens \1 second"),
     (r"\b(\d+:)?\d\d:\d\d\b", "<time>"),
     (r"\b\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?)?", "<date>"),
@@ -292,9 +293,17 @@ def words(text: str, exact: bool = False) -> str:
     return text
 
 
+# Lines that are there or not, or in this order or another, by how fast the machine was.
+_PASSING = re.compile(r"%\||it/s\]|^training: about .* on this machine")
+_ESTIMATE = re.compile(r"  \w+ +<n> s$")
+
+
 def lines(text: str, exact: bool = False) -> list[str]:
+    """Return the lines of a text as ``words`` leaves them, without progress bars and estimates of time."""
     kept = [line.split("\r")[-1].rstrip() for line in text.splitlines()]
-    return words("\n".join(line for line in kept if "%|" not in line and "it/s]" not in line), exact).splitlines()
+    told = words("\n".join(line for line in kept if not _PASSING.search(line)), exact).splitlines()
+    estimates = iter(sorted(line for line in told if _ESTIMATE.match(line)))
+    return [next(estimates) if _ESTIMATE.match(line) else line for line in told]
 
 
 def plain(value: Any, key: str = "") -> Any:

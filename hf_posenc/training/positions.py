@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.discovery import FULL_ATTENTION
 from hf_posenc.methods.base import DistanceMethod
 from hf_posenc.methods.registry import methods
@@ -183,8 +183,8 @@ def make_position_schedule(
     seq_len = block_length(config, schedule)
     if seq_len > target:
         raise InvalidRequestError(
-            f"seq_len {seq_len} is longer than the target length, {target} tokens: the model would be trained "
-            "past what it is extended to. Give at most the target, or raise factor or context_length."
+            f"{argument('seq_len')} {seq_len} is longer than the target length, {target} tokens: the model would be "
+            "trained past what it is extended to. Give at most the target, or raise factor or context_length."
         )
     if kind != FULL and seq_len == target:
         raise InvalidRequestError(
