@@ -49,7 +49,7 @@ def _predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prediction is made once for all tests."""
 
     def predict(config: Any, run: FinetuneConfig, seq_len: int, **told: bool) -> TrainingMemory:
-        key = (config.to_json_string(), repr(run), seq_len, tuple(told.items()))
+        key = (config.to_json_string(), str(vars(run)), seq_len, tuple(told.items()))
         if key not in _PREDICTED:
             _PREDICTED[key] = predict_training_memory(config, run, seq_len, **told)
         return _PREDICTED[key]
