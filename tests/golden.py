@@ -157,7 +157,13 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
 
 # Settings of fine-tuning runs of the tiny model, 20 steps each; `documents` names a function of golden_jobs.
 _SHORT = {"factor": 2.0, "original_max_position_embeddings": 128, "learning_rate": 5e-4, "warmup_steps": 4}
-_SHORT |= {"token_budget": 20 * 2 * 256, "micro_batch_size": 2, "eval_documents": 2, "save_steps": 10, "seed": 7}
+_SHORT |= {
+    "token_budget": 20 * 2 * 256,
+    "per_device_train_batch_size": 2,
+    "eval_documents": 2,
+    "save_steps": 10,
+    "seed": 7,
+}
 RUNS: dict[str, dict[str, Any]] = {
     "full": {"documents": "long", **_SHORT, "method": "yarn"},
     "packed": {
@@ -165,12 +171,12 @@ RUNS: dict[str, dict[str, Any]] = {
         **_SHORT,
         "method": "ntk",
         "gradient_accumulation_steps": 2,
-        "micro_batch_size": 1,
+        "per_device_train_batch_size": 1,
     },
     "lora": {"documents": "long", **_SHORT, "method": "linear", "lora": True, "lora_rank": 4},
     "lora_all_linear": {
         **{"documents": "short", **_SHORT, "lora": True, "lora_targets": "all-linear", "lora_embeddings": False},
-        **{"gradient_checkpointing": True, "lr_schedule": "cosine", "weight_decay": 0.1},
+        **{"gradient_checkpointing": True, "lr_scheduler_type": "cosine", "weight_decay": 0.1},
     },
     "pose": {
         **{"documents": "long", **_SHORT, "method": "yarn", "options": {"ramp": "harmonic"}, "seq_len": 128},
