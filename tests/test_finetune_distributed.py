@@ -96,7 +96,7 @@ def test_two_processes_train_as_one_does(alone: dict[str, Run], shared: dict[str
         [json.loads(line) for line in Path(run.folder, "results.jsonl").read_text().splitlines()]
         for run in (alone[kind], shared[kind])
     ]
-    assert [len(found) for found in records] == [9, 9]  # unextended, before and after, each length once, not once a process
+    assert [len(found) for found in records] == [9, 9]  # as it came, before and after, each length once
     for one, other in zip(*records, strict=True):
         assert other["perplexity"] == pytest.approx(one["perplexity"], rel=1e-4)
 
@@ -180,7 +180,7 @@ def test_an_error_of_the_first_process_stops_all(tmp_path: Path):
     in_two_processes(tmp_path / "runs.json", [taken], {})  # would time out if the other waited
     said = [Path(taken.folder, f"raised-{process}").read_text() for process in (0, 1)]
     assert "holds checkpoints of another program" in said[0]
-    assert said[1] == f"the main process stopped this run. ValueError: {said[0]}"
+    assert said[1] == f"the main process stopped this run. InvalidRequestError: {said[0]}"
 
 
 DECIDES = """
@@ -207,4 +207,4 @@ def test_the_first_process_decides_for_all(tmp_path: Path):
     command = [*LAUNCHER, str(script), str(tmp_path)]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True, timeout=120)
     assert (tmp_path / "0").read_text() == "0; ValueError: no"
-    assert (tmp_path / "1").read_text() == "0; RuntimeError: the main process stopped this run. ValueError: no"
+    assert (tmp_path / "1").read_text() == "0; RunStoppedError: the main process stopped this run. ValueError: no"
