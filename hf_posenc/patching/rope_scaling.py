@@ -8,18 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument, did_you_mean
-from hf_posenc.methods.registry import get_method, make_method
+from hf_posenc.methods.registry import get_method, make_method, method_of_rope_type
 from hf_posenc.spec import check_length, check_number
 
-# Their names for rules, and ours. Their ``dynamic`` has one scale for a whole forward, which we call its scope.
-_RULES: dict[str, tuple[str, dict[str, Any]]] = {
-    "linear": ("linear", {}),
-    "dynamic": ("dynamic", {"scope": "sequence"}),
-    "yarn": ("yarn", {}),
-    "llama3": ("llama3", {}),
-    "longrope": ("longrope", {}),
-    "su": ("longrope", {}),
-}
+# The rules that such a dictionary can name; "su" is Phi-3's first name for longrope.
+_RULES = ("linear", "dynamic", "yarn", "llama3", "longrope", "su")
 _TYPE = ("rope_type", "type")
 _LENGTH = "original_max_position_embeddings"
 # What such a dictionary may repeat of the model's own rope_parameters, and why it cannot say anything else there.
@@ -117,8 +110,9 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
         raise InvalidRequestError(
             f"{argument('rope_scaling')} has rope_type {rule!r}; it can be {', '.join(_RULES)}.{hint}"
         )
-    method, options = _RULES[rule]
-    allowed = get_method(method).option_fields()
+    method = method_of_rope_type("longrope" if rule == "su" else rule)
+    assert method is not None, rule
+    allowed = method.option_fields()
     names = ("rope_type", "factor", _LENGTH, *allowed)
     for key in told.keys() - {*_TYPE, *names, *_OWN}:
         hint = did_you_mean(key, names)
@@ -127,10 +121,10 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
         )
     factor = told.get("factor")
     length = told.get(_LENGTH)
-    options = {**options, **{key: told[key] for key in allowed if told.get(key) is not None}}
-    make_method(method, 1.0 if factor is None else factor, options)  # raises on values out of range
+    options = {**method.read_options({}), **{key: told[key] for key in allowed if told.get(key) is not None}}
+    make_method(method.name, 1.0 if factor is None else factor, options)  # raises on values out of range
     return Request(
-        method,
+        method.name,
         None if factor is None else check_number("factor", factor, at_least=1),
         None if length is None else check_length(_LENGTH, length),
         options,
