@@ -6,10 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError
-from hf_posenc.errors import did_you_mean as did_you_mean
-
-unknown_name = UnknownNameError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 
 
 def check_number(

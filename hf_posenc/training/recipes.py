@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from hf_posenc.spec import unknown_name
+from hf_posenc.errors import UnknownNameError
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def get_recipe(name: str) -> Recipe:
     """
     key = name.lower().replace("_", "-") if isinstance(name, str) else name
     if key not in RECIPES:
-        raise unknown_name("recipe", name, RECIPES, key)
+        raise UnknownNameError("recipe", name, RECIPES, key)
     return RECIPES[key]
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
-from hf_posenc.spec import check_number, unknown_name
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError, argument
+from hf_posenc.spec import check_number
 
 if TYPE_CHECKING:
     from hf_posenc.training.config import FinetuneConfig
@@ -126,7 +126,7 @@ def check_trainer_options(config: FinetuneConfig) -> dict[str, Any]:
         word, known = getattr(config, name), [str(one.value) for one in kind]
         word = word.value if isinstance(word, Enum) else word
         if word not in known:
-            raise unknown_name(name, word, known)
+            raise UnknownNameError(name, word, known)
         found[name] = word
     # What HfArgumentParser makes of these two is not their default, though it means the same.
     counts, debug = config.include_num_input_tokens_seen, config.debug or ""

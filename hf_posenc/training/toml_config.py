@@ -12,8 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError, MissingFileError
-from hf_posenc.spec import did_you_mean
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, MissingFileError, did_you_mean
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import ContextLength, TokenCount
