@@ -3,7 +3,7 @@
 #
 # How a model is told where its tokens stand, why RoPE came after sinusoids, why ALiBi reads on and RoPE does not, and
 # what YaRN does about it. A notebook in plain Python: run it as a script (20 seconds), or cell by cell in VS Code or
-# Jupyter. What a line prints stands behind its `# ->`, and `tests/test_walkthrough.py` holds it to that.
+# Jupyter. What a line prints stands behind its `# ->`, and `tests/integration/test_walkthrough.py` holds it to that.
 
 # %%
 import math

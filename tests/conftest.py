@@ -14,12 +14,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tiny_llama import make_tiny_llama, make_tiny_tokenizer
 
 torch.set_num_threads(2)
 
@@ -39,45 +39,10 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-TINY_SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
-
-
-def make_tiny_llama(**overrides: Any) -> LlamaForCausalLM:
-    """A random float32 Llama of ``TINY_SIZES``; made in a moment."""
-    settings: dict[str, Any] = {
-        **TINY_SIZES,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-        "attn_implementation": "sdpa",
-    }
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).eval()
-
-
 @pytest.fixture
 def tiny_llama() -> Callable[..., LlamaForCausalLM]:
     """The factory: ``tiny_llama()`` or ``tiny_llama(max_position_embeddings=128)``; equal arguments, equal weights."""
     return make_tiny_llama
-
-
-def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: 95 printable ASCII characters, the end of a line, and EOS, of a vocabulary of 128."""
-    characters = ["<eos>", "\n", *(chr(code) for code in range(32, 127))]
-    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(characters)}, []))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<eos>", eos_token="<eos>", model_max_length=64
-    )
 
 
 @pytest.fixture
@@ -131,9 +96,8 @@ def run_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def whole_run(run_base: Path) -> Path:
     """The fine-tuning run of ``killed_runs`` that nothing happened to."""
-    from killed_runs import command
-
     from hf_posenc.cli.main import main
+    from killed_runs import command
 
     assert main(command(run_base, run_base.with_name("whole"))) == 0
     return run_base.with_name("whole")

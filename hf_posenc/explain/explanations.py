@@ -94,7 +94,7 @@ def explain_encoding(subject: Subject, method: Method, target: int) -> Explanati
     )
     if method.properties:
         held = [f"{sentence} ({test})" for sentence, test in method.properties]
-        sections.append(Section("properties", "Held by tests/test_encoding_properties.py", held))
+        sections.append(Section("properties", "Held by tests/unit/methods/test_encoding_properties.py", held))
     title = f"{method.title or method.name}, up to {length_name(target)} tokens"
     return Explanation(title, subject.name, subject.sentence, sections)
 

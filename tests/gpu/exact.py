@@ -6,10 +6,11 @@ import warnings
 from typing import Any
 
 import torch
-from doors import sharp_model
+from transformers import PreTrainedModel
+
+from attention_models import sharp_model
 from every_method import patch
 from tiny_models import logits
-from transformers import PreTrainedModel
 
 HALF = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALF)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from doors import IDS, left_padded, sharp_model
-from every_method import METHODS
-from tiny_models import logits
 from transformers import DynamicCache, PreTrainedModel, QuantizedCache, StaticCache
 from transformers.utils import is_optimum_quanto_available
 
+from attention_models import IDS, left_padded, sharp_model
+from every_method import METHODS
 from gpu.exact import ALLOWED, error, exact_model, model_of, patched
+from tiny_models import logits
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from doors import IDS, left_padded, sharp_model
-from every_method import METHODS
-from tiny_models import assert_same_state, logits, state
 from transformers import DynamicCache
 from transformers.utils import is_flash_attn_2_available
 
+from attention_models import IDS, left_padded, sharp_model
+from every_method import METHODS
 from gpu.exact import ALLOWED, DTYPES, error, exact_model, logits_error, model_of, patched
 from hf_posenc import unpatch_model, verify_model
+from tiny_models import assert_same_state, logits, state
 
 pytestmark = [
     pytest.mark.gpu,

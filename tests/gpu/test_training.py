@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from doors import IDS
-from tiny_models import logits
-from tiny_runs import SEQ, config, losses
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedModel
 
+from attention_models import IDS
 from gpu.exact import model_of
 from hf_posenc import load_extended, patch_model, perplexity, plan, save_extended, unpatch_model, verify_model
 from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.planning.measuring import measure_training
 from hf_posenc.training import FinetuneConfig, finetune
+from tiny_models import logits
+from tiny_runs import SEQ, config, losses
 
 pytestmark = [
     pytest.mark.gpu,

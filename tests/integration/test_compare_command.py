@@ -1,0 +1,202 @@
+"""``hf-posenc compare`` and ``scripts/compare_methods.py`` as a user runs them, on the tiny pretrained model."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from folders import ROOT
+from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.cli.compare import _next
+from hf_posenc.cli.compare_arguments import CompareArguments
+from hf_posenc.cli.main import main
+from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC, UNPATCHED
+from hf_posenc.comparing.recommending import Recommendation
+from hf_posenc.evaluation import read_records
+from hf_posenc.retrieval.cell_records import read_retrieval_records
+from hf_posenc.utils.units import ContextLength
+from tiny_llama import make_tiny_llama
+
+HF_POSENC = [sys.executable, "-m", "hf_posenc"]
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    path = tmp_path / "my book.txt"
+    path.write_text(load_novel(HELD_OUT_NOVEL)[:20_000], encoding="utf-8")
+    return path
+
+
+def ran(*words: object, cwd: Path, program: list[str] = HF_POSENC) -> str:
+    command = [*program, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def the_comparison(book: Path, *more: object) -> list[object]:
+    where = [tiny_model_path(), "--documents", book, "--context-length", "512", "--dtype", "float32"]
+    return ["compare", *where, "--cut", "--max-documents", "3", "--hide-progress", *more]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    """Run a command in this process, which has imported everything, and return what it printed."""
+    assert main([str(word) for word in words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.slow  # half a minute: five commands, one after the other; comparing itself is tested below
+def test_from_the_estimate_to_the_commands_that_make_what_it_recommends(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    comparison = the_comparison(book, "--methods", "yarn", "dynamic_yarn", "--output", "r.jsonl")
+    out = ran(*comparison, cwd=tmp_path)
+    estimate, _, results = out.partition("total")
+    for name in ("unpatched", "yarn", "dynamic_yarn"):
+        assert re.search(rf"^  {name} +[\d.]+ (s|min)$", estimate, re.MULTILINE)
+        assert re.search(rf"^{name}( x2)?: .*, retrieval not measured", results, re.MULTILINE)
+    assert re.search(r"^measured in [\d.]+ (s|min) \(estimated [\d.]+ (s|min)\)$", results, re.MULTILINE)
+    records = read_records(tmp_path / "r.jsonl")
+    assert {one.method for one in records} == {"none", "yarn", "dynamic_yarn"}
+    assert {one.context_length for one in records} == {64, 128, 256, 512}
+    # Trained on 256 tokens: the staged rule leaves those alone, and no other is near it without training.
+    longest = {one.method: one.perplexity for one in records if one.context_length == 512}
+    assert min(longest, key=lambda method: longest[method]) == "dynamic_yarn"
+    why = f"perplexity {longest['dynamic_yarn']:.2f} at 512 (unpatched {longest['none']:.2f}), the lowest"
+    assert f"take dynamic_yarn: {why}" in results
+    assert "servers cannot run dynamic_yarn; of what they can, yarn is the best: +" in results
+
+    # What is there is not measured again, and the estimate knows it.
+    again = run(capsys, *comparison)
+    assert again.count("there already") == 3
+    assert re.search(r"^  total +0.0 s$", again, re.MULTILINE)
+    assert read_records(tmp_path / "r.jsonl") == records
+    assert why in again
+
+    # The commands are ready to run.
+    patch, finetune, export = (shlex.split(line) for line in re.findall(r"^  hf-posenc (.*)$", results, re.MULTILINE))
+    assert run(capsys, *patch).startswith("dynamic_yarn x2: 256 -> 512 tokens")
+    assert (read_manifest(tmp_path / "tiny-512") or {})["method"] == "dynamic_yarn"
+    assert "vllm serve" in run(capsys, *export)
+    trained = [str(book) if word == "TRAINING_TEXTS" else word for word in finetune]
+    few = ("--token-budget", "512", "--eval-documents", "0", "--warmup-steps", "0", "--bf16", "False")
+    run(capsys, *trained, *few)
+    assert (read_manifest(tmp_path / "tiny-512-tuned") or {})["method"] == "dynamic_yarn"
+
+
+def test_the_script_is_the_command_and_a_dry_run_only_plans(book: Path, tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "compare_methods.py")]
+    more = ("--dry-run", "--tasks", "passkey", "vt", "--methods", "ntk", "dca", "longrope", "--output", "r.jsonl")
+    out = ran(*the_comparison(book, *more)[1:], cwd=tmp_path, program=script)
+    assert "256 -> 512 tokens (x2), without training" in out
+    assert "retrieval: 20 prompts a row, at 256, 512" in out  # two tasks, five depths
+    estimate = out.partition("total")[0]
+    for name in ("unpatched", "ntk", "dca"):
+        assert re.search(rf"^  {name} +[\d.]+ (s|min)$", estimate, re.MULTILINE)
+    assert out.rstrip().endswith("(one per pair).")  # longrope's reason: there is nothing after what is left out
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_retrieval_is_measured_in_the_users_text(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "r.jsonl"
+    flags = ("--tasks", "passkey", "--depths", "50", "--methods", "ntk", "--output", output)
+    out = run(capsys, *the_comparison(book, *flags))
+    answers = read_retrieval_records(output)
+    assert [(one.method, one.context_length) for one in answers] == [
+        (method, length) for method in ("none", "ntk") for length in (256, 512)
+    ]
+    assert "retrieves at no length (passkey >= 85 %; at 256 0 % right" in out
+
+
+def test_a_dictionary_is_one_more_row(book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As vLLM takes it, beside our default of the same method."""
+    output = tmp_path / "r.jsonl"
+    dictionary = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 16}
+    flags = ("--methods", "yarn", "--rope-scaling", json.dumps(dictionary), "--output", output)
+    out = run(capsys, *the_comparison(book, *flags))
+    estimate = out.partition("total")[0]
+    for name in ("unpatched", "yarn", "rope_scaling"):
+        assert re.search(rf"^  {name} +[\d.]+ (s|min)$", estimate, re.MULTILINE)
+    found = {(one.factor, tuple(one.options.items())): one for one in read_records(output) if one.context_length == 512}
+    assert found.keys() == {(1.0, ()), (2.0, ()), (4.0, (("beta_fast", 16.0),))}
+    # The same number as eval gives for it.
+    asked = ("--documents", book, "--context-lengths", "512", "--cut", "--max-documents", "3", "--dtype", "float32")
+    evaluated = tmp_path / "eval.jsonl"
+    run(capsys, "eval", tiny_model_path(), *asked, "--rope-scaling", json.dumps(dictionary), "--output", evaluated)
+    [alone] = read_records(evaluated)
+    assert alone.nll_sum == pytest.approx(found[4.0, (("beta_fast", 16.0),)].nll_sum, rel=1e-6)
+    assert run(capsys, *the_comparison(book, *flags, "--dry-run")).count("there already") == 3
+    # One that is the method's own row is measured once.
+    same = json.dumps({"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0})
+    out = run(capsys, *the_comparison(book, "--methods", "yarn", "--rope-scaling", same, "--dry-run"))
+    assert "yarn: is the same as rope_scaling" in out
+    for wrong, message in (
+        ({"type": "yarn", "factor": 1.5}, "goes to 384 tokens only (factor 1.5 of 256)"),
+        ({"type": "yarn", "rope_theta": 5e5}, "has rope_theta 500000.0, and the model has 10000.0"),
+        ({"type": "yarm"}, "Did you mean 'yarn'"),
+    ):
+        assert message in refused(capsys, *the_comparison(book, "--rope-scaling", json.dumps(wrong)))
+
+
+@pytest.mark.parametrize(("factor", "length"), [({"factor": 4.0}, []), ({}, ["--context-length", "512"])])
+def test_the_commands_after_it_have_the_dictionary(factor: dict[str, float], length: list[str]) -> None:
+    dictionary = json.dumps({"rope_type": "yarn", **factor})
+    what = CompareArguments(ContextLength(512), rope_scaling=dictionary)
+    taken = Recommendation(ROPE_SCALING, ROPE_SCALING, (ROPE_SCALING,), ROPE_SCALING, (), True, STATIC)
+    _, patch, finetune, export = _next("my/model", what, make_tiny_llama(), taken)
+    assert shlex.split(patch) == ["hf-posenc", "patch", "my/model", "model-512", "--rope-scaling", dictionary, *length]
+    assert shlex.split(finetune)[5:7] == ["--rope-scaling", dictionary]
+    assert shlex.split(export) == ["hf-posenc", "export", "model-512", "--to", "vllm"]
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert main([str(word) for word in words]) == 2
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("hf-posenc: error: "))
+    return line
+
+
+def test_mistakes_are_found_before_anything_is_loaded(
+    book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_posenc.cli.compare.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    comparison = the_comparison(book)
+    assert "Did you mean 'yarn'" in refused(capsys, *comparison, "--methods", "yran")
+    assert "unknown task 'pass'" in refused(capsys, *comparison, "--tasks", "pass")
+    assert "expected a time such as 90s, 20m or 1.5h, got 'soon'" in refused(capsys, *comparison, "--budget", "soon")
+    assert "--max-documents must be >= 1" in refused(capsys, *comparison, "--max-documents", "0")
+    assert "--samples is for --tasks" in refused(capsys, *comparison, "--samples", "3")
+    assert "is a folder" in refused(capsys, *comparison, "--output", tmp_path)
+    assert "required: --documents" in refused(capsys, "compare", tiny_model_path(), "--context-length", "1k")
+    assert "--context-length (hf-posenc compare --help" in refused(
+        capsys, "compare", tiny_model_path(), "--documents", book
+    )
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_what_comes_next_where_the_model_is_best_as_it_is(holds: bool) -> None:
+    taken = Recommendation("none", "none", ("none",), None, (), holds, UNPATCHED)
+    first, command = _next("my/model", CompareArguments(ContextLength("8k")), make_tiny_llama(), taken)
+    if holds:
+        assert first == "nothing to do: it reads 8k as it is. For longer texts, compare there:"
+        assert command == "  hf-posenc compare my/model --documents LONGER_TEXTS --context-length 16384"
+    else:
+        assert first == "no method helps without training; training is what is left:"
+        assert command.startswith("  hf-posenc finetune my/model --documents TRAINING_TEXTS --method yarn")
+
+
+def test_a_budget_that_fits_nothing_is_refused_with_the_estimate(
+    book: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = the_comparison(book, "--methods", "yarn", "--budget", "0.001s")
+    assert "unpatched and yarn alone take about" in refused(capsys, *comparison)
+    assert "nothing has to be extended" in refused(capsys, *the_comparison(book, "--context-length", "256"))

@@ -1,0 +1,154 @@
+"""Every causal language model type of Transformers: patched to what Transformers would build, or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from folders import HELPERS, ROOT
+from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
+from hf_posenc.families.discovery import capabilities
+from model_types import IDS, error_refused, expected, refusal_of, rotary_types, tabled_types, tiny_model
+from older_transformers import known_here
+from other_transformers import python_with
+from tiny_models import assert_same_state, logits, native, state
+
+pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 128")  # the census's own small window
+
+REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64, "on_scaled": "replace"}
+METHODS: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "yarn": {},
+    "ntk": {},
+    "ntk_by_parts": {},
+    "llama3": {},
+    "longrope": {},
+    "abf": {"rope_theta": 1e9},
+    "nope": {},
+}
+FAST = ("linear", "yarn")
+# Transformers' own longrope code asks these configs for a number that differs by layer.
+CANNOT_BUILD = {("dots3_note_text", "longrope"), ("dots3_note_text", "nope")} | {
+    (model_type, method)
+    for model_type in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
+    for method in ("yarn", "ntk_by_parts", "llama3", "longrope", "nope")  # pairs that never turn: as longrope
+}
+
+
+def options_of(method: str, model: PreTrainedModel) -> dict[str, Any]:
+    if method != "longrope":
+        return METHODS[method]
+    pairs = [
+        int((b != 0).sum())  # those that turn
+        for name, b in sorted(model.named_buffers(), key=lambda named: "full" in named[0])
+        if name.endswith("original_inv_freq")
+    ]
+    return {"long_factor": [1.0 + i for i in range(pairs[-1] if pairs else 8)]}
+
+
+@pytest.mark.parametrize("method", [pytest.param(m, marks=() if m in FAST else pytest.mark.slow) for m in METHODS])
+@pytest.mark.parametrize("model_type", rotary_types())
+def test_patched_to_what_transformers_would_build_or_refused(model_type: str, method: str) -> None:
+    model = tiny_model(model_type)
+    before, plain = state(model), logits(model, IDS)
+    options = {**REQUEST, **options_of(method, model)}
+    reason = expected()[model_type]
+    if reason is not None or (model_type, method) in CANNOT_BUILD:
+        with pytest.raises(ValueError, match=re.escape(reason or "this Transformers cannot check longrope")):
+            patch_model(model, method, 4, **options)
+    else:
+        patch_model(model, method, 4, **options)
+        verify_model(model)
+        extended = logits(model, IDS)
+        assert not torch.equal(extended, plain)
+        unpatch_model(model)
+        assert torch.equal(extended, logits(native(model, method, 4, **options), IDS))
+    assert_same_state(state(model), before)
+    assert torch.equal(logits(model, IDS), plain)
+
+
+# Their text models are built here alone, for which Transformers has no auto class to load them by.
+NO_AUTO_CLASS = {"emu3", "mllama"}
+# Rotary settings for each layer type, or a softmax scale or a spelling of their own: all others are saved as a Llama.
+OWN_SPELLING = {
+    "gemma3",
+    "gemma3_text",
+    "gemma3n_text",
+    "olmo3",
+    "laguna",
+    "zaya",
+    "modernbert-decoder",
+    "mimo_v2_flash",
+}
+OWN_SPELLING |= {"deepseek_v2", "deepseek_v3", "deepseek_v4", "phimoe", "phi3", "ministral3", "gpt_oss", "gpt_neox"}
+OWN_SPELLING |= {"gemma4_text", "lfm3", "granite_swa"}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(t, marks=() if t in OWN_SPELLING else pytest.mark.slow)
+        for t in rotary_types()
+        if expected()[t] is None and t not in NO_AUTO_CLASS
+    ],
+)
+def test_saved_and_loaded_by_plain_transformers(model_type: str, tmp_path: Path) -> None:
+    model, method = tiny_model(model_type), "linear" if (model_type, "yarn") in CANNOT_BUILD else "yarn"
+    patch_model(model, method, 4, **REQUEST)
+    wanted = logits(model, IDS)
+    path = save_extended(model, tmp_path / "model")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(path).eval(), IDS), wanted)
+    loaded = load_extended(path).eval()
+    assert torch.equal(logits(loaded, IDS), wanted)
+    assert describe(loaded) == describe(model)
+    with pytest.raises(ValueError, match=f"already scaled: {method}, factor 4"):
+        patch_model(loaded, method, 4)
+
+
+def test_the_table_is_true_for_every_type() -> None:
+    found = {model_type: refusal_of(error_refused(model_type)) for model_type in tabled_types()}
+    assert found == known_here(capabilities())
+    patched = [model_type for model_type, reason in capabilities().items() if reason is None]
+    assert len(patched) > 100
+    without_rotary = set(tabled_types()) - set(rotary_types())
+    assert {capabilities()[model_type] is None for model_type in without_rotary - {"dots3_note", "gemma3n"}} == {False}
+
+
+def rows_of_transformers_5_0(*methods: str) -> list[tuple[str, str, str]]:
+    run = [python_with("5.0.0"), str(HELPERS / "model_types_elsewhere.py"), *methods]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{HELPERS}", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(run, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    return [tuple(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+def test_on_transformers_5_0_every_type_is_patched_to_the_bit_or_refused_untouched() -> None:
+    rows = rows_of_transformers_5_0("linear", "yarn")
+    outcomes = Counter(outcome.partition(":")[0] for _, _, outcome in rows)
+    assert set(outcomes) <= {"equal", "refused", "cannot be built"}, [row for row in rows if row[2] not in outcomes]
+    assert outcomes["equal"] > 125
+    assert outcomes["cannot be built"] < 30
+    assert {"llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "deepseek_v3", "gpt_oss", "olmo2"} <= {
+        model_type for model_type, method, outcome in rows if method == "yarn" and outcome == "equal"
+    }
+
+
+@pytest.mark.slow
+def test_on_transformers_5_0_the_attention_door_is_exact_or_refused_untouched() -> None:
+    rows = rows_of_transformers_5_0("dynamic_yarn", "self_extend")
+    outcomes = Counter(outcome.partition(":")[0] for _, _, outcome in rows)
+    allowed = {"equal", "refused", "cannot be built", "equal without a cache"}
+    assert set(outcomes) <= allowed, [row for row in rows if row[2].partition(":")[0] not in allowed]
+    assert outcomes["equal"] > 90
+    for model_type in ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "smollm3"):
+        for method in ("dynamic_yarn", "self_extend"):
+            assert (model_type, method, "equal") in rows

@@ -1,0 +1,132 @@
+"""The wheel: what is in it, and that it works where nothing of the repository is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from folders import ROOT
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build from a copy, so that build/ and egg-info are left nowhere, and none of an earlier build is packed."""
+    folder = tmp_path_factory.mktemp("build")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in ("hf_posenc", "scripts", "tests", "patches"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.partial"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder / "dist")]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = (folder / "dist").glob("*.whl")
+    return path
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names} == {"hf_posenc", "hf_posenc-0.1.0.dist-info"}
+    sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == sources | {"hf_posenc/patches/__init__.py"}
+    presets = {f"hf_posenc/patches/{p.name}" for p in (ROOT / "patches").glob("*.toml")}
+    assert {name for name in names if name.endswith(".toml")} == presets
+    assert "hf_posenc/families/families.json" in names
+    templates = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc/report/templates").iterdir()}
+    assert {name for name in names if "/templates/" in name} == templates
+    assert {"hf_posenc/py.typed", "hf_posenc/assets/tiny/model.safetensors"} <= set(names)
+    assert {"hf_posenc/assets/tiny/tokenizer.json", "hf_posenc/assets/austen/emma.txt.xz"} <= set(names)
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert wheel.stat().st_size < 16e6
+
+
+def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (tmp_path / "empty").mkdir()
+    program = (
+        "import hf_posenc, hf_posenc.assets as assets; "
+        "print(hf_posenc.__file__); "
+        "from hf_posenc.report.page import html_page; "
+        "assert '<h1>Title</h1>' in html_page('Title', []); "
+        "assert (assets.tiny_model_path() / 'config.json').is_file(); "
+        "assert len(assets.load_novel(assets.HELD_OUT_NOVEL)) > 400_000"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    for command in (["-c", program], ["-m", "hf_posenc", "methods"], ["-m", "hf_posenc", "presets"]):
+        run = subprocess.run(
+            [sys.executable, *command],
+            cwd=tmp_path / "empty",
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        if command[0] == "-c":
+            assert run.stdout.startswith(str(tmp_path / "site"))
+
+
+_METRIC = """
+import socket
+
+def no_network(*args, **kwargs):
+    raise AssertionError(f"reached for the network: {args}")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = no_network
+import evaluate
+from hf_posenc.assets import tiny_model_path
+from hf_posenc.evaluation import METRIC, perplexity
+from hf_posenc.checkpoint.loading import load_model
+
+model, tokenizer = load_model(tiny_model_path(), device="cpu")
+texts = ["It is a truth universally acknowledged, that a single man must be in want of a wife. " * 4] * 2
+told = {"tokenizer": tokenizer, "context_lengths": [16, 48], "progress": False}
+result = evaluate.load(METRIC).compute(predictions=texts, model=model, **told)
+assert result["perplexities"] == {one.context_length: one.perplexity for one in perplexity(model, texts, **told)}
+print(METRIC, result["perplexities"])
+"""
+
+
+def test_evaluate_loads_the_metric_of_the_wheel_without_network_or_litter(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    (tmp_path / "empty").mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "HF_HOME": str(tmp_path / "home")}
+    environment |= {"HF_HUB_OFFLINE": "1", "HOME": str(tmp_path / "empty")}  # whatever goes there shows too
+    environment.pop("XDG_CACHE_HOME", None)
+    command = [sys.executable, "-W", "error", "-c", _METRIC]
+    run = subprocess.run(command, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith(str(tmp_path / "site"))
+    assert list((tmp_path / "empty").iterdir()) == []
+
+
+def test_constraints_fit_the_requirements() -> None:
+    from packaging.requirements import Requirement
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    wanted = [
+        *project["dependencies"],
+        *project["optional-dependencies"]["dev"],
+        *project["optional-dependencies"]["smollm2"],
+    ]
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "setuptools":  # the build backend; any that is new enough does
+            assert pins[requirement.name] in requirement.specifier, requirement
+
+
+@pytest.mark.parametrize("name", ["test", "check", "demo", "fetch_smollm2"])
+def test_scripts_can_be_run(name: str) -> None:
+    assert os.access(ROOT / "scripts" / name, os.X_OK)
+    subprocess.run(["bash", "-n", str(ROOT / "scripts" / name)], check=True)

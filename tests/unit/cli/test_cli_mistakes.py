@@ -1,0 +1,184 @@
+"""What the commands say when something is wrong: one line, exit code 2, and before any work is done."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from hf_posenc.checkpoint.extended import save_extended
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.cli.main import COMMANDS, main
+from hf_posenc.cli.shared_arguments import parse_options
+from hf_posenc.patching.api import patch_model
+from refused_commands import refused
+
+
+@pytest.fixture
+def text_file(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("It is a truth universally acknowledged. " * 20)
+    return path
+
+
+@pytest.fixture
+def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make loading a model fail the test."""
+    # Where it is imported as a module begins, first: imported while it is replaced, it would stay so for other tests.
+    for module in ("cli.eval", "checkpoint.loading"):
+        monkeypatch.setattr(f"hf_posenc.{module}.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+
+
+@pytest.fixture
+def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make measuring fail the test."""
+    monkeypatch.setattr("hf_posenc.evaluation.measuring_perplexity", lambda *_, **__: pytest.fail("it was measured"))
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_requests_are_checked_before_loading(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    patch = ("patch", tiny_checkpoint, out)
+    measure = ("eval", tiny_checkpoint, "--documents", text_file, "--context-lengths", "64")
+    train = ("finetune", tiny_checkpoint, "--documents", text_file, "--output-dir", out)
+    both = (*measure, "--method", "none", "linear")
+    for command in (patch, both, train):
+        assert "factor must be >= 1, got 0.25" in refused(capsys, *command, "--factor", 0.25)
+        assert "factor must be a finite number, got inf" in refused(capsys, *command, "--factor", "inf")
+        assert "not both" in refused(capsys, *command, "--factor", 4, "--context-length", 256)
+    for command in (patch, measure, train):
+        assert "Did you mean 'yarn'" in refused(capsys, *command, "--method", "yran", "--factor", 4)
+        linear = (*command, "--method", "linear", "--option", "beta_fast=3")
+        assert "takes no option 'beta_fast'" in refused(capsys, *linear)
+    assert "invalid float value: 'four'" in refused(capsys, *patch, "--factor", "four")
+    said = refused(capsys, *patch, "--context-length", "far")
+    assert "argument --context-length: expected a number of tokens such as 32768 or 32k, got 'far'" in said
+    assert "name=value" in refused(capsys, *patch, "--factor", 4, "--option", "beta_fast")
+    assert "--original-max-position-embeddings must be >= 1" in refused(
+        capsys, *patch, "--original-max-position-embeddings", 0
+    )
+    assert "need a --method" in refused(capsys, *measure, "--factor", 4)
+    assert "'trunc'" in refused(capsys, *measure, "--protocol", "trunc")
+    assert "less than the shortest" in refused(capsys, *measure, "--protocol", "last_k", "--last-k", 64)
+    assert "nothing.txt" in refused(capsys, *measure[:3], tmp_path / "nothing.txt", *measure[4:])
+    skipping = (*train, "--factor", 4, "--position-schedule", "pose")
+    assert "'pose' skips positions, and 'dca' counts" in refused(capsys, *skipping, "--method", "dca")
+    for place in ("nothing.jsonl", "nothing/"):
+        streamed = ("finetune", tiny_checkpoint, "--documents", tmp_path / place, "--streaming", "--output-dir", out)
+        assert "nothing" in refused(capsys, *streamed)
+    assert "arguments are required: MODEL, OUTPUT" in refused(capsys, "patch")
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("nothing_loaded")
+def test_places_to_write_to_are_checked_before_loading(
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patch = ("patch", tiny_checkpoint)
+    measure = ("eval", tiny_checkpoint, "--documents", text_file, "--context-lengths", "64")
+    train = ("finetune", tiny_checkpoint, "--documents", text_file)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    (tmp_path / "link").symlink_to(tiny_checkpoint)
+    monkeypatch.chdir(tiny_checkpoint)
+    for own in (tiny_checkpoint, tmp_path / "link", "."):
+        assert "the model's own" in refused(capsys, *patch, own)
+        assert "the model's own" in refused(capsys, *train, "--output-dir", own)
+    monkeypatch.chdir(tmp_path / "full")
+    for full in (tmp_path / "full", "."):
+        assert "not empty and was not written by hf-posenc; it holds thesis.tex" in refused(capsys, *patch, full)
+    assert "is a file" in refused(capsys, *patch, text_file)
+    assert "is a file" in refused(capsys, *train, "--output-dir", text_file)
+    assert "is a folder" in refused(capsys, *measure, "--output", tmp_path)
+    assert "is not a folder" in refused(capsys, *measure, "--output", text_file / "r.jsonl")
+
+
+def test_models_devices_and_files_that_are_not_there(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    patch = ("patch", tiny_checkpoint, tmp_path / "out")
+    assert "no file or folder" in refused(capsys, "patch", tmp_path / "nowhere", tmp_path / "out")
+    assert "device 'gpu' cannot be used here" in refused(capsys, *patch, "--device", "gpu")
+    assert "device 'cuda:99' cannot be used here" in refused(capsys, *patch, "--device", "cuda:99")
+    assert "unknown dtype 'bf17'" in refused(capsys, *patch, "--dtype", "bf17")
+    assert "no file" in refused(capsys, "report", tmp_path / "none.jsonl")
+    results = tmp_path / "r.jsonl"
+    argv = ["eval", tiny_checkpoint, "--documents", text_file, "--context-lengths", "64", "--output", results]
+    assert main([str(word) for word in argv]) == 0
+    assert "is a file" in refused(capsys, "report", results, "--output-dir", text_file)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_package_that_transformers_misses_is_named(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_installed(*_: object, **__: object) -> None:
+        raise ImportError("the package for FlashAttention2 doesn't seem to be installed.")
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", not_installed)
+    message = refused(capsys, "patch", tiny_checkpoint, tmp_path / "out", "--attn-implementation", "flash_attention_2")
+    assert "FlashAttention2 doesn't seem to be installed" in message
+
+
+def test_errors_of_the_operating_system_are_one_line(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(argv: Sequence[str]) -> None:
+        """Write where nobody may."""
+        raise PermissionError(13, "Permission denied", "/r.jsonl")
+
+    monkeypatch.setitem(COMMANDS, "methods", read_only)
+    assert "'/r.jsonl' cannot be used: permission denied." in refused(capsys, "methods")
+
+
+@pytest.mark.usefixtures("nothing_measured")
+def test_what_the_model_refuses_is_said_before_anything_is_measured(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = load_model(tiny_checkpoint)
+    save_extended(patch_model(model, "yarn", 2), tmp_path / "scaled", tokenizer)
+    rest = ("--documents", text_file, "--context-lengths", "64", "--output", tmp_path / "r.jsonl", "--method", "none")
+    message = refused(capsys, "eval", tmp_path / "scaled", *rest, "linear", "--factor", 4)
+    assert "already scaled: yarn, factor 2" in message
+    assert "--on-scaled replace" in message
+    assert "at least the original length" in refused(
+        capsys, "eval", tiny_checkpoint, *rest, "yarn", "--context-length", 32
+    )
+    assert not (tmp_path / "r.jsonl").exists()
+
+
+def test_warnings_of_a_method_come_once(tiny_checkpoint: Path, text_file: Path) -> None:
+    argv = ["eval", tiny_checkpoint, "--documents", text_file, "--context-lengths", "64", "--hide-progress"]
+    argv += ["--method", "dynamic", "--option", "scope=sequence"]
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert main([str(word) for word in argv]) == 0
+    assert len([one for one in seen if "one scale per forward" in str(one.message)]) == 1
+
+
+def test_a_bug_is_not_hidden_and_traceback_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError):
+        main(["--traceback", "report", str(tmp_path / "none.jsonl")])
+
+    def broken(argv: Sequence[str]) -> None:
+        """Call something wrongly."""
+        parse_options(wrong_name=1)  # type: ignore[call-arg]  # the mistake
+
+    def missing(argv: Sequence[str]) -> None:
+        """Import what is not there."""
+        import hf_posenc.nothing  # type: ignore[import-not-found]  # noqa: F401  # it is not there on purpose
+
+    monkeypatch.setitem(COMMANDS, "methods", broken)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        main(["methods"])
+    monkeypatch.setitem(COMMANDS, "methods", missing)
+    with pytest.raises(ModuleNotFoundError):
+        main(["methods"])

@@ -1,0 +1,226 @@
+"""What the command line says of mistakes: in one line, of flags, before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import FinetuneConfig
+from hf_posenc.cli.eval_arguments import EvalArguments
+from hf_posenc.cli.main import main
+from hf_posenc.cli.shared_arguments import parse
+from hf_posenc.data.reading import DocumentStream, read_documents
+from hf_posenc.errors import argument, arguments_named_as_flags
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    (line,) = shown.err.splitlines()
+    return line.removeprefix("hf-posenc: error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["eval", "m", "--metod", "yarn"], "there is no flag --metod. Did you mean --method?"),
+        (["patch", "m", "o", "--factr=2"], "there is no flag --factr. Did you mean --factor?"),
+        (["finetune", "m", "--lerning_rate", "1"], "there is no flag --lerning-rate. Did you mean --learning-rate?"),
+        (["eval", "m", "--context-lengths", "64", "--qqqq"], "there is no flag --qqqq. (hf-posenc eval --help"),
+        (["evaal", "m"], "unknown command 'evaal'. Did you mean 'eval'? Known: patch, eval,"),
+        (["eval", "m"], "the following arguments are required: --context-lengths (hf-posenc eval --help"),
+    ],
+)
+def test_typos_get_a_suggestion(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, *words).startswith(message)
+
+
+def test_an_abbreviated_flag_is_taken() -> None:
+    _, what = parse("eval", "", ["m", "--context-len", "64"], (EvalArguments,), {"model": ""})
+    assert what.context_lengths == [64]
+
+
+@pytest.mark.parametrize(
+    ("given", "in_python", "as_flag"),
+    [
+        (("text_field",), "text_field", "--text-field"),
+        (("text_field", ["a", "b c"]), "text_field=['a', 'b c']", "--text-field a 'b c'"),
+        (("template", "Q: {q}\nA: {a}"), r"template='Q: {q}\nA: {a}'", r"--template 'Q: {q}\nA: {a}'"),
+        (("sliding_window", "off"), "sliding_window='off'", "--sliding-window off"),
+        (("max_tokens", 0), "max_tokens=0", "--max-tokens 0"),
+        (("hide_progress", True), "hide_progress=True", "--hide-progress"),
+        (("hide_progress", False), "hide_progress=False", "--hide-progress false"),
+        # An option of a method, and a flag of other commands, are none of this one's.
+        (("beta_fast", 16), "beta_fast=16", "beta_fast=16"),
+        (("learning_rate",), "learning_rate", "learning_rate"),
+    ],
+)
+def test_arguments_are_named_as_flags_in_a_command(given: tuple[Any, ...], in_python: str, as_flag: str) -> None:
+    from hf_posenc.cli.shared_arguments import DocumentArguments
+    from hf_posenc.patching.extension_config import ExtensionConfig
+
+    words = ["m", "--context-lengths", "64"]
+    with arguments_named_as_flags():
+        parse("eval", "", words, (EvalArguments, ExtensionConfig, DocumentArguments), {"model": ""})
+        assert argument(*given) == as_flag
+    assert argument(*given) == in_python
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["patch", "m", "o", "--context-length", "64", "--rope-scaling", "{}"],
+            "--rope-scaling has no rope_type (or type). One of",
+        ),
+        (
+            ["patch", "m", "o", "--sliding-window", "x"],
+            "--sliding-window must be 'keep', 'off' or a number",
+        ),
+        (["eval", "m", "--context-lengths", "1"], "--context-lengths must be one or more numbers of tokens, each"),
+        (["eval", "m", "--context-lengths", "64", "--min-tokens", "0"], "--min-tokens must be at least 1, got 0."),
+    ],
+)
+def test_mistakes_are_told_of_flags(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, *words).startswith(message)
+
+
+def test_a_missing_field_is_told_as_the_flag(
+    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "qa.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    line = said(
+        capsys, "eval", str(tiny_checkpoint), "--documents", str(tmp_path / "qa.jsonl"), "--context-lengths", "64"
+    )
+    assert line.endswith("; it has: question, answer. Give --text-field question answer.")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["patch", "nowhere/model", "{file}/out"],
+        ["finetune", "nowhere/model", "--documents", "novel:persuasion", "--output-dir", "{file}/out"],
+        ["report", "{results}", "--output-dir", "{file}"],
+        ["demo", "--output-dir", "{file}/out"],
+    ],
+)
+def test_an_output_folder_that_cannot_be_is_found_first(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "results").write_text("")
+    places = {name: tmp_path / name for name in ("file", "results")}
+    line = said(capsys, *(word.format(**places) for word in words))
+    assert line.startswith(f"'{tmp_path / 'file'}' is a file, so ")
+
+
+def test_a_folder_of_others_is_found_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root, which tests may run as, may write anywhere
+    line = said(capsys, "patch", "nowhere/model", str(tmp_path / "out"))
+    assert line.startswith(f"'{tmp_path}' cannot be written to by this user. Give another folder than")
+
+
+def test_no_number_of_the_system_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").mkdir()
+    line = said(capsys, "gallery", "--output-dir", "/proc/no/folder")
+    assert line == "'/proc/no' cannot be used: no such file or directory."
+
+
+def test_a_hub_that_cannot_be_reached_is_told_within_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import huggingface_hub
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}"  # where nothing listens
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", nobody + "/{repo_id}/{filename}")
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nobody)
+    asked = [
+        ["plan", "some/model", "--context-length", "64k"],
+        ["patch", "some/model", "/tmp/never-written"],
+        ["doctor", "some/model"],
+        ["finetune", "some/model", "--documents", "novel:persuasion", "--output-dir", "/tmp/never-written"],
+    ]
+    for words in asked:
+        line = said(capsys, *words)
+        assert line.startswith("'some/model' is no file or folder here, and the Hugging Face Hub cannot be reached")
+
+
+@pytest.mark.parametrize("end", ["\r\n", "\r"])
+def test_line_ends_of_other_systems_are_read_as_line_feeds(end: str, tmp_path: Path) -> None:
+    lines = ["A line.", "Another line.", "", "And a third."]
+    plain, other = tmp_path / "plain.txt", tmp_path / "other.txt"
+    plain.write_bytes("\n".join(lines).encode())
+    other.write_bytes("\ufeff".encode() + end.join(lines).encode())
+    assert read_documents(other) == read_documents(plain) == list(DocumentStream(other))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f'{{"text": "A line.{repr(end)[1:-1]}Another line."}}\n')
+    assert read_documents(rows) == ["A line.\nAnother line."]
+
+
+def test_perplexity_does_not_depend_on_line_ends(tmp_path: Path) -> None:
+    """It was 4,662 instead of 28.7 on the tiny model, for a text with Windows' line ends."""
+    from hf_posenc import perplexity
+    from hf_posenc.assets import load_novel, tiny_model_path
+    from hf_posenc.checkpoint.loading import load_model
+
+    model, tokenizer = load_model(tiny_model_path(), dtype="float32")
+    found = []
+    for name, end in (("unix", "\n"), ("windows", "\r\n")):
+        file = tmp_path / f"{name}.txt"
+        file.write_bytes(load_novel("persuasion")[:4000].replace("\n", end).encode())
+        (record,) = perplexity(model, read_documents(file), [256], tokenizer=tokenizer, progress=False)
+        found.append(record.perplexity)
+    assert found[0] == found[1] < 60
+
+
+def test_the_help_of_finetune_has_headings_for_all_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["finetune", "--help"])
+    shown = capsys.readouterr().out
+    headings = [line.rstrip(":") for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings[2:] == [*FinetuneConfig.HELP_GROUPS, *headings[2 + len(FinetuneConfig.HELP_GROUPS) :]]
+    options = shown[shown.index("options:") : shown.index("The run:")]
+    assert [word for word in options.split() if word.startswith("--")] == ["--help", "--traceback"]
+
+
+def test_every_setting_of_a_run_stands_under_one_heading() -> None:
+    listed = [name for names in FinetuneConfig.HELP_GROUPS.values() for name in names]
+    shown = {one.name for one in dataclasses.fields(FinetuneConfig) if one.init} - FinetuneConfig.HELP_HIDDEN
+    assert sorted(listed) == sorted(shown)
+
+
+def test_what_is_decided_is_not_shown_and_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["finetune", "--help"])
+    shown = capsys.readouterr().out
+    assert "--optim-args" in shown
+    assert "--eval-strategy" not in shown
+    assert "--max-steps" not in shown
+    assert main(["finetune", "m", "--output-dir", "o", "--max-steps", "100"]) == 2
+    assert "--max-steps cannot be 100 here: token_budget says how long a run is" in capsys.readouterr().err
+
+
+def test_memory_lines_name_the_method(caplog: pytest.LogCaptureFixture) -> None:
+    from hf_posenc import patched, perplexity
+    from tiny_llama import make_tiny_llama
+
+    model = make_tiny_llama()
+    documents = [torch.arange(200) % 90 + 2]
+    with caplog.at_level("INFO", "hf_posenc"):
+        perplexity(model, documents, [64], progress=False)
+        with patched(model, "linear", 2):
+            perplexity(model, documents, [64], progress=False)
+    told = [line.partition(": ")[0] for line in caplog.messages if line.startswith("memory in MB")]
+    assert told == ["memory in MB", "memory in MB", "memory in MB, linear", "memory in MB, linear"]

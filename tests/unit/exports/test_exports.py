@@ -1,0 +1,330 @@
+"""Commands for other stacks, read back as those stacks read them and held against the live model's frequencies."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFReader, GGUFWriter, Keys
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from hf_posenc import load_extended, patch_model, save_extended
+from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.cli.main import main
+from hf_posenc.cli.shared_arguments import STACKS as KNOWN_TO_THE_PARSER
+from hf_posenc.exports import STACKS, export_command, gguf_metadata, gguf_tensors
+from served_frequencies import (
+    Frequencies,
+    by_transformers,
+    extended,
+    flag,
+    keys_of_flags,
+    llama_cpp_reads,
+    sglang_reads,
+    usual,
+    vllm_reads,
+)
+from tiny_models import STATIC_METHODS, make_model, method_options
+
+TWO_LISTS = "short_factor other than long_factor"
+REFUSED: dict[tuple[str, str], str] = {
+    ("vllm", "longrope"): TWO_LISTS,
+    ("sglang", "longrope"): TWO_LISTS,
+    ("tgi", "longrope"): TWO_LISTS,
+    ("llama.cpp", "longrope"): TWO_LISTS,
+    ("tgi", "linear"): "divides nothing by the factor",
+    ("tgi", "yarn-paper"): "TGI cannot express attention_factor 1.13",
+    ("tgi", "yarn-harmonic"): "TGI cannot express attention_factor 1.13",
+    ("tgi", "nope"): "TGI cannot express attention_factor 1.0",
+    ("tgi", "yarn-options"): "TGI cannot express beta_fast 8.0, truncate False",
+    ("llama.cpp", "yarn-paper"): "no flags for longrope",
+    ("llama.cpp", "yarn-harmonic"): "no flags for longrope",
+    ("llama.cpp", "nope"): "no flags for longrope",
+    ("llama.cpp", "yarn-options"): "cannot express truncate=False",
+}
+# Two lists, an unrounded ramp. Other longrope is metadata and tensors, but no flags.
+NOT_IN_GGUF = ("longrope", "yarn-options")
+
+
+def expressed_by(stack: str) -> pytest.MarkDecorator:
+    """Run a test with the methods that a stack can express; the others are in the test of refusals."""
+    keys = [key for key in STATIC_METHODS if (stack, key) not in REFUSED]
+    return pytest.mark.parametrize("saved", keys, indirect=True)
+
+
+@pytest.fixture(params=STATIC_METHODS)
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Frequencies]:
+    method, options = method_options(request.param, make_model("Llama"))
+    return request.param, *extended(tmp_path / "my model's folder", method, **options)
+
+
+def commands(path: Path, stack: str) -> list[list[str]]:
+    lines = [line for line in export_command(path, stack).splitlines() if not line.startswith("#")]
+    words = [shlex.split(line) for line in lines]
+    assert [shlex.join(line) for line in words] == lines
+    return words
+
+
+@expressed_by("vllm")  # SGLang refuses the same
+@pytest.mark.parametrize(
+    ("stack", "start", "length", "override", "reads"),
+    [
+        ("vllm", ["vllm", "serve"], "--max-model-len", "--hf-overrides", vllm_reads),
+        (
+            "sglang",
+            ["python", "-m", "sglang.launch_server", "--model-path"],
+            "--context-length",
+            "--json-model-override-args",
+            sglang_reads,
+        ),
+    ],
+)
+def test_vllm_and_sglang_run_the_rule_from_the_folder_and_on_the_base_model(
+    saved: tuple[str, Path, Frequencies],
+    stack: str,
+    start: list[str],
+    length: str,
+    override: str,
+    reads: Callable[[PreTrainedConfig, dict[str, Any]], Frequencies],
+) -> None:
+    _, path, (inv_freq, factor) = saved
+    own, onto_base = commands(path, stack)
+    assert own[: len(start) + 1] == [*start, str(path)]
+    assert onto_base[: len(start) + 1] == [*start, "org/base model"]
+    in_config = json.loads((path / "config.json").read_text())["rope_parameters"]
+    onto = json.loads(flag(onto_base, override))
+    assert onto["max_position_embeddings"] == 256
+    for words, rope in (
+        (own, json.loads(flag(own, override, "{}")).get("rope_parameters", in_config)),
+        (onto_base, onto["rope_parameters"]),
+    ):
+        assert flag(words, length) == "256"
+        assert {name: rope[name] for name in in_config} == in_config
+        read = reads(AutoConfig.from_pretrained(path), rope)
+        torch.testing.assert_close(read[0], inv_freq, rtol=1e-6, atol=0)
+        assert read[1] == pytest.approx(factor, rel=1e-6)
+
+
+@expressed_by("tgi")
+def test_tgi_reads_the_spelling_of_transformers_4(saved: tuple[str, Path, Frequencies]) -> None:
+    _, path, (inv_freq, factor) = saved
+    (words,) = commands(path, "tgi")
+    assert words[:3] == ["text-generation-launcher", "--model-id", str(path)]
+    assert (flag(words, "--max-input-tokens"), flag(words, "--max-total-tokens")) == ("255", "256")
+    config = json.loads((path / "config.json").read_text())
+    scaling = config["rope_scaling"]
+    rope = {"rope_type": "default"} if scaling is None else dict(scaling)
+    assert rope["rope_type"] in ("default", "llama3", "yarn")
+    read = by_transformers(AutoConfig.from_pretrained(path), {"rope_theta": config["rope_theta"], **rope})
+    torch.testing.assert_close(read[0], inv_freq, rtol=1e-6, atol=0)
+    assert factor == pytest.approx(usual(rope) if rope["rope_type"] == "yarn" else 1.0, rel=1e-6)
+
+
+def test_tgi_runs_longrope_with_equal_lists_and_its_own_attention_factor(tmp_path: Path) -> None:
+    divisors = [1.0 + i for i in range(8)]
+    path, _ = extended(tmp_path / "own", "longrope", short_factor=divisors, long_factor=divisors)
+    assert flag(commands(path, "tgi")[0], "--max-total-tokens") == "256"
+    options = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.25}
+    path, _ = extended(tmp_path / "given", "longrope", **options)
+    with pytest.raises(ValueError, match=r"TGI cannot express attention_factor 1\.25"):
+        export_command(path, "tgi")
+
+
+@expressed_by("llama.cpp")
+def test_llama_cpp_flags_say_the_whole_rule(saved: tuple[str, Path, Frequencies]) -> None:
+    _, path, (inv_freq, factor) = saved
+    convert, serve = commands(path, "llama.cpp")
+    assert convert == ["python", "convert_hf_to_gguf.py", str(path), "--outfile", "my model's folder.gguf"]
+    assert serve[:5] == ["llama-server", "-m", "my model's folder.gguf", "-c", "256"]
+    keys = keys_of_flags(serve, freq_base=10000.0)
+    tensors = gguf_tensors(path)
+    if tensors:  # what the converter writes; flags have no room for it
+        assert serve[5:] == []
+        assert "flags cannot say it" in export_command(path, "llama.cpp")
+        assert "take the original length for 8192 get it wrong" in export_command(path, "llama.cpp")
+    else:
+        assert keys["context_length"] == 256
+    read = llama_cpp_reads(keys, tensors, head_dim=16)
+    torch.testing.assert_close(read[0], inv_freq, rtol=1e-6, atol=0)
+    assert read[1] == pytest.approx(factor, rel=1e-6)
+
+
+def test_llama_cpp_betas_and_attention_factor_are_in_the_flags(tmp_path: Path) -> None:
+    options = {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.25}
+    path, (inv_freq, factor) = extended(tmp_path / "model", "yarn", **options)
+    _, serve = commands(path, "llama.cpp")
+    assert (flag(serve, "--yarn-beta-fast"), flag(serve, "--yarn-beta-slow")) == ("8.0", "2.0")
+    read = llama_cpp_reads(keys_of_flags(serve, freq_base=10000.0), {}, head_dim=16)
+    torch.testing.assert_close(read[0], inv_freq, rtol=1e-6, atol=0)
+    assert read[1] == pytest.approx(factor, rel=1e-6)
+    assert factor == 1.25
+
+
+def test_what_a_stack_cannot_express_is_refused_with_the_reason(saved: tuple[str, Path, Frequencies]) -> None:
+    key, path, _ = saved
+    for stack in STACKS:
+        if (stack, key) in REFUSED:
+            with pytest.raises(ValueError, match=re.escape(REFUSED[stack, key])):
+                export_command(path, stack)
+        else:
+            assert " x4, 64 -> 256 tokens; " in export_command(path, stack)
+
+
+def written_and_read(path: Path, file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Write a tiny GGUF file with the metadata and tensors of a rule; return what its reader finds."""
+    writer = GGUFWriter(file, "llama")
+    kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in gguf_metadata(path).items():
+        kinds[type(value)](key, value)
+    for name, divisors in gguf_tensors(path).items():
+        writer.add_tensor(name, np.array(divisors, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    reader = GGUFReader(file)
+    fields = {key: field.contents() for key, field in reader.fields.items() if key.startswith("llama.")}
+    return fields, {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+
+
+def test_gguf_metadata_survive_a_file_and_say_what_the_manifest_says(
+    saved: tuple[str, Path, Frequencies], tmp_path: Path
+) -> None:
+    key, path, (inv_freq, _) = saved
+    if key in NOT_IN_GGUF:
+        with pytest.raises(ValueError, match=re.escape(REFUSED["llama.cpp", key])):
+            gguf_metadata(path)
+        return
+    fields, tensors = written_and_read(path, tmp_path / "rule.gguf")
+    manifest = read_manifest(path) or {}
+    rope = manifest["rope_parameters"]
+    prefix = "llama.rope.scaling."
+    known = {value.format(arch="llama") for name, value in vars(Keys.Rope).items() if name.isupper()}
+    assert fields.keys() - {Keys.LLM.CONTEXT_LENGTH.format(arch="llama")} <= known
+    assert fields.pop("llama.context_length") == manifest["context_length"]
+    assert fields.pop("llama.rope.freq_base") == pytest.approx(rope["rope_theta"], rel=1e-7)
+    scaling_type = fields.pop(f"{prefix}type", "none")
+    assert scaling_type == (rope["rope_type"] if rope["rope_type"] in ("linear", "yarn", "longrope") else "none")
+    if scaling_type in ("linear", "yarn"):
+        assert fields.pop(f"{prefix}factor") == manifest["factor"]
+    if scaling_type in ("yarn", "longrope"):
+        assert fields.pop(f"{prefix}original_context_length") == manifest["original_max_position_embeddings"]
+    if scaling_type == "longrope":
+        assert fields.pop(f"{prefix}attn_factor") == pytest.approx(rope["attention_factor"], rel=1e-7)
+        for length in ("short", "long"):
+            divisors = [math.inf if key == "nope" else divisor for divisor in rope[f"{length}_factor"]]
+            np.testing.assert_allclose(tensors.pop(f"rope_factors_{length}.weight"), divisors, 1e-7)
+    if rope["rope_type"] == "llama3":
+        divisors = torch.tensor(tensors.pop("rope_freqs.weight")).double()
+        plain = 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+        torch.testing.assert_close(plain / divisors, inv_freq, rtol=1e-6, atol=0)
+    assert (fields, tensors) == ({}, {})
+
+
+@pytest.mark.parametrize("saved", [key for key in STATIC_METHODS if key not in NOT_IN_GGUF], indirect=True)
+def test_a_gguf_file_alone_gives_the_frequencies(saved: tuple[str, Path, Frequencies], tmp_path: Path) -> None:
+    _, path, (inv_freq, factor) = saved
+    fields, tensors = written_and_read(path, tmp_path / "rule.gguf")
+    keys = {name.removeprefix("llama.").removeprefix("rope."): value for name, value in fields.items()}
+    read = llama_cpp_reads(keys, {name: data.tolist() for name, data in tensors.items()}, head_dim=16)
+    torch.testing.assert_close(read[0], inv_freq, rtol=1e-6, atol=0)
+    assert read[1] == pytest.approx(factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("method", ["llama3", "yarn"])
+def test_divisors_are_for_the_llama_architecture_only(method: str, tmp_path: Path) -> None:
+    path, _ = extended(tmp_path / "model", method, family="Qwen2")
+    assert "vllm serve" in export_command(path, "vllm")
+    if method == "yarn":
+        assert gguf_metadata(path)["qwen2.rope.scaling.type"] == "yarn"
+    else:
+        with pytest.raises(ValueError, match="llama3 for model_type 'qwen2'"):
+            export_command(path, "llama.cpp")
+
+
+def test_yarn_with_deepseeks_pair(tmp_path: Path) -> None:
+    path, (_, factor) = extended(tmp_path / "model", "yarn", mscale=0.7, mscale_all_dim=0.3)
+    rope = json.loads((path / "config.json").read_text())["rope_parameters"]
+    quotient = (0.07 * math.log(4) + 1) / (0.03 * math.log(4) + 1)
+    assert factor == pytest.approx(quotient)
+    assert "--json-model-override-args" not in commands(path, "sglang")[0]
+    assert (rope["mscale"], rope["mscale_all_dim"]) == (0.7, 0.3)
+    assert commands(path, "tgi")
+    assert "# earlier versions skip some of" in export_command(path, "vllm")
+    keys = keys_of_flags(commands(path, "llama.cpp")[1], freq_base=10000.0)
+    assert llama_cpp_reads(keys, {}, head_dim=16)[1] == pytest.approx(factor, rel=1e-6)
+    given, _ = extended(tmp_path / "given", "yarn", mscale=0.7, mscale_all_dim=0.3, attention_factor=1.25)
+    override = json.loads(flag(commands(given, "sglang")[0], "--json-model-override-args"))
+    assert override["rope_parameters"]["attn_factor"] * quotient == pytest.approx(1.25)
+
+
+def test_families_and_rules_that_were_not_checked_or_move_are_refused(tmp_path: Path) -> None:
+    unchecked, _ = extended(tmp_path / "unchecked", "yarn", family="Olmo2")
+    with pytest.warns(UserWarning, match="one scale per forward"):
+        moving, _ = extended(tmp_path / "moving", "dynamic", scope="sequence")
+    for stack in STACKS:
+        with pytest.raises(ValueError, match="model_type 'olmo2' has not been checked"):
+            export_command(unchecked, stack)
+        with pytest.raises(ValueError, match="dynamic rule"):
+            export_command(moving, stack)
+    with pytest.raises(ValueError, match="model_type 'olmo2' has not been checked"):
+        gguf_metadata(unchecked)
+    mixtral, _ = extended(tmp_path / "mixtral", "yarn", family="Mixtral")
+    assert commands(mixtral, "vllm")
+    with pytest.raises(ValueError, match="drops part of them"):
+        export_command(mixtral, "sglang")
+
+
+def test_an_edited_config_is_refused(tmp_path: Path) -> None:
+    path, _ = extended(tmp_path / "model", "yarn")
+    config = json.loads((path / "config.json").read_text())
+    for edit in ({"rope_parameters": {**config["rope_parameters"], "factor": 8.0}}, {"max_position_embeddings": 64}):
+        (path / "config.json").write_text(json.dumps({**config, **edit}))
+        for read in (lambda: export_command(path, "vllm"), lambda: gguf_metadata(path)):
+            with pytest.raises(ValueError, match="does not carry the rule"):
+                read()
+
+
+def test_an_adapter_is_to_be_merged_first(tmp_path: Path) -> None:
+    make_model("Llama").save_pretrained(tmp_path / "base")
+    base = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "yarn", 4)
+    adapter = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    save_extended(adapter, tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"is an adapter.*save_extended\(load_extended\(path\)\.merge_and_unload\(\)"):
+        export_command(tmp_path / "adapter", "vllm")
+    save_extended(load_extended(tmp_path / "adapter").merge_and_unload(), tmp_path / "merged")
+    assert commands(tmp_path / "merged", "vllm")[0][2] == str(tmp_path / "merged")
+
+
+def test_the_command_line_prints_or_says_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, _ = extended(tmp_path / "model", "linear")
+    assert main(["export", str(path), "--to", "vllm"]) == 0
+    assert capsys.readouterr().out == export_command(path, "vllm") + "\n"
+    make_model("Llama").save_pretrained(tmp_path / "plain")
+    capsys.readouterr()
+    for argv, message in (
+        ([str(path), "--to", "tgi"], "TGI cannot express linear"),
+        (
+            [str(tmp_path / "plain"), "--to", "vllm"],
+            "has no context_extension.json: give a folder that hf-posenc wrote",
+        ),
+        ([str(tmp_path / "nowhere"), "--to", "vllm"], "has no context_extension.json"),
+        ([str(path), "--to", "ollama"], "'ollama'"),
+        ([str(path)], "arguments are required: --to"),
+    ):
+        assert main(["export", *argv]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("hf-posenc: error: ")
+        assert message in error
+    with pytest.raises(ValueError, match=r"unknown stack 'ollama'\. Known: vllm, sglang, llama\.cpp, tgi"):
+        export_command(path, "ollama")
+    assert tuple(STACKS) == KNOWN_TO_THE_PARSER

@@ -1,0 +1,163 @@
+"""RULER's tasks: what their prompts hold, by a solver that reads nothing else, and an oracle's scores."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from random import Random
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.retrieval.haystack import read_haystack
+from hf_posenc.retrieval.measuring import _has_word, retrieval
+from hf_posenc.retrieval.prompts import Prompt, PromptMaker
+from hf_posenc.retrieval.tasks import TASKS
+from hf_posenc.retrieval.vocabulary import vocabulary
+from oracles import Oracle, solve
+from tiny_llama import make_tiny_llama, make_tiny_tokenizer
+
+NOVEL = load_novel(HELD_OUT_NOVEL)[2000:60_000]
+NUM_ANSWERS = dict.fromkeys(TASKS, 1) | {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
+NUM_NEEDLES = {"passkey": 1, "niah_single": 1, "niah_multikey": 4, "niah_multivalue": 4, "niah_multiquery": 4, "vt": 5}
+
+
+@pytest.fixture(scope="module")
+def words() -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(tiny_model_path())
+
+
+@pytest.fixture(scope="module")
+def maker(words: PreTrainedTokenizerFast) -> PromptMaker:
+    return PromptMaker(words, read_haystack(words, [NOVEL]), "off")
+
+
+def make(maker: PromptMaker, task: str, length: int, seed: int, depth: float = 50) -> Prompt:
+    return maker.make(task, length, depth if TASKS[task].has_depth else None, seed)
+
+
+@pytest.mark.parametrize("length", [2000, 5000])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_answer_follows_from_the_text_alone(
+    maker: PromptMaker, words: PreTrainedTokenizerFast, task: str, length: int
+) -> None:
+    prompts = [make(maker, task, length, seed) for seed in range(4)]
+    for prompt in prompts:
+        text = words.decode(prompt.ids)
+        found = solve(text.rpartition("\n")[0])  # without the beginning of the answer
+        assert (found == list(prompt.answers)) if prompt.ordered else (set(found) == set(prompt.answers))
+        assert len(prompt.answers) == len(set(prompt.answers)) == NUM_ANSWERS[task]
+        assert words.decode(prompt.answer_ids) == " " + ", ".join(prompt.answers)
+        for places, answer in zip(prompt.answer_places, prompt.answers, strict=True):
+            assert words.decode([prompt.answer_ids[at] for at in places]).strip() == answer
+    assert len({prompt.answers for prompt in prompts}) == 4
+    assert prompts == [make(maker, task, length, seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_prompts_fill_their_budget_and_never_pass_it(maker: PromptMaker, task: str) -> None:
+    for length in (1500, 1777, 4096, 6000):
+        prompt = make(maker, task, length, seed=1)
+        unused = length - len(prompt.ids) - prompt.max_new_tokens
+        # a word more of a list is up to three entries of a number and a word
+        assert 0 <= unused <= (0 if task in NUM_NEEDLES else 40)
+        assert len(prompt.answer_ids) < prompt.max_new_tokens
+
+
+@pytest.mark.parametrize("task", NUM_NEEDLES)
+def test_needles_are_all_there_at_their_places(maker: PromptMaker, words: PreTrainedTokenizerFast, task: str) -> None:
+    spread = set()
+    for seed in range(6):
+        prompt = make(maker, task, 3000, seed, depth=70)
+        assert len(prompt.needle_places) == NUM_NEEDLES[task]
+        for place in prompt.needle_places:
+            line = words.decode(prompt.ids[place : place + 40]).split("\n")[1]
+            assert re.match(r"The pass key is|One of the secret numbers of|VAR \w{5} = ", line)
+        if TASKS[task].has_depth:
+            assert abs(prompt.needle_places[0] / 3000 - 0.7) < 0.08
+        else:
+            assert list(prompt.needle_places) == sorted(prompt.needle_places)
+        spread |= {round(4 * place / 3000) for place in prompt.needle_places}
+    assert len(spread) > 1 or NUM_NEEDLES[task] == 1
+
+
+def test_a_multiquery_asks_in_another_order_than_the_texts(maker: PromptMaker, words: PreTrainedTokenizerFast) -> None:
+    in_order = 0
+    for seed in range(8):
+        prompt = make(maker, "niah_multiquery", 1000, seed)
+        text = words.decode(prompt.ids)
+        in_order += [*sorted(prompt.answers, key=text.index)] == [*prompt.answers]
+    assert in_order < 4
+
+
+@pytest.mark.parametrize(("length", "times"), [(2000, (6, 1)), (5000, (30, 3))])
+def test_common_words_occur_as_often_as_rulers(
+    maker: PromptMaker, words: PreTrainedTokenizerFast, length: int, times: tuple[int, int]
+) -> None:
+    prompt = make(maker, "cwe", length, seed=0)
+    entries = re.findall(r"(\d+)\. (\w+)", words.decode(prompt.ids).rpartition("numbered list")[2])
+    assert [int(number) for number, _ in entries] == list(range(1, len(entries) + 1))
+    counts = Counter(word for _, word in entries)
+    assert {counts.pop(word) for word in prompt.answers} == {times[0]}
+    assert set(counts.values()) == {times[1]}
+
+
+def test_frequent_words_fall_with_the_square_of_their_rank(maker: PromptMaker, words: PreTrainedTokenizerFast) -> None:
+    prompt = make(maker, "fwe", 6000, seed=0)
+    counts = Counter(words.decode(prompt.ids).split("\n\n")[1].split()).most_common(6)
+    assert counts[0][0] == "..."
+    assert [word for word, _ in counts[1:4]] == list(prompt.answers)
+    for rank, (_, count) in enumerate(counts, start=1):
+        assert abs(count - counts[0][1] / rank**2) <= 1
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_oracle_scores_one(task: str) -> None:
+    characters = make_tiny_tokenizer()
+    model = make_tiny_llama(max_position_embeddings=8192)
+    Oracle(model, characters)
+    (record,) = retrieval(
+        model,
+        characters,
+        [task],
+        [4000],
+        [50],
+        documents=["".join(one for one in NOVEL if one.isascii())],
+        prefill_chunk=1000,
+        progress=False,
+    )
+    assert record.score("written") == 1
+    assert record.score("forced") == (None if task in ("cwe", "niah_multivalue") else 1)
+    assert record.depth == (50 if TASKS[task].has_depth else None)
+    assert sorted(record.written.strip(" .").split(", ")) == sorted(record.answers)
+
+
+def test_a_task_without_a_depth_gets_as_many_prompts() -> None:
+    characters, model = make_tiny_tokenizer(), make_tiny_llama(max_position_embeddings=2048)
+    records = retrieval(
+        model, characters, ["niah_single", "vt"], [1200], [0, 50, 100], 2, documents=[NOVEL], progress=False, seed=5
+    )
+    assert [(one.task, one.depth, one.seed) for one in records] == [
+        *[("niah_single", depth, seed) for depth in (0, 50, 100) for seed in (5, 6)],
+        *[("vt", None, seed) for seed in range(5, 11)],
+    ]
+    assert len({one.text_hash for one in records}) == 12
+    assert max(one.num_written for one in records) == 0
+
+
+def test_answers_are_found_as_whole_words() -> None:
+    assert _has_word("Here, there.", "here")
+    assert not _has_word("There, nowhere.", "here")
+    assert not _has_word("1234567", "23456")
+
+
+def test_a_length_without_room_or_words_is_refused(maker: PromptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    for task in ("vt", "cwe", "fwe"):
+        with pytest.raises(ValueError, match=rf"'{task}' does not fit into 80 tokens: .* the shortest text \d+"):
+            make(maker, task, 80, 0)
+    few = tuple(Random(0).sample(vocabulary(), 60))
+    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.vocabulary"], "vocabulary", lambda: few)
+    with pytest.raises(ValueError, match=r"there are words for \d+ tokens only, and room for \d+"):
+        make(maker, "cwe", 3000, 0)

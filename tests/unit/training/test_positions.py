@@ -1,0 +1,183 @@
+"""Positions of training blocks against the definitions they come from, and masks against pairs counted one by one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import masking_utils
+
+from hf_posenc.patching.api import describe, patch_model
+from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.positions import (
+    PositionSchedule,
+    block_length,
+    find_documents,
+    make_position_schedule,
+    pose_positions,
+    random_positions,
+)
+from tiny_llama import make_tiny_llama
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def pairs(positions: torch.Tensor) -> set[int]:
+    return {int(later - earlier) for i, later in enumerate(positions) for earlier in positions[:i]}
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5])
+@pytest.mark.parametrize("length", [1, 2, 7, 16])
+def test_pose_positions_rise_below_the_target_in_so_many_chunks(length: int, chunks: int):
+    longest_first = 0
+    draw = generator()
+    for _ in range(300):
+        positions = pose_positions(length, 40, chunks, draw)
+        steps = positions.diff()
+        assert positions.shape == (length,)
+        assert positions[0] == 0
+        assert positions[-1] < 40
+        assert bool((steps >= 1).all())
+        assert int((steps > 1).sum()) <= min(chunks, length) - 1
+        gaps = (steps > 1).nonzero()
+        longest_first = max(longest_first, int(gaps[0]) + 1 if len(gaps) else 0)
+    if chunks == 2 and length > 1:
+        assert longest_first == (length + 1) // 2  # the authors' randint(1, (len_chunk+1)//2)
+
+
+def test_pose_draws_border_and_bias_alike_likely():
+    borders, biases, draws = [0] * 8, [0] * 10, 4000
+    draw = generator()
+    for _ in range(draws):
+        positions = pose_positions(8, 17, 2, draw)
+        biases[int(positions[-1]) - 7] += 1  # 0 to 17 - 8
+        gap = (positions.diff() > 1).nonzero()
+        borders[int(gap[0]) + 1 if len(gap) else 0] += 1
+    assert all(abs(count - draws / 10) < 5 * (draws / 10) ** 0.5 for count in biases)
+    assert borders[0] == biases[0]
+    expected = draws * 9 / 10 / 4  # a bias above nothing, and four borders
+    assert borders[5:] == [0, 0, 0]
+    assert all(abs(count - expected) < 5 * expected**0.5 for count in borders[1:5])
+
+
+def test_the_bias_of_a_chunk_is_at_least_that_of_the_one_before_and_then_alike_likely():
+    counts: dict[tuple[int, int], int] = {}
+    draw, draws = generator(), 2000
+    for _ in range(draws):
+        positions = pose_positions(3, 6, 3, draw)  # a token each: biases are all that is drawn
+        found = (int(positions[1]) - 1, int(positions[2]) - 2)
+        counts[found] = counts.get(found, 0) + 1
+    for first in range(4):  # paper: u_i ~ U(u_{i-1}, target - length), target - length is 3
+        for second in range(first, 4):
+            expected = draws / 4 / (4 - first)
+            assert abs(counts[first, second] - expected) < 5 * expected**0.5
+    assert sum(counts.values()) == draws
+    assert len(counts) == 10
+
+
+@pytest.mark.parametrize("kind", ["pose", "random"])
+def test_every_distance_below_the_target_comes(kind: str):
+    schedule = PositionSchedule(kind, 8, 32, seed=3)
+    seen: set[int] = set()
+    for index in range(600):
+        seen |= pairs(schedule.of(index, [8]))
+    assert seen == set(range(1, 32))
+
+
+def test_random_positions_are_sorted_different_and_alike_likely():
+    counts = torch.zeros(12)
+    draw, draws = generator(), 2000
+    for _ in range(draws):
+        positions = random_positions(4, 12, draw)
+        assert bool((positions.diff() >= 1).all())
+        counts[positions] += 1
+    assert counts[0] == draws
+    assert bool(((counts[1:] - draws * 3 / 11).abs() < 5 * (draws * 3 / 11) ** 0.5).all())
+
+
+def test_each_document_of_a_block_is_drawn_on_its_own():
+    positions = PositionSchedule("pose", 64, 256, seed=1).of(5, [30, 1, 33])
+    starts = (positions == 0).nonzero()[:, 0].tolist()
+    assert starts == [0, 30, 31]
+    first, last = positions[:30], positions[31:]
+    assert int((first.diff() > 1).sum()) == int((last.diff() > 1).sum()) == 1
+    assert first[-1] - 29 != last[-1] - 32  # another bias
+
+
+def test_draws_belong_to_the_seed_and_the_place_in_the_order():
+    drawn = {
+        (seed, index): tuple(PositionSchedule("pose", 64, 4096, seed=seed).of(index, [64]).tolist())
+        for seed in (0, 1)
+        for index in range(50)
+    }
+    assert len(set(drawn.values())) > 95  # of 32 borders x 4033 biases, two may be the same
+    for (seed, index), positions in reversed(drawn.items()):  # in another order, as another process would
+        assert tuple(PositionSchedule("pose", 64, 4096, seed=seed).of(index, [64]).tolist()) == positions
+
+
+@pytest.mark.parametrize("kind", ["full", "pose", "random"])
+def test_the_short_share_of_the_blocks_is_read_in_plain_windows_and_spread_evenly(kind: str):
+    schedule = PositionSchedule(kind, 8, 64, short_share=0.3)
+    short = [schedule.is_short(index) for index in range(1000)]
+    assert all(sum(short[start : start + 10]) in (2, 3, 4) for start in range(990))
+    assert sum(short) == 300
+    index = short.index(True)
+    assert schedule.of(index, [19, 5]).tolist() == [*range(8), *range(8), *range(3), *range(5)]
+    assert PositionSchedule(kind, 8, 64).is_short(index) is False
+    assert PositionSchedule(kind, 8, 64, short_share=1.0).is_short(0) is True
+
+
+def test_documents_begin_where_positions_fall_and_not_where_they_skip():
+    rows = [[0, 1, 7, 8, 0, 0, 3], [0, 1, 2, 3, 4, 5, 6]]
+    found = find_documents(torch.tensor(rows), skips_matter=False)
+    assert found is not None
+    for row, numbers in zip(rows, found.tolist(), strict=True):
+        for i in range(7):
+            for j in range(i):
+                same = all(row[k] > row[k - 1] for k in range(j + 1, i + 1))
+                assert (numbers[i] == numbers[j]) == same
+    skipping = torch.tensor([[0, 1, 7, 8]])
+    assert find_documents(skipping, skips_matter=False) is None  # plainly causal
+    assert find_documents(skipping, skips_matter=True) is not None  # a window has to know the positions
+    assert find_documents(torch.arange(5)[None], skips_matter=True) is None
+
+
+def test_without_skips_documents_are_found_as_transformers_finds_them():
+    draw = generator()
+    for _ in range(50):
+        lengths = torch.randint(1, 6, (4,), generator=draw).tolist()
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        expected = masking_utils.find_packed_sequence_indices(positions)
+        assert torch.equal(find_documents(positions, skips_matter=False), expected)
+
+
+def schedule_of(method: str = "yarn", factor: float = 4.0, **settings: Any) -> PositionSchedule:
+    model = patch_model(make_tiny_llama(), method, factor)
+    return make_position_schedule(FinetuneConfig("out", method=method, factor=factor, **settings), describe(model))
+
+
+def test_blocks_are_of_the_original_length_where_positions_skip():
+    for kind, expected in (("full", 256), ("pose", 64), ("random", 64)):
+        schedule = schedule_of(position_schedule=kind)
+        assert (schedule.original_length, schedule.target_length) == (64, 256)
+        assert block_length(FinetuneConfig("out", position_schedule=kind), schedule) == expected
+        assert block_length(FinetuneConfig("out", position_schedule=kind, seq_len=96), schedule) == 96
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seq_len": 257}, "seq_len 257 is longer than the target length, 256 tokens"),
+        ({"position_schedule": "pose", "seq_len": 256}, "nothing to skip in blocks of seq_len 256, the target length"),
+        ({"position_schedule": "random", "factor": 1.0}, "the target is 64 tokens and the model was trained on 64"),
+        ({"position_schedule": "pose", "pose_chunks": 65}, "pose_chunks must be at most seq_len, 64 tokens, got 65"),
+        ({"position_schedule": "pose", "method": "dca"}, "'pose' skips positions, and 'dca' counts distances in tok"),
+        ({"position_schedule": "random", "method": "rerope"}, "'random' skips positions, and 'rerope' counts dist"),
+    ],
+)
+def test_schedules_that_do_not_suit_are_refused(settings: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        schedule_of(**settings)

@@ -1,0 +1,222 @@
+"""Predicted training memory against the measured peak of the real thing in a process of its own, and by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
+
+from folders import SMOLLM2
+from hf_posenc.assets import tiny_model_path
+from hf_posenc.planning import training_memory
+from hf_posenc.planning.shapes import layer_repeat, with_layers
+from hf_posenc.planning.tracking import LOGITS, MATRICES, MemoryTracker
+from hf_posenc.planning.training_memory import _at_peak, _run, predict_training_memory
+from hf_posenc.training import chunked_loss
+from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.lora import add_lora
+
+LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux lets a peak start again")
+MEASURE = """
+import json, sys, torch
+from transformers import AutoConfig
+from hf_posenc.planning.measuring import measure_training
+from hf_posenc.planning.training_memory import predict_training_memory
+from hf_posenc.training import FinetuneConfig
+
+torch.set_num_threads(1)
+for told, seq_len, packed in json.loads(sys.argv[2]):
+    how = {"packed": packed, "load_in_4bit": told.pop("load_in_4bit", False)}
+    config, run = AutoConfig.from_pretrained(sys.argv[1]), FinetuneConfig("unused", **told)
+    if how["load_in_4bit"]:
+        config.dtype = torch.float32  # what quantised weights compute in
+    measured = measure_training(config, run, seq_len, steps=2, **how)
+    predicted = predict_training_memory(config, run, seq_len, **how)
+    print(json.dumps([measured.peak, predicted.peak]), flush=True)
+"""
+
+
+def measured_and_predicted(model: Path, cases: list[tuple[dict[str, Any], int, bool]]) -> list[list[int]]:
+    # So that glibc gives back what is freed, and the peak is that of tensors.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", MEASURE, str(model), json.dumps(cases)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+@LINUX
+def test_the_prediction_is_within_15_percent_of_the_measured_peak() -> None:
+    # With the mask of packed documents.
+    ((measured, predicted),) = measured_and_predicted(tiny_model_path(), [({"bf16": False}, 768, True)])
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@LINUX
+@pytest.mark.slow
+def test_the_prediction_holds_for_other_settings() -> None:
+    cases: list[tuple[dict[str, Any], int, bool]] = [
+        ({"bf16": True}, 768, True),  # slow where bfloat16 is emulated
+        ({"bf16": False, "gradient_checkpointing": True}, 1024, False),
+        ({"bf16": False, "gradient_accumulation_steps": 2}, 1024, True),
+        ({"lora": True, "bf16": False}, 2048, True),
+    ]
+    results = measured_and_predicted(tiny_model_path(), cases)
+    assert len(results) == len(cases)
+    for case, (measured, predicted) in zip(cases, results, strict=True):
+        assert predicted == pytest.approx(measured, rel=0.15), case
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="scripts/fetch_smollm2 downloads it")
+@pytest.mark.parametrize(
+    ("told", "packed"),
+    [({}, False), ({"gradient_checkpointing": True}, False), ({"lora": True, "gradient_checkpointing": True}, True)],
+    ids=["full", "full, checkpointing", "LoRA+, checkpointing, packed"],
+)
+def test_the_prediction_for_smollm2_is_within_15_percent(told: dict[str, Any], packed: bool) -> None:
+    ((measured, predicted),) = measured_and_predicted(SMOLLM2, [(told, 2048, packed)])
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+@LINUX
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2.is_dir(), reason="scripts/fetch_smollm2 downloads it")
+def test_the_prediction_of_adapters_on_4_bits_is_within_15_percent() -> None:
+    adapters = {"lora": True, "lora_embeddings": False, "bf16": False, "load_in_4bit": True}
+    everywhere = {**adapters, "lora_targets": "all-linear", "lora_rank": 64, "gradient_checkpointing": True}
+    cases: list[tuple[dict[str, Any], int, bool]] = [(adapters, 1024, False), (everywhere, 1024, False)]
+    for measured, predicted in measured_and_predicted(SMOLLM2, cases):
+        assert predicted == pytest.approx(measured, rel=0.15)
+
+
+def settings(**told: Any) -> FinetuneConfig:
+    return FinetuneConfig("unused", **told)
+
+
+def llama(**sizes: Any) -> LlamaConfig:
+    usual = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    return LlamaConfig(**{**usual, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, **sizes})
+
+
+def test_the_tracker_counts_what_autograd_keeps() -> None:
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(100, 300))
+        tracker = MemoryTracker([weight], vocab_size=300, seq_len=50)
+        with tracker:
+            rows = torch.zeros(10, 100)  # 4000 bytes
+            product = rows @ weight  # 12000
+            squared = product.exp()  # 12000, kept for the backward pass
+            del product  # which exp does not need
+            tracker.phase = "scores"
+            scores = torch.zeros(50, 50) + 1  # 2 x 10000 at the same time
+            del squared, scores, rows
+            tracker.phase = "end"
+            torch.zeros(1)
+    assert tracker.peaks["forward"].total == 28000
+    assert tracker.peaks["forward"].parts[LOGITS] == 24000
+    assert tracker.peaks["scores"].total == 16000 + 20000
+    assert tracker.peaks["scores"].parts[MATRICES] == 20000
+    assert tracker.peaks["end"].total == 4
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"gradient_checkpointing": True, "bf16": True}, {"lora": True}], ids=["full", "checkpointing", "LoRA+"]
+)
+def test_a_deep_model_is_predicted_from_a_shallow_one(told: dict[str, Any]) -> None:
+    config = llama(num_hidden_layers=4)
+    whole = _at_peak(*_run(config, settings(**told), 300, True, True))
+    predicted = predict_training_memory(config, settings(**told), 300)
+    assert predicted == whole  # every part, to the byte
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"gradient_checkpointing": True, "per_device_train_batch_size": 2}, {"lora": True}]
+)
+def test_long_blocks_are_predicted_from_a_few_chunks_of_the_loss(
+    told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = llama(num_hidden_layers=9, dtype="bfloat16"), settings(logits_chunk=16, **told)
+    predicted = predict_training_memory(config, run, 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(training_memory, "few_chunks", contextlib.nullcontext)
+        assert predict_training_memory(config, run, 300) == predicted  # every part, to the byte
+    ran: list[None] = []
+    add_gradients = chunked_loss._add_gradients
+    monkeypatch.setattr(chunked_loss, "_add_gradients", lambda *args: ran.append(None) or add_gradients(*args))
+    predict_training_memory(config, run, 300)
+    assert len(ran) == 2 * 4
+
+
+def test_what_stays_by_hand() -> None:
+    config = llama(tie_word_embeddings=True)
+    parameters = 128 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64
+    memory = predict_training_memory(config, settings(), 64, packed=False)
+    rotary = 2 * 4 * 16 // 2  # inv_freq, and the original one
+    assert memory.weights == 4 * parameters + rotary
+    assert memory.optimizer == 8 * parameters
+    assert memory.all_gradients == 4 * parameters
+    assert memory.trained_parameters == parameters
+    assert memory.peak == sum(getattr(memory, part) for part in memory.PARTS)
+    half = llama(dtype="bfloat16", tie_word_embeddings=True)
+    assert predict_training_memory(half, settings(), 64).weights == memory.weights  # float32 while trained
+
+
+def test_lora_trains_what_peft_says(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model = tiny_llama(tie_word_embeddings=True)
+    memory = predict_training_memory(model.config, settings(lora=True), 64)
+    trained, _ = add_lora(model, FinetuneConfig("x", lora_rank=8, lora_alpha=16)).get_nb_trainable_parameters()
+    assert memory.trained_parameters == trained
+    assert memory.optimizer == 8 * trained
+
+
+def test_each_lever_saves_its_own_part() -> None:
+    config = llama(num_hidden_layers=1, vocab_size=4096, num_key_value_heads=4)
+
+    def peak(seq_len: int = 512, packed: bool = False, **told: Any) -> Any:
+        return predict_training_memory(config, settings(**told), seq_len, packed=packed)
+
+    plain = peak()
+    assert peak(gradient_checkpointing=True).activations < 0.6 * plain.activations
+    assert peak(bf16=True).activations < plain.activations
+    assert peak(lora=True).optimizer < plain.optimizer
+    assert peak(packed=True).attention_matrices >= 512 * 512 * 4  # each layer keeps it as numbers
+    assert plain.attention_matrices == 0
+    assert peak(per_device_train_batch_size=2).activations > 1.7 * plain.activations
+    in_one = predict_training_memory(config, settings(), 512, packed=False, chunked_loss=False)
+    few_rows = predict_training_memory(config, settings(logits_chunk=64), 512, packed=False)
+    assert in_one.logits >= 512 * 4096 * 4 > few_rows.logits
+    again = peak(gradient_accumulation_steps=4)
+    assert again.peak > plain.peak  # gradients of the forward before are there
+
+
+def test_layers_repeat_as_their_lists_say() -> None:
+    assert layer_repeat(llama(num_hidden_layers=5)) == 1
+    gemma = Gemma3TextConfig(num_hidden_layers=12)
+    assert layer_repeat(gemma) == 6
+    cut = with_layers(gemma, 6)
+    assert (cut.num_hidden_layers, cut.layer_types) == (6, gemma.layer_types[:6])
+    assert gemma.num_hidden_layers == 12
+
+
+def test_a_family_that_needs_data_is_refused_by_name() -> None:
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    sizes = llama().to_dict()
+    config = MixtralConfig(
+        **{name: sizes[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}, **experts
+    )
+    config._experts_implementation = "eager"  # which asks its data what experts have tokens, on every PyTorch
+    with pytest.raises(ValueError, match=r"'mixtral' cannot be run without data.*bf16"):
+        predict_training_memory(config, settings(bf16=False), 64)
