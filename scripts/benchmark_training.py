@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
-from hf_posenc.planning.measuring import MeasuredTraining, measure_training, train_as_finetune
+from hf_posenc.planning.measured_training import MeasuredTraining, measure_training, train_as_finetune
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.packing import BlockSchedule, PackedDataset

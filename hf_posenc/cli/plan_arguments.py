@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
-from typing import Self
 
-from hf_posenc.errors import InvalidRequestError
-from hf_posenc.utils.units import ContextLength, TokenCount
-
-_UNITS = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-class MemorySize(int):
-    """Bytes; ``24GB`` is 24 times 10^9, ``24GiB`` is 24 times 2^30, a plain number is bytes."""
-
-    def __new__(cls, value: str | int) -> Self:
-        return super().__new__(cls, _parse(value) if isinstance(value, str) else value)
-
-
-def _parse(text: str) -> int:
-    match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$", text)
-    if match is None or match[2].upper() not in _UNITS or not float(match[1]):
-        raise InvalidRequestError(f"expected an amount of memory such as 24GB or 80GiB, got {text!r}")
-    return round(float(match[1]) * _UNITS[match[2].upper()])
+from hf_posenc.utils.units import ContextLength, MemorySize, TokenCount
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a longer context costs, and which method, recipe and lever to take, before any weights are loaded."""
+"""What a longer context costs, and which method, recipe and training option to take, before any weights are loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hf_posenc.planning.planner import Plan, plan
     from hf_posenc.planning.text import plan_text
 
-# Imported when first asked for: what trains takes seconds, which `hf-posenc plan --help` need not cost.
+# Imported at first use: the training packages take seconds, which `hf-posenc plan --help` need not cost.
 _MODULES = {"Plan": "planner", "plan": "planner", "plan_text": "text"}
 
 __all__ = ["Plan", "plan", "plan_text"]

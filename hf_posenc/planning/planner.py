@@ -2,110 +2,99 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from hf_posenc.cli.plan_arguments import MemorySize
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.planning.facts import ModelFacts, kv_cache, model_facts, read_config
+from hf_posenc.methods.registry import DEFAULT_METHOD
+from hf_posenc.planning.advice import ZERO_SHOT_METHOD, Advice, Situation, advise
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.gpus import usable
-from hf_posenc.planning.levers import Lever, Sharding, levers, shard
-from hf_posenc.planning.reading import Reading, Readings
-from hf_posenc.planning.rules import Advice, Situation, advise
-from hf_posenc.planning.shapes import in_dtype
+from hf_posenc.planning.inference_memory import Reading, kv_cache, predict_readings
+from hf_posenc.planning.model_facts import ModelFacts, model_facts, read_config
+from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
 from hf_posenc.utils.dtypes import DtypeChoice, choose_dtype, config_dtype
-from hf_posenc.utils.units import TokenCount, length_name
+from hf_posenc.utils.units import MemorySize, TokenCount, length_name
 
 if TYPE_CHECKING:
-    from hf_posenc.planning.measuring import MeasuredTraining
+    from hf_posenc.planning.measured_training import MeasuredTraining
 
 DEFAULT_BUDGET = TokenCount("1M")  # finetune's
-_LOOKED_UP_TO = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a longer context costs.
 
     Attributes:
         model: What it is.
+        dtype: What the weights are loaded in, and why where that is not the checkpoint's dtype.
         target: Tokens it is to read.
         factor: Target / original length.
         advice: Method and recipe, with reasons.
-        kv_cache: Bytes of one sequence's keys and values at the target, in the dtype computed in.
-        levers: Ways to train, up to the first that fits; all of them where none does or no memory was given; none where
-            training was not asked for.
-        chosen: Which of them: the first that fits, else the last but for the memory as asked.
         gpu_memory: Bytes of one device; None: not given.
         gpus: Devices.
+        kv_cache: Bytes of one sequence's keys and values at the target, in the dtype computed in.
         reading: What reading the target takes, by how the weights are held.
-        longest: For each of those the longest text that fits the devices, in tokens; one of 16 times the target, up to
-            which it is looked for, says that longer ones fit; empty where no memory was given.
+        training_options: Ways to train, up to the first that fits; all of them where none does or no memory was given;
+            none where training was not requested.
+        chosen: Which of them: the first that fits, else the last; without a memory the first, as requested.
         sharding: Devices for training at the full length, where one is not enough; None: not needed, or 64 are too few.
         token_budget: Tokens counted with.
-        flops: Of training on them, the chosen way; None where training was not asked for.
+        flops: Of training on them, the chosen way; None where training was not requested.
         tokens_per_second: Speed of training the chosen way; None: not known.
         rate: Where the speed is from.
         measured: What ``measure`` gave.
-        dtype: What the weights are loaded in, and why where that is not the checkpoint's dtype.
     """
 
     model: ModelFacts
+    dtype: DtypeChoice
     target: int
     factor: float
     advice: Advice
-    kv_cache: int
-    levers: tuple[Lever, ...]
-    chosen: int
     gpu_memory: int | None
+    gpus: int
+    kv_cache: int
+    reading: tuple[Reading, ...]
+    training_options: tuple[TrainingOption, ...]
+    chosen: int
     sharding: Sharding | None
     token_budget: int
     flops: Flops | None
     tokens_per_second: float | None = None
     rate: str = "not known: give --tokens-per-second, --tflops or --measure"
-    measured: MeasuredTraining | None = field(default=None)
-    dtype: DtypeChoice = field(kw_only=True)
-    gpus: int = field(default=1, kw_only=True)
-    reading: tuple[Reading, ...] = field(kw_only=True)
-    longest: tuple[int, ...] = field(default=(), kw_only=True)
+    measured: MeasuredTraining | None = None
 
     @property
-    def lever(self) -> Lever:
+    def option(self) -> TrainingOption:
         """The way to train that the plan counts with.
 
         Raises:
-            ValueError: Training was not asked for.
+            ValueError: Training was not requested.
         """
-        if not self.levers:
+        if not self.training_options:
             raise InvalidRequestError("training was not planned: pass training=True (--training).")
-        return self.levers[self.chosen]
-
-    def longest_text(self, index: int) -> str:
-        """Return in words the longest text that fits, for a way of ``reading``, in whole k from there on."""
-        length, most = self.longest[index], _LOOKED_UP_TO * self.target
-        if length == most:
-            return f"over {length_name(most)}"
-        return length_name(length // 1024 * 1024 if length >= 1024 else length) if length else "none"
+        return self.training_options[self.chosen]
 
     @property
-    def all_weights(self) -> Lever:
+    def all_weights(self) -> TrainingOption:
         """The way to train all weights at the full length that needs least, of those FSDP2 can share; else the last."""
-        return _all_weights(self.levers, self.target)
+        return _all_weights(self.training_options, self.target)
 
     @property
     def fits(self) -> bool | None:
-        """Whether training fits; None where the memory is not known, or training was not asked for."""
-        return None if self.gpu_memory is None or not self.levers else self.lever.fits(self.gpu_memory)
+        """Whether training fits; None where the memory is not known, or training was not requested."""
+        return None if self.gpu_memory is None or not self.training_options else self.option.fits(self.gpu_memory)
 
     @property
     def inference(self) -> int:
@@ -119,37 +108,24 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, JSON-able."""
-        rows = [{**_lever_dict(lever), "fits": self._fits(lever)} for lever in self.levers]
-        shown = ("target", "factor", "kv_cache", "gpu_memory", "gpus", "token_budget")
-        plain = {name: getattr(self, name) for name in shown}
-        told = {name: getattr(self, name) for name in ("inference", "tokens_per_second", "rate", "hours", "chosen")}
-        nested = {name: getattr(self, name) for name in ("model", "advice", "flops", "sharding", "measured")}
-        nested = {name: None if value is None else dataclasses.asdict(value) for name, value in nested.items()}
-        dtype = {"dtype": self.model.dtype, "dtype_reason": self.dtype.reason}
-        return {**nested, **plain, **told, **dtype, "reading": self._reading_rows(), "levers": rows}
+        shown: dict[str, Any] = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
+        for name in ("model", "advice", "flops", "sharding", "measured"):
+            shown[name] = None if shown[name] is None else dataclasses.asdict(shown[name])
+        return {
+            **shown,
+            "inference": self.inference,
+            "hours": self.hours,
+            "dtype": self.model.dtype,
+            "dtype_reason": self.dtype.reason,
+            "reading": [
+                {**row.as_dict(), "per_device": row.per_device(self.gpus), "fits": self._fits(row, self.gpus)}
+                for row in self.reading
+            ],
+            "training_options": [{**row.as_dict(), "fits": self._fits(row)} for row in self.training_options],
+        }
 
-    def _reading_rows(self) -> list[dict[str, Any]]:
-        rows = []
-        for index, row in enumerate(self.reading):
-            fits = None if self.gpu_memory is None else row.fits(self.gpu_memory, self.gpus)
-            longest = self.longest[index] if self.longest else None
-            rows.append({**row.as_dict(), "per_device": row.per_device(self.gpus), "fits": fits, "longest": longest})
-        return rows
-
-    def _fits(self, lever: Lever) -> bool | None:
-        return None if self.gpu_memory is None else lever.fits(self.gpu_memory)
-
-
-def _lever_dict(lever: Lever) -> dict[str, Any]:
-    shown = ("lora", "lora_embeddings", "bf16", "gradient_checkpointing", "position_schedule", "optim")
-    settings = {name: getattr(lever.run, name) for name in shown}
-    memory = {**dataclasses.asdict(lever.memory), "peak": lever.memory.peak}
-    told = {
-        name: getattr(lever, name) for name in ("name", "seq_len", "packed", "load_in_4bit", "per_device", "at_least")
-    }
-    sharding = None if lever.sharding is None else dataclasses.asdict(lever.sharding)
-    told |= {"sharding": sharding, "smallest_gpu": lever.smallest_gpu}
-    return {**told, **settings, "memory": memory}
+    def _fits(self, row: Reading | TrainingOption, *gpus: int) -> bool | None:
+        return None if self.gpu_memory is None else row.fits(self.gpu_memory, *gpus)
 
 
 def plan(
@@ -177,7 +153,7 @@ def plan(
         context_length: Tokens the model is to read.
         gpu_memory: Bytes of one device, or such as ``"24GB"``.
         gpus: Devices of that memory.
-        training: Say too what it takes to train, which takes seconds; asked for also by ``token_budget``, ``run``,
+        training: Say too what it takes to train, which takes seconds; so do ``token_budget``, ``run``,
             ``load_in_4bit``, ``whole_documents``, and each of the three speeds.
         token_budget: Tokens to train on; None: whether to train is part of the answer, and costs are for 1M.
         original_max_position_embeddings: Tokens it was trained on, where the config does not say it, or wrongly.
@@ -200,12 +176,13 @@ def plan(
     _check(context_length, token_budget, original_max_position_embeddings, tokens_per_second, tflops, measure_length)
     memory = None if gpu_memory is None else MemorySize(gpu_memory)
     speeds = (tokens_per_second, tflops, measure_length)
-    told = (token_budget, run, load_in_4bit or None, whole_documents or None, *speeds)
-    asked = training or any(one is not None for one in told)
+    implied = (token_budget, run, load_in_4bit or None, whole_documents or None, *speeds)
+    with_training = training or any(one is not None for one in implied)
     run = run or FinetuneConfig("plan")
     config = model if isinstance(model, PreTrainedConfig) else read_config(model)
     choice = choose_dtype(dtype, config_dtype(config), None if memory is None else "cuda")
-    config = in_dtype(config, choice)
+    config = copy.deepcopy(config)
+    config.dtype = choice.dtype
     name = str(config.name_or_path or config.model_type) if isinstance(model, PreTrainedConfig) else str(model)
     facts = model_facts(config, name, original_max_position_embeddings)
     original = _known_original(facts)
@@ -219,44 +196,54 @@ def plan(
         server,
         training=training,
     )
-    rows: list[Lever] = []
+    rows: list[TrainingOption] = []
     chosen = 0
-    if asked:
-        block = _block(run, context_length, original)
-        packed = not whole_documents
-        ways = levers(
-            config, run, block, original, packed=packed, load_in_4bit=load_in_4bit, gpus=gpus, gpu_memory=memory
+    if with_training:
+        options = training_options(
+            config,
+            run,
+            _block(run, context_length, original),
+            original,
+            packed=not whole_documents,
+            load_in_4bit=load_in_4bit,
+            gpus=gpus,
+            gpu_memory=memory,
         )
-        rows, chosen = _choose(ways, memory)
-        fits = None if memory is None else rows[chosen].fits(memory)
-        if fits is False:
-            rows = _least_predicted(rows, context_length, config)
-        situation = dataclasses.replace(situation, lever=None if fits is None else rows[chosen].name, fits=fits)
+        for option in options:
+            rows.append(option)
+            if memory is not None and option.fits(memory):
+                break
+        if memory is not None:
+            chosen = len(rows) - 1
+            fits = rows[chosen].fits(memory)
+            if not fits:
+                rows = _least_predicted(rows, context_length, config)
+            situation = dataclasses.replace(situation, option=rows[chosen].name, fits=fits)
     sharding = None
     if rows and memory is not None and not any(row.fits(memory) for row in _of_all_weights(rows, context_length)):
         full = _all_weights(rows, context_length)
         if full.at_least and full.memory.weights <= usable(memory):
             full = full.predicted(config)
-        sharding = shard(full, memory, facts.num_layers)
+        sharding = fewest_devices(full, memory, facts.num_layers)
     advice = advise(situation)
     cache = kv_cache(config, context_length)
-    readings = Readings(config, cache, _rule_to_read_with(advice, server), original)
+    rule = _rule_to_read_with(advice, server)
+    budget = token_budget or DEFAULT_BUDGET
     made = Plan(
         model=facts,
+        dtype=choice,
         target=context_length,
         factor=context_length / original,
         advice=advice,
-        kv_cache=cache.at(context_length),
-        levers=tuple(rows),
-        chosen=chosen,
         gpu_memory=memory,
-        sharding=sharding,
-        token_budget=token_budget or DEFAULT_BUDGET,
-        flops=_flops(facts, rows[chosen], token_budget) if rows else None,
-        dtype=choice,
         gpus=gpus,
-        reading=tuple(readings.at(context_length)),
-        longest=() if memory is None else tuple(readings.longest(_LOOKED_UP_TO * context_length, memory, gpus)),
+        kv_cache=cache.at(context_length),
+        reading=predict_readings(config, cache, rule, original, context_length, memory, gpus),
+        training_options=tuple(rows),
+        chosen=chosen,
+        sharding=sharding,
+        token_budget=budget,
+        flops=training_flops(facts, rows[chosen].run, rows[chosen].seq_len, budget) if rows else None,
     )
     return _with_speed(made, config, tokens_per_second, tflops, measure_length)
 
@@ -269,20 +256,18 @@ def _block(run: FinetuneConfig, target: int, original: int) -> int:
 
 def _rule_to_read_with(advice: Advice, server: bool) -> str:
     """Return the method of the advice; of a training that of its beginning, which every rule with stages needs most."""
-    return advice.method if advice.recipe is None else "yarn" if server else "dynamic_yarn"
+    if advice.recipe is None:
+        return advice.method
+    return DEFAULT_METHOD if server else ZERO_SHOT_METHOD
 
 
-def _all_weights(rows: Sequence[Lever], target: int) -> Lever:
+def _all_weights(rows: Sequence[TrainingOption], target: int) -> TrainingOption:
     can_be_shared = [row for row in _of_all_weights(rows, target) if row.run.optim != EIGHT_BIT_ADAMW]
     return (can_be_shared or rows)[-1]
 
 
-def _of_all_weights(rows: Sequence[Lever], target: int) -> list[Lever]:
+def _of_all_weights(rows: Sequence[TrainingOption], target: int) -> list[TrainingOption]:
     return [row for row in rows if row.seq_len == target and not row.run.lora and row.sharding is None]
-
-
-def _flops(facts: ModelFacts, lever: Lever, token_budget: int | None) -> Flops:
-    return training_flops(facts, lever.run, lever.seq_len, token_budget or DEFAULT_BUDGET)
 
 
 def _check(
@@ -315,17 +300,7 @@ def _known_original(facts: ModelFacts) -> int:
     return facts.original
 
 
-def _choose(ways: Iterable[Lever], memory: int | None) -> tuple[list[Lever], int]:
-    """Return the ways up to the first that fits, and its index; without a memory all, and what was asked for."""
-    rows: list[Lever] = []
-    for lever in ways:
-        rows.append(lever)
-        if memory is not None and lever.fits(memory):
-            break
-    return rows, 0 if memory is None else len(rows) - 1
-
-
-def _least_predicted(rows: list[Lever], target: int, config: PreTrainedConfig) -> list[Lever]:
+def _least_predicted(rows: list[TrainingOption], target: int, config: PreTrainedConfig) -> list[TrainingOption]:
     """Return the ways with those predicted whole that need least: of all, and of those at the full length."""
     on_one = [row for row in rows if row.sharding is None]
     at_length = [row for row in on_one if row.seq_len == target]
@@ -346,14 +321,15 @@ def _with_speed(
     if tflops is not None:
         speed, rate = tflops * 1e12, f"{tflops:g} TFLOP/s, as given"
     elif measure_length is not None:
-        from hf_posenc.planning.measuring import measure_training  # brings the Trainer, which costs seconds
+        from hf_posenc.planning.measured_training import measure_training  # brings the Trainer, which costs seconds
 
-        length = min(measure_length, made.lever.seq_len)
-        measured = measure_training(config, made.lever.run, length, load_in_4bit=made.lever.load_in_4bit)
-        speed = training_flops(made.model, made.lever.run, length, 1).total * measured.tokens_per_second
+        option = made.option
+        length = min(measure_length, option.seq_len)
+        measured = measure_training(config, option.run, length, load_in_4bit=option.load_in_4bit)
+        speed = training_flops(made.model, option.run, length, 1).total * measured.tokens_per_second
         rate = f"{speed / 1e12:.3g} TFLOP/s, measured here in blocks of {length_name(length)}"
     else:
         return made
-    assert made.flops is not None  # a speed asks for training
+    assert made.flops is not None  # a speed implies training
     per_token = made.flops.total / made.token_budget
     return dataclasses.replace(made, tokens_per_second=speed / per_token, rate=rate, measured=measured)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.utils.dtypes import DtypeChoice, config_dtype
+from hf_posenc.utils.dtypes import config_dtype
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 def meta_model(
@@ -24,10 +26,10 @@ def meta_model(
 
     ``attention`` is its ``attn_implementation``; None leaves that to the config and to Transformers.
     """
-    asked = {} if attention is None else {"attn_implementation": attention}
+    settings = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-            copy.deepcopy(config), dtype=dtype or config_dtype(config), **asked
+            copy.deepcopy(config), dtype=dtype or config_dtype(config), **settings
         )
         model.tie_weights()  # Transformers 5.0 does not on this device
     return model
@@ -51,7 +53,7 @@ def fill_with_fake(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def without_data(config: PreTrainedConfig) -> Iterator[None]:
-    """While open, tensors have a shape and no data, and a family that needs its data is told by name.
+    """While open, tensors have a shape and no data, and the error for a family that needs its data names it.
 
     Raises:
         ValueError: An operator has to see the data, or cannot do without a GPU or half precision, as some experts do.
@@ -72,13 +74,6 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
         log.setLevel(level)
 
 
-def in_dtype(config: PreTrainedConfig, choice: DtypeChoice) -> PreTrainedConfig:
-    """Return a copy of a config that says its weights are in the chosen dtype."""
-    changed = copy.deepcopy(config)
-    changed.dtype = choice.dtype
-    return changed
-
-
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the config of the text model that is inside, or the config itself."""
     return config.get_text_config(decoder=True)
@@ -97,12 +92,21 @@ def layer_repeat(config: PreTrainedConfig) -> int:
     return layers
 
 
-def traced_repeats(repeat: int) -> tuple[int, int]:
-    """Return how many repeats of the layers are run, twice, to know what one more of them adds.
+def for_all_layers(
+    config: PreTrainedConfig, measure: Callable[[PreTrainedConfig], Mapping[Name, float]]
+) -> dict[Name, float]:
+    """Return what ``measure`` finds, of deep models by two runs of a few layers, as each repeat of them adds the same.
 
-    One and two are enough where all layers are alike; where they are not, the first repeat can differ from those after.
+    One and two repeats are enough where all layers are alike; where they are not, the first can differ from those
+    after.
     """
-    return (1, 2) if repeat == 1 else (2, 3)
+    layers, repeat = int(text_config(config).num_hidden_layers), layer_repeat(config)
+    if layers <= 3 * repeat:
+        return dict(measure(config))
+    first = 1 if repeat == 1 else 2
+    few, more = (measure(with_layers(config, times * repeat)) for times in (first, first + 1))
+    rest = layers / repeat - first
+    return {name: few.get(name, 0) + rest * (more.get(name, 0) - few.get(name, 0)) for name in {**few, **more}}
 
 
 def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:

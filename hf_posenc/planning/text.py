@@ -1,19 +1,24 @@
-"""A plan in words and a table."""
+"""A plan in words and tables, with the ``hf-posenc finetune`` command of each way to train."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import shlex
+from typing import Any
 
-from hf_posenc.planning.finetune_command import finetune_words, flags_of
 from hf_posenc.planning.gpus import RENTED, RESERVE, smallest_gpu, usable
-from hf_posenc.planning.levers import SHARED_OVER, Lever, Sharding, spread
+from hf_posenc.planning.inference_memory import LONGEST_FACTOR, READ_CHUNK, Reading
 from hf_posenc.planning.planner import Plan
-from hf_posenc.planning.reading import READ_CHUNK
 from hf_posenc.planning.training_memory import TrainingMemory
+from hf_posenc.planning.training_options import NO_MASK, SHARED_OVER, TrainingOption, shared_out
+from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.recipes import get_recipe
 from hf_posenc.utils.dtypes import dtype_name
-from hf_posenc.utils.units import duration_name, length_name
+from hf_posenc.utils.units import aligned, duration_name, length_name
 
+# Settings of finetune that are the same for every way, or are given by --option.
+_NOT_FLAGS = ("output_dir", "options", "context_length")
 _HEADS = {
     "weights": "weights",
     "optimizer": "AdamW",
@@ -26,9 +31,9 @@ _HEADS = {
 
 
 def plan_text(plan: Plan) -> str:
-    """Return the plan as it is printed: the answer, reading, and training where it was asked for."""
+    """Return the plan as it is printed: the answer, reading, and training where it was requested."""
     parts = [[*_answer(plan), *_advice(plan)], _model(plan), _reading(plan)]
-    if plan.levers:
+    if plan.training_options:
         parts += [_training(plan), _work(plan)]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
@@ -45,14 +50,14 @@ def _answer(plan: Plan) -> list[str]:
         not_with = f"not with {_or(rest)}"
         fits = f"fits with {_or(fitting)}{f', {not_with}' if rest else ''}" if fitting else f"does not fit: {not_with}"
         lines = [f"{text} in {_devices(plan)} {fits}."]
-    if not plan.levers:
+    if not plan.training_options:
         return [*lines, "Training: --training says what fits, with the command for each way."]
     if plan.gpu_memory is None:
         return lines
-    block = f"{plan.lever.seq_len:,} tokens"
+    block = f"{plan.option.seq_len:,} tokens"
     if plan.fits:
-        size = _size(plan.lever.per_device)
-        return [*lines, f"Training in blocks of {block} fits {_devices(plan)}: {plan.lever.label} ({size})."]
+        size = _size(plan.option.per_device)
+        return [*lines, f"Training in blocks of {block} fits {_devices(plan)}: {plan.option.label} ({size})."]
     return [*lines, f"Training: nothing fits {_devices(plan)}. {_rent(plan)}"]
 
 
@@ -66,35 +71,25 @@ def _devices(plan: Plan) -> str:
 
 def _rent(plan: Plan) -> str:
     """Return the smallest of the rented GPUs on which some way fits, and at the full length, of one and of several."""
-    known = [lever for lever in plan.levers if not lever.at_least]
-    best = min(known, key=lambda lever: lever.needed)
-    at_length = [lever for lever in known if lever.seq_len == plan.target and lever.sharding is None]
-    found = [_smallest(best.smallest_gpu, 1, best)]
-    full = min(at_length, key=lambda lever: lever.needed, default=best)
-    if full is not best:
-        found.append(_smallest(full.smallest_gpu, 1, full))
+    known = [option for option in plan.training_options if not option.at_least]
+    at_length = [option for option in known if option.seq_len == plan.target and option.sharding is None]
+    best, *full = (min(some, key=lambda option: option.needed) for some in (known, at_length) if some)
+    found = [_smallest(best), *(_smallest(option) for option in full if option is not best)]
     for devices in SHARED_OVER:
-        ways = [next(iter(_over(lever, plan, devices)), None) for lever in at_length if lever.can_be_shared]
-        way = min((one for one in ways if one is not None), key=lambda lever: lever.needed, default=None)
+        shared = [way for option in at_length for way in shared_out(option, plan.model.num_layers, devices)]
+        ways = [way for way in shared if way.sharding is not None and way.sharding.context_parallel]
+        way = min(ways, key=lambda option: option.needed, default=None)
         if way is not None and way.smallest_gpu is not None:
-            found.append(_smallest(way.smallest_gpu, devices, way))
+            found.append(_smallest(way))
             break
     return f"To rent: {'; '.join(filter(None, found))}." if any(found) else "Nor does it fit one rented GPU."
 
 
-def _over(lever: Lever, plan: Plan, devices: int) -> list[Lever]:
-    """Return a way with weights and blocks shared out to several devices."""
-    if lever.packed:
-        return []
-    over = Sharding(devices, True, spread(lever.memory, plan.model.num_layers, devices, True))
-    return [dataclasses.replace(lever, sharding=over)]
-
-
-def _smallest(size: int | None, devices: int, lever: Lever) -> str:
-    if size is None:
+def _smallest(option: TrainingOption) -> str:
+    if option.smallest_gpu is None:
         return ""
-    many = "one" if devices == 1 else f"{devices} x"
-    return f"{many} {size} GB for {lever.name} in blocks of {length_name(lever.seq_len)}"
+    many = "one" if option.sharding is None else f"{option.sharding.num_devices} x"
+    return f"{many} {option.smallest_gpu} GB for {option.name} in blocks of {length_name(option.seq_len)}"
 
 
 def _model(plan: Plan) -> list[str]:
@@ -108,7 +103,7 @@ def _model(plan: Plan) -> list[str]:
         f"{facts.name}: {facts.model_type}, {_count(facts.parameters)} parameters ({dtype}), "
         f"{facts.num_layers} layers of {facts.hidden_size}, {facts.num_heads} heads of {facts.head_dim}, "
         f"{facts.num_kv_heads} of keys and values",
-        f"trained on {length_name(facts.original or 0)} tokens{scaled}, reads {length_name(facts.reads)}; asked for: "
+        f"trained on {length_name(facts.original or 0)} tokens{scaled}, reads {length_name(facts.reads)}; requested: "
         f"{length_name(plan.target)}, factor {plan.factor:g}",
     ]
     if windows:
@@ -131,31 +126,31 @@ def _reading(plan: Plan) -> list[str]:
     if plan.gpu_memory is not None:
         heads += [f"of {_devices(plan)}" if plan.gpus > 1 else _devices(plan), "longest that fits"]
     rows = [heads]
-    for index, row in enumerate(plan.reading):
+    for row in plan.reading:
         sizes = [row.weights, row.kv_cache, *([row.rule] if rule else []), row.working, row.total]
         cells = [row.weights_in, *(f"{size / 1e9:.2f}" for size in sizes), _gpu(smallest_gpu(row.total))]
         if plan.gpu_memory is not None:
             each = f"{row.per_device(plan.gpus) / 1e9:.2f} each, " if plan.gpus > 1 else ""
             fits = "fits" if row.fits(plan.gpu_memory, plan.gpus) else "too much"
-            cells += [each + fits, plan.longest_text(index)]
+            cells += [each + fits, _longest(row, plan.target)]
         rows.append(cells)
-    lines = [f"reading {length_name(plan.target)} tokens, {READ_CHUNK} at a time:", *_table(rows)]
+    lines = [f"reading {length_name(plan.target)} tokens, {READ_CHUNK} at a time:", *aligned(rows, left=(0,))]
     lines.append("8 and 4 bits: bitsandbytes' int8 and nested NF4, of all linear layers but the head")
     if rule:
         lines.append(f"a static rule, such as yarn, keeps no rotated keys: {_size(plan.reading[0].rule)} less")
     return lines
 
 
+def _longest(row: Reading, target: int) -> str:
+    """Return the longest text that fits, in whole k from there on."""
+    length, most = row.longest or 0, LONGEST_FACTOR * target
+    if length == most:
+        return f"over {length_name(most)}"
+    return length_name(length // 1024 * 1024 if length >= 1024 else length) if length else "none"
+
+
 def _gpu(size: int | None) -> str:
     return f"{size} GB" if size is not None else f"over {RENTED[-1]} GB"
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
-        for row in rows
-    ]
 
 
 def _training(plan: Plan) -> list[str]:
@@ -164,17 +159,17 @@ def _training(plan: Plan) -> list[str]:
     heads = ["GB on each device", "block", "peak", *(_HEADS[part] for part in parts), "smallest GPU", ""]
     lines = [
         f"Training, each row with what those above it change (PoSE and 4-bit rows without LoRA+), {_settings(plan)}:",
-        *_table([heads, *(_row(plan, lever) for lever in plan.levers)]),
+        *aligned([heads, *(_row(plan, option) for option in plan.training_options)], left=(0,)),
     ]
     return [*lines, *_verdict(plan), *_commands(plan)]
 
 
 def _commands(plan: Plan) -> list[str]:
-    """Return the command of the way that was chosen, and what the others have in the place of its last flags."""
+    """Return the command of the way that was chosen, and the flags that the others have instead of its last ones."""
     scaled = plan.model.method != "none" and plan.target > plan.model.reads
     begin = shlex.join(finetune_words(plan.model.name, plan.target))
-    flags = {lever.label: shlex.join(flags_of(lever, on_scaled=scaled)) for lever in plan.levers}
-    lines = [f"the command of {plan.lever.label}:", f"  {begin} {flags.pop(plan.lever.label)}".rstrip()]
+    flags = {way.label: shlex.join(flags_of(way, on_scaled=scaled)) for way in plan.training_options}
+    lines = [f"the command of {plan.option.label}:", f"  {begin} {flags.pop(plan.option.label)}".rstrip()]
     if flags:
         width = max(map(len, flags))
         lines.append("with other flags after the context length:")
@@ -182,28 +177,75 @@ def _commands(plan: Plan) -> list[str]:
     return lines
 
 
+def finetune_words(model: str, target: int) -> list[str]:
+    """Return how the command of each way begins; texts and folder are left to be named."""
+    files = ["--documents", "TEXTS", "--output-dir", "OUT"]
+    return ["hf-posenc", "finetune", model, *files, "--context-length", str(int(target))]
+
+
+def flags_of(option: TrainingOption, *, on_scaled: bool = False) -> list[str]:
+    """Return the flags that make ``finetune`` train in one way.
+
+    Args:
+        option: The way.
+        on_scaled: The model has a scaling, which the new one is to replace.
+    """
+    run, usual, loading = option.run, _usual(), {}
+    if run.recipe is not None:
+        recipe = get_recipe(run.recipe)
+        usual, loading = {**usual, **recipe.values, "recipe": None}, dict(recipe.loading)
+    given = {name: vars(run)[name] for name in usual if vars(run)[name] != usual[name] and name not in _NOT_FLAGS}
+    if option.load_in_4bit and not loading.get("load_in_4bit"):
+        given["load_in_4bit"] = True
+    if on_scaled:
+        given["on_scaled"] = "replace"
+    words = []
+    for name, value in given.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True and usual[name] is False else _values(value))]
+    for name, value in run.options.items() if run.options != usual["options"] else ():
+        words += ["--option", f"{name}={value}"]
+    if option.sharding is not None:
+        devices = option.sharding.num_devices
+        if option.sharding.context_parallel:
+            return [*words, "--accelerate-config", f"context_parallel_{devices}gpu"]
+        return [*words, "--accelerate-config", "fsdp2", "--num-processes", str(devices)]
+    return words
+
+
+def _usual() -> dict[str, Any]:
+    """Return the default of each field that is a flag, and that of the options of a method."""
+    shown = {one.name for one in dataclasses.fields(FinetuneConfig) if one.metadata.get("help") != argparse.SUPPRESS}
+    usual = FinetuneConfig.defaults()
+    return {**{name: usual[name] for name in usual if name in shown}, "options": {}}
+
+
+def _values(value: Any) -> list[str]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [str(one).lower() if isinstance(one, bool) else str(one) for one in values]
+
+
 def _settings(plan: Plan) -> str:
-    run = plan.lever.run
+    run = plan.option.run
     blocks = f"{run.per_device_train_batch_size} block" + "s" * (run.per_device_train_batch_size > 1)
     return f"{blocks} a forward, loss in chunks of {run.logits_chunk} rows"
 
 
-def _row(plan: Plan, lever: Lever) -> list[str]:
-    memory, over = lever.memory, lever.sharding
+def _row(plan: Plan, option: TrainingOption) -> list[str]:
+    memory, sharding = option.memory, option.sharding
     parts = [getattr(memory, part) for part in TrainingMemory.PARTS]
     # Of a way that is not predicted whole, a part that is 0 is one that was not counted.
-    sizes = ["" if over is not None or (lever.at_least and not part) else f"{part / 1e9:.2f}" for part in parts]
-    fits = "" if plan.gpu_memory is None else "fits" if lever.fits(plan.gpu_memory) else "too much"
-    peak = f"{'over ' if lever.at_least else ''}{lever.per_device / 1e9:.2f}"
-    gpu = "" if lever.at_least else _gpu(lever.smallest_gpu)
-    return [lever.label, length_name(lever.seq_len), peak, *sizes, gpu, fits]
+    sizes = ["" if sharding is not None or (option.at_least and not part) else f"{part / 1e9:.2f}" for part in parts]
+    fits = "" if plan.gpu_memory is None else "fits" if option.fits(plan.gpu_memory) else "too much"
+    peak = f"{'over ' if option.at_least else ''}{option.per_device / 1e9:.2f}"
+    gpu = "" if option.at_least else _gpu(option.smallest_gpu)
+    return [option.label, length_name(option.seq_len), peak, *sizes, gpu, fits]
 
 
 def _verdict(plan: Plan) -> list[str]:
     lines = []
     if plan.gpu_memory is not None:
         room = f"{_size(plan.gpu_memory)}, of which {_size(RESERVE)} are left for the device's own use"
-        words = f"the first that fits: {plan.lever.label}" if plan.fits else "nothing here fits"
+        words = f"the first that fits: {plan.option.label}" if plan.fits else "nothing here fits"
         lines.append(f"{words} ({room})")
     weights = plan.all_weights.memory.weights
     if plan.gpu_memory is not None and weights > usable(plan.gpu_memory):
@@ -217,7 +259,7 @@ def _verdict(plan: Plan) -> list[str]:
             f"all weights at the full length: {plan.sharding.num_devices} devices with {how}, about "
             f"{_size(plan.sharding.per_device)} on each (estimated)"
         )
-    if any(lever.name == "no mask" for lever in plan.levers):
+    if any(option.name == NO_MASK for option in plan.training_options):
         lines.append(
             "no mask: blocks of one document each, or attn_implementation flash_attention_2, which needs none to keep "
             "documents apart"
@@ -230,7 +272,7 @@ def _work(plan: Plan) -> list[str]:
         return []
     total = plan.flops.total
     lines = [
-        f"{_count(plan.token_budget)} tokens, {plan.lever.name}, blocks of {length_name(plan.lever.seq_len)}: "
+        f"{_count(plan.token_budget)} tokens, {plan.option.name}, blocks of {length_name(plan.option.seq_len)}: "
         f"{total:.2e} operations, "
         f"{100 * plan.flops.attention / total:.0f} % of them attention",
     ]

@@ -39,7 +39,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTo
     for itself while it runs is not seen.
 
     Args:
-        weights: The parameters; they are there already and are not counted.
+        weights: The parameters; they exist already and are not counted.
         vocab_size: Tensors whose last size this is are logits.
         seq_len: Square matrices of this size are the attention's: its mask, or its scores.
 
@@ -92,7 +92,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTo
             peak.total, peak.parts = self.total, self.parts.copy()
 
     def _kind(self, tensor: torch.Tensor) -> str:
-        """Tell by the shape what a tensor is for; only the parts depend on it, not their sum."""
+        """Return what a tensor is for, by its shape; only the parts depend on it, not their sum."""
         shape = tensor.shape
         if "backward" in self.phase and tensor.dim() <= 2 and tensor.numel() in self.trained_sizes:
             return GRADIENTS

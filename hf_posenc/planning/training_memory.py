@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +17,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks
-from hf_posenc.families.discovery import unwrap
 from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
-from hf_posenc.planning.shapes import (
-    fill_with_fake,
-    layer_repeat,
-    meta_model,
-    text_config,
-    traced_repeats,
-    with_layers,
-    without_data,
-)
-from hf_posenc.planning.tracking import MemoryTracker, Peak
+from hf_posenc.planning.shapes import fill_with_fake, for_all_layers, meta_model, text_config, without_data
+from hf_posenc.planning.tracking import GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES, MemoryTracker
 from hf_posenc.training import chunked_loss as loss_in_chunks
 from hf_posenc.training import positions
 from hf_posenc.training.chunked_loss import chunked_lm_loss
@@ -44,18 +34,22 @@ _STATES = 2  # of AdamW, in the weights' own dtype
 # (Trainer says so), and every block of states in 8 bits has a scale in float32.
 _FEWEST_IN_8_BITS, _STATES_BLOCK = 4096, 256
 _TRACED_CHUNKS = 4  # of the loss
-FORWARD, LOSS, LOSS_BACKWARD, LAYERS_BACKWARD, EMBEDDING_BACKWARD = (
+FORWARD, LOSS, LOSS_BACKWARD, LAYERS_BACKWARD, EMBEDDING_BACKWARD, OPTIMIZER = (
     "forward",
     "loss",
     "loss backward",
     "layers backward",
     "embedding backward",
+    "optimizer",
 )
+# A number of bytes: the phase at whose peak they live, and what they are for; of those that stay, the field's name.
+Part = tuple[str, str]
+_STAYS, _ALL = "always", "all"
 
 
 @dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on one device at the peak of an optimizer step, from the second one on, when the states are there.
+    """Bytes on one device at the peak of an optimizer step, from the second one on, when the states exist.
 
     The parts are those of one moment, so they add up to ``peak``.
 
@@ -102,7 +96,7 @@ def predict_training_memory(
 ) -> TrainingMemory:
     """Predict the peak of ``finetune``'s optimizer steps on one device, of CPU kernels.
 
-    Of deep models a few layers are run (``traced_repeats``); as each adds the same, the rest is a straight line.
+    Of deep models a few layers are run (``for_all_layers``).
 
     Args:
         config: The model's.
@@ -115,16 +109,7 @@ def predict_training_memory(
     Raises:
         ValueError: The family cannot be run without data.
     """
-    layers, repeat = int(text_config(config).num_hidden_layers), layer_repeat(config)
-    if layers <= 3 * repeat:
-        return _at_peak(*_run(config, run, seq_len, packed, chunked_loss, load_in_4bit))
-    traced = traced_repeats(repeat)
-    (few, base), (more, other) = (
-        _run(with_layers(config, times * repeat), run, seq_len, packed, chunked_loss, load_in_4bit) for times in traced
-    )
-    times = layers / repeat - traced[0]
-    sizes = {name: round(few[name] + times * (more[name] - few[name])) for name in few}
-    return _at_peak(sizes, {phase: _further(base[phase], other[phase], times) for phase in base})
+    return _at_peak(for_all_layers(config, lambda some: _run(some, run, seq_len, packed, chunked_loss, load_in_4bit)))
 
 
 def least_training_memory(
@@ -132,55 +117,37 @@ def least_training_memory(
 ) -> TrainingMemory:
     """Return what a step takes at least, from sizes alone: no step is run, so this is a tenth of the work.
 
-    Beside weights and optimizer states there are all gradients at the step's end, and after the forward pass the input
-    of every layer, which the backward pass starts from with gradient checkpointing or without. The larger is counted.
+    Beside weights and optimizer states a step holds all gradients at its end, and after the forward pass the input of
+    every layer, which the backward pass starts from with gradient checkpointing or without. The larger is counted.
 
     Args:
         config, run, seq_len, load_in_4bit: As for ``predict_training_memory``.
     """
-    text = text_config(config)
-    layers, repeat = int(text.num_hidden_layers), layer_repeat(config)
+    text, half = text_config(config), computes_in_half(config, run)
 
-    def sizes_of(layers: int) -> dict[str, int]:
-        bare = meta_model(with_layers(config, layers))
-        if load_in_4bit:
-            quantise_shapes(bare, 4)
-        model = _model_to_train(bare, run)
-        with float32_weights(model, frozen=not computes_in_half(config, run)):
+    def sizes_of(some_layers: PreTrainedConfig) -> dict[Part, int]:
+        _, model = _model_to_train(some_layers, run, load_in_4bit)
+        with float32_weights(model, frozen=not half):
             return _sizes(model, run)
 
-    if layers <= 3 * repeat:
-        sizes = sizes_of(layers)
-    else:
-        traced = traced_repeats(repeat)
-        few, more = (sizes_of(times * repeat) for times in traced)
-        sizes = {name: round(few[name] + (layers / repeat - traced[0]) * (more[name] - few[name])) for name in few}
-    inputs = layers * run.per_device_train_batch_size * seq_len * int(text.hidden_size)
-    number = 2 if computes_in_half(config, run) else 4
-    return _at_peak(sizes, {FORWARD: Peak(inputs * number, Counter())})
+    inputs = int(text.num_hidden_layers) * run.per_device_train_batch_size * seq_len * int(text.hidden_size)
+    return _at_peak({**for_all_layers(config, sizes_of), (FORWARD, _ALL): inputs * (2 if half else 4)})
 
 
-def _further(few: Peak, more: Peak, times: float) -> Peak:
-    parts = {kind: few.parts[kind] + times * (more.parts[kind] - few.parts[kind]) for kind in {*few.parts, *more.parts}}
-    return Peak(
-        round(few.total + times * (more.total - few.total)),
-        Counter({kind: round(max(size, 0)) for kind, size in parts.items()}),
-    )
-
-
-def _at_peak(sizes: dict[str, int], peaks: dict[str, Peak]) -> TrainingMemory:
-    stepping = Peak(sizes["all_gradients"], Counter({"gradients": sizes["all_gradients"]}))
-    phase, peak = max({**peaks, "optimizer": stepping}.items(), key=lambda pair: pair[1].total)
-    kinds = ("gradients", "half_weights", "attention_matrices", "logits")
-    parts = {kind: min(peak.parts[kind], peak.total) for kind in kinds}
+def _at_peak(found: Mapping[Part, float]) -> TrainingMemory:
+    """Return the moment at which most bytes live, of the sizes that stay and those of each phase's peak."""
+    sizes = {part: round(max(size, 0)) for part, size in found.items()}
+    all_gradients = sizes[_STAYS, "all_gradients"]
+    sizes |= {(OPTIMIZER, _ALL): all_gradients, (OPTIMIZER, GRADIENTS): all_gradients}
+    phase = max((phase for phase, kind in sizes if kind == _ALL), key=lambda phase: sizes[phase, _ALL])
+    peak = sizes[phase, _ALL]
+    kinds = (GRADIENTS, HALF_WEIGHTS, MATRICES, LOGITS)
+    parts = {kind: min(sizes.get((phase, kind), 0), peak) for kind in kinds}
     return TrainingMemory(
-        weights=sizes["weights"],
-        optimizer=sizes["optimizer"],
-        activations=max(peak.total - sum(parts.values()), 0),
+        activations=max(peak - sum(parts.values()), 0),
         phase=phase,
-        trained_parameters=sizes["trained_parameters"],
-        all_gradients=sizes["all_gradients"],
         **parts,
+        **{name: sizes[_STAYS, name] for name in ("weights", "optimizer", "trained_parameters", "all_gradients")},
     )
 
 
@@ -191,39 +158,40 @@ def _run(
     packed: bool,
     chunked_loss: bool,
     load_in_4bit: bool = False,
-) -> tuple[dict[str, int], dict[str, Peak]]:
+) -> dict[Part, int]:
     """Return the bytes that stay, and the peak of each phase of a forward and backward pass."""
-    bare = meta_model(config)
-    if load_in_4bit:
-        quantise_shapes(bare, 4)
-    model, bf16 = _model_to_train(bare, run), computes_in_half(config, run)
+    base, model = _model_to_train(config, run, load_in_4bit)
+    bf16 = computes_in_half(config, run)
     with without_data(config), whole_blocks(not packed), few_chunks():
         fill_with_fake(model)
         with float32_weights(model, frozen=not bf16):
-            return _sizes(model, run), _peaks(model, run, seq_len, bf16, chunked_loss)
+            return {**_sizes(model, run), **_peaks(base, model, run, seq_len, bf16, chunked_loss)}
 
 
-def _model_to_train(model: PreTrainedModel, run: FinetuneConfig) -> Any:
+def _model_to_train(config: PreTrainedConfig, run: FinetuneConfig, load_in_4bit: bool) -> tuple[PreTrainedModel, Any]:
+    """Return a model on the meta device, and what is trained of it: the model itself, or adapters around it."""
+    base = meta_model(config)
+    if load_in_4bit:
+        quantise_shapes(base, 4)
     with torch.device("meta"):
-        trained = add_lora(model, run) if run.lora else model
+        trained = add_lora(base, run) if run.lora else base
     trained.train()
     for module in trained.modules():
         if isinstance(getattr(module, "base_layer", None), QuantisedLinear):
             module.cast_input_dtype_enabled = False  # PEFT's layer around a quantised one leaves its input alone
-    unwrap(trained).config.use_cache = False
+    base.config.use_cache = False
     if run.gradient_checkpointing:
-        enable = getattr(unwrap(trained), "activation_checkpointing_enable", None)
-        (enable or unwrap(trained).gradient_checkpointing_enable)()
+        (getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable)()
         if run.lora:
-            unwrap(trained).enable_input_require_grads()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-    return trained
+            base.enable_input_require_grads()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    return base, trained
 
 
 def computes_in_half(config: PreTrainedConfig, run: FinetuneConfig) -> bool:
     return config_dtype(config) in HALF if run.bf16 is None else run.bf16
 
 
-def _sizes(model: Any, run: FinetuneConfig) -> dict[str, int]:
+def _sizes(model: Any, run: FinetuneConfig) -> dict[Part, int]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
 
@@ -234,20 +202,21 @@ def _sizes(model: Any, run: FinetuneConfig) -> dict[str, int]:
         return _STATES * (numbers + 4 * math.ceil(numbers / _STATES_BLOCK))
 
     return {
-        "optimizer": sum(map(states, trained)),
-        "weights": sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
-        "all_gradients": sum(parameter.nbytes for parameter in trained),
-        "trained_parameters": sum(parameter.numel() for parameter in trained),
+        (_STAYS, "optimizer"): sum(map(states, trained)),
+        (_STAYS, "weights"): sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        (_STAYS, "all_gradients"): sum(parameter.nbytes for parameter in trained),
+        (_STAYS, "trained_parameters"): sum(parameter.numel() for parameter in trained),
     }
 
 
-def _peaks(model: Any, run: FinetuneConfig, seq_len: int, bf16: bool, chunked_loss: bool) -> dict[str, Peak]:
-    base = unwrap(model)
-    vocab_size = int(base.config.get_text_config().vocab_size)
+def _peaks(
+    base: PreTrainedModel, model: Any, run: FinetuneConfig, seq_len: int, bf16: bool, chunked_loss: bool
+) -> dict[Part, int]:
+    vocab_size = int(text_config(base.config).vocab_size)
     input_ids = torch.zeros(run.per_device_train_batch_size, seq_len, dtype=torch.int64)
     position_ids = torch.arange(seq_len).expand(run.per_device_train_batch_size, -1)
     with MemoryTracker(model.parameters(), vocab_size, seq_len) as tracker, _phases(base, tracker):
-        for _ in range(min(run.gradient_accumulation_steps, 2)):  # from the second on, gradients are there before
+        for _ in range(min(run.gradient_accumulation_steps, 2)):  # from the second on, gradients exist before
             in_chunks = chunked_lm_loss(model, run.logits_chunk) if chunked_loss else contextlib.nullcontext()
             with in_chunks, _autocast(bf16):
                 loss = model(input_ids=input_ids, position_ids=position_ids, labels=input_ids).loss
@@ -255,8 +224,8 @@ def _peaks(model: Any, run: FinetuneConfig, seq_len: int, bf16: bool, chunked_lo
             loss.backward()
             del loss
             tracker.phase = FORWARD
-    peaks: dict[str, Peak] = tracker.peaks
-    return peaks
+    totals = {(phase, _ALL): peak.total for phase, peak in tracker.peaks.items()}
+    return totals | {(phase, kind): size for phase, peak in tracker.peaks.items() for kind, size in peak.parts.items()}
 
 
 def _autocast(bf16: bool) -> contextlib.AbstractContextManager[Any]:
@@ -265,7 +234,7 @@ def _autocast(bf16: bool) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _phases(base: PreTrainedModel, tracker: MemoryTracker) -> Iterator[None]:
-    """Tell the tracker where the pass is, by hooks on the hidden states before and after the layers."""
+    """Set the tracker's phase, by hooks on the hidden states before and after the layers."""
 
     def begins(phase: str) -> Any:
         return lambda gradient: setattr(tracker, "phase", phase)

@@ -1,4 +1,4 @@
-"""Numbers as people write them: ``32k`` tokens of context, a budget of ``1M`` tokens, ``20m`` of time; columns."""
+"""Numbers as people write them: ``32k`` tokens of context, ``1M`` tokens to train on, ``20m``, ``24GB``; columns."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Self
 
 from hf_posenc.errors import InvalidRequestError
 
+_BYTES = {"": 1, "MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _NUMBER = re.compile(r"^\s*(\d+(?:[._]?\d+)*)\s*([kKmM]?)\s*$")
 
 
@@ -61,6 +62,20 @@ def duration_name(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+class MemorySize(int):
+    """Bytes; ``24GB`` is 24 times 10^9, ``24GiB`` is 24 times 2^30, a plain number is bytes."""
+
+    def __new__(cls, value: str | int) -> Self:
+        return super().__new__(cls, _parse_bytes(value) if isinstance(value, str) else value)
+
+
+def _parse_bytes(text: str) -> int:
+    match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$", text)
+    if match is None or match[2].upper() not in _BYTES or not float(match[1]):
+        raise InvalidRequestError(f"expected an amount of memory such as 24GB or 80GiB, got {text!r}")
+    return round(float(match[1]) * _BYTES[match[2].upper()])
+
+
 def number_name(value: float) -> str:
     """Return a number with three digits that count, or whole from a thousand on."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
@@ -71,8 +86,8 @@ def aligned(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
     ]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import IntervalStrategy, LlamaForCausalLM
 
-from hf_posenc.planning.measuring import MeasuredTraining, _Clock, random_blocks, train_as_finetune
+from hf_posenc.planning.measured_training import MeasuredTraining, _Clock, random_blocks, train_as_finetune
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.trainer import training_arguments
 

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "evaluation": "methods families data attention patching checkpoint",
     "retrieval": "assets families evaluation",
     "training": "methods families data attention encodings patching checkpoint evaluation",
-    "planning": "families attention patching checkpoint evaluation training",
+    "planning": "methods attention patching checkpoint evaluation training",
     "report": "methods attention evaluation retrieval",
     "explain": "methods attention patching planning report",
     "comparing": "methods families patching evaluation retrieval",
@@ -53,7 +53,6 @@ EXCEPTIONS = {
     ("evaluation/effective_length.py", "retrieval"): _CELLS,
     ("evaluation/lm_eval_model.py", "cli"): _REQUEST,
     ("training/dry_run.py", "planning"): "the dry run builds a model without weights, as a plan does",
-    ("planning/planner.py", "cli"): "a size such as 24GB is read by a type of the command's flags",
     ("comparing/planning.py", "cli"): _REQUEST,
 }
 

@@ -1,4 +1,4 @@
-"""The plan: what a model is, its cache and operations against real ones, the rules, the levers, and the command."""
+"""The plan: what a model is, its cache and operations against real ones, the advice, the ways to train, the command."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from transformers import (
 import hf_posenc
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli.main import main
-from hf_posenc.cli.plan_arguments import MemorySize
 from hf_posenc.planning import plan, plan_text
-from hf_posenc.planning.facts import kv_cache, model_facts
-from hf_posenc.planning.finetune_command import finetune_words, flags_of
+from hf_posenc.planning.advice import Situation, advise
 from hf_posenc.planning.flops import training_flops
 from hf_posenc.planning.gpus import RESERVE
-from hf_posenc.planning.levers import Lever, Sharding, levers, shard
-from hf_posenc.planning.rules import Situation, advise
+from hf_posenc.planning.inference_memory import kv_cache
+from hf_posenc.planning.model_facts import model_facts
+from hf_posenc.planning.text import finetune_words, flags_of
 from hf_posenc.planning.training_memory import TrainingMemory, predict_training_memory
+from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.fitting import fit_recipe
 from hf_posenc.training.recipes import RECIPES
+from hf_posenc.utils.units import MemorySize
 from tiny_llama import TINY_SIZES
 from tiny_models import recompute_activations
 
@@ -54,7 +55,7 @@ def _predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _PREDICTED[key] = predict_training_memory(config, run, seq_len, **told)
         return _PREDICTED[key]
 
-    monkeypatch.setattr("hf_posenc.planning.levers.predict_training_memory", predict)
+    monkeypatch.setattr("hf_posenc.planning.training_options.predict_training_memory", predict)
 
 
 @pytest.mark.parametrize(("window", "kept"), [(None, 50), (20, 19)])
@@ -131,11 +132,11 @@ def test_windows_and_groups_see_fewer_keys() -> None:
         ({"target": 262144}, "yarn", "progressive"),
         ({"target": 32768, "token_budget": 10**9}, "yarn", "yarn-400"),
         ({"target": 32768, "token_budget": 10**6}, "yarn", "pose"),
-        ({"target": 65536, "lever": "gradient checkpointing", "fits": True}, "yarn", "yarn-400"),
-        ({"target": 65536, "lever": "LoRA+", "fits": True}, "yarn", "lora-plus"),
-        ({"target": 65536, "lever": "PoSE window", "fits": True}, "yarn", "pose"),
-        ({"target": 65536, "lever": "PoSE window, LoRA+", "fits": True}, "yarn", "pose"),
-        ({"target": 65536, "lever": "PoSE window, LoRA+", "fits": False}, "yarn", "qlora"),
+        ({"target": 65536, "option": "gradient checkpointing", "fits": True}, "yarn", "yarn-400"),
+        ({"target": 65536, "option": "LoRA+", "fits": True}, "yarn", "lora-plus"),
+        ({"target": 65536, "option": "PoSE window", "fits": True}, "yarn", "pose"),
+        ({"target": 65536, "option": "PoSE window, LoRA+", "fits": True}, "yarn", "pose"),
+        ({"target": 65536, "option": "PoSE window, LoRA+", "fits": False}, "yarn", "qlora"),
     ],
 )
 def test_the_rules(told: dict[str, Any], method: str, recipe: str | None) -> None:
@@ -149,18 +150,18 @@ def test_the_rules(told: dict[str, Any], method: str, recipe: str | None) -> Non
         assert advice.reasons[0].endswith("it fits") == bool(situation.fits)
 
 
-def test_a_scaled_checkpoint_is_told_so() -> None:
+def test_the_advice_for_a_scaled_checkpoint_names_on_scaled() -> None:
     advice = advise(Situation("llama", 8192, 131072, "llama3", 262144))
     assert any("on_scaled='replace'" in reason for reason in advice.reasons)
 
 
-WAYS = ["as asked", "bf16", "gradient checkpointing", "no mask", "8-bit AdamW", "LoRA+", "LoRA", "4-bit LoRA"]
+WAYS = ["as requested", "bf16", "gradient checkpointing", "no mask", "8-bit AdamW", "LoRA+", "LoRA", "4-bit LoRA"]
 WAYS += [f"PoSE window{name}" for name in ("", ", 8-bit AdamW", ", LoRA+", ", 4-bit LoRA")]
 
 
 def test_the_first_way_that_fits_is_taken() -> None:
     config = LlamaConfig(**{**TINY_SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4})
-    ways = list(levers(config, RUN, 1024, 64, packed=True))
+    ways = list(training_options(config, RUN, 1024, 64, packed=True))
     assert [way.name for way in ways] == WAYS
     peaks = [way.memory.peak for way in ways]
     assert [way.seq_len for way in ways] == [1024] * 8 + [64] * 4
@@ -168,30 +169,30 @@ def test_the_first_way_that_fits_is_taken() -> None:
     assert peaks[8:] == sorted(peaks[8:], reverse=True)
     for index in (0, 2, 3, 4):
         made = plan(config, 1024, gpu_memory=RESERVE + peaks[index], token_budget=10**9, run=RUN)
-        assert (made.lever.name, made.fits, len(made.levers)) == (WAYS[index], True, index + 1)
+        assert (made.option.name, made.fits, len(made.training_options)) == (WAYS[index], True, index + 1)
         assert made.sharding is None
     small = plan(config, 1024, gpu_memory=RESERVE + 1000, run=RUN)
-    assert (small.fits, small.advice.recipe, len(small.levers)) == (False, "qlora", 12)
+    assert (small.fits, small.advice.recipe, len(small.training_options)) == (False, "qlora", 12)
     assert "more devices do not help to train all weights" in plan_text(small)
     weights = small.all_weights.memory.weights
     enough = plan(config, 1024, gpu_memory=RESERVE + weights, run=RUN)
     assert (enough.fits, "more devices do not help" in plan_text(enough)) == (False, False)
-    short = list(levers(config, FinetuneConfig("unused", lora=True, bf16=True), 64, 64, packed=False))
-    assert [way.name for way in short] == ["as asked", "gradient checkpointing", "LoRA", "4-bit LoRA"]
+    short = list(training_options(config, FinetuneConfig("unused", lora=True, bf16=True), 64, 64, packed=False))
+    assert [way.name for way in short] == ["as requested", "gradient checkpointing", "LoRA", "4-bit LoRA"]
 
 
 def test_of_a_way_that_is_far_too_much_only_the_least_is_said() -> None:
     config = LlamaConfig(**TINY_SIZES)
-    ways = list(levers(config, RUN, 1024, 64, packed=True, gpu_memory=RESERVE + 1000))
+    ways = list(training_options(config, RUN, 1024, 64, packed=True, gpu_memory=RESERVE + 1000))
     assert all(way.at_least for way in ways)
     for way in ways:
         assert way.memory.peak <= way.predicted(config).memory.peak
     made = plan(config, 1024, gpu_memory=RESERVE + 1000, run=RUN)
-    whole = [way.name for way in made.levers if not way.at_least]
+    whole = [way.name for way in made.training_options if not way.at_least]
     assert whole == ["4-bit LoRA", "PoSE window, 4-bit LoRA"]  # what needs least at the full length, and of all
     text = plan_text(made)
     assert "To rent: one 24 GB for PoSE window, 4-bit LoRA in blocks of 64" in text
-    assert [line.split()[3] for line in text.splitlines() if line.startswith("as asked  ") and "over" in line] == [
+    assert [line.split()[3] for line in text.splitlines() if line.startswith("as requested  ") and "over" in line] == [
         "over"
     ]
 
@@ -201,7 +202,7 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
     model = tiny_llama(num_hidden_layers=1)
     run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=256)
     in_4bit = bool(RECIPES[recipe].loading.get("load_in_4bit"))
-    first = plan(model.config, 256, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).levers[0]
+    first = plan(model.config, 256, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).training_options[0]
     fitted = fit_recipe(model, run)
     assert first.seq_len == (fitted.seq_len or (256 if fitted.position_schedule == "full" else 64))
     assert (first.run, first.load_in_4bit) == (run, in_4bit)
@@ -214,8 +215,8 @@ def test_finetune_reads_the_command_of_each_way_as_that_way(gpus: int, monkeypat
     monkeypatch.setattr("hf_posenc.cli.finetune.run_finetune", lambda *told: started.append(told))
     made = plan(LlamaConfig(**TINY_SIZES), 1024, gpus=gpus, run=RUN)
     told = plan_text(made).splitlines()
-    assert len({way.label for way in made.levers}) == len(made.levers) == (12 if gpus == 1 else 18)
-    for way in made.levers:
+    assert len({way.label for way in made.training_options}) == len(made.training_options) == (12 if gpus == 1 else 18)
+    for way in made.training_options:
         started.clear()
         words = [*finetune_words(str(tiny_model_path()), 1024), *flags_of(way)]
         flags = shlex.join(flags_of(way))
@@ -236,7 +237,7 @@ def test_reading_counts_the_weights_as_they_are_held_and_what_the_rule_keeps() -
         **{**TINY_SIZES, "hidden_size": 256, "intermediate_size": 1024, "head_dim": 64}, dtype="bfloat16"
     )
     made = plan(config, 256, gpu_memory="24GB")
-    assert (made.levers, made.fits, made.hours, made.advice.method) == ((), None, None, "dynamic_yarn")
+    assert (made.training_options, made.fits, made.hours, made.advice.method) == ((), None, None, "dynamic_yarn")
     whole, eight, four = made.reading
     assert [row.weights_in for row in made.reading] == ["bfloat16", "8-bit", "4-bit"]
     assert (
@@ -259,7 +260,7 @@ def test_the_longest_text_is_the_last_that_fits(gpus: int) -> None:
     config = LlamaConfig(**TINY_SIZES)
     memory = RESERVE + 2 * 10**6
     made = plan(config, 256, gpu_memory=memory, gpus=gpus)
-    longest = made.longest
+    longest = [row.longest for row in made.reading]
     assert all(64 < length < 10**5 for length in longest)
     for index, length in enumerate(longest):
         assert plan(config, length, gpus=gpus).reading[index].fits(memory, gpus)
@@ -268,10 +269,10 @@ def test_the_longest_text_is_the_last_that_fits(gpus: int) -> None:
         row = made.reading[0]
         table = 128 * 64 * 4  # the embedding's bytes, as many as the head's
         assert row.per_device(2) == (row.weights - 2 * table + row.kv_cache + row.rule) // 2 + table + row.working
-        assert longest[0] > plan(config, 256, gpu_memory=memory).longest[0]
+        assert longest[0] > plan(config, 256, gpu_memory=memory).reading[0].longest
 
 
-def test_training_is_counted_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_is_counted_where_it_is_requested(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(tiny_model_path()), "--context-length", "1k", "--gpu-memory", "24GB"]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -281,7 +282,7 @@ def test_training_is_counted_where_it_is_asked_for(capsys: pytest.CaptureFixture
     assert main([*words, "--training"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("Reading 1,024 tokens")
-    assert "Training in blocks of 1,024 tokens fits 24.00 GB: as asked" in text
+    assert "Training in blocks of 1,024 tokens fits 24.00 GB: as requested" in text
     assert text.index("reading 1k tokens, 1024 at a time:") < text.index("Training, each row")
     assert main([*words, "--gpus", "0"]) == 2
     assert "gpus must be a whole number of devices, at least 1, got 0" in capsys.readouterr().err
@@ -291,15 +292,15 @@ def test_devices_are_counted_from_the_parts() -> None:
     parts = {"weights": 400, "optimizer": 800, "gradients": 100, "half_weights": 0, "activations": 5000}
     told: dict[str, Any] = {"attention_matrices": 0, "logits": 0, "phase": "loss", "trained_parameters": 100}
     memory = TrainingMemory(**parts, **told, all_gradients=400)
-    way = Lever("no mask", RUN, 1024, False, memory)
+    way = TrainingOption("no mask", RUN, 1024, False, memory)
     # Of 1600 bytes of weights, states and gradients a half or a quarter, two of two layers gathered, and the rest.
-    assert shard(way, RESERVE + 1600 // 2 + 400 + 5000, 2) == Sharding(2, False, 6200)
-    assert shard(way, RESERVE + 1600 // 4 + 400 + 5000 // 4, 2) == Sharding(4, True, 2050)
-    assert shard(way, RESERVE + 400, 2) is None
+    assert fewest_devices(way, RESERVE + 1600 // 2 + 400 + 5000, 2) == Sharding(2, False, 6200)
+    assert fewest_devices(way, RESERVE + 1600 // 4 + 400 + 5000 // 4, 2) == Sharding(4, True, 2050)
+    assert fewest_devices(way, RESERVE + 400, 2) is None
     # However many there are, each holds the whole weights before they are shared out.
-    heavy = Lever("no mask", RUN, 1024, False, dataclasses.replace(memory, weights=6000))
-    assert shard(heavy, RESERVE + 6000, 1000) == Sharding(4, True, 7200 // 4 + 12 + 5000 // 4)
-    assert shard(heavy, RESERVE + 5999, 1000) is None
+    heavy = TrainingOption("no mask", RUN, 1024, False, dataclasses.replace(memory, weights=6000))
+    assert fewest_devices(heavy, RESERVE + 6000, 1000) == Sharding(4, True, 7200 // 4 + 12 + 5000 // 4)
+    assert fewest_devices(heavy, RESERVE + 5999, 1000) is None
 
 
 def test_hours_are_tokens_over_the_speed() -> None:
@@ -319,7 +320,7 @@ def test_measured_here() -> None:
     made = plan(LlamaConfig(**TINY_SIZES), 256, gpu_memory="24GB", run=RUN, measure_length=64)
     assert made.measured is not None
     assert made.measured.seq_len == made.measured.tokens_per_step == 64
-    speed = training_flops(made.model, made.lever.run, 64, 64).total / made.measured.seconds_per_step
+    speed = training_flops(made.model, made.option.run, 64, 64).total / made.measured.seconds_per_step
     assert made.hours == pytest.approx(made.flops.total / speed / 3600)
     assert "measured here in blocks of 64" in plan_text(made)
 
@@ -329,14 +330,14 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "llama, 5.27M parameters (bfloat16), 6 layers of 256, 4 heads of 64" in text
-    assert "trained on 256 tokens, reads 256; asked for: 1k, factor 4" in text
+    assert "trained on 256 tokens, reads 256; requested: 1k, factor 4" in text
     assert "method dynamic_yarn, no training" in text
     assert main([*words, "--json", "--tokens-per-second", "1000"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["kv_cache"] == 6 * 2 * 4 * 64 * 1024 * 2
     assert found["hours"] == pytest.approx(1000 / 3600)
-    assert found["levers"][0]["fits"] is True
-    assert found["levers"][0]["memory"]["optimizer"] == 8 * found["model"]["parameters"]
+    assert found["training_options"][0]["fits"] is True
+    assert found["training_options"][0]["memory"]["optimizer"] == 8 * found["model"]["parameters"]
 
 
 @pytest.mark.parametrize(
@@ -351,7 +352,7 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
         ),
     ],
 )
-def test_mistakes_are_told(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_have_a_message(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words]) == 2
     assert message in capsys.readouterr().err
 

@@ -31,7 +31,7 @@ LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="o
 MEASURE = """
 import json, sys, torch
 from transformers import AutoConfig
-from hf_posenc.planning.measuring import measure_training
+from hf_posenc.planning.measured_training import measure_training
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig
 
@@ -137,7 +137,7 @@ def test_the_tracker_counts_what_autograd_keeps() -> None:
 )
 def test_a_deep_model_is_predicted_from_a_shallow_one(told: dict[str, Any]) -> None:
     config = llama(num_hidden_layers=4)
-    whole = _at_peak(*_run(config, settings(**told), 300, True, True))
+    whole = _at_peak(_run(config, settings(**told), 300, True, True))
     predicted = predict_training_memory(config, settings(**told), 300)
     assert predicted == whole  # every part, to the byte
 

@@ -245,4 +245,4 @@ def test_the_plan_counts_with_what_this_machine_computes_in(
     assert here.kv_cache == times * on_a_gpu.kv_cache
     assert here.model.weight_bytes == times * on_a_gpu.model.weight_bytes
     assert bool(here.as_dict()["dtype_reason"]) != native
-    assert here.lever.memory.half_weights == 0 or native
+    assert here.option.memory.half_weights == 0 or native

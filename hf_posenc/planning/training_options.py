@@ -1,14 +1,16 @@
-"""What makes training fit, one lever after the other, each on top of those before it."""
+"""The ways to train, from what was requested to what needs least memory, each on top of those before it."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from hf_posenc.planning.gpus import smallest_gpu, usable
+from hf_posenc.planning.shapes import text_config
 from hf_posenc.planning.training_memory import (
     TrainingMemory,
     computes_in_half,
@@ -22,8 +24,8 @@ from hf_posenc.training.positions import has_windows
 from hf_posenc.training.recipes import get_recipe
 from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
 
-# Names of levers; the order is that of TRL's guide to long contexts: logits, precision, activations, weights, devices.
-AS_ASKED, BF16, CHECKPOINTING, NO_MASK = "as asked", "bf16", "gradient checkpointing", "no mask"
+# Names of options; the order is that of TRL's guide to long contexts: logits, precision, activations, weights, devices.
+AS_REQUESTED, BF16, CHECKPOINTING, NO_MASK = "as requested", "bf16", "gradient checkpointing", "no mask"
 STATES_8BIT, LORA, ADAPTERS, LORA_4BIT = "8-bit AdamW", "LoRA+", "LoRA", "4-bit LoRA"
 POSE = "PoSE window"
 POSE_8BIT, POSE_LORA, POSE_4BIT = (f"{POSE}, {name}" for name in (STATES_8BIT, LORA, LORA_4BIT))
@@ -34,7 +36,7 @@ _ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 @dataclass(frozen=True)
-class Lever:
+class TrainingOption:
     """One way to run the training, and what it needs.
 
     Attributes:
@@ -57,11 +59,23 @@ class Lever:
     sharding: Sharding | None = None
     at_least: bool = False
 
-    def predicted(self, config: PreTrainedConfig) -> Lever:
+    def predicted(self, config: PreTrainedConfig) -> TrainingOption:
         """Return it with what it needs on one device, not only at least."""
-        told = {"load_in_4bit": True} if self.load_in_4bit else {}
-        memory = predict_training_memory(config, self.run, self.seq_len, packed=self.packed, **told)
+        memory = predict_training_memory(
+            config, self.run, self.seq_len, packed=self.packed, load_in_4bit=self.load_in_4bit
+        )
         return dataclasses.replace(self, memory=memory, sharding=None, at_least=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything but the settings that no option changes, JSON-able."""
+        own = ("name", "seq_len", "packed", "load_in_4bit", "per_device", "at_least", "smallest_gpu")
+        settings = ("lora", "lora_embeddings", "bf16", "gradient_checkpointing", "position_schedule", "optim")
+        return {
+            **{name: getattr(self, name) for name in own},
+            **{name: getattr(self.run, name) for name in settings},
+            "sharding": None if self.sharding is None else dataclasses.asdict(self.sharding),
+            "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
+        }
 
     @property
     def label(self) -> str:
@@ -90,18 +104,13 @@ class Lever:
         """The smallest rented GPU it fits, in 10^9 bytes; None: not even the largest."""
         return smallest_gpu(self.needed)
 
-    @property
-    def can_be_shared(self) -> bool:
-        """Whether FSDP2 can spread its weights, as ``finetune`` sees it."""
-        return self.sharding is None and _goes(self, Launch(2, fsdp=2))
-
 
 @dataclass(frozen=True)
 class Sharding:
-    """An estimate for several devices.
+    """An estimate for several devices, from the parts of one device; not measured.
 
     Attributes:
-        num_devices: How many; of ``shard`` the fewest that are enough, a power of two.
+        num_devices: How many; of ``fewest_devices`` a power of two.
         context_parallel: One block has to be spread too, not only weights, gradients and states.
         per_device: Bytes on each.
     """
@@ -110,8 +119,21 @@ class Sharding:
     context_parallel: bool
     per_device: int
 
+    @classmethod
+    def of(cls, memory: TrainingMemory, num_layers: int, num_devices: int, context_parallel: bool) -> Sharding:
+        """Estimate the bytes on each device.
 
-def levers(
+        FSDP2 and ZeRO-3 spread weights, gradients and states, and gather one layer at a time (two while the next is
+        on its way); context parallel spreads the block.
+        """
+        parts = memory.weights + memory.optimizer + memory.all_gradients
+        rest = memory.peak - memory.weights - memory.optimizer - memory.gradients
+        gathered = 2 * memory.weights // num_layers
+        per_device = parts // num_devices + gathered + (rest // num_devices if context_parallel else rest)
+        return cls(num_devices, context_parallel, per_device)
+
+
+def training_options(
     config: PreTrainedConfig,
     run: FinetuneConfig,
     seq_len: int,
@@ -121,68 +143,71 @@ def levers(
     load_in_4bit: bool = False,
     gpus: int = 1,
     gpu_memory: int | None = None,
-) -> Iterator[Lever]:
-    """Yield the ways to train, from what was asked for to what needs least; each is predicted when it is reached.
+) -> Iterator[TrainingOption]:
+    """Yield the ways to train, from what was requested to what needs least; each is predicted when it is reached.
 
-    The loss in chunks, the first lever, is always on. Where ``gpu_memory`` is known, no step is run of a way whose
+    The loss in chunks, which saves most, is always on. Where ``gpu_memory`` is known, no step is run of a way whose
     weights, states and inputs of layers alone are more than all devices have.
 
     Args:
         config: The model's.
-        run: What was asked for.
-        seq_len: Tokens of a block: the target length, unless something else was asked for.
+        run: What was requested.
+        seq_len: Tokens of a block: the target length, unless something else was requested.
         original: The original length, that of PoSE's window.
         packed: Blocks hold several documents.
         load_in_4bit: Adapters are to be trained on weights in 4 bits.
         gpus, gpu_memory: Devices, and bytes of each. Of several, each way for one is followed by those that share
             weights and blocks out to all of them.
     """
+    num_layers = int(text_config(config).num_hidden_layers)
 
-    def lever(name: str, run: FinetuneConfig, length: int, packed: bool, in_4bit: bool = load_in_4bit) -> Lever:
+    def option(
+        name: str, run: FinetuneConfig, length: int, packed: bool, in_4bit: bool = load_in_4bit
+    ) -> TrainingOption:
         least = least_training_memory(config, run, length, load_in_4bit=in_4bit)
-        made = Lever(name, run, length, packed, least, in_4bit, at_least=True)
+        made = TrainingOption(name, run, length, packed, least, in_4bit, at_least=True)
         too_much = gpu_memory is not None and least.peak > gpus * usable(gpu_memory)
         return made if too_much else made.predicted(config)
 
-    def in_8_bits(name: str, like: Lever) -> Lever:
+    def in_8_bits(name: str, like: TrainingOption) -> TrainingOption:
         run = dataclasses.replace(like.run, optim=EIGHT_BIT_ADAMW)
         if like.at_least:
-            return lever(name, run, like.seq_len, like.packed)
+            return option(name, run, like.seq_len, like.packed)
         states = least_training_memory(config, run, like.seq_len).optimizer  # all that is different
         return dataclasses.replace(like, name=name, run=run, memory=dataclasses.replace(like.memory, optimizer=states))
 
-    yield (whole := lever(AS_ASKED, run, seq_len, packed))
+    yield (whole := option(AS_REQUESTED, run, seq_len, packed))
     if not computes_in_half(config, run):
         run = dataclasses.replace(run, bf16=True)
-        yield (whole := lever(BF16, run, seq_len, packed))
+        yield (whole := option(BF16, run, seq_len, packed))
     if not run.gradient_checkpointing:
         run = dataclasses.replace(run, gradient_checkpointing=True)
-        yield (whole := lever(CHECKPOINTING, run, seq_len, packed))
+        yield (whole := option(CHECKPOINTING, run, seq_len, packed))
     if packed:
-        yield (whole := lever(NO_MASK, run, seq_len, packed=False))
+        yield (whole := option(NO_MASK, run, seq_len, packed=False))
     if not run.lora and run.optim != EIGHT_BIT_ADAMW:
         yield in_8_bits(STATES_8BIT, whole)
-    yield from shared(config, whole, gpus)
+    yield from shared_out(whole, num_layers, gpus)
     adapters = dataclasses.replace(run, lora=True)
     if not run.lora:
-        yield (whole := lever(LORA, adapters, seq_len, packed=False))
-        yield from shared(config, whole, gpus)
+        yield (whole := option(LORA, adapters, seq_len, packed=False))
+        yield from shared_out(whole, num_layers, gpus)
     if not load_in_4bit:
         if adapters.lora_embeddings:
             bare = dataclasses.replace(adapters, lora_embeddings=False)
-            yield (whole := lever(ADAPTERS, bare, seq_len, packed=False))
-            yield from shared(config, whole, gpus)
-        yield lever(LORA_4BIT, _on_4bit(adapters), seq_len, packed=False, in_4bit=True)
+            yield (whole := option(ADAPTERS, bare, seq_len, packed=False))
+            yield from shared_out(whole, num_layers, gpus)
+        yield option(LORA_4BIT, _on_4bit(adapters), seq_len, packed=False, in_4bit=True)
     if original < seq_len and run.position_schedule == "full":
         windows = has_windows(config)  # in which a skip has to be masked
         if not run.lora:
-            window = lever(POSE, _skipping(run), original, windows)
+            window = option(POSE, _skipping(run), original, windows)
             yield window
             if run.optim != EIGHT_BIT_ADAMW:
                 yield in_8_bits(POSE_8BIT, window)
-        yield lever(POSE_LORA, _skipping(adapters), original, windows)
+        yield option(POSE_LORA, _skipping(adapters), original, windows)
         if not load_in_4bit:
-            yield lever(POSE_4BIT, _skipping(_on_4bit(adapters)), original, windows, in_4bit=True)
+            yield option(POSE_4BIT, _skipping(_on_4bit(adapters)), original, windows, in_4bit=True)
 
 
 def _skipping(run: FinetuneConfig) -> FinetuneConfig:
@@ -190,56 +215,43 @@ def _skipping(run: FinetuneConfig) -> FinetuneConfig:
 
 
 def _on_4bit(run: FinetuneConfig) -> FinetuneConfig:
-    """Return QLoRA's settings, with the adapters that were asked for: its own, on all linear layers, need more."""
+    """Return QLoRA's settings, with the adapters that were requested: its own, on all linear layers, need more."""
     values = {name: value for name, value in get_recipe("qlora").values.items() if name not in _ADAPTER_SETTINGS}
     return dataclasses.replace(run, recipe="qlora", **values)
 
 
-def shared(config: PreTrainedConfig, lever: Lever, gpus: int) -> Iterator[Lever]:
+def shared_out(option: TrainingOption, num_layers: int, gpus: int) -> Iterator[TrainingOption]:
     """Yield a way of one device over several: weights shared out by FSDP2, then blocks too by context parallelism."""
-    layers = int(config.get_text_config(decoder=True).num_hidden_layers)
     for context_parallel in (False, True):
         launch = Launch(gpus, fsdp=2, cp_size=gpus if context_parallel else 1)
-        known = not context_parallel or (gpus in SHARED_OVER and not lever.packed)
-        if gpus > 1 and known and _goes(lever, launch):
-            over = Sharding(gpus, context_parallel, spread(lever.memory, layers, gpus, context_parallel))
-            yield dataclasses.replace(lever, sharding=over)
+        known = not context_parallel or (gpus in SHARED_OVER and not option.packed)
+        if gpus > 1 and known and _can_start(option, launch):
+            sharding = Sharding.of(option.memory, num_layers, gpus, context_parallel)
+            yield dataclasses.replace(option, sharding=sharding)
 
 
-def _goes(lever: Lever, launch: Launch) -> bool:
+def _can_start(option: TrainingOption, launch: Launch) -> bool:
     """Say whether ``finetune`` starts a run so."""
     try:
-        check_levers(lever.run, launch, quantised=lever.load_in_4bit, seq_len=lever.seq_len)
+        check_levers(option.run, launch, quantised=option.load_in_4bit, seq_len=option.seq_len)
     except (ValueError, ImportError):
         return False
     return True
 
 
-def spread(memory: TrainingMemory, num_layers: int, devices: int, context_parallel: bool) -> int:
-    """Estimate the bytes on each of several devices, from the parts of one device; not measured.
-
-    FSDP2 and ZeRO-3 spread weights, gradients and states, and gather one layer at a time (two while the next is on its
-    way); context parallel spreads the block.
-    """
-    parts = memory.weights + memory.optimizer + memory.all_gradients
-    rest = memory.peak - memory.weights - memory.optimizer - memory.gradients
-    gathered = 2 * memory.weights // num_layers
-    return parts // devices + gathered + (rest // devices if context_parallel else rest)
-
-
-def shard(lever: Lever, gpu_memory: int, num_layers: int) -> Sharding | None:
-    """Estimate on how many devices a full-length way to train fits (``spread``); None if not on 64.
+def fewest_devices(option: TrainingOption, gpu_memory: int, num_layers: int) -> Sharding | None:
+    """Estimate on how many devices a full-length way to train fits (``Sharding.of``); None if not on 64.
 
     Before they are spread each device holds all weights for a moment, as they are trained
     (``hf_posenc.training.sharding``).
     """
-    if lever.memory.weights > usable(gpu_memory):
+    if option.memory.weights > usable(gpu_memory):
         return None
     devices = 2
     while devices <= _MOST_DEVICES:
         for context_parallel in (False, True):
-            per_device = spread(lever.memory, num_layers, devices, context_parallel)
-            if per_device <= usable(gpu_memory):
-                return Sharding(devices, context_parallel, per_device)
+            sharding = Sharding.of(option.memory, num_layers, devices, context_parallel)
+            if sharding.per_device <= usable(gpu_memory):
+                return sharding
         devices *= 2
     return None

@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_posenc.planning.levers import (
-    ADAPTERS,
-    LORA,
-    LORA_4BIT,
-    POSE,
-    POSE_4BIT,
-    POSE_8BIT,
-    POSE_LORA,
-)
+from hf_posenc.methods.registry import DEFAULT_METHOD
+from hf_posenc.planning.training_options import ADAPTERS, LORA, LORA_4BIT, POSE, POSE_4BIT, POSE_8BIT, POSE_LORA
 from hf_posenc.training.fitting import ONE_STAGE_FACTOR
 from hf_posenc.utils.units import length_name
 
 # Factors up to this were measured to be of use without training (README, "Longer, without a price for short texts").
 ZERO_SHOT_FACTOR = 4.0
+# Of the methods without training the one for every length; as long as nothing is trained, too.
+ZERO_SHOT_METHOD = "dynamic_yarn"
 # In PI (table 4) the whole window is in use after 200 steps at the full length.
 FEWEST_STEPS = 200
 
@@ -35,7 +30,7 @@ class Situation:
         target: Tokens it is to read.
         token_budget: Tokens to train on; None: not said.
         server: Only static rules will do.
-        lever: Name of the first lever that makes full training fit; None: unknown, or none does.
+        option: Name of the first training option that fits; None: unknown, or none does.
         fits: Whether one does; None where the memory is not known.
         training: It is to be trained, whatever works without.
     """
@@ -47,7 +42,7 @@ class Situation:
     target: int
     token_budget: int | None = None
     server: bool = False
-    lever: str | None = None
+    option: str | None = None
     fits: bool | None = None
     training: bool = False
 
@@ -76,114 +71,116 @@ class Advice:
     reasons: tuple[str, ...]
 
 
-Rule = tuple[Callable[[Situation], bool], str, str | None, str]
-# Condition, method, recipe, reason. The zero-shot ones come first, then what the memory or the budget leaves, then all.
-_RULES: tuple[Rule, ...] = (
-    (
+@dataclass(frozen=True)
+class Rule:
+    """One piece of advice.
+
+    Attributes:
+        holds: Whether it is for a situation.
+        reason: Why, formatted with the words of ``advise``.
+        recipe: What to train by; None: no training.
+        method: The method; trained is always the default one, also where a recipe has another or none.
+    """
+
+    holds: Callable[[Situation], bool]
+    reason: str
+    recipe: str | None = None
+    method: str = DEFAULT_METHOD
+
+
+# The zero-shot ones come first, then what the memory or the budget leaves, then all.
+_RULES = (
+    Rule(
         lambda s: s.target <= s.reads,
-        "none",
-        None,
         "the model reads {reads} tokens as it is, so nothing has to be done for {target}",
+        method="none",
     ),
-    (
+    Rule(
         lambda s: s.zero_shot and s.server,
-        "yarn",
-        None,
         "a factor of {factor} works without training, and static YaRN is what servers run; short texts pay a little",
     ),
-    (
+    Rule(
         lambda s: s.zero_shot,
-        "dynamic_yarn",
-        None,
         "a factor of {factor} works without training, and staged scaling costs nothing up to the original length",
+        method=ZERO_SHOT_METHOD,
     ),
-    (
+    Rule(
         lambda s: s.fits is False,
-        "yarn",
-        "qlora",
         "nothing fits, not even adapters on 4-bit weights in PoSE's windows, which need least: take larger or more "
         "devices",
+        "qlora",
     ),
-    (
-        lambda s: s.lever == LORA,
-        "yarn",
-        "lora-plus",
+    Rule(
+        lambda s: s.option == LORA,
         "full weights do not fit at the full length; adapters with embedding and norms come close to them "
         "(LongLoRA; its own rule is linear: give --method yarn too)",
-    ),
-    (
-        lambda s: s.lever == ADAPTERS,
-        "yarn",
         "lora-plus",
+    ),
+    Rule(
+        lambda s: s.option == ADAPTERS,
         "of the ways at the full length adapters alone fit, on weights in 16 bits: with --lora-embeddings false "
         "(the recipe's own rule is linear: give --method yarn too)",
+        "lora-plus",
     ),
-    (
-        lambda s: s.lever in (LORA_4BIT, POSE_4BIT),
-        "yarn",
-        "qlora",
+    Rule(
+        lambda s: s.option in (LORA_4BIT, POSE_4BIT),
         "weights in 16 bits do not fit; adapters are trained on 4-bit ones{in_windows}",
+        "qlora",
     ),
-    (
-        lambda s: s.lever in (POSE, POSE_8BIT),
-        "yarn",
-        "pose",
+    Rule(
+        lambda s: s.option in (POSE, POSE_8BIT),
         "no block of the full length fits; PoSE shows all distances in windows of the original length",
-    ),
-    (
-        lambda s: s.lever == POSE_LORA,
-        "yarn",
         "pose",
+    ),
+    Rule(
+        lambda s: s.option == POSE_LORA,
         "no block of the full length fits, nor do full weights: PoSE's short windows, with --lora",
-    ),
-    (
-        lambda s: s.token_budget is not None and s.token_budget < FEWEST_STEPS * s.target,
-        "yarn",
         "pose",
+    ),
+    Rule(
+        lambda s: s.token_budget is not None and s.token_budget < FEWEST_STEPS * s.target,
         "the budget is {steps} blocks of the full length, too few; as PoSE's short windows it is {pose_steps}",
+        "pose",
     ),
-    (
+    Rule(
         lambda s: s.factor > ONE_STAGE_FACTOR,
-        "yarn",
-        "progressive",
         "a factor of {factor} is more than YaRN trained at once (16): grow in stages",
+        "progressive",
     ),
-    (
+    Rule(
         lambda s: s.model_type == "mistral",
-        "yarn",
+        "training at the full length is what YaRN's authors did for Mistral{and_it_fits}",
         "yarn-mistral-1000",
-        "training at the full length is what YaRN's authors did for Mistral, and it fits",
     ),
-    (lambda s: True, "yarn", "yarn-400", "training at the full length is what YaRN's authors did, and it fits"),
+    Rule(lambda s: True, "training at the full length is what YaRN's authors did{and_it_fits}", "yarn-400"),
 )
 
 
 def advise(situation: Situation) -> Advice:
     """Return what the first rule that applies says, and what else is worth knowing."""
     s = situation
-    method, recipe, reason = next((method, recipe, why) for holds, method, recipe, why in _RULES if holds(s))
+    rule = next(rule for rule in _RULES if rule.holds(s))
     words = {
         "reads": length_name(s.reads),
         "target": length_name(s.target),
         "factor": f"{s.factor:g}",
-        "in_windows": ", in PoSE's windows of the original length" if s.lever == POSE_4BIT else "",
+        "in_windows": ", in PoSE's windows of the original length" if s.option == POSE_4BIT else "",
+        "and_it_fits": ", and it fits" if s.fits else "",
         "steps": (s.token_budget or 0) // s.target,
         "pose_steps": (s.token_budget or 0) // s.original,
     }
-    if s.fits is None:
-        reason = reason.replace(", and it fits", "")
-    return Advice(method, recipe, (reason.format(**words), *_besides(s, recipe)))
+    return Advice(rule.method, rule.recipe, (rule.reason.format(**words), *_besides(s, rule.recipe)))
 
 
 def _besides(s: Situation, recipe: str | None) -> list[str]:
     notes = []
     if s.method != "none" and s.target > s.reads:
         notes.append(
-            f"the checkpoint is scaled already ({s.method}, {length_name(s.reads)} tokens): on_scaled='replace' puts "
-            "the new rule in its place, with a factor from the original length"
+            f"the checkpoint is scaled already ({s.method}, {length_name(s.reads)} tokens): on_scaled='replace' "
+            "takes the new rule instead, with a factor from the original length"
         )
     if recipe is not None and s.token_budget is None and s.factor > ZERO_SHOT_FACTOR:
         notes.append(f"beyond a factor of {ZERO_SHOT_FACTOR:g} no rule is as good without training")
     if recipe is not None and not s.server:
-        notes.append("until it is trained, dynamic_yarn is the rule to read with")
+        notes.append(f"until it is trained, {ZERO_SHOT_METHOD} is the rule to read with")
     return notes

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.checkpoint.hub_files import folder_with
 from hf_posenc.checkpoint.loading import check_path
@@ -17,15 +15,7 @@ from hf_posenc.checkpoint.pretrained import is_gguf, refuse_gguf_scaling
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.patching.extension import describe_config, head_dim_of
 from hf_posenc.patching.presets import known_checkpoint
-from hf_posenc.planning.shapes import (
-    fill_with_fake,
-    layer_repeat,
-    meta_model,
-    traced_repeats,
-    with_layers,
-    without_data,
-)
-from hf_posenc.utils.dtypes import config_dtype
+from hf_posenc.planning.shapes import meta_model, text_config
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _ATTENDING = ("full_attention", *_WINDOWED)
@@ -85,7 +75,7 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     found = find_manifest(source)
     if found is not None and is_encoding(manifest := found[0]):
         raise InvalidRequestError(
-            f"{str(source)!r} was trained with {manifest['method']} in place of RoPE: there is nothing to extend. "
+            f"{str(source)!r} was trained with {manifest['method']} instead of RoPE, so it has nothing to extend. "
             "Give a model with RoPE."
         )
     try:
@@ -110,21 +100,19 @@ def model_facts(config: PreTrainedConfig, name: str, original: int | None = None
         name: As it was given: a folder's manifest, or what is known of a published checkpoint, comes before the config.
         original: Tokens it was trained on, where the caller knows better.
     """
-    text = config.get_text_config(decoder=True)
-    model = meta_model(config)
-    there = read_manifest(Path(name).expanduser()) or describe_config(config)
+    text, model = text_config(config), meta_model(config)
+    declared = read_manifest(Path(name).expanduser()) or describe_config(config)
     known = known_checkpoint(name)
-    trained = known.trained_length if known is not None else there["original_max_position_embeddings"]
-    start = original or trained
+    trained = known.trained_length if known is not None else declared["original_max_position_embeddings"]
+    original = original or trained
     heads = int(text.num_attention_heads)
-    head = text.vocab_size * text.hidden_size
     return ModelFacts(
         name=name,
         model_type=str(text.model_type),
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
-        matrix_parameters=_matrix_parameters(model),
-        head_parameters=int(head),
+        matrix_parameters=_matrix_parameters(model, text),
+        head_parameters=int(text.vocab_size * text.hidden_size),
         num_layers=int(text.num_hidden_layers),
         hidden_size=int(text.hidden_size),
         num_heads=heads,
@@ -132,17 +120,16 @@ def model_facts(config: PreTrainedConfig, name: str, original: int | None = None
         head_dim=head_dim_of(text),
         vocab_size=int(text.vocab_size),
         windows=_windows(text),
-        original=start,
-        reads=int(there["context_length"] if there["method"] != "none" or start is None else start),
-        method=str(there["method"]),
-        factor=float(there["factor"]),
+        original=original,
+        reads=int(declared["context_length"] if declared["method"] != "none" or original is None else original),
+        method=str(declared["method"]),
+        factor=float(declared["factor"]),
         dtype=str(model.dtype).removeprefix("torch."),
     )
 
 
-def _matrix_parameters(model: PreTrainedModel) -> int:
+def _matrix_parameters(model: PreTrainedModel, text: PreTrainedConfig) -> int:
     """Count what each token is multiplied by: matrices; of experts, the share that one token is sent to."""
-    text = model.config.get_text_config(decoder=True)
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     counted = 0.0
@@ -166,53 +153,3 @@ def _windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
     if not types:
         return (window or None,) * int(text.num_hidden_layers)
     return tuple(window if kind in _WINDOWED else None for kind in types if kind in _ATTENDING)
-
-
-@dataclass(frozen=True)
-class KvCache:
-    """Bytes of the cache of one sequence.
-
-    Attributes:
-        fixed: Of layers whose window is full, and of states that do not grow.
-        per_token: Of all other layers, for each token.
-    """
-
-    fixed: float
-    per_token: float
-
-    def at(self, num_tokens: int) -> int:
-        """Return the bytes for a length, from the longest window on."""
-        return round(self.fixed + self.per_token * num_tokens)
-
-
-def kv_cache(config: PreTrainedConfig, num_tokens: int) -> KvCache:
-    """Return what Transformers' own cache of one sequence takes, in the config's dtype.
-
-    The cache is filled by a model without data, so windows, latent attention and layers that keep no keys count as
-    they are. Of deep models a few layers are run (``traced_repeats``).
-    """
-    layers, repeat = int(config.get_text_config(decoder=True).num_hidden_layers), layer_repeat(config)
-    if layers <= 3 * repeat:
-        return _cache(config, num_tokens)
-    traced = traced_repeats(repeat)
-    few, more = (_cache(with_layers(config, times * repeat), num_tokens) for times in traced)
-    times = layers / repeat - traced[0]
-    return KvCache(
-        few.fixed + times * (more.fixed - few.fixed), few.per_token + times * (more.per_token - few.per_token)
-    )
-
-
-@torch.no_grad()
-def _cache(config: PreTrainedConfig, num_tokens: int) -> KvCache:
-    model = meta_model(config, torch.bfloat16)  # which all experts can do; the dtype counts afterwards
-    model.train(False)
-    with without_data(config):
-        fill_with_fake(model)
-        cache = DynamicCache(config=config.get_text_config(decoder=True))
-        ids = torch.zeros(1, num_tokens, dtype=torch.int64)
-        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    held = (value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor))
-    shapes, number = [tensor.shape for tensor in held if tensor.dim() > 2], config_dtype(config).itemsize
-    grows = [shape for shape in shapes if shape[-2] == num_tokens]
-    fixed = [shape for shape in shapes if shape[-2] != num_tokens]
-    return KvCache(number * sum(map(math.prod, fixed)), number * sum(map(math.prod, grows)) / num_tokens)

@@ -30,7 +30,7 @@ from hf_posenc.checkpoint.loading import in_4bit
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
-from hf_posenc.planning.shapes import layer_repeat, meta_model, with_layers
+from hf_posenc.planning.shapes import layer_repeat, meta_model, text_config, with_layers
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.packing import PackedDataset
@@ -109,7 +109,7 @@ def measure_training(
     load_in_4bit: bool = False,
     how: Trains = train_as_finetune,
 ) -> MeasuredTraining:
-    """Train a model of random weights for some steps as ``finetune`` does, on a GPU if there is one.
+    """Train a model of random weights for some steps as ``finetune`` does, on a GPU where one exists.
 
     Args:
         config: The model's.
@@ -126,11 +126,8 @@ def measure_training(
     on_gpu = torch.cuda.is_available()
     before = torch.cuda.memory_allocated() if on_gpu else memory_in_use(meta_model(first))
     clock = _train(config, run, seq_len, steps, packed, load_in_4bit, how)
-    seconds, blocks = (
-        statistics.median(clock.seconds[1:]),
-        run.per_device_train_batch_size * run.gradient_accumulation_steps,
-    )
-    return MeasuredTraining(seq_len, blocks * seq_len, seconds, clock.peak - before)
+    blocks = run.per_device_train_batch_size * run.gradient_accumulation_steps
+    return MeasuredTraining(seq_len, blocks * seq_len, statistics.median(clock.seconds[1:]), clock.peak - before)
 
 
 def _train(
@@ -151,9 +148,9 @@ def _train(
             output_dir=folder,
             token_budget=TokenCount(blocks * seq_len),
             report_to="none",
-            check_first_loss=False,  # random weights guess: there is nothing to learn from their losses
+            check_first_loss=False,  # random weights guess, so their losses say nothing
         )
-        data = random_blocks(int(config.get_text_config().vocab_size), seq_len, blocks, packed)
+        data = random_blocks(int(text_config(config).vocab_size), seq_len, blocks, packed)
         args = training_arguments(model, run, data)
         args.save_strategy, args.disable_tqdm = IntervalStrategy.NO, True
         trained = add_lora(model, run) if run.lora else model
