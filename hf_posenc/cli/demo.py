@@ -6,17 +6,18 @@ import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
-from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.evaluation import Record, perplexity
-from hf_posenc.patching.api import patched
-from hf_posenc.report import ReportPaths, report, text_table
-from hf_posenc.training import FinetuneConfig, finetune
-from hf_posenc.utils.console import quiet
+from hf_posenc.cli.request_checks import check_writable
+from hf_posenc.cli.shared_arguments import parse
 from hf_posenc.utils.units import TokenCount, duration_name
+
+if TYPE_CHECKING:
+    from hf_posenc.evaluation import Record
+    from hf_posenc.report import ReportPaths
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 METHODS = ("linear", "ntk", "yarn")
@@ -24,8 +25,24 @@ FACTOR = 4
 ORIGINAL = 256
 _MODEL = "hf_posenc's tiny Llama"
 _TITLE = f"{_MODEL}, trained on 256 tokens, made to read 1024"
-# What the commands tell besides the progress: settings, memory, checks. The demo has a line for each result instead.
+# What the commands log besides the progress: settings, memory, checks. The demo has a line for each result instead.
 _DETAILS = ("hf_posenc.evaluation", "hf_posenc.training", "hf_posenc.patching.api")
+
+
+@dataclass
+class DemoArguments:
+    """How long the demo may train, and where its files go."""
+
+    output_dir: str = field(default="outputs/demo", metadata={"help": "folder for results, report and trained model"})
+    token_budget: TokenCount = field(default=TokenCount("100k"), metadata={"help": "tokens to fine-tune on"})
+    dtype: str = field(default="auto", metadata={"help": "as for eval; auto is what the hardware computes natively"})
+
+
+def demo(argv: Sequence[str]) -> None:
+    """Show the full pipeline on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores."""
+    _, chosen = parse("demo", demo.__doc__, argv, (DemoArguments,), {})
+    check_writable(chosen.output_dir)
+    run_demo(Path(chosen.output_dir), chosen.token_budget, dtype=chosen.dtype)
 
 
 def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype: str = "auto") -> ReportPaths:
@@ -39,6 +56,14 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype
         num_documents: Pieces of the held-out novel measured on, each as long as the longest length.
         dtype: As ``load_model`` takes it.
     """
+    from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
+    from hf_posenc.checkpoint.loading import load_model
+    from hf_posenc.evaluation import perplexity
+    from hf_posenc.patching.api import patched
+    from hf_posenc.report import report, text_table
+    from hf_posenc.training import FinetuneConfig, finetune
+    from hf_posenc.utils.console import quiet
+
     began = time.perf_counter()
     words = ["hf-posenc", "demo", "--output-dir", str(output_dir), "--token-budget", str(token_budget)]
     measure = partial(
@@ -51,14 +76,23 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype
         model_name=_MODEL,
         command=shlex.join(words),
     )
-    stations = _Stations(len(METHODS) + 4)
+    numbers = iter(range(1, len(METHODS) + 5))
+
+    @contextmanager
+    def step(headline: str) -> Iterator[list[str]]:
+        """Print the headline, and at the end what the block put into the list, and how long it took."""
+        print(f"[{next(numbers)}/{len(METHODS) + 4}] {headline}", flush=True)
+        began, results = time.perf_counter(), list[str]()
+        yield results
+        print(f"      {'; '.join(results)} ({duration_name(time.perf_counter() - began)})", flush=True)
+
     with quiet(*_DETAILS):
         model, tokenizer = load_model(tiny_model_path(), dtype=dtype)
         records: list[Record] = []
         for method in (None, *METHODS):
             how = "as it is" if method is None else f"extended {FACTOR} times by {method}"
             text = f"{num_documents} pieces of a novel it has not seen"
-            with stations.next(f"The tiny model {how}, on {text}") as results:
+            with step(f"The tiny model {how}, on {text}") as results:
                 with nullcontext() if method is None else patched(model, method, FACTOR):
                     found = measure(model, tokenizer=tokenizer)
                 results.append(_perplexities(found))
@@ -75,35 +109,19 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype
             eval_documents=0,  # measured below, on the same text as the others
             resume_from_checkpoint="true",
         )
-        with stations.next(f"Fine-tuning yarn x{FACTOR} on {token_budget:,} tokens of other novels") as results:
+        with step(f"Fine-tuning yarn x{FACTOR} on {token_budget:,} tokens of other novels") as results:
             result = finetune(model, tokenizer, [load_novel(name) for name in TRAIN_NOVELS], config)
             results.append(f"mean loss of {result.steps} steps: {result.train_loss:.3f}")
-        with stations.next("The fine-tuned model, on the same pieces") as results:
+        with step("The fine-tuned model, on the same pieces") as results:
             found = measure(result.model, tokenizer=tokenizer, tokens_trained=result.tokens_trained)
             results.append(_perplexities(found))
         records += found
-        with stations.next("A report of all of it") as results:
+        with step("A report of all of it") as results:
             paths = report(records, output_dir / "report", _TITLE)
             results.append(str(paths.html))
     print(f"\n{text_table(records)}\n\nDone in {(time.perf_counter() - began) / 60:.1f} minutes.")
     print(f"Look at {paths.html} (or {paths.markdown}). The model that reads further is in {result.output_dir}.")
     return paths
-
-
-class _Stations:
-    """The parts of the demo: a headline when one begins, its result and how long it took when it ends."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.number = count, 0
-
-    @contextmanager
-    def next(self, headline: str) -> Iterator[list[str]]:
-        """Print the headline, and at the end what the block put into the list."""
-        self.number += 1
-        print(f"[{self.number}/{self.count}] {headline}", flush=True)
-        began, results = time.perf_counter(), list[str]()
-        yield results
-        print(f"      {'; '.join(results)} ({duration_name(time.perf_counter() - began)})", flush=True)
 
 
 def _perplexities(records: Sequence[Record]) -> str:

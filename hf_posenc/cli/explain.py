@@ -2,67 +2,79 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.explain_arguments import ExplainArguments
 from hf_posenc.cli.request_checks import check_request
-from hf_posenc.errors import InvalidRequestError
-from hf_posenc.explain.explanations import explain_encoding, explain_method
-from hf_posenc.explain.sections import Explanation, check_output_folder
-from hf_posenc.explain.subject import Subject, read_subject
-from hf_posenc.families.discovery import door_capabilities
-from hf_posenc.families.refusals import TAKE_STATIC
-from hf_posenc.methods.explained import InPlaceOfRope
+from hf_posenc.cli.shared_arguments import OptionArguments, parse, parse_options
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.extension_config import ExtensionConfig
-from hf_posenc.patching.request import resolve
+from hf_posenc.utils.console import text_width
+
+if TYPE_CHECKING:
+    from hf_posenc.explain.sections import Explanation
+    from hf_posenc.explain.subject import Subject
 
 # Times its length that a model is shown with an encoding, where no length is given.
-_LOOKED_AT = 4.0
+_SHOWN_FACTOR = 4.0
 
 
-def run_explain(
-    name: str, what: ExplainArguments, extension: ExtensionConfig, options: dict[str, Any], width: int = 100
-) -> str:
-    """Return what the command prints; with an output folder, write a page and its pictures too.
+@dataclass
+class ExplainArguments:
+    """Which model it is explained on, and where pictures go."""
 
-    Args:
-        name: A method, or an encoding in place of RoPE.
-        what: Which model, and the folder.
-        extension: How far.
-        options: Of the method.
-        width: Columns of the text.
+    model: str | None = field(
+        default=None,
+        metadata={
+            "help": "name on the Hub, folder or .gguf file, of which only the config is read; default: the numbers of "
+            "Llama 2 7B"
+        },
+    )
+    output_dir: str | None = field(
+        default=None, metadata={"help": "folder for explain.html and the pictures; default: words only"}
+    )
 
-    Raises:
-        ValueError, TypeError: The name is unknown, the request does not fit the model, or the folder is a file.
-    """
+
+def explain(argv: Sequence[str]) -> None:
+    """Show in words and pictures what a method does to a model, or how an encoding works; reads the config only."""
+    positional = {"name": "a method from `hf-posenc methods`, or rope, xpos, sinusoidal, learned, alibi, t5_bias, ..."}
+    known = (ExplainArguments, ExtensionConfig, OptionArguments)
+    given, what, extension, flags = parse("explain", explain.__doc__, argv, known, positional)
+    options = parse_options(flags.option)
     if extension.rope_scaling is not None:
-        raise InvalidRequestError("--rope-method: give explain the method by its name, and how far by --factor.")
-    in_place_of_rope = issubclass(get_method(name), InPlaceOfRope)
-    if in_place_of_rope:
-        for field in ("preset", "original_max_position_embeddings"):
-            if getattr(extension, field) is not None:
-                flag = field.replace("_", "-")
-                raise InvalidRequestError(f"--{flag} is for methods that extend a model; {name!r} is an encoding.")
-    check_request([] if extension.preset is not None else [name], extension, options)
+        raise InvalidRequestError("--rope-scaling: give explain the method by its name, and how far by --factor.")
+    from hf_posenc.explain.sections import check_output_folder
+    from hf_posenc.explain.subject import read_subject
+    from hf_posenc.methods.explained import InPlaceOfRope
+
+    is_encoding = issubclass(get_method(given.name), InPlaceOfRope)
+    for name in ("preset", "original_max_position_embeddings") if is_encoding else ():
+        if getattr(extension, name) is not None:
+            raise InvalidRequestError(
+                f"{argument(name)} is for methods that extend a model; {given.name!r} is an encoding."
+            )
+    check_request([] if extension.preset is not None else [given.name], extension, options)
     folder = None if what.output_dir is None else check_output_folder(what.output_dir)
     subject = read_subject(what.model)
-    explanation = (_encoding if in_place_of_rope else _method)(name, subject, extension, options)
-    text = explanation.text(width)
-    return text if folder is None else "\n".join([text, "", *map(str, explanation.write(folder))])
+    explanation = (_encoding if is_encoding else _method)(given.name, subject, extension, options)
+    print(explanation.text(text_width()))
+    if folder is not None:
+        print("\n".join(["", *map(str, explanation.write(folder))]))
 
 
 def _method(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:
+    from hf_posenc.explain.explanations import explain_method
+    from hf_posenc.families.discovery import door_capabilities
+    from hf_posenc.families.refusals import TAKE_STATIC
+    from hf_posenc.patching.request import resolve
+
     resolved = resolve(
         subject.config,
         get_method(name).name,
-        extension.factor,
-        options,
-        context_length=extension.context_length,
-        original_max_position_embeddings=extension.original_max_position_embeddings,
-        preset=extension.preset,
-        sliding_window=extension.sliding_window,
-        on_scaled=extension.on_scaled,
+        options=options,
+        **vars(extension),
     )
     refusal = door_capabilities().get(subject.config.model_type)
     if resolved.method.runs_in_attention and refusal is not None:
@@ -71,6 +83,8 @@ def _method(name: str, subject: Subject, extension: ExtensionConfig, options: di
 
 
 def _encoding(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:
-    factor = _LOOKED_AT if extension.factor is None else extension.factor
+    from hf_posenc.explain.explanations import explain_encoding
+
+    factor = _SHOWN_FACTOR if extension.factor is None else extension.factor
     target = round(factor * subject.length) if extension.context_length is None else int(extension.context_length)
     return explain_encoding(subject, make_method(name, options=options), target)

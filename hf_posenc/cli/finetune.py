@@ -1,30 +1,92 @@
-"""What ``hf-posenc finetune`` does once its words are read: load, train, and say what came of it."""
+"""``hf-posenc finetune``: load, train, and say what came of it."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase
-
-from hf_posenc.checkpoint.loading import check_4bit, check_path, load_model, tokenizer_source
-from hf_posenc.checkpoint.pretrained import load_tokenizer
-from hf_posenc.cli.shared_arguments import FinetuneModelArguments, TrainingDocumentArguments
-from hf_posenc.cli.sources import read_examples, stream
+from hf_posenc.cli.request_checks import check_folder, tokens_trained
+from hf_posenc.cli.shared_arguments import (
+    MODEL,
+    DocumentArguments,
+    ModelArguments,
+    OptionArguments,
+    parse,
+    parse_options,
+)
 from hf_posenc.errors import InvalidRequestError, MissingFileError
-from hf_posenc.report import text_table
-from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.dry_run import dry_run
-from hf_posenc.training.examples import ExampleTokenizer
-from hf_posenc.training.fine_tuning import finetune
-from hf_posenc.training.levers import check_levers
-from hf_posenc.training.texts import to_token_ids
-from hf_posenc.utils.launching import own_device
+from hf_posenc.utils.launching import LaunchArguments, launch_words, relaunch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hf_posenc.training.config import FinetuneConfig
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class FinetuneModelArguments(ModelArguments):
+    """How the model is loaded to be trained."""
+
+    load_in_4bit: bool = field(
+        default=False,
+        metadata={"help": "hold the weights in 4 bits (NF4, nested; bitsandbytes) and train --lora adapters on them"},
+    )
+
+
+@dataclass
+class TrainingDocumentArguments(DocumentArguments):
+    """Where the texts to train on come from."""
+
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "read a dataset as a stream, and only until the token budget and the held-out are filled"},
+    )
+    chat_template_path: str | None = field(
+        default=None,
+        metadata={"help": "Jinja file with the chat template to use, and to save, instead of the tokenizer's"},
+    )
+
+
+@dataclass
+class RunArguments:
+    """Where settings come from besides the flags."""
+
+    config: str | None = field(
+        default=None,
+        metadata={
+            "help": "TOML file of flags, as run.toml of an earlier run: their names are its keys, the method's options "
+            "are under [options]; flags win over it, and it wins over --recipe"
+        },
+    )
+
+
+def finetune(argv: Sequence[str]) -> None:
+    """Fine-tune an extended model on a budget of tokens, measure it as it came, before and after, and save it."""
+    from hf_posenc.training import FinetuneConfig
+    from hf_posenc.training.toml_config import settings_besides_flags
+
+    settable = (FinetuneConfig, TrainingDocumentArguments, FinetuneModelArguments)
+    given, config, source, loading, options, _, launch = parse(
+        "finetune",
+        finetune.__doc__,
+        argv,
+        (*settable, OptionArguments, RunArguments, LaunchArguments),
+        MODEL,
+        defaults=lambda flags: settings_besides_flags(flags, settable),
+    )
+    if options.option:
+        config = dataclasses.replace(config, options={**config.options, **parse_options(options.option)})
+    check_folder(given.model, config.output_dir)
+    if words := launch_words(launch, "finetune", argv):
+        relaunch(words)
+    run_finetune(given.model, config, source, loading)
 
 
 def run_finetune(
@@ -32,7 +94,6 @@ def run_finetune(
     config: FinetuneConfig,
     source: TrainingDocumentArguments,
     loading: FinetuneModelArguments,
-    tokens_trained: int | None,
 ) -> None:
     """Fine-tune a model and print its perplexities as it came, before and after.
 
@@ -41,43 +102,50 @@ def run_finetune(
         config: The run.
         source: Where the texts come from.
         loading: How the model is loaded.
-        tokens_trained: Tokens it was fine-tuned on before; None if that is not known, and counting begins at 0.
 
     Raises:
         ValueError, TypeError: Settings, model and texts do not go together.
     """
+    from hf_posenc.checkpoint.loading import check_4bit, check_path, load_model
+    from hf_posenc.report import text_table
+    from hf_posenc.training import finetune as train
+    from hf_posenc.training.dry_run import dry_run
+    from hf_posenc.training.levers import check_levers
+    from hf_posenc.utils.launching import own_device
+
     check_levers(config, attention=loading.attn_implementation, quantised=loading.load_in_4bit or None)
-    told = {**vars(source), **vars(loading)}
+    as_given = {**vars(source), **vars(loading)}
     if config.use_cpu:
         loading.device = "cpu"
     loading.device = own_device(loading.device)
     if loading.load_in_4bit:
         check_4bit(name, config.lora)
     check_path(Path(name).expanduser(), name)
-    chat_template = read_chat_template(source.chat_template_path)
+    chat_template = _read_chat_template(source.chat_template_path)
     dry_run(name, config, attention=loading.attn_implementation)
     streamed = source.streaming and source.documents != "-"
-    documents: Iterable[Any] = stream(source) if streamed else read_examples(source)
+    documents: Iterable[Any] = source.stream() if streamed else source.examples()
     if config.assistant_only_loss or config.completion_only_loss or not isinstance(next(iter(documents)), str):
         tokenizer = _tokenizer_of(name, chat_template)
         documents = _tokenized(documents, tokenizer, config)
     model, tokenizer = load_model(name, **vars(loading))
     if chat_template is not None:
         tokenizer.chat_template = chat_template
-    if tokens_trained is None:
+    trained = tokens_trained(name)
+    if trained is None:
         logger.warning("%s does not say how many tokens it was trained on. Counting begins with this run.", name)
-    result = finetune(model, tokenizer, documents, config, tokens_trained=tokens_trained or 0, source=told)
+    result = train(model, tokenizer, documents, config, tokens_trained=trained or 0, source=as_given)
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
         return
     print(text_table(result.records))
     print(f"\ntrained on {result.tokens_trained:,} tokens in all; saved: {result.output_dir}")
 
 
-def read_chat_template(path: str | None) -> str | None:
+def _read_chat_template(path: str | None) -> str | None:
     """Return what a chat template's file holds.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         ValueError: It is no text.
     """
     if path is None:
@@ -93,6 +161,9 @@ def read_chat_template(path: str | None) -> str | None:
 
 def _tokenizer_of(name: str, chat_template: str | None) -> PreTrainedTokenizerBase:
     """Return a model's tokenizer without the model: what chats are refused for is said before weights are loaded."""
+    from hf_posenc.checkpoint.loading import tokenizer_source
+    from hf_posenc.checkpoint.pretrained import load_tokenizer
+
     path = Path(name).expanduser()
     try:
         tokenizer = load_tokenizer(tokenizer_source(str(path if path.exists() else name)))
@@ -107,6 +178,9 @@ def _tokenizer_of(name: str, chat_template: str | None) -> PreTrainedTokenizerBa
 
 def _tokenized(documents: Iterable[Any], tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig) -> Iterable[Any]:
     """Return the tokens of documents; a stream is returned as it came, once its first document suits."""
+    from hf_posenc.training.examples import ExampleTokenizer
+    from hf_posenc.training.texts import to_token_ids
+
     if isinstance(documents, list):
         return to_token_ids(tokenizer, documents, config)
     ExampleTokenizer(tokenizer, config)(next(iter(documents)), "document 0")

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from hf_posenc.explain.overview import LEAD, gallery_pictures
-from hf_posenc.explain.sections import check_output_folder, picture_panel, write_page
-from hf_posenc.report.page import Panel, Paragraph
+from hf_posenc.cli.shared_arguments import parse
 
 
-def run_gallery(output_dir: str) -> list[Path]:
-    """Draw the gallery.
+@dataclass
+class GalleryArguments:
+    """Where the gallery goes."""
 
-    Args:
-        output_dir: Gets ``gallery.html`` and each picture as ``.png`` and ``.svg``.
+    output_dir: str = field(metadata={"help": "folder for gallery.html and the pictures, each as PNG and SVG"})
 
-    Returns:
-        The files, the page first.
 
-    Raises:
-        ValueError: ``output_dir`` is a file.
-    """
-    check_output_folder(output_dir)
+def gallery(argv: Sequence[str]) -> None:
+    """Draw positional encodings, and the rules that stretch RoPE: pictures and one HTML page."""
+    _, where = parse("gallery", gallery.__doc__, argv, (GalleryArguments,), {})
+    from hf_posenc.explain.overview import LEAD, gallery_pictures
+    from hf_posenc.explain.sections import check_output_folder, picture_panel, write_page
+    from hf_posenc.report.page import Panel, Paragraph
+
+    check_output_folder(where.output_dir)
     lead = Panel("about", "About these pictures", [Paragraph(LEAD.replace("`", ""))])
     panels = [lead, *map(picture_panel, gallery_pictures())]
-    return write_page(output_dir, "gallery.html", "Positional encodings in pictures", panels)
+    files = write_page(where.output_dir, "gallery.html", "Positional encodings in pictures", panels)
+    print("\n".join(map(str, files)))

@@ -1,15 +1,26 @@
-"""What ``hf-posenc methods``, ``hf-posenc presets`` and ``hf-posenc recipes`` print."""
+"""``hf-posenc methods``, ``hf-posenc presets`` and ``hf-posenc recipes``."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from hf_posenc.cli.shared_arguments import parse
 from hf_posenc.families.refusals import Refusal
-from hf_posenc.patching.presets import Checkpoint, Preset, checkpoints, known_checkpoint, presets
+from hf_posenc.patching import presets as published
+from hf_posenc.utils.console import text_width
 from hf_posenc.utils.units import aligned
+
+
+@dataclass
+class MethodsArguments:
+    """What is listed."""
+
+    families: bool = field(
+        default=False, metadata={"help": "list the model types that can be extended, and why others cannot"}
+    )
 
 
 @dataclass
@@ -19,6 +30,24 @@ class PresetsArguments:
     checkpoints: bool = field(
         default=False, metadata={"help": "list what is known of published checkpoints, each with its source"}
     )
+
+
+def methods(argv: Sequence[str]) -> None:
+    """List the methods a model can be extended with, or the model types that can be extended."""
+    _, chosen = parse("methods", methods.__doc__, argv, (MethodsArguments,), {})
+    print((families_text if chosen.families else methods_text)(text_width()))
+
+
+def presets(argv: Sequence[str]) -> None:
+    """List how published checkpoints are extended, or what is known of them."""
+    _, chosen = parse("presets", presets.__doc__, argv, (PresetsArguments,), {})
+    print((checkpoints_text if chosen.checkpoints else presets_text)(text_width()))
+
+
+def recipes(argv: Sequence[str]) -> None:
+    """List the published ways to fine-tune: what each sets, and what of the paper is left to you."""
+    parse("recipes", recipes.__doc__, argv, (), {})
+    print(recipes_text(text_width()))
 
 
 def _filled(text: str, width: int, indent: str = "    ") -> str:
@@ -37,7 +66,7 @@ _NOTES = {
 
 
 def methods_text(width: int) -> str:
-    """Return every method with its aliases, options, spelling on disk and paper."""
+    """Return every method with its aliases, options, serialization and paper."""
     from hf_posenc.methods.registry import available_methods  # brings PyTorch
 
     lines = [
@@ -64,9 +93,9 @@ def recipes_text(width: int) -> str:
     lines = []
     for recipe in RECIPES.values():
         values = {**recipe.values, **recipe.loading}
-        told = [f"{name} {value}" for name, value in values.items() if name != "options"]
-        told += [f"option {name}={value}" for name, value in recipe.values.get("options", {}).items()]
-        facts = [recipe.summary, f"sets: {', '.join(told)}"]
+        shown = [f"{name} {value}" for name, value in values.items() if name != "options"]
+        shown += [f"option {name}={value}" for name, value in recipe.values.get("options", {}).items()]
+        facts = [recipe.summary, f"sets: {', '.join(shown)}"]
         facts += [f"chooses {recipe.by_model}"] if recipe.by_model else []
         facts += [f"left: {recipe.left}", recipe.paper]
         lines += [recipe.name, *(_filled(fact, width) for fact in facts)]
@@ -109,7 +138,7 @@ def _by_reason(table: Mapping[str, Refusal | None], width: int) -> list[str]:
     return lines
 
 
-def _rule(preset: Preset) -> str:
+def _rule(preset: published.Preset) -> str:
     original = preset.original_max_position_embeddings
     options = [
         f"{name}: {len(value)} numbers" if isinstance(value, list) else f"{name} {value:g}"
@@ -120,22 +149,22 @@ def _rule(preset: Preset) -> str:
     return rule + ", ".join([f"{round(original * preset.factor)}", *window])
 
 
-def _names(preset: Preset) -> list[str]:
+def _names(preset: published.Preset) -> list[str]:
     """Return a preset's checkpoints, those trained with it marked."""
-    facts = [known_checkpoint(name) for name in preset.checkpoints]
+    facts = [published.known_checkpoint(name) for name in preset.checkpoints]
     return [f"{one.name} (trained with it)" if one.scaled else one.name for one in facts if one is not None]
 
 
 def presets_text(width: int) -> str:
     """Return every preset with its numbers, the checkpoints it is for and the source."""
     lines = []
-    for preset in presets().values():
+    for preset in published.presets().values():
         facts = (_rule(preset), f"for {', '.join(_names(preset))}", f"source: {preset.source}")
         lines += [preset.name, *(_filled(fact, width) for fact in facts)]
     return "\n".join(lines)
 
 
-def _cells(one: Checkpoint) -> tuple[str, ...]:
+def _cells(one: published.Checkpoint) -> tuple[str, ...]:
     return (
         one.name,
         f"{one.trained_length}",
@@ -152,7 +181,7 @@ _COLUMNS = ("", "trained", "declares", "rotary", "theta", "window", "scaled")
 
 def checkpoints_text(width: int) -> str:
     """Return what is known of published checkpoints: a table in tokens, at most 120 columns, and the sources."""
-    known = list(checkpoints().values())
+    known = list(published.checkpoints().values())
     header, *lines = aligned([_COLUMNS, *map(_cells, known)], left=(0, 5, 6))
     shown = []
     for family, pairs in groupby(zip(known, lines, strict=True), key=lambda pair: pair[0].family):

@@ -1,51 +1,52 @@
-"""What ``hf-posenc patch`` does once its words are read: load, extend, verify, save."""
+"""``hf-posenc patch``: load, extend, verify, save."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from hf_posenc.checkpoint.extended import save_extended
-from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.cli.shared_arguments import ModelArguments
-from hf_posenc.evaluation.row_models import refuse_extended
-from hf_posenc.patching.api import is_patched, patch_model, unpatch_model, verify_model
+from hf_posenc.cli.request_checks import check_folder, check_request, in_our_words, tokens_trained
+from hf_posenc.cli.shared_arguments import MODEL, ModelArguments, OptionArguments, parse, parse_options
+from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.patching.extension_config import ExtensionConfig
-from hf_posenc.patching.verification import extension_words
-from hf_posenc.utils.console import quiet
-from hf_posenc.utils.dtypes import AUTO, CHECKPOINT
 
 
-def run_patch(
-    name: str,
-    output: str,
-    method: str | None,
-    extension: ExtensionConfig,
-    options: dict[str, Any],
-    loading: ModelArguments,
-    tokens_trained: int | None,
-) -> None:
-    """Save a model extended, and print how far and how well it agrees with the closed form.
+@dataclass
+class PatchArguments:
+    """Which rule is written into the checkpoint."""
 
-    Args:
-        name: Of the model on the Hub, its folder or .gguf file.
-        output: Folder to write.
-        method: The rule; None where there is a preset.
-        extension: How far.
-        options: Of the rule.
-        loading: How the model is loaded.
-        tokens_trained: Tokens it was fine-tuned on before; None if that is not known.
+    method: str | None = field(
+        default=None, metadata={"help": "a name from `hf-posenc methods`; default: yarn, unless --preset is given"}
+    )
 
-    Raises:
-        ValueError, TypeError: The model and the request do not go together.
-    """
+
+def patch(argv: Sequence[str]) -> None:
+    """Extend a model and save it so that plain Transformers loads it extended."""
+    known = (PatchArguments, ExtensionConfig, OptionArguments, ModelArguments)
+    positional = {**MODEL, "output": "folder to write"}
+    given, which, extension, options, loading = parse("patch", patch.__doc__, argv, known, positional)
+    named = [which.method] if which.method else []
+    named, extension, rules = in_our_words(named, extension, parse_options(options.option))
+    methods = named or ([] if extension.preset else [DEFAULT_METHOD])
+    check_request(methods, extension, rules)
+    check_folder(given.model, given.output, may_hold_files=False)
+    from hf_posenc.checkpoint.extended import save_extended
+    from hf_posenc.checkpoint.loading import load_model
+    from hf_posenc.evaluation.row_models import refuse_extended
+    from hf_posenc.patching.api import is_patched, patch_model, unpatch_model, verify_model
+    from hf_posenc.patching.verification import extension_words
+    from hf_posenc.utils.console import quiet
+    from hf_posenc.utils.dtypes import AUTO, CHECKPOINT
+
+    trained = tokens_trained(given.model)
     if loading.dtype == AUTO:
         loading.dtype = CHECKPOINT  # nothing is computed here but positions
-    model, tokenizer = load_model(name, **vars(loading))
-    refuse_extended(model, name, extension.on_scaled)
+    model, tokenizer = load_model(given.model, **vars(loading))
+    refuse_extended(model, given.model, extension.on_scaled)
     if is_patched(model):
         unpatch_model(model)
     with quiet(patch_model.__module__):  # it is printed below
-        patch_model(model, method, **vars(extension), **options, tokenizer=tokenizer)
+        patch_model(model, methods[0] if methods else None, **vars(extension), **rules, tokenizer=tokenizer)
     verification = verify_model(model)
-    save_extended(model, output, tokenizer, tokens_trained=tokens_trained, base_model=name)
-    print(f"{extension_words(verification.extension)}\nverified: {verification.found}\nsaved: {output}")
+    save_extended(model, given.output, tokenizer, tokens_trained=trained, base_model=given.model)
+    print(f"{extension_words(verification.extension)}\nverified: {verification.found}\nsaved: {given.output}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from hf_posenc.cli.plan_arguments import PlanArguments
-from hf_posenc.planning.planner import plan
-from hf_posenc.planning.text import plan_text
-from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.recipes import get_recipe
+from hf_posenc.cli.shared_arguments import MODEL, parse
+from hf_posenc.utils.units import ContextLength, MemorySize, TokenCount
 
 # Of the training that is planned, and what goes to ``plan`` by the same name.
 _SETTINGS = ("lora", "gradient_checkpointing", "bf16", "per_device_train_batch_size", "gradient_accumulation_steps")
@@ -18,28 +17,91 @@ _SHARED = (
 )
 
 
-def run_plan(model: str, what: PlanArguments) -> str:
-    """Return what the command prints.
+@dataclass
+class PlanArguments:
+    """How far, with which memory, and how fast."""
 
-    Raises:
-        ValueError, TypeError: As ``plan``.
-    """
-    told = {name: getattr(what, name) for name in _SETTINGS if getattr(what, name) != getattr(PlanArguments, name)}
+    context_length: ContextLength = field(metadata={"help": "tokens the model is to read (128k = 131072)"})
+    gpu_memory: MemorySize | None = field(
+        default=None, metadata={"help": "memory of one device, such as 24GB: what fits, and how long a text"}
+    )
+    gpus: int = field(default=1, metadata={"help": "devices of that memory"})
+    training: bool = field(
+        default=False,
+        metadata={
+            "help": "say too what fits to train, with the command for each way; any flag below that is about training "
+            "implies it"
+        },
+    )
+    token_budget: TokenCount | None = field(
+        default=None, metadata={"help": "tokens to train on (1M); left out: whether to train is part of the answer"}
+    )
+    original_max_position_embeddings: ContextLength | None = field(
+        default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
+    )
+    server: bool = field(default=False, metadata={"help": "a server is to run it, which only static rules can"})
+    recipe: str | None = field(
+        default=None, metadata={"help": "train by a recipe (see `hf-posenc recipes`); other flags win over its values"}
+    )
+    lora: bool = field(default=False, metadata={"help": "train adapters, the embedding and the norms only"})
+    gradient_checkpointing: bool = field(default=False, metadata={"help": "recompute each layer in the backward pass"})
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "of the weights; auto: the checkpoint's own with --gpu-memory, else what this machine computes "
+            "natively, as for eval and finetune"
+        },
+    )
+    bf16: bool | None = field(
+        default=None, metadata={"help": "compute in bfloat16; default: if the weights are in half precision"}
+    )
+    per_device_train_batch_size: int | None = field(
+        default=None, metadata={"help": "blocks per forward; default: as for finetune"}
+    )
+    gradient_accumulation_steps: int | None = field(
+        default=None, metadata={"help": "forwards per optimizer step; default: as for finetune"}
+    )
+    whole_documents: bool = field(
+        default=False,
+        metadata={"help": "every block is of one document, so that attention needs no mask of block x block"},
+    )
+    tokens_per_second: float | None = field(
+        default=None, metadata={"help": "measured speed of training at the planned length, for the hours"}
+    )
+    tflops: float | None = field(
+        default=None, metadata={"help": "sustained speed of the device in 10^12 operations a second, for the hours"}
+    )
+    measure: bool = field(
+        default=False, metadata={"help": "train a few steps with random weights here, and take the hours from them"}
+    )
+    measure_length: ContextLength = field(
+        default=ContextLength("1k"), metadata={"help": "tokens of a block for --measure, at most the planned length"}
+    )
+    json: bool = field(default=False, metadata={"help": "print JSON instead of a table"})
+
+
+def plan(argv: Sequence[str]) -> None:
+    """Say what a context length costs in memory and time, and which method, recipe and setting to take; config only."""
+    positional = {"model": f"{MODEL['model']}; its weights are not read"}
+    given, what = parse("plan", plan.__doc__, argv, (PlanArguments,), positional)
+    from hf_posenc.planning.planner import plan as make_plan
+    from hf_posenc.planning.text import plan_text
+    from hf_posenc.training.config import FinetuneConfig
+    from hf_posenc.training.recipes import get_recipe
+
+    settings = {name: getattr(what, name) for name in _SETTINGS if getattr(what, name) != getattr(PlanArguments, name)}
     run, load_in_4bit = None, False
     if what.recipe is not None:
-        run, loading = (
-            FinetuneConfig.from_recipe(what.recipe, output_dir="plan", **told),
-            get_recipe(what.recipe).loading,
-        )
-        load_in_4bit = bool(loading.get("load_in_4bit"))
-    elif told:
-        run = FinetuneConfig("plan", **told)
-    made = plan(
-        model,
+        run = FinetuneConfig.from_recipe(what.recipe, output_dir="plan", **settings)
+        load_in_4bit = bool(get_recipe(what.recipe).loading.get("load_in_4bit"))
+    elif settings:
+        run = FinetuneConfig("plan", **settings)
+    made = make_plan(
+        given.model,
         what.context_length,
         run=run,
         load_in_4bit=load_in_4bit,
         measure_length=what.measure_length if what.measure else None,
         **{name: getattr(what, name) for name in _SHARED},
     )
-    return json.dumps(made.as_dict(), indent=2) if what.json else plan_text(made)
+    print(json.dumps(made.as_dict(), indent=2) if what.json else plan_text(made))

@@ -77,38 +77,38 @@ def in_our_words(
         return list(methods), extension, rules
     from hf_posenc.patching.rope_scaling import read_rope_scaling
 
-    asked = read_rope_scaling(extension.rope_scaling)
+    scaling = read_rope_scaling(extension.rope_scaling)
     named: list[str | None] = [method for method in methods if method != NONE]
     decided = ("factor", "original_max_position_embeddings", "preset")
     for method in named or [None]:
-        asked.refuse_other(method=method, **{name: getattr(extension, name) for name in decided}, options=rules)
-    asked.check_length_is_said(extension.context_length)
-    known = asked.original_max_position_embeddings
+        scaling.refuse_other(method=method, **{name: getattr(extension, name) for name in decided}, options=rules)
+    scaling.check_length_is_said(extension.context_length)
+    known = scaling.original_max_position_embeddings
     original = None if known is None else ContextLength(known)
     # The dictionary stays, for what it repeats of the model.
-    extension = dataclasses.replace(extension, factor=asked.factor, original_max_position_embeddings=original)
-    return [*methods, *([] if named else [asked.method])], extension, asked.options
+    extension = dataclasses.replace(extension, factor=scaling.factor, original_max_position_embeddings=original)
+    return [*methods, *([] if named else [scaling.method])], extension, scaling.options
 
 
 def rows_to_measure(
     methods: Sequence[str], extension: ExtensionConfig, rules: dict[str, Any]
 ) -> list[dict[str, Any] | None]:
-    """Return what ``patch_model`` is to be told for each row of numbers; None leaves the model as it is.
+    """Return the arguments of ``patch_model`` for each row of numbers; None leaves the model as it is.
 
     Args:
-        methods: Names; "none" is the model as it is, and what there is without any, unless there is a preset.
+        methods: Names; "none" is the model as it is, which is measured without any name and preset too.
         extension: How far, or by which preset.
         rules: The options of the method.
 
     Raises:
-        TypeError, ValueError: As for ``check_request``, or there is nothing that the request is for.
+        TypeError, ValueError: As for ``check_request``, or settings without a method or preset to use them.
     """
     methods, extension, rules = in_our_words(methods, extension, rules)
     check_request(methods, extension, rules)
-    told = {**vars(extension), **rules}
-    rows = [None if method == NONE else {"method": method, **told} for method in methods]
+    settings = {**vars(extension), **rules}
+    rows = [None if method == NONE else {"method": method, **settings} for method in methods]
     if extension.preset is not None:
-        return [*rows, told]
+        return [*rows, settings]
     if not any(rows) and (rules or extension != ExtensionConfig()):
         raise InvalidRequestError(
             "--factor, --context-length, --option and what else says how to extend need a --method, such as yarn, or a "
@@ -117,11 +117,11 @@ def rows_to_measure(
     return rows or [None]
 
 
-def perplexity_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[str, Any]:
-    """Return what ``perplexity`` is to be told.
+def perplexity_settings(what: EvalArguments, questions: RetrievalArguments) -> dict[str, Any]:
+    """Return the arguments of ``perplexity``.
 
     Raises:
-        ValueError: A length or number that cannot be, or a flag that nothing asked for has a use for.
+        ValueError: A length or number that cannot be, or a flag that nothing requested has a use for.
     """
     from hf_posenc.evaluation.key_tokens import check_short_context
     from hf_posenc.evaluation.plans import plan_runs
@@ -134,7 +134,7 @@ def perplexity_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[
     key_token_settings(what)
     if "longppl" in what.protocol and what.short_context is not None:
         check_short_context(what.short_context, what.context_lengths)
-    refuse_given(asked, RetrievalArguments(), ("depths", "samples", "chat"), "is for --tasks; leave it out, or ask")
+    refuse_given(questions, RetrievalArguments(), ("depths", "samples", "chat"), "is for --tasks; leave it out, or ask")
     useless = {
         "stride": all(run.stride is None for run in runs) and "moves a window",
         "last_k": all(run.last_k is None for run in runs) and "scores the last tokens",
@@ -147,12 +147,12 @@ def perplexity_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[
                 "leave it out, or measure such a one."
             )
     others = ("method", "hide_progress", *KEY_TOKENS)
-    told = {name: value for name, value in vars(what).items() if name not in others}
-    return {**told, "progress": not what.hide_progress}
+    settings = {name: value for name, value in vars(what).items() if name not in others}
+    return {**settings, "progress": not what.hide_progress}
 
 
 def key_token_settings(what: EvalArguments) -> dict[str, Any]:
-    """Return what ``load_key_tokens`` is to be told.
+    """Return the arguments of ``load_key_tokens``.
 
     Raises:
         ValueError: One of the flags was given, but not the protocol they are for.
@@ -170,8 +170,8 @@ def refuse_given(what: Any, usual: Any, names: Sequence[str], why: str) -> None:
             raise InvalidRequestError(f"--{name.replace('_', '-')} {why}.")
 
 
-def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[str, Any]:
-    """Return what ``retrieval`` is to be told.
+def retrieval_settings(what: EvalArguments, questions: RetrievalArguments) -> dict[str, Any]:
+    """Return the arguments of ``retrieval``.
 
     Raises:
         ValueError: A flag that only perplexity has was given too, or a length, depth or number cannot be.
@@ -193,26 +193,34 @@ def retrieval_settings(what: EvalArguments, asked: RetrievalArguments) -> dict[s
     )
     usual = EvalArguments(context_lengths=what.context_lengths)
     refuse_given(what, usual, only_perplexity, "says how perplexity is measured; leave it or --tasks out")
-    check_retrieval(asked.tasks, what.context_lengths, asked.depths, asked.samples)
+    check_retrieval(questions.tasks, what.context_lengths, questions.depths, questions.samples)
     shared = ("context_lengths", "output", "prefill_chunk", "label", "model_name")
-    return {**vars(asked), **{name: getattr(what, name) for name in shared}, "progress": not what.hide_progress}
+    return {**vars(questions), **{name: getattr(what, name) for name in shared}, "progress": not what.hide_progress}
+
+
+def tokens_trained(model: str) -> int | None:
+    """Return how many tokens a model was fine-tuned on, as its manifest says; 0 for one without, None if unknown."""
+    from hf_posenc.checkpoint.manifest import find_manifest
+
+    found = find_manifest(model)
+    return 0 if found is None else found[0]["tokens_trained"]
 
 
 def check_writable(output: str) -> None:
-    """Check that a folder can be made, or be written to where it is there.
+    """Check that a folder can be made, or be written to where it exists.
 
     Raises:
         ValueError: It is a file, or below one, or this user may not write there.
     """
     folder = Path(output).expanduser().resolve()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
         raise InvalidRequestError(
-            f"{str(there)!r} is a file, so {output!r} cannot be a folder. Give another to write to."
+            f"{str(existing)!r} is a file, so {output!r} cannot be a folder. Give another to write to."
         )
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(existing, os.W_OK | os.X_OK):
         raise InvalidRequestError(
-            f"{str(there)!r} cannot be written to by this user. Give another folder than {output!r}."
+            f"{str(existing)!r} cannot be written to by this user. Give another folder than {output!r}."
         )
 
 

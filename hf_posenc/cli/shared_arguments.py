@@ -1,23 +1,25 @@
-"""What the commands take, as dataclasses: each field is a flag, and its help text its documentation.
+"""The flags that several commands have, as dataclasses whose help texts are their documentation, and their parser.
 
-And the parser that fills them; ``checks`` has what can be said of them before a model is loaded.
+The flags of one command are in its file. Nothing here imports PyTorch, so that help and mistakes answer at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from hf_posenc.errors import InvalidRequestError, add_flags, did_you_mean
-from hf_posenc.utils.units import ContextLength, Duration, TokenCount
+from hf_posenc.errors import HfPosencError, InvalidRequestError, add_flags, did_you_mean
+
+if TYPE_CHECKING:
+    from hf_posenc.data.columns import Document
+    from hf_posenc.data.reading import DocumentStream
 
 TRACEBACK, TRACEBACK_HELP = "--traceback", "show where an error came from"
-# The same as in exports.stacks, which imports PyTorch too.
-STACKS = ("vllm", "sglang", "llama.cpp", "tgi")
+# The help of the argument that most commands begin with.
+MODEL = {"model": "name on the Hub, folder or .gguf file"}
 
 
 @dataclass
@@ -35,29 +37,6 @@ class ModelArguments:
         default=None, metadata={"help": "cpu, cuda, auto (all GPUs); default: a GPU if there is one"}
     )
     attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, eager, flash_attention_2, ..."})
-
-
-@dataclass
-class FinetuneModelArguments(ModelArguments):
-    """How the model is loaded to be trained."""
-
-    load_in_4bit: bool = field(
-        default=False,
-        metadata={"help": "hold the weights in 4 bits (NF4, nested; bitsandbytes) and train --lora adapters on them"},
-    )
-
-
-@dataclass
-class RunArguments:
-    """Where settings come from besides the flags."""
-
-    config: str | None = field(
-        default=None,
-        metadata={
-            "help": "TOML file of flags, as run.toml of an earlier run: their names are its keys, the method's options "
-            "stand under [options]; flags win over it, and it wins over --recipe"
-        },
-    )
 
 
 @dataclass
@@ -102,106 +81,57 @@ class DocumentArguments:
     split: str = field(default="train", metadata={"help": "split of a dataset"})
     config_name: str | None = field(default=None, metadata={"help": "configuration of a dataset"})
 
+    def texts(self) -> list[str]:
+        """Return all texts.
 
-@dataclass
-class TrainingDocumentArguments(DocumentArguments):
-    """Where the texts to train on come from."""
+        Raises:
+            OSError, ValueError: There are none, they are chats, or they cannot be read.
+        """
+        from hf_posenc.data.reading import read_documents
 
-    streaming: bool = field(
-        default=False,
-        metadata={"help": "read a dataset as a stream, and only until the token budget and the held-out are filled"},
-    )
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "Jinja file with the chat template to use, and to save, instead of the tokenizer's"},
-    )
+        return read_documents(self._named(), **self._of_dataset())
 
+    def examples(self) -> list[Document]:
+        """Return all texts, chats, and prompts with answers.
 
-@dataclass
-class PatchArguments:
-    """Which rule is written into the checkpoint."""
+        Raises:
+            OSError, ValueError: There are none, or they cannot be read.
+        """
+        from hf_posenc.data.reading import DocumentStream
 
-    method: str | None = field(
-        default=None, metadata={"help": "a name from `hf-posenc methods`; default: yarn, unless --preset is given"}
-    )
+        return DocumentStream(self._named(), **self._of_dataset(), whole=True).all()
 
+    def stream(self) -> DocumentStream:
+        """Return what reads them one by one, each when it is needed.
 
-@dataclass
-class ReportArguments:
-    """Where a report goes."""
+        Raises:
+            OSError, ValueError: As for ``examples``.
+        """
+        from hf_posenc.data.reading import DocumentStream
 
-    output_dir: str = field(default="report", metadata={"help": "folder for report.html, report.md and the plots"})
-    title: str = field(
-        default="Results by context length",
-        metadata={"help": "heading of the report; names the models if this does not"},
-    )
+        examples = DocumentStream(self._named(), **self._of_dataset())
+        if next(iter(examples), None) is None:  # now, not once the model is loaded
+            raise InvalidRequestError(f"{self.documents!r} holds no text.")
+        return examples
 
+    def _named(self) -> str:
+        if not self.documents:
+            raise InvalidRequestError("the following arguments are required: --documents")
+        return self.documents
 
-@dataclass
-class ExportArguments:
-    """Which program is to run the model."""
-
-    to: str = field(metadata={"help": "one of vllm, sglang, llama.cpp, tgi", "choices": STACKS})
-    # A keyword of Python, so the field has another name than the flag.
-    as_method: str | None = field(
-        default=None,
-        metadata={
-            "help": "for a rule that only hf_posenc runs: the static rule to run in its place, such as yarn",
-            "aliases": ["--as"],
-            "metavar": "METHOD",
-        },
-    )
-
-
-@dataclass
-class MethodsArguments:
-    """What is listed."""
-
-    families: bool = field(
-        default=False, metadata={"help": "list the model types that can be extended, and why others cannot"}
-    )
-
-
-@dataclass
-class DoctorArguments:
-    """Where the mended config goes, and what the config does not say."""
-
-    live: bool = field(
-        default=False, metadata={"help": "load the model too, and hold its modules against what the config means"}
-    )
-    fix: str | None = field(
-        default=None, metadata={"help": "write a mended config to this folder or .json file (the input gets a .bak)"}
-    )
-    original_max_position_embeddings: ContextLength | None = field(
-        default=None, metadata={"help": "tokens the model was trained on, where the config does not say it"}
-    )
-    rope_theta: float | None = field(default=None, metadata={"help": "the base, where the config lost it"})
-    ramp: Literal["code", "paper", "harmonic"] | None = field(
-        default=None, metadata={"help": "curve that a YaRN model was trained with: harmonic for PoSE's"}
-    )
-    trained_length: ContextLength | None = field(
-        default=None, metadata={"help": "tokens a LongLoRA merge was tuned to, whose config lacks the linear rule"}
-    )
-    capabilities: bool = field(
-        default=False, metadata={"help": "without PATH: the model types that can be extended, and why others cannot"}
-    )
-
-
-@dataclass
-class DemoArguments:
-    """How long the demo may train, and where its files go."""
-
-    output_dir: str = field(default="outputs/demo", metadata={"help": "folder for results, report and trained model"})
-    token_budget: TokenCount = field(default=TokenCount("100k"), metadata={"help": "tokens to fine-tune on"})
-    dtype: str = field(default="auto", metadata={"help": "as for eval; auto is what the hardware computes natively"})
+    def _of_dataset(self) -> dict[str, Any]:
+        settings = {name: getattr(self, name) for name in ("text_field", "template", "split", "config_name")}
+        if self.template is not None:
+            settings["template"] = self.template.replace("\\n", "\n")  # which a shell leaves as two characters
+        return settings
 
 
 def parse(
     command: str,
-    summary: str,
+    summary: str | None,
     argv: Sequence[str],
     known: Sequence[Any],
-    places: dict[str, str],
+    positional: dict[str, str],
     several: bool = False,
     defaults: Callable[[argparse.Namespace], dict[str, Any]] | None = None,
 ) -> Any:
@@ -209,10 +139,10 @@ def parse(
 
     Args:
         command: Its name, for the help and the messages.
-        summary: One sentence, for the help.
+        summary: What it does; its first line is for the help.
         argv: The words.
         known: The dataclasses to fill.
-        places: Positional arguments with their help.
+        positional: Positional arguments with their help.
         several: Whether a positional argument takes one or more words.
         defaults: Given what the flags say, returns values for flags that were not given; a flag that has one is not
             required.
@@ -227,31 +157,32 @@ def parse(
 
     class Parser(HfArgumentParser):
         def error(self, message: str) -> NoReturn:
-            message = re.sub(r"--\w+/(--[\w-]+)", r"\1", message)  # a flag once, with dashes
             raise InvalidRequestError(f"{message} (hf-posenc {command} --help lists the flags)")
 
         def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
             try:
                 return super()._get_value(action, arg_string)
-            except argparse.ArgumentError as error:  # argparse tells the name of our class instead of what it said
-                if action.type in (ContextLength, TokenCount, Duration):
+            except argparse.ArgumentError as error:
+                if isinstance(error.__context__, HfPosencError):  # which argparse replaces by the name of the type
                     raise argparse.ArgumentError(action, str(error.__context__)) from None
                 raise
 
         def _get_option_tuples(self, option_string: str) -> list[Any]:
-            # A flag and its spelling with underscores are one: an abbreviation of both is not ambiguous.
+            # A flag with dashes and with underscores is one: an abbreviation of both is not ambiguous.
             return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
 
     usage = " ".join(
-        ["hf-posenc", command, *(name.upper() + (" ..." if several else "") for name in places), "[flags]"]
+        ["hf-posenc", command, *(name.upper() + (" ..." if several else "") for name in positional), "[flags]"]
     )
-    parser = Parser(known, usage=usage, description=summary, formatter_class=_Help)
-    for name, help_text in places.items():
+    parser = Parser(known, usage=usage, description=first_line(summary), formatter_class=_Help)
+    for action in parser._actions:  # both forms are read, and those with dashes shown, in help and in messages
+        action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
+    for name, help_text in positional.items():
         parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
     parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)  # for main, which looks for the word
     _group_flags(parser, known)
-    check_flags(command, argv, parser)
-    parser.set_defaults(command=command)  # so that there is a namespace even where nothing is positional
+    _check_flags(command, argv, parser)
+    parser.set_defaults(command=command)  # so that a namespace is returned even where nothing is positional
     if defaults is not None and not {"-h", "--help"} & set(argv):
         _put_defaults(parser, argv, defaults)
     *filled, given = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
@@ -269,22 +200,23 @@ def _group_flags(parser: argparse.ArgumentParser, known: Sequence[Any]) -> None:
         for action in flags:
             if action.dest in getattr(kind, "HELP_HIDDEN", ()):
                 action.help = argparse.SUPPRESS
-        for title, of_group in getattr(kind, "HELP_GROUPS", {_first_line(kind): names}).items():
+        for title, of_group in getattr(kind, "HELP_GROUPS", {first_line(kind.__doc__).rstrip("."): names}).items():
             group = parser.add_argument_group(title)
             for action in [action for action in flags if action.dest in of_group]:
                 flags.remove(action)
                 group._group_actions.append(action)
 
 
-def _first_line(kind: Any) -> str:
-    return str(kind.__doc__).splitlines()[0].rstrip(".")
+def first_line(text: str | None) -> str:
+    """Return the first line of a docstring."""
+    return (text or "").partition("\n")[0]
 
 
-def check_flags(command: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
-    """Refuse a flag that a command does not have, with the one it may stand for, before any other mistake is told.
+def _check_flags(command: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Refuse a flag that a command does not have, with the nearest one, before any other mistake is reported.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A flag is unknown.
     """
     known = [flag for flag in parser._option_string_actions if flag.startswith("--") and "_" not in flag]
     for word in argv:
@@ -302,27 +234,26 @@ def _put_defaults(
     required = [action for action in parser._actions if action.required and action.option_strings]
     usual = [(action, action.default) for action in parser._actions]
     for action in parser._actions:
-        action.default = argparse.SUPPRESS  # only what the words say: a value like the default is told too
+        action.default = argparse.SUPPRESS  # only what the words say, also where it is the default
     for action in required:
         action.required = False
-    told = parser.parse_args(list(argv))
+    given = parser.parse_args(list(argv))
     for action, default in usual:
         action.default = default
-    values = defaults(told)
+    values = defaults(given)
     parser.set_defaults(**values)
     for action in required:
         action.required = action.dest not in values
 
 
 class _Help(argparse.HelpFormatter):
-    """Flags with dashes only (underscores work too), and defaults only where there are any."""
+    """Flags with their values once, and defaults only where flags have any."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
         values = "" if action.nargs in (0, "?") else self._format_args(action, action.dest.upper())
-        flags = ", ".join(flag for flag in action.option_strings if "_" not in flag)
-        return f"{flags} {values}".strip()
+        return f"{', '.join(action.option_strings)} {values}".strip()
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -335,7 +266,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:
-    """Turn ``["beta_fast=16", "ramp=paper"]`` into ``{"beta_fast": 16, "ramp": "paper"}``; values are JSON or words.
+    """Return ``{"beta_fast": 16, "ramp": "paper"}`` for ``["beta_fast=16", "ramp=paper"]``; values are JSON or words.
 
     Raises:
         ValueError: A pair without ``=``, or one option given twice.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -62,7 +63,7 @@ class Progress:
             self._say(time.perf_counter())
 
     def close(self) -> None:
-        """End the line of the bar, so that what follows stands on its own."""
+        """End the line of the bar, so that what follows has lines of its own."""
         self.bar.close()
 
     def _say(self, now: float) -> None:
@@ -82,6 +83,11 @@ class Progress:
         self.last_line = time.perf_counter()
         with tqdm.external_write_mode(file=sys.stderr):  # not into the line of a bar
             logger.log(level, text)
+
+
+def text_width() -> int:
+    """Return the columns of text on this terminal, at most 120."""
+    return min(shutil.get_terminal_size().columns, 120)
 
 
 @contextmanager

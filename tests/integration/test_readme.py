@@ -23,10 +23,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, HfArgumentParser
 
-import hf_posenc.cli.lm_eval
-import hf_posenc.cli.shared_arguments
 from folders import ROOT
 from hf_posenc import describe, load_extended
 from hf_posenc.assets import load_novel, tiny_model_path
@@ -222,8 +220,8 @@ def parse_only(command: str) -> None:
     program, *words = shlex.split(command)
     with pytest.MonkeyPatch.context() as patch:
         if program == "hf-posenc":
-            for module in (hf_posenc.cli.shared_arguments, hf_posenc.cli.lm_eval):
-                patch.setattr(module, "parse", stopping(module.parse))
+            parse = stopping(HfArgumentParser.parse_args_into_dataclasses)
+            patch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
             patch.setattr(sys, "argv", [program, *words])
             with pytest.raises(_ParsedError):
                 COMMANDS[words[0]](words[1:])

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_posenc import load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.cli.export import STACKS as KNOWN_TO_THE_PARSER
 from hf_posenc.cli.main import main
-from hf_posenc.cli.shared_arguments import STACKS as KNOWN_TO_THE_PARSER
 from hf_posenc.exports import STACKS, export_command, gguf_metadata, gguf_tensors
 from served_frequencies import (
     Frequencies,

@@ -211,7 +211,7 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
 @pytest.mark.parametrize("gpus", [1, 2])
 def test_finetune_reads_the_command_of_each_way_as_that_way(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr("hf_posenc.cli.main.launch_words", lambda launch, *_: started.append(launch))
+    monkeypatch.setattr("hf_posenc.cli.finetune.launch_words", lambda launch, *_: started.append(launch))
     monkeypatch.setattr("hf_posenc.cli.finetune.run_finetune", lambda *told: started.append(told))
     made = plan(LlamaConfig(**TINY_SIZES), 1024, gpus=gpus, run=RUN)
     told = plan_text(made).splitlines()
@@ -224,7 +224,7 @@ def test_finetune_reads_the_command_of_each_way_as_that_way(gpus: int, monkeypat
             line.endswith(f"--context-length 1024 {flags}".rstrip()) for line in told
         )
         assert main(words[1:]) == 0
-        launch, (_, run, _, loading, _) = started
+        launch, (_, run, _, loading) = started
         assert run == dataclasses.replace(way.run, output_dir="OUT", context_length=1024)
         assert loading.load_in_4bit == way.load_in_4bit
         over = None if way.sharding is None else way.sharding.num_devices

@@ -290,7 +290,7 @@ def test_mistakes_are_told_before_weights_are_loaded(
     flags: list[str],
     message: str,
 ) -> None:
-    monkeypatch.setattr("hf_posenc.cli.finetune.load_model", lambda *args, **kwargs: pytest.fail("loaded"))
+    monkeypatch.setattr("hf_posenc.checkpoint.loading.load_model", lambda *args, **kwargs: pytest.fail("loaded"))
     line = said(capsys, words(run_base, written(tmp_path, rows), tmp_path / "run", *flags))
     assert message in line
     assert "_" not in line.replace(str(tmp_path), "").replace("{% generation %}", "").replace(

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaForCausalLM
+from transformers import HfArgumentParser, LlamaForCausalLM
 
-from hf_posenc.cli import main as cli
-from hf_posenc.cli import shared_arguments as args_
-from hf_posenc.cli.shared_arguments import FinetuneModelArguments, TrainingDocumentArguments
+from hf_posenc.cli.finetune import FinetuneModelArguments, TrainingDocumentArguments, finetune
+from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.setting_checks import decided_options
 from hf_posenc.training.toml_config import RUN_FILE, read_run, write_run
@@ -102,15 +101,14 @@ def parsed(*argv: Any) -> tuple[FinetuneConfig, TrainingDocumentArguments, Finet
     seen: list[Any] = []
 
     def stop(*args: Any, **kwargs: Any) -> Any:
-        _, *filled = parse(*args, **kwargs)
-        seen.extend(filled[:3])
+        seen.extend(parse(*args, **kwargs)[:3])
         raise KeyboardInterrupt
 
-    parse = args_.parse
+    parse = HfArgumentParser.parse_args_into_dataclasses
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli.args_, "parse", stop)
+        patch.setattr(HfArgumentParser, "parse_args_into_dataclasses", stop)
         with pytest.raises(KeyboardInterrupt):
-            cli.finetune(["model", *map(str, argv)])
+            finetune(["model", *map(str, argv)])
     return seen[0], seen[1], seen[2]
 
 
@@ -154,7 +152,7 @@ def test_a_flag_wins_over_what_the_file_says_in_another_way(tmp_path: Path) -> N
 
 def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.finetune(["--help"])
+        finetune(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "trained model (required)" in shown
     assert "--learning-rate LEARNING_RATE peak rate; 2e-5 is YaRN's and PI's for 7B models (default: 2e-05)" in shown
@@ -191,7 +189,7 @@ def test_mistakes_are_named_before_anything_is_loaded(
 ) -> None:
     file = tmp_path / "run.toml"
     file.write_text(text)
-    assert cli.main(["finetune", "nowhere", "--config", str(file), "--output-dir", str(tmp_path / "out")]) == 2
+    assert main(["finetune", "nowhere", "--config", str(file), "--output-dir", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert re.search(message, error), error
     if "recipe" not in text:
@@ -203,18 +201,16 @@ def test_a_run_leaves_a_file_that_repeats_it(tiny_checkpoint: Path, tmp_path: Pa
     text.write_text("It is a truth universally acknowledged. " * 60)
     flags = ["--documents", str(text), "--method", "yarn", "--factor", "2", "--option", "beta_fast=8"]
     flags += ["--token-budget", "512", "--eval-documents", "0", "--learning-rate", "1e-3", "--warmup-steps", "0"]
-    assert cli.main(["finetune", str(tiny_checkpoint), *flags, "--output-dir", str(tmp_path / "one")]) == 0
+    assert main(["finetune", str(tiny_checkpoint), *flags, "--output-dir", str(tmp_path / "one")]) == 0
     again = ["--config", str(tmp_path / "one/run.toml"), "--output-dir", str(tmp_path / "two")]
-    assert cli.main(["finetune", str(tiny_checkpoint), *again]) == 0
+    assert main(["finetune", str(tiny_checkpoint), *again]) == 0
     one, two = (read_run(tmp_path / name / RUN_FILE, KNOWN) for name in ("one", "two"))
     assert {**one, "output_dir": ""} == {**two, "output_dir": ""}
     assert (one["documents"], one["options"], one["dtype"]) == (str(text), {"beta_fast": 8}, "auto")
     weights = [LlamaForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "two")]
     assert all(value.equal(weights[1][name]) for name, value in weights[0].items())
     kept = (tmp_path / "one/run.toml").read_bytes()
-    assert (
-        cli.main(["finetune", str(tiny_checkpoint), *flags, "--output-dir", str(tmp_path / "one"), "--seed", "4"]) == 2
-    )
+    assert main(["finetune", str(tiny_checkpoint), *flags, "--output-dir", str(tmp_path / "one"), "--seed", "4"]) == 2
     assert (tmp_path / "one/run.toml").read_bytes() == kept  # a run that is refused leaves it alone
 
 

@@ -115,7 +115,7 @@ def test_the_processes_are_told_to_show_tracebacks(before: bool, monkeypatch: py
     def launched(words: list[str]) -> None:
         raise Launched(*words)
 
-    monkeypatch.setattr("hf_posenc.cli.main.relaunch", launched)
+    monkeypatch.setattr("hf_posenc.cli.finetune.relaunch", launched)
     words = ["finetune", str(tiny_model_path()), "--output-dir", str(tmp_path / "out"), "--accelerate-config", "fsdp2"]
     with pytest.raises(Launched) as plain:
         main(words)

@@ -1,0 +1,58 @@
+"""``hf-posenc doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hf_posenc.cli.listings import methods
+from hf_posenc.cli.shared_arguments import parse
+from hf_posenc.utils.units import ContextLength
+
+
+@dataclass
+class DoctorArguments:
+    """Where the mended config goes, and what the config does not say."""
+
+    live: bool = field(
+        default=False, metadata={"help": "load the model too, and hold its modules against what the config means"}
+    )
+    fix: str | None = field(
+        default=None, metadata={"help": "write a mended config to this folder or .json file (the input gets a .bak)"}
+    )
+    original_max_position_embeddings: ContextLength | None = field(
+        default=None, metadata={"help": "tokens the model was trained on, where the config does not say it"}
+    )
+    rope_theta: float | None = field(default=None, metadata={"help": "the base, where the config lost it"})
+    ramp: Literal["code", "paper", "harmonic"] | None = field(
+        default=None, metadata={"help": "curve that a YaRN model was trained with: harmonic for PoSE's"}
+    )
+    trained_length: ContextLength | None = field(
+        default=None, metadata={"help": "tokens a LongLoRA merge was tuned to, whose config lacks the linear rule"}
+    )
+    capabilities: bool = field(
+        default=False, metadata={"help": "without PATH: the model types that can be extended, and why others cannot"}
+    )
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Say what a checkpoint's config declares, how each Transformers reads it, and what is wrong; mend it with --fix.
+
+    Returns:
+        1 if something is wrong, 0 if the checkpoint is sound or was mended.
+    """
+    if "--capabilities" in argv:  # alone, without a checkpoint
+        methods(["--families"])
+        return 0
+    positional = {"path": "folder, config.json, .gguf file or name on the Hub"}
+    given, chosen = parse("doctor", doctor.__doc__, argv, (DoctorArguments,), positional)
+    from hf_posenc.doctor import Known, diagnose, diagnosis_text, write_mended
+
+    known = Known(chosen.original_max_position_embeddings, chosen.rope_theta, chosen.ramp, chosen.trained_length)
+    diagnosis = diagnose(given.path, known, live=chosen.live)
+    print(diagnosis_text(diagnosis))
+    if chosen.fix is not None:
+        print("\n".join(f"written: {path}" for path in write_mended(diagnosis, chosen.fix)))
+        return 0
+    return 0 if diagnosis.sound else 1
