@@ -24,7 +24,7 @@ class ReportArguments:
 
 
 def report(argv: Sequence[str]) -> None:
-    """Turn result files into a table, plots and one HTML page."""
+    """Make a table, plots and one HTML page of result files."""
     positional = {"results": "one or more .jsonl files that hf-posenc eval or finetune wrote"}
     given, where = parse("report", report.__doc__, argv, (ReportArguments,), positional, several=True)
     for path in given.results:

@@ -63,7 +63,7 @@ def check_request(methods: Sequence[str], extension: ExtensionConfig, rules: dic
 def in_our_words(
     methods: Sequence[str], extension: ExtensionConfig, rules: dict[str, Any]
 ) -> tuple[list[str], ExtensionConfig, dict[str, Any]]:
-    """Return a request whose ``--rope-scaling``, if there is one, is said by method, factor, length and options too.
+    """Return a request with ``--rope-scaling``, where it is given, expressed by method, factor, length and options too.
 
     Args:
         methods: Names; "none" is no method.

@@ -36,7 +36,7 @@ def meta_model(
 
 
 def fill_with_fake(model: nn.Module) -> None:
-    """Put fake tensors of the CPU, of the mode that is open, in place of those on the meta device; ties stay ties."""
+    """Replace tensors on the meta device by fake ones of the CPU, of the mode that is open; ties stay ties."""
     made: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> Any:

@@ -20,7 +20,6 @@ ACTIVATIONS, GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES = (
     "logits",
     "attention_matrices",
 )
-KINDS = (ACTIVATIONS, GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES)
 
 
 @dataclass

@@ -36,7 +36,7 @@ class DtypeChoice:
     Attributes:
         dtype: What ``from_pretrained`` is to be given; ``"auto"`` where that is left to the checkpoint.
         checkpoint: What the checkpoint holds its weights in; None if these are quantised, or in a ``.gguf`` file.
-        reason: One sentence, where ``dtype`` is another than the checkpoint's and the user did not ask for it; else "".
+        reason: One sentence, where ``dtype`` is another than the checkpoint's and the user did not request it; else "".
     """
 
     dtype: torch.dtype | str
@@ -45,23 +45,23 @@ class DtypeChoice:
 
 
 def choose_dtype(
-    asked: str | torch.dtype, checkpoint: torch.dtype | None, device: str | torch.device | None = None
+    requested: str | torch.dtype, checkpoint: torch.dtype | None, device: str | torch.device | None = None
 ) -> DtypeChoice:
-    """Return the dtype a model computes in: the one asked for, or for ``"auto"`` what the hardware computes natively.
+    """Return the dtype a model computes in: the requested one, or for ``"auto"`` what the hardware computes natively.
 
     That is the checkpoint's own dtype on accelerators, and on CPUs that have instructions for it; float32 on other
-    CPUs. The log says where that is another one than the checkpoint's, and warns of a half precision that was asked for
+    CPUs. The log says where that is another one than the checkpoint's, and warns of a half precision that was requested
     and is slow here.
 
     Args:
-        asked: A dtype or its name, ``"auto"``, or ``"checkpoint"`` for the checkpoint's own everywhere.
+        requested: A dtype or its name, ``"auto"``, or ``"checkpoint"`` for the checkpoint's own everywhere.
         checkpoint: What the weights are stored in; None leaves ``"auto"`` to what loads them.
         device: Where the model is to be; None for a GPU if there is one, ``"auto"`` for all of them.
 
     Raises:
         ValueError: PyTorch has no floating-point type of that name.
     """
-    wanted = parse_dtype(asked)
+    wanted = parse_dtype(requested)
     on_cpu = _device_type(device) == "cpu"
     if isinstance(wanted, torch.dtype):
         if on_cpu and not computes_natively(wanted, "cpu"):
@@ -87,8 +87,8 @@ def choose_dtype(
 def computes_natively(dtype: torch.dtype, device: str | torch.device | None = None) -> bool:
     """Return whether a device has instructions for a dtype. Accelerators are taken to have them.
 
-    PyTorch and oneDNN are asked. oneDNN says yes for bfloat16 on any CPU with AVX-512, where without AVX512_BF16 it
-    emulates it, so there PyTorch is asked too.
+    PyTorch and oneDNN decide. oneDNN says yes for bfloat16 on any CPU with AVX-512, where without AVX512_BF16 it
+    emulates it, so PyTorch has to agree.
     """
     if dtype not in HALF or _device_type(device) != "cpu":
         return True

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read_json(file: Path) -> Any:
 
 
 def write_whole(path: Path, content: bytes | str) -> Path:
-    """Write a file, text as UTF-8, so that it is there whole or not at all."""
+    """Write a file, text as UTF-8, whole or not at all."""
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
     return partial.replace(path)

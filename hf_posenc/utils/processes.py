@@ -48,7 +48,7 @@ def join_processes(device: str | None) -> bool:
     """Meet the other processes if a launcher started several, each on its own GPU or all on the CPU.
 
     Args:
-        device: What was asked for: None, "cpu" or "cuda".
+        device: What was requested: None, "cpu" or "cuda".
 
     Returns:
         Whether there are several.

@@ -195,17 +195,17 @@ def test_presets_are_listed_and_applied(
 
 def test_methods_families_lists_every_type_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["methods", "--families"]) == 0
-    behind_door, rest = capsys.readouterr().out.split("By all but the methods that run in attention")
+    every_method, rest = capsys.readouterr().out.split("By all but the methods that run in attention")
     rotary_only, refused = rest.split("Refused:")
-    door = door_capabilities()
+    attention = door_capabilities()
     for part, expected in (
-        (behind_door, [name for name, reason in door.items() if reason is None]),
-        (rotary_only, [name for name, reason in door.items() if reason is not None]),
+        (every_method, [name for name, reason in attention.items() if reason is None]),
+        (rotary_only, [name for name, reason in attention.items() if reason is not None]),
         (refused, [name for name, reason in capabilities().items() if reason is not None]),
     ):
         names = [name.strip() for line in part.splitlines() for name in line.split(",")]
         assert sorted(name for name in names if name in capabilities()) == expected
-        assert f"{len(expected)}" in part.splitlines()[0 if part is not behind_door else 2]
+        assert f"{len(expected)}" in part.splitlines()[0 if part is not every_method else 2]
     assert "multi-head latent attention keeps the part" in rotary_only
     assert "Static rules" not in rotary_only
     assert "each attention layer rotates its queries by a table of its own" in refused.replace("\n          ", " ")

@@ -67,15 +67,15 @@ def test_requests_are_checked_before_loading(
     assert "nothing.txt" in refused(capsys, *measure[:3], tmp_path / "nothing.txt", *measure[4:])
     skipping = (*train, "--factor", 4, "--position-schedule", "pose")
     assert "'pose' skips positions, and 'dca' counts" in refused(capsys, *skipping, "--method", "dca")
-    for place in ("nothing.jsonl", "nothing/"):
-        streamed = ("finetune", tiny_checkpoint, "--documents", tmp_path / place, "--streaming", "--output-dir", out)
+    for missing in ("nothing.jsonl", "nothing/"):
+        streamed = ("finetune", tiny_checkpoint, "--documents", tmp_path / missing, "--streaming", "--output-dir", out)
         assert "nothing" in refused(capsys, *streamed)
     assert "arguments are required: MODEL, OUTPUT" in refused(capsys, "patch")
     assert not out.exists()
 
 
 @pytest.mark.usefixtures("nothing_loaded")
-def test_places_to_write_to_are_checked_before_loading(
+def test_folders_to_write_to_are_checked_before_loading(
     tiny_checkpoint: Path,
     text_file: Path,
     tmp_path: Path,
@@ -164,7 +164,7 @@ def test_warnings_of_a_method_come_once(tiny_checkpoint: Path, text_file: Path) 
     assert len([one for one in seen if "one scale per forward" in str(one.message)]) == 1
 
 
-def test_a_bug_is_not_hidden_and_traceback_can_be_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_not_hidden_and_traceback_can_be_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(FileNotFoundError):
         main(["--traceback", "report", str(tmp_path / "none.jsonl")])
 
@@ -173,8 +173,8 @@ def test_a_bug_is_not_hidden_and_traceback_can_be_asked_for(tmp_path: Path, monk
         parse_options(wrong_name=1)  # type: ignore[call-arg]  # the mistake
 
     def missing(argv: Sequence[str]) -> None:
-        """Import what is not there."""
-        import hf_posenc.nothing  # type: ignore[import-not-found]  # noqa: F401  # it is not there on purpose
+        """Import what does not exist."""
+        import hf_posenc.nothing  # type: ignore[import-not-found]  # noqa: F401  # it does not exist, on purpose
 
     monkeypatch.setitem(COMMANDS, "methods", broken)
     with pytest.raises(TypeError, match="unexpected keyword argument"):

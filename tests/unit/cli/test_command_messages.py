@@ -88,11 +88,11 @@ def test_arguments_are_named_as_flags_in_a_command(given: tuple[Any, ...], in_py
         (["eval", "m", "--context-lengths", "64", "--min-tokens", "0"], "--min-tokens must be at least 1, got 0."),
     ],
 )
-def test_mistakes_are_told_of_flags(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_name_flags(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, *words).startswith(message)
 
 
-def test_a_missing_field_is_told_as_the_flag(
+def test_a_missing_field_is_named_as_the_flag(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "qa.jsonl").write_text('{"question": "a", "answer": "b"}\n')
@@ -116,8 +116,8 @@ def test_an_output_folder_that_cannot_be_is_found_first(
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "results").write_text("")
-    places = {name: tmp_path / name for name in ("file", "results")}
-    line = said(capsys, *(word.format(**places) for word in words))
+    paths = {name: tmp_path / name for name in ("file", "results")}
+    line = said(capsys, *(word.format(**paths) for word in words))
     assert line.startswith(f"'{tmp_path / 'file'}' is a file, so ")
 
 
@@ -135,7 +135,7 @@ def test_no_number_of_the_system_is_shown(tmp_path: Path, capsys: pytest.Capture
     assert line == "'/proc/no' cannot be used: no such file or directory."
 
 
-def test_a_hub_that_cannot_be_reached_is_told_within_seconds(
+def test_a_hub_that_cannot_be_reached_is_reported_within_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import huggingface_hub
@@ -146,13 +146,13 @@ def test_a_hub_that_cannot_be_reached_is_told_within_seconds(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", nobody + "/{repo_id}/{filename}")
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", nobody)
-    asked = [
+    commands = [
         ["plan", "some/model", "--context-length", "64k"],
         ["patch", "some/model", "/tmp/never-written"],
         ["doctor", "some/model"],
         ["finetune", "some/model", "--documents", "novel:persuasion", "--output-dir", "/tmp/never-written"],
     ]
-    for words in asked:
+    for words in commands:
         line = said(capsys, *words)
         assert line.startswith("'some/model' is no file or folder here, and the Hugging Face Hub cannot be reached")
 
@@ -195,7 +195,7 @@ def test_the_help_of_finetune_has_headings_for_all_its_flags(capsys: pytest.Capt
     assert [word for word in options.split() if word.startswith("--")] == ["--help", "--traceback"]
 
 
-def test_every_setting_of_a_run_stands_under_one_heading() -> None:
+def test_every_setting_of_a_run_is_under_one_heading() -> None:
     listed = [name for names in FinetuneConfig.HELP_GROUPS.values() for name in names]
     shown = {one.name for one in dataclasses.fields(FinetuneConfig) if one.init} - FinetuneConfig.HELP_HIDDEN
     assert sorted(listed) == sorted(shown)
@@ -222,5 +222,5 @@ def test_memory_lines_name_the_method(caplog: pytest.LogCaptureFixture) -> None:
         perplexity(model, documents, [64], progress=False)
         with patched(model, "linear", 2):
             perplexity(model, documents, [64], progress=False)
-    told = [line.partition(": ")[0] for line in caplog.messages if line.startswith("memory in MB")]
-    assert told == ["memory in MB", "memory in MB", "memory in MB, linear", "memory in MB, linear"]
+    lines = [line.partition(": ")[0] for line in caplog.messages if line.startswith("memory in MB")]
+    assert lines == ["memory in MB", "memory in MB", "memory in MB, linear", "memory in MB, linear"]

@@ -49,10 +49,10 @@ _PREDICTED: dict[Any, TrainingMemory] = {}
 def _predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prediction is made once for all tests."""
 
-    def predict(config: Any, run: FinetuneConfig, seq_len: int, **told: bool) -> TrainingMemory:
-        key = (config.to_json_string(), str(vars(run)), seq_len, tuple(told.items()))
+    def predict(config: Any, run: FinetuneConfig, seq_len: int, **given: bool) -> TrainingMemory:
+        key = (config.to_json_string(), str(vars(run)), seq_len, tuple(given.items()))
         if key not in _PREDICTED:
-            _PREDICTED[key] = predict_training_memory(config, run, seq_len, **told)
+            _PREDICTED[key] = predict_training_memory(config, run, seq_len, **given)
         return _PREDICTED[key]
 
     monkeypatch.setattr("hf_posenc.planning.training_options.predict_training_memory", predict)
@@ -121,7 +121,7 @@ def test_windows_and_groups_see_fewer_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "method", "recipe"),
+    ("given", "method", "recipe"),
     [
         ({"target": 8192}, "none", None),
         ({"target": 131072, "method": "llama3", "reads": 131072}, "none", None),
@@ -139,8 +139,8 @@ def test_windows_and_groups_see_fewer_keys() -> None:
         ({"target": 65536, "option": "PoSE window, LoRA+", "fits": False}, "yarn", "qlora"),
     ],
 )
-def test_the_rules(told: dict[str, Any], method: str, recipe: str | None) -> None:
-    situation = Situation(**{"model_type": "llama", "original": 8192, "reads": 8192, "method": "none", **told})
+def test_the_rules(given: dict[str, Any], method: str, recipe: str | None) -> None:
+    situation = Situation(**{"model_type": "llama", "original": 8192, "reads": 8192, "method": "none", **given})
     advice = advise(situation)
     assert (advice.method, advice.recipe) == (method, recipe)
     assert advice == advise(situation)
@@ -212,16 +212,16 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
 def test_finetune_reads_the_command_of_each_way_as_that_way(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr("hf_posenc.cli.finetune.launch_words", lambda launch, *_: started.append(launch))
-    monkeypatch.setattr("hf_posenc.cli.finetune.run_finetune", lambda *told: started.append(told))
+    monkeypatch.setattr("hf_posenc.cli.finetune.run_finetune", lambda *given: started.append(given))
     made = plan(LlamaConfig(**TINY_SIZES), 1024, gpus=gpus, run=RUN)
-    told = plan_text(made).splitlines()
+    given = plan_text(made).splitlines()
     assert len({way.label for way in made.training_options}) == len(made.training_options) == (12 if gpus == 1 else 18)
     for way in made.training_options:
         started.clear()
         words = [*finetune_words(str(tiny_model_path()), 1024), *flags_of(way)]
         flags = shlex.join(flags_of(way))
-        assert any(line.startswith(f"  {way.label} ") and line.endswith(flags or "none") for line in told[1:]) or any(
-            line.endswith(f"--context-length 1024 {flags}".rstrip()) for line in told
+        assert any(line.startswith(f"  {way.label} ") and line.endswith(flags or "none") for line in given[1:]) or any(
+            line.endswith(f"--context-length 1024 {flags}".rstrip()) for line in given
         )
         assert main(words[1:]) == 0
         launch, (_, run, _, loading) = started
@@ -290,8 +290,8 @@ def test_training_is_counted_where_it_is_requested(capsys: pytest.CaptureFixture
 
 def test_devices_are_counted_from_the_parts() -> None:
     parts = {"weights": 400, "optimizer": 800, "gradients": 100, "half_weights": 0, "activations": 5000}
-    told: dict[str, Any] = {"attention_matrices": 0, "logits": 0, "phase": "loss", "trained_parameters": 100}
-    memory = TrainingMemory(**parts, **told, all_gradients=400)
+    given: dict[str, Any] = {"attention_matrices": 0, "logits": 0, "phase": "loss", "trained_parameters": 100}
+    memory = TrainingMemory(**parts, **given, all_gradients=400)
     way = TrainingOption("no mask", RUN, 1024, False, memory)
     # Of 1600 bytes of weights, states and gradients a half or a quarter, two of two layers gathered, and the rest.
     assert fewest_devices(way, RESERVE + 1600 // 2 + 400 + 5000, 2) == Sharding(2, False, 6200)
@@ -305,10 +305,10 @@ def test_devices_are_counted_from_the_parts() -> None:
 
 def test_hours_are_tokens_over_the_speed() -> None:
     config = LlamaConfig(**TINY_SIZES)
-    told: dict[str, Any] = {"gpu_memory": "24GB", "token_budget": 3_600_000, "run": RUN}
-    assert plan(config, 256, **told).hours is None
-    assert plan(config, 256, tokens_per_second=500, **told).hours == 2
-    made = plan(config, 256, tflops=0.001, **told)
+    given: dict[str, Any] = {"gpu_memory": "24GB", "token_budget": 3_600_000, "run": RUN}
+    assert plan(config, 256, **given).hours is None
+    assert plan(config, 256, tokens_per_second=500, **given).hours == 2
+    made = plan(config, 256, tflops=0.001, **given)
     assert made.hours == pytest.approx(made.flops.total / 1e9 / 3600)
     with pytest.raises(ValueError, match="give one of tokens_per_second, tflops and measure"):
         plan(config, 256, tokens_per_second=500, tflops=1)

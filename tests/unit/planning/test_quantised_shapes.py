@@ -34,8 +34,8 @@ def constants_of(weight: Any) -> int:
 @pytest.mark.parametrize("tied", [True, False])
 def test_they_are_those_of_bitsandbytes(bits: int, tied: bool, tmp_path: Path, tiny_llama: Build) -> None:
     tiny_llama(tie_word_embeddings=tied, hidden_size=96, intermediate_size=300).save_pretrained(tmp_path)
-    asked = in_4bit(torch.float32) if bits == 4 else {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
-    real = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **asked)
+    settings = in_4bit(torch.float32) if bits == 4 else {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
+    real = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **settings)
     shape = meta_model(real.config, torch.float32)
     assert len(quantise_shapes(shape, bits)) == 2 * 7
     ours = dict(shape.named_modules())

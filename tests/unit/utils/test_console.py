@@ -103,7 +103,7 @@ def test_on_a_terminal_there_is_a_bar_and_no_such_lines(clock: Any, said: Any, m
 
 
 @pytest.mark.parametrize("shown", [True, False])
-def test_nothing_is_shown_if_not_asked_or_nothing_is_to_do(clock: Any, said: Any, shown: bool) -> None:
+def test_nothing_is_shown_if_not_requested_or_nothing_is_to_do(clock: Any, said: Any, shown: bool) -> None:
     with Progress("perplexity", 1000, shown=shown, done=1000 if shown else 0) as progress:
         clock(100.0)
         progress.update(1 if not shown else 0)

@@ -49,10 +49,10 @@ def stored(folder: Path, file: str = "model.safetensors") -> set[str]:
         (False, "AVX2", False, False),
         (True, "AVX512", False, False),  # oneDNN emulates it there
         (True, "AVX512", True, True),
-        (True, "DEFAULT", False, True),  # Arm, whose instructions oneDNN asked for
+        (True, "DEFAULT", False, True),  # Arm, whose instructions oneDNN requested for
     ],
 )
-def test_pytorch_and_onednn_are_asked(
+def test_pytorch_and_onednn_decide(
     monkeypatch: pytest.MonkeyPatch, onednn: bool, capability: str, avx512_bf16: bool, native: bool
 ) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn, raising=False)
@@ -70,7 +70,7 @@ def test_without_onednn_a_half_precision_is_not_native(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("asked", "checkpoint", "device", "native", "expected", "says_why"),
+    ("requested", "checkpoint", "device", "native", "expected", "says_why"),
     [
         ("auto", BF16, "cpu", False, FP32, True),
         ("auto", BF16, "cpu", True, BF16, False),
@@ -86,7 +86,7 @@ def test_without_onednn_a_half_precision_is_not_native(monkeypatch: pytest.Monke
 def test_the_choice(
     cpu_with_bfloat16: Fake,
     caplog: pytest.LogCaptureFixture,
-    asked: Any,
+    requested: Any,
     checkpoint: torch.dtype | None,
     device: str,
     native: bool,
@@ -95,13 +95,13 @@ def test_the_choice(
 ) -> None:
     cpu_with_bfloat16(native)
     caplog.set_level(logging.INFO)
-    choice = choose_dtype(asked, checkpoint, device)
+    choice = choose_dtype(requested, checkpoint, device)
     assert choice.dtype == expected
     assert bool(choice.reason) == says_why
     assert [record.getMessage() for record in caplog.records] == ([choice.reason] if says_why else [])
 
 
-def test_half_precision_that_is_asked_for_and_slow_is_warned_about(
+def test_half_precision_that_is_requested_and_slow_is_warned_about(
     cpu_with_bfloat16: Fake, caplog: pytest.LogCaptureFixture
 ) -> None:
     cpu_with_bfloat16(False)
@@ -154,7 +154,7 @@ def test_what_is_saved_keeps_the_checkpoints_dtype(
     assert all(torch.equal(p, before[name].float()) for name, p in again.named_parameters())
 
 
-def test_a_dtype_that_was_asked_for_is_saved(half_checkpoint: Path, tmp_path: Path, cpu_with_bfloat16: Fake) -> None:
+def test_a_requested_dtype_is_saved(half_checkpoint: Path, tmp_path: Path, cpu_with_bfloat16: Fake) -> None:
     cpu_with_bfloat16(False)
     model, _ = load_model(half_checkpoint, device="cpu", dtype="float32")
     save_extended(patch_model(model, "yarn", factor=4), tmp_path / "saved")
@@ -238,8 +238,8 @@ def test_the_plan_counts_with_what_this_machine_computes_in(
     run = FinetuneConfig("unused", lora=True, gradient_checkpointing=True, position_schedule="pose")  # one row to count
     small: dict[str, Any] = {"run": run, "whole_documents": True}
     here, on_a_gpu = plan(half_checkpoint, 64, **small), plan(half_checkpoint, 64, gpu_memory="24GB", **small)
-    asked = plan(half_checkpoint, 64, dtype="bfloat16", **small)
-    assert on_a_gpu.model.dtype == asked.model.dtype == "bfloat16"
+    requested = plan(half_checkpoint, 64, dtype="bfloat16", **small)
+    assert on_a_gpu.model.dtype == requested.model.dtype == "bfloat16"
     assert here.model.dtype == ("bfloat16" if native else "float32")
     times = 1 if native else 2
     assert here.kv_cache == times * on_a_gpu.kv_cache

@@ -108,7 +108,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: lis
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_the_processes_are_told_to_show_tracebacks(before: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_the_processes_show_tracebacks_too(before: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     class Launched(Exception):  # no mistake of the user's, so main lets it through
         pass
 
@@ -122,11 +122,11 @@ def test_the_processes_are_told_to_show_tracebacks(before: bool, monkeypatch: py
     assert "--traceback" not in plain.value.args
     with pytest.raises(Launched) as raised:
         main(["--traceback", *words] if before else [*words[:2], "--traceback", *words[2:]])
-    told = raised.value.args[raised.value.args.index("hf_posenc") + 1 :]
-    assert told == (*words, "--traceback")
+    started = raised.value.args[raised.value.args.index("hf_posenc") + 1 :]
+    assert started == (*words, "--traceback")
     monkeypatch.setenv("HF_POSENC_LAUNCHED", "1")
     with pytest.raises(ValueError, match="--documents"):  # what a process does with these words
-        main(told)
+        main(started)
 
 
 @pytest.mark.slow
