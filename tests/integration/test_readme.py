@@ -52,8 +52,8 @@ NOT_RUN = {
     "./scripts/demo": "takes minutes; here, `tests/integration/test_readme.py` runs it among the slow tests",
     "./scripts/test": "would run this test again, and all others",
     "scripts/fetch_smollm2": "downloads 93 MB; `tests/integration/test_cli_scripts.py` runs all of it but the download",
-    "hf-posenc gallery --output-dir gallery": "takes half a minute; `tests/unit/explain/test_gallery.py` draws all of it",
-    "python scripts/from_sinusoids_to_yarn.py": "`tests/integration/test_walkthrough.py` runs it, and compares what it prints",
+    "hf-posenc gallery --output-dir gallery": "half a minute; `tests/unit/explain/test_gallery.py` draws all of it",
+    "python scripts/from_sinusoids_to_yarn.py": "`tests/integration/test_walkthrough.py` runs it",
 }
 # Names of commands inside sentences, without the arguments that they need.
 NAMES = {"hf-posenc finetune", "hf-posenc export --as yarn"}
