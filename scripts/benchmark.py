@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
 from benchmark_evaluation import benchmark_evaluation, print_comparison
 from benchmark_staged import DISTANCE_RULES, benchmark_staged
 from benchmark_training import benchmark_training, longest_ratio
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
 from hf_posenc import extend_config, patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model

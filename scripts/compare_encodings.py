@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer, unfinished_of
-from study_folder import claim, passkeys_right
 
 from hf_posenc import patch_model, patched, save_extended
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
@@ -30,6 +28,8 @@ from hf_posenc.report.looks import PLAIN, numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
 from hf_posenc.retrieval.measuring import retrieval
 from hf_posenc.utils.files import write_whole
+from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer, unfinished_of
+from study_folder import claim, passkeys_right
 
 ENCODINGS = ("rope", "xpos", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "nope")
 LENGTHS = (256, 512, 1024, 2048)

@@ -21,9 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrain_tiny import CONTEXT
-from study_folder import claim
-
 from hf_posenc import patched
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
@@ -32,6 +29,8 @@ from hf_posenc.report.looks import INK, Look, numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.utils.files import write_whole
+from pretrain_tiny import CONTEXT
+from study_folder import claim
 
 LENGTHS = (256, 512, 1024, 2048)
 BUDGETS = (50_000, 80_000, 200_000, 800_000)  # 0.6, 1, 2.5 and 10 % of the tokens it was made with

@@ -23,7 +23,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
-from study_folder import claim, passkeys_right
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.checkpoint.manifest import MANIFEST
@@ -31,6 +30,7 @@ from hf_posenc.evaluation import read_records
 from hf_posenc.utils.dtypes import computes_natively
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import length_name
+from study_folder import claim, passkeys_right
 
 LENGTHS = (512, 2048, 8192, 16384, 32768)
 ORIGINAL = 8192

@@ -1,4 +1,4 @@
-"""The encodings on every type of the attention door: the model's own RoPE again, a bias as a mask, with a cache."""
+"""The encodings on every type of the attention implementation: the model's own RoPE again, a bias as a mask, with a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from model_types import (
     NEIGHBOURS,
     REQUEST,
     config_class_of,
-    patch_behind_door,
+    patch_in_attention,
     rotary_types,
     sharp_model,
     sharpened,
@@ -28,12 +28,12 @@ from older_transformers import skip_if_left_out
 from tiny_models import assert_same_state, logits, state, token_ids
 
 IDS = token_ids(50)
-BEHIND = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
+EXTENDED_IN_ATTENTION = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
 # Their layers are not told where tokens stand, or the first one runs several times.
 NOTHING_ADDED = {"cohere_compass_text", "granitemoehybrid", "hrm_text", "zaya"}
 # Pairs of neighbours, a RoPE for each layer type, few layers of attention, two halves of values.
 TELLING = NEIGHBOURS | NOTHING_ADDED | {"gemma3", "llama", "mimo_v2_flash", "qwen3_5", "diffllama", "minimax"}
-MOST_SLOW = [pytest.param(t, marks=() if t in TELLING else pytest.mark.slow) for t in BEHIND]
+MOST_SLOW = [pytest.param(t, marks=() if t in TELLING else pytest.mark.slow) for t in EXTENDED_IN_ATTENTION]
 
 
 def with_one_base(model_type: str) -> PreTrainedModel:
@@ -52,7 +52,7 @@ def with_one_base(model_type: str) -> PreTrainedModel:
 def test_rope_is_the_models_own(model_type: str) -> None:
     model = with_one_base(model_type)
     before, plain = state(model), logits(model, IDS)
-    patch_behind_door(model, "rope", 1, interleaved=model_type in NEIGHBOURS, **REQUEST)
+    patch_in_attention(model, "rope", 1, interleaved=model_type in NEIGHBOURS, **REQUEST)
     verify_model(model)
     torch.testing.assert_close(logits(model, IDS), plain, atol=2e-6, rtol=0)
     unpatch_model(model)
@@ -60,12 +60,12 @@ def test_rope_is_the_models_own(model_type: str) -> None:
     assert torch.equal(logits(model, IDS), plain)
 
 
-@pytest.mark.parametrize("model_type", BEHIND)
+@pytest.mark.parametrize("model_type", EXTENDED_IN_ATTENTION)
 def test_alibi_is_a_mask_of_numbers_on_a_model_that_does_not_turn(model_type: str) -> None:
     model = sharp_model(model_type)
     expected = as_a_mask(sharp_model(model_type))
     assert (expected - logits(model, IDS)).abs().max() > 1e-3
-    patch_behind_door(model, "alibi", 1, **REQUEST)
+    patch_in_attention(model, "alibi", 1, **REQUEST)
     full = logits(model, IDS)
     torch.testing.assert_close(full, expected, atol=2e-6, rtol=0)
     if model_type != "minimax":  # not exact with its cache without us either
@@ -184,12 +184,12 @@ def test_sinusoids_are_what_enters_the_first_layer(model_type: str) -> None:
     before, plain = state(model), logits(model, IDS)
     if model_type in NOTHING_ADDED:
         with pytest.raises((RotaryMismatchError, ValueError), match="Take 'alibi' or another"):
-            patch_behind_door(model, "sinusoidal", 1, **REQUEST)
+            patch_in_attention(model, "sinusoidal", 1, **REQUEST)
         assert_same_state(state(model), before)
         assert torch.equal(logits(model, IDS), plain)
         return
     expected = with_sinusoids(sharp_model(model_type))
-    patch_behind_door(model, "sinusoidal", 1, embedding_scale=0.05, **REQUEST)
+    patch_in_attention(model, "sinusoidal", 1, embedding_scale=0.05, **REQUEST)
     torch.testing.assert_close(logits(model, IDS), expected, atol=2e-6, rtol=0)
 
 

@@ -22,7 +22,7 @@ from older_transformers import known_here
 from other_transformers import python_with
 from tiny_models import assert_same_state, logits, native, state
 
-pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 128")  # the census's own small window
+pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 128")  # the small window of these models
 
 REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64, "on_scaled": "replace"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ def test_patched_to_what_transformers_would_build_or_refused(model_type: str, me
 
 # Their text models are built here alone, for which Transformers has no auto class to load them by.
 NO_AUTO_CLASS = {"emu3", "mllama"}
-# Rotary settings for each layer type, or a softmax scale or a spelling of their own: all others are saved as a Llama.
+# Rotary settings for each layer type, or a softmax scale or a serialization of their own: all others are saved as a Llama.
 OWN_SPELLING = {
     "gemma3",
     "gemma3_text",
