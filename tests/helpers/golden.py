@@ -7,7 +7,7 @@
 Both recordings have to be made on one machine with one Python environment: everything runs on the CPU, each process
 with one thread, on small random models and on the tiny model of the package. Only what ``hf_posenc`` itself exports and
 the command ``hf-posenc`` are used, so that the package can be laid out anew between the two. What may be renamed in
-between stands in the tables of ``golden_cases``; differences that were agreed on stand in the tables of ``compare``.
+between stands in the tables of ``golden_cases``; differences that were agreed on are in the tables of ``compare``.
 ``golden_jobs`` does the recording, a process for each job.
 
 ``compare`` exits with 1 if something differs, and with 2 if the recordings cannot be compared.
@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-# ---- What has been agreed on: what compare does not tell ----
+# ---- What has been agreed on: what compare does not report ----
 
 # (regular expression, replacement) for the paths of the first recording, and for its texts.
 RENAMED_PATHS: list[tuple[str, str]] = []
@@ -36,9 +36,9 @@ RENAMED_WORDS: list[tuple[str, str]] = []
 # Regular expressions of paths that may differ, with the reason.
 MAY_DIFFER: dict[str, str] = {}
 
-# Below these parts of a path stand words for people; `compare --numbers` leaves them out.
+# Below these parts of a path are words for people; `compare --numbers` leaves them out.
 _WORDS = re.compile(r"/(words|scored|command|.*\.(md|html|txt))(/|$)")
-_TOLD_LINES = 40  # of a text's difference
+_SHOWN_LINES = 40  # of a text's difference
 
 
 def compare(before: Path, after: Path, *, numbers: bool = False, only: Sequence[str] = ()) -> list[str]:
@@ -65,11 +65,11 @@ def compare(before: Path, after: Path, *, numbers: bool = False, only: Sequence[
         for path in sorted(old.keys() | second.keys())
         if not any(re.search(pattern, path) for pattern in MAY_DIFFER) and not (numbers and _WORDS.search(path))
     ]
-    told = {path: _difference(old[path], second[path]) for path in paths if path in old and path in second}
-    told = {path: what for path, what in told.items() if what}
-    told |= _alone([path for path in paths if path not in second], old, second, "missing in the second, was")
-    told |= _alone([path for path in paths if path not in old], second, old, "added in the second, is")
-    return [f"{path}: {told[path]}" for path in sorted(told)]
+    differences = {path: _difference(old[path], second[path]) for path in paths if path in old and path in second}
+    differences = {path: what for path, what in differences.items() if what}
+    differences |= _alone([path for path in paths if path not in second], old, second, "missing in the second, was")
+    differences |= _alone([path for path in paths if path not in old], second, old, "added in the second, is")
+    return [f"{path}: {differences[path]}" for path in sorted(differences)]
 
 
 def _alone(paths: Sequence[str], there: dict[str, Any], other: dict[str, Any], what: str) -> dict[str, str]:
@@ -97,8 +97,8 @@ def _read(folder: Path, only: Sequence[str]) -> dict[str, Any]:
         raise ValueError(f"{folder} is not a finished recording: `python tests/helpers/golden.py record` writes one.")
     if lacking := set(only) - files.keys():
         raise ValueError(f"{folder} has no job {', '.join(sorted(lacking))}. It has: {', '.join(files)}.")
-    told = {name: json.loads(files[name].read_text(encoding="utf-8")) for name in only or files}
-    return dict(leaf for name, value in told.items() for leaf in _leaves(name, value))
+    jobs = {name: json.loads(files[name].read_text(encoding="utf-8")) for name in only or files}
+    return dict(leaf for name, value in jobs.items() for leaf in _leaves(name, value))
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -133,14 +133,14 @@ def _difference(one: Any, other: Any) -> str | None:
         return f"{one!r} -> {other!r}{_relative([one], [other])}"
     if isinstance(one, list) and isinstance(other, list):
         if all(map(_is_number, [*one, *other])) and len(one) == len(other):
-            places = [index for index, pair in enumerate(zip(one, other, strict=True)) if not _same(*pair)]
-            first = places[0]
+            changed_at = [index for index, pair in enumerate(zip(one, other, strict=True)) if not _same(*pair)]
+            first = changed_at[0]
             changed = f"{one[first]!r} -> {other[first]!r}{_relative(one, other)}"
-            return f"{len(places)} of {len(one)} numbers, first at {first}: {changed}"
+            return f"{len(changed_at)} of {len(one)} numbers, first at {first}: {changed}"
         lines = difflib.unified_diff(list(map(str, one)), list(map(str, other)), lineterm="", n=0)
         shown = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
-        more = [f"... {len(shown) - _TOLD_LINES} more"] if len(shown) > _TOLD_LINES else []
-        return "\n    ".join(["other lines", *shown[:_TOLD_LINES], *more])
+        more = [f"... {len(shown) - _SHOWN_LINES} more"] if len(shown) > _SHOWN_LINES else []
+        return "\n    ".join(["other lines", *shown[:_SHOWN_LINES], *more])
     return f"{_short(one)} -> {_short(other)}"
 
 
@@ -184,8 +184,8 @@ def record(package: Path, output: Path, only: Sequence[str], processes: int) -> 
 
 def entry_point(package: Path) -> str:
     """Return ``module:function`` of the command ``hf-posenc`` of a checkout."""
-    told = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
-    return str(told["project"]["scripts"]["hf-posenc"])
+    project = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
+    return str(project["project"]["scripts"]["hf-posenc"])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,15 +206,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.task == "record":
             record(given.package, given.output, given.only, given.processes)
             return 0
-        told = compare(given.before, given.after, numbers=given.numbers, only=given.only)
+        differences = compare(given.before, given.after, numbers=given.numbers, only=given.only)
     except (ValueError, OSError) as error:
         print(f"golden: {error}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError:
         return 2
-    words = sum(bool(_WORDS.search(one.partition(": ")[0])) for one in told)
-    print("\n".join([*told, f"{len(told)} differences, {words} of them in words for people"]))
-    return 1 if told else 0
+    words = sum(bool(_WORDS.search(one.partition(": ")[0])) for one in differences)
+    print("\n".join([*differences, f"{len(differences)} differences, {words} of them in words for people"]))
+    return 1 if differences else 0
 
 
 if __name__ == "__main__":

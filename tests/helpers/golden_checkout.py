@@ -16,12 +16,12 @@ WORK = OUTPUT / "work"
 
 
 class _PackageDirs(importlib.abc.MetaPathFinder):
-    """Finds the packages that the checkout keeps elsewhere (``package-dir``), before an installed one is asked."""
+    """Finds the packages that the checkout keeps elsewhere (``package-dir``), before an installed one is used."""
 
     def __init__(self) -> None:
-        told = tomllib.loads((PACKAGE / "pyproject.toml").read_text(encoding="utf-8"))
+        recorded = tomllib.loads((PACKAGE / "pyproject.toml").read_text(encoding="utf-8"))
         self.folders = {
-            name: PACKAGE / path for name, path in told["tool"]["setuptools"].get("package-dir", {}).items()
+            name: PACKAGE / path for name, path in recorded["tool"]["setuptools"].get("package-dir", {}).items()
         }
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> Any:

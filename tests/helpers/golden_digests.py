@@ -25,14 +25,14 @@ from golden_checkout import OUTPUT, PACKAGE
 def digest(tensor: torch.Tensor) -> dict[str, Any]:
     """Return shape, type and hash of a tensor, and numbers that tell how far apart two are whose hashes differ."""
     plain = tensor.detach().contiguous()
-    told = {"shape": list(plain.shape), "dtype": str(plain.dtype).removeprefix("torch.")}
-    told["sha256"] = hashlib.sha256(
+    recorded = {"shape": list(plain.shape), "dtype": str(plain.dtype).removeprefix("torch.")}
+    recorded["sha256"] = hashlib.sha256(
         plain.view(torch.uint8).numpy().tobytes() if plain.dim() else str(plain.item()).encode()
     ).hexdigest()
     if plain.is_floating_point() and plain.numel():
         flat = plain.double().flatten()
-        told["some"] = flat[:: max(1, flat.numel() // 5)][:6].tolist()
-    return told
+        recorded["some"] = flat[:: max(1, flat.numel() // 5)][:6].tolist()
+    return recorded
 
 
 def state_digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -74,9 +74,9 @@ _ESTIMATE = re.compile(r"  \w+ +<n> s$")
 def lines(text: str, exact: bool = False) -> list[str]:
     """Return the lines of a text as ``words`` leaves them, without progress bars and estimates of time."""
     kept = [line.split("\r")[-1].rstrip() for line in text.splitlines()]
-    told = words("\n".join(line for line in kept if not _PASSING.search(line)), exact).splitlines()
-    estimates = iter(sorted(line for line in told if _ESTIMATE.match(line)))
-    return [next(estimates) if _ESTIMATE.match(line) else line for line in told]
+    recorded = words("\n".join(line for line in kept if not _PASSING.search(line)), exact).splitlines()
+    estimates = iter(sorted(line for line in recorded if _ESTIMATE.match(line)))
+    return [next(estimates) if _ESTIMATE.match(line) else line for line in recorded]
 
 
 def plain(value: Any, key: str = "") -> Any:
@@ -139,15 +139,15 @@ def content(file: Path) -> Any:
 
 def folder_content(folder: Path) -> dict[str, Any]:
     """Return what is recorded of all files in a folder, by their names."""
-    told = {}
+    recorded = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         inside = any(
             part.startswith(golden_cases.FILES["folders of which names are recorded"]) for part in name.split("/")[:-1]
         )
         if path.is_file() and not name.endswith(golden_cases.FILES["skipped"]):
-            told[name] = "there" if inside or name.split("/")[0] == "runs" else content(path)
-    return told
+            recorded[name] = "there" if inside or name.split("/")[0] == "runs" else content(path)
+    return recorded
 
 
 class _Log(logging.Handler):
@@ -163,18 +163,18 @@ class _Log(logging.Handler):
 @contextlib.contextmanager
 def said() -> Iterator[dict[str, Any]]:
     """Collect what the package logs and warns of in the block."""
-    told: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     handler, logger = _Log(), logging.getLogger("hf_posenc")
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            yield told
+            yield recorded
     finally:
         logger.removeHandler(handler)
-        told["log"] = lines("\n".join(handler.texts))
-        told["warnings"] = [words(str(one.message)) for one in caught if one.category is not DeprecationWarning]
+        recorded["log"] = lines("\n".join(handler.texts))
+        recorded["warnings"] = [words(str(one.message)) for one in caught if one.category is not DeprecationWarning]
 
 
 def attempt(call: Callable[[], Any]) -> Any:

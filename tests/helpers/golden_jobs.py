@@ -79,14 +79,16 @@ def perplexity_job() -> dict[str, Any]:
     book = text("emma")
     documents = [book[begin : begin + 3600] for begin in (30_000, 90_000)]
     base = {"context_lengths": [128, 256, 512], "tokenizer": tokenizer, "progress": False}
-    told: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
 
     def measure(key: str, method: str | None, factor: float | None, kwargs: dict[str, Any]) -> None:
         def call() -> dict[str, Any]:
             with said() as heard, in_method(model, method, factor):
-                records = hf_posenc.perplexity(model, documents, **{**base, **kwargs, "output": f"{len(told)}.jsonl"})
+                records = hf_posenc.perplexity(
+                    model, documents, **{**base, **kwargs, "output": f"{len(recorded)}.jsonl"}
+                )
             values = [plain(json.loads(one.to_json())) for one in records]
-            file = Path(f"{len(told)}.jsonl")  # absent where longppl finds no token
+            file = Path(f"{len(recorded)}.jsonl")  # absent where longppl finds no token
             same = (content(file) if file.exists() else []) == values
             return {
                 "written": same,
@@ -94,7 +96,7 @@ def perplexity_job() -> dict[str, Any]:
                 "words": heard,
             }
 
-        told[key] = attempt(call)
+        recorded[key] = attempt(call)
 
     for protocol, kwargs in golden_cases.PROTOCOLS.items():
         for label, how in golden_cases.MEASURED.items():
@@ -109,7 +111,7 @@ def perplexity_job() -> dict[str, Any]:
     }
     for key, kwargs in mistakes.items():
         measure(f"mistake: {key}", None, None, kwargs)
-    return told
+    return recorded
 
 
 _TEMPLATE = (
@@ -140,7 +142,7 @@ def run_documents(kind: str) -> list[Any]:
 def training_job(names: Sequence[str]) -> dict[str, Any]:
     """Fine-tuning runs: all that they write, every step's loss and the weights among it."""
     set_out()
-    told = {}
+    recorded = {}
     for name in names:
         settings = dict(golden_cases.RUNS[name])
         documents = run_documents(settings.pop("documents"))
@@ -154,9 +156,9 @@ def training_job(names: Sequence[str]) -> dict[str, Any]:
             values = {key: plain(getattr(result, key)) for key in ("tokens_trained", "steps", "train_loss")}
             return {"result": values, "files": folder_content(Path(name)), "words": heard}  # noqa: B023
 
-        told[name] = attempt(call)
+        recorded[name] = attempt(call)
         shutil.rmtree(name, ignore_errors=True)
-    return told
+    return recorded
 
 
 def trainer_job() -> dict[str, Any]:
@@ -176,8 +178,8 @@ def trainer_job() -> dict[str, Any]:
         {key: value for key, value in line.items() if "runtime" not in key and "per_second" not in key}
         for line in trainer.state.log_history
     ]
-    told: dict[str, Any] = {"log": plain(kept), "saved": folder_content(Path("model"))}
-    told["records"] = [plain(json.loads(one.to_json())) for one in callback.records]
+    recorded: dict[str, Any] = {"log": plain(kept), "saved": folder_content(Path("model"))}
+    recorded["records"] = [plain(json.loads(one.to_json())) for one in callback.records]
     mistakes: dict[str, dict[str, Any]] = {
         "method": {"method": "yran"},
         "recipe": {"recipe": "yarn-4000"},
@@ -186,11 +188,11 @@ def trainer_job() -> dict[str, Any]:
         "positions": {"position_schedule": "pos"},
         "stages": {"stages": ["512"]},
     }
-    told["mistakes"] = {
+    recorded["mistakes"] = {
         key: attempt(lambda: str(hf_posenc.FinetuneConfig(output_dir="out", **kwargs)))  # noqa: B023
         for key, kwargs in mistakes.items()
     }
-    return told
+    return recorded
 
 
 # ---- Jobs: commands ----
@@ -216,16 +218,18 @@ def command(name: str, argv: list[str]) -> dict[str, Any]:
             return 99
 
     code = os.waitstatus_to_exitcode(os.waitpid(fork(call), 0)[1])
-    told: dict[str, Any] = {"exit code": code, "words": {}}
+    recorded: dict[str, Any] = {"exit code": code, "words": {}}
     for key, file in files.items():
         found = file.read_text(encoding="utf-8", errors="replace")
-        where = told if key == "output" and argv[0] in _NUMBERS else told["words"]
+        where = recorded if key == "output" and argv[0] in _NUMBERS else recorded["words"]
         where[key] = lines(found, exact=key == "output" and argv[0] in (*_NUMBERS, *_EXACT))
         file.unlink()
     new = {path for path, stamp in _written().items() if before.get(path) != stamp}
     folders = sorted({path.parts[0] for path in new})
-    told["wrote"] = {one: folder_content(Path(one)) if Path(one).is_dir() else content(Path(one)) for one in folders}
-    return told
+    recorded["wrote"] = {
+        one: folder_content(Path(one)) if Path(one).is_dir() else content(Path(one)) for one in folders
+    }
+    return recorded
 
 
 # Whose output has no times; and of these, whose are commands to be typed and amounts that are computed, not words.
@@ -245,12 +249,12 @@ def commands_job(group: str) -> dict[str, Any]:
     set_out()
     if group == "checkpoints":
         _config_folders()
-    told = {}
+    recorded = {}
     for key, typed in golden_cases.COMMANDS[group].items():
         for method in [row["name"] for row in hf_posenc.available_methods()] if "{method}" in key else [""]:
             name, argv = key.replace("{method}", method), typed if isinstance(typed, list) else typed.split()
-            told[name] = command(name, [word.replace("{method}", method) for word in argv])
-    return told
+            recorded[name] = command(name, [word.replace("{method}", method) for word in argv])
+    return recorded
 
 
 def _config_folders() -> None:
@@ -319,9 +323,9 @@ def run_job(name: str) -> int:
         with (WORK / f"{name}.log").open("w") as log:
             os.dup2(log.fileno(), 1)  # the tables that Trainer prints
     began = time.perf_counter()
-    told = JOBS[name]()
+    recorded = JOBS[name]()
     check_package()
-    text = json.dumps(told, indent=1, ensure_ascii=False)
+    text = json.dumps(recorded, indent=1, ensure_ascii=False)
     (OUTPUT / "jobs" / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     os.chdir(OUTPUT)
     shutil.rmtree(folder)

@@ -56,11 +56,11 @@ def logits(model: Any, length: int, **kwargs: Any) -> torch.Tensor:
 @torch.no_grad()
 def forwards(model: Any) -> dict[str, Any]:
     """Return the logits of both lengths, of chunks over a KV cache, of a padded batch, and generated tokens."""
-    told: dict[str, Any] = {str(length): attempt(lambda: digest(logits(model, length))) for length in LENGTHS}  # noqa: B023
-    told["cached"] = attempt(partial(_in_chunks, model))
-    told["padded"] = attempt(partial(_padded, model))
-    told["generated"] = attempt(partial(_generated, model))
-    return told
+    recorded: dict[str, Any] = {str(length): attempt(lambda: digest(logits(model, length))) for length in LENGTHS}  # noqa: B023
+    recorded["cached"] = attempt(partial(_in_chunks, model))
+    recorded["padded"] = attempt(partial(_padded, model))
+    recorded["generated"] = attempt(partial(_generated, model))
+    return recorded
 
 
 def _in_chunks(model: Any) -> dict[str, Any]:
@@ -83,15 +83,15 @@ def _generated(model: Any) -> list[int]:
 
 def rotary(model: torch.nn.Module) -> dict[str, Any]:
     """Return what the live rotary modules hold, by convention: ``inv_freq`` and ``attention_scaling`` of each label."""
-    told: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     for name, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if "inv_freq" in key and buffer is not None and "visual" not in name:
-                told[f"{name}.{key}"] = {"dtype": str(buffer.dtype), "values": buffer.double().flatten().tolist()}
+                recorded[f"{name}.{key}"] = {"dtype": str(buffer.dtype), "values": buffer.double().flatten().tolist()}
         for key, value in vars(module).items():
             if key.endswith(("attention_scaling", "rope_type")) or (key == "scaling" and isinstance(value, float)):
-                told[f"{name}.{key}"] = plain(value)
-    return told
+                recorded[f"{name}.{key}"] = plain(value)
+    return recorded
 
 
 def state_of(model: torch.nn.Module) -> str:
@@ -112,43 +112,47 @@ def new_lines(before: str, after: str) -> list[str]:
 
 def request(family: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Patch a model of a family in one way, and return all that can be seen of it."""
-    model, told = build(family), dict[str, Any]()
+    model, recorded = build(family), dict[str, Any]()
     before, shown = (state_of(model), config_of(model)), repr(model)
     with said() as patching:
         refused = attempt(lambda: hf_posenc.patch_model(model, **kwargs))
-    told["words"] = {"patching": patching}
+    recorded["words"] = {"patching": patching}
     if isinstance(refused, dict):
-        return {"refused": refused, **told, "unchanged": (state_of(model), config_of(model)) == before}
+        return {"refused": refused, **recorded, "unchanged": (state_of(model), config_of(model)) == before}
     drawn = torch.Generator().manual_seed(3)
     there = {name for name, _ in build(family).named_parameters()}
     for name, parameter in model.named_parameters():
         if name not in there:  # an encoding's own
             parameter.data.copy_(torch.randn(parameter.shape, generator=drawn) * 0.05)
-    told["describe"] = plain(hf_posenc.describe(model))
-    told["words"] |= {"verified": lines(str(hf_posenc.verify_model(model))), "repr": new_lines(shown, repr(model))}
-    told["rotary"] = rotary(model)
-    told["logits"] = forwards(model)
+    recorded["describe"] = plain(hf_posenc.describe(model))
+    recorded["words"] |= {"verified": lines(str(hf_posenc.verify_model(model))), "repr": new_lines(shown, repr(model))}
+    recorded["rotary"] = rotary(model)
+    recorded["logits"] = forwards(model)
     if family == "qwen2_vl":
-        told["logits"]["image positions"] = attempt(lambda: digest(logits(model, 100, position_ids=_image_positions())))
+        recorded["logits"]["image positions"] = attempt(
+            lambda: digest(logits(model, 100, position_ids=_image_positions()))
+        )
     folder = Path("saved")
     shutil.rmtree(folder, ignore_errors=True)
     with said() as saving:
-        told["saved"] = attempt(lambda: folder_content(hf_posenc.save_extended(model, folder / "extended")))
-        told["save_pretrained"] = attempt(lambda: _saved_plainly(model, folder / "plain"))
-    told["words"]["saving"] = saving
+        recorded["saved"] = attempt(lambda: folder_content(hf_posenc.save_extended(model, folder / "extended")))
+        recorded["save_pretrained"] = attempt(lambda: _saved_plainly(model, folder / "plain"))
+    recorded["words"]["saving"] = saving
     if (folder / "extended").exists():
-        told["described folder"] = attempt(lambda: plain(hf_posenc.describe(folder / "extended")))
+        recorded["described folder"] = attempt(lambda: plain(hf_posenc.describe(folder / "extended")))
         with said() as loading:
-            told["reloaded"] = attempt(lambda: digest(logits(hf_posenc.load_extended(folder / "extended").eval(), 200)))
-            told["reloaded by Transformers"] = attempt(
+            recorded["reloaded"] = attempt(
+                lambda: digest(logits(hf_posenc.load_extended(folder / "extended").eval(), 200))
+            )
+            recorded["reloaded by Transformers"] = attempt(
                 lambda: digest(logits(type(model).from_pretrained(folder / "extended").eval(), 200))
             )
-        told["words"]["loading"] = loading
+        recorded["words"]["loading"] = loading
     hf_posenc.unpatch_model(model)
-    told["undone"] = {"state": state_of(model) == before[0], "config": config_of(model) == before[1]}
-    told["undone"] |= {str(length): digest(logits(model, length))["sha256"] for length in LENGTHS}
-    told["undone"]["repr"] = repr(model) == shown
-    return told
+    recorded["undone"] = {"state": state_of(model) == before[0], "config": config_of(model) == before[1]}
+    recorded["undone"] |= {str(length): digest(logits(model, length))["sha256"] for length in LENGTHS}
+    recorded["undone"]["repr"] = repr(model) == shown
+    return recorded
 
 
 def _saved_plainly(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
@@ -164,28 +168,30 @@ def _image_positions() -> torch.Tensor:
 
 
 def keywords(family: str, name: str, factor: float | None, options: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = {"method": name, **options}
+    recorded: dict[str, Any] = {"method": name, **options}
     if factor is not None:
-        told["factor"] = factor
+        recorded["factor"] = factor
     if family in SCALED:
-        told["on_scaled"] = "replace"
+        recorded["on_scaled"] = "replace"
     if name == "longrope" and "long_factor" not in options:
         found = [buffer for key, buffer in build(family).named_buffers() if key.endswith("inv_freq")]
         pairs = found[-1].numel()  # that of the decoder, after an image tower's
-        told |= {"short_factor": [1.0] * pairs, "long_factor": [1.0 + index for index in range(pairs)]}
-    return told
+        recorded |= {"short_factor": [1.0] * pairs, "long_factor": [1.0 + index for index in range(pairs)]}
+    return recorded
 
 
 def family_job(family: str) -> dict[str, Any]:
     """Every method on one family."""
     model = build(family)
-    told: dict[str, Any] = {"plain": {"rotary": rotary(model), "logits": forwards(model), "config": config_of(model)}}
-    told["plain"]["words"] = {"verified": attempt(lambda: lines(str(hf_posenc.verify_model(model))))}
+    recorded: dict[str, Any] = {
+        "plain": {"rotary": rotary(model), "logits": forwards(model), "config": config_of(model)}
+    }
+    recorded["plain"]["words"] = {"verified": attempt(lambda: lines(str(hf_posenc.verify_model(model))))}
     named = {name for name, _, _ in (*REQUESTS.values(), *ENCODINGS.values())}
     new = {row["name"]: (row["name"], 4, {}) for row in hf_posenc.available_methods() if row["name"] not in named}
     for key, (name, factor, options) in {**REQUESTS, **new}.items():
-        told[key] = attempt(lambda: request(family, keywords(family, name, factor, options)))  # noqa: B023
-    return told
+        recorded[key] = attempt(lambda: request(family, keywords(family, name, factor, options)))  # noqa: B023
+    return recorded
 
 
 def encodings_job(family: str) -> dict[str, Any]:
@@ -198,39 +204,41 @@ def encodings_job(family: str) -> dict[str, Any]:
 
 def calls_job() -> dict[str, Any]:
     """Ways to ask, and mistakes; the registry; configs that are extended; layouts; adapters."""
-    told: dict[str, Any] = {"methods": plain(hf_posenc.available_methods()), "public": sorted(hf_posenc.__all__)}
-    told["patch_model"] = {key: attempt(lambda: request("llama", kwargs)) for key, kwargs in CALLS.items()}  # noqa: B023
+    recorded: dict[str, Any] = {"methods": plain(hf_posenc.available_methods()), "public": sorted(hf_posenc.__all__)}
+    recorded["patch_model"] = {key: attempt(lambda: request("llama", kwargs)) for key, kwargs in CALLS.items()}  # noqa: B023
     for key, (family, kwargs) in MORE_CALLS.items():
-        told["patch_model"][key] = attempt(lambda: request(family, kwargs))  # noqa: B023
-    told["extend_config"] = {}
+        recorded["patch_model"][key] = attempt(lambda: request(family, kwargs))  # noqa: B023
+    recorded["extend_config"] = {}
     for family in FAMILIES:
         config = build(family).config
-        told["extend_config"][family] = {
+        recorded["extend_config"][family] = {
             key: attempt(lambda: plain(hf_posenc.extend_config(config, **keywords(family, name, 4, options)).to_dict()))  # noqa: B023
             for key, (name, _, options) in REQUESTS.items()
         }
-    told["presets"] = {}
+    recorded["presets"] = {}
     for preset, (kind, original, window) in PRESETS.items():
         config = getattr(transformers, f"{kind}Config")(max_position_embeddings=original, sliding_window=window)
-        told["presets"][preset] = attempt(lambda: plain(hf_posenc.extend_config(config, preset=preset).to_dict()))  # noqa: B023
-    told["twice"] = attempt(lambda: hf_posenc.patch_model(hf_posenc.patch_model(build("llama"), "yarn", 4), "ntk", 2))
-    told["not patched"] = attempt(lambda: hf_posenc.unpatch_model(build("llama")))
-    told["no model"] = attempt(lambda: hf_posenc.patch_model(torch.nn.Linear(2, 2), "yarn", 4))
+        recorded["presets"][preset] = attempt(lambda: plain(hf_posenc.extend_config(config, preset=preset).to_dict()))  # noqa: B023
+    recorded["twice"] = attempt(
+        lambda: hf_posenc.patch_model(hf_posenc.patch_model(build("llama"), "yarn", 4), "ntk", 2)
+    )
+    recorded["not patched"] = attempt(lambda: hf_posenc.unpatch_model(build("llama")))
+    recorded["no model"] = attempt(lambda: hf_posenc.patch_model(torch.nn.Linear(2, 2), "yarn", 4))
     model = build("llama")
     with hf_posenc.patched(model, method="linear", factor=2):
-        told["inside"] = digest(logits(model, 100))
-    told["outside"] = digest(logits(model, 100))
+        recorded["inside"] = digest(logits(model, 100))
+    recorded["outside"] = digest(logits(model, 100))
     model.model.rotary_emb.inv_freq[0] *= 1.001
-    told["damaged"] = attempt(lambda: hf_posenc.verify_model(model))
+    recorded["damaged"] = attempt(lambda: hf_posenc.verify_model(model))
     half = hf_posenc.patch_model(build("llama"), "yarn", 4).to(torch.bfloat16)
-    told["bfloat16"] = {"rotary": rotary(half), "logits": digest(logits(half, 100))}
+    recorded["bfloat16"] = {"rotary": rotary(half), "logits": digest(logits(half, 100))}
     layout = build("llama")
     hf_posenc.convert_layout(layout)
-    told["interleaved"] = {"state": state_of(layout), "logits": digest(logits(layout, 100))}
+    recorded["interleaved"] = {"state": state_of(layout), "logits": digest(logits(layout, 100))}
     hf_posenc.convert_layout(layout, "half_split")
-    told["half_split"] = {"state": state_of(layout), "logits": digest(logits(layout, 100))}
-    told["adapters"] = attempt(_adapters)
-    return told
+    recorded["half_split"] = {"state": state_of(layout), "logits": digest(logits(layout, 100))}
+    recorded["adapters"] = attempt(_adapters)
+    return recorded
 
 
 def _adapters() -> dict[str, Any]:
@@ -243,9 +251,9 @@ def _adapters() -> dict[str, Any]:
     settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = get_peft_model(base, settings).eval()
     hf_posenc.patch_model(model, "yarn", 4)
-    told = {"describe": plain(hf_posenc.describe(model)), "logits": digest(logits(model, 100))}
-    told["saved"] = folder_content(hf_posenc.save_extended(model, "adapter"))
+    recorded = {"describe": plain(hf_posenc.describe(model)), "logits": digest(logits(model, 100))}
+    recorded["saved"] = folder_content(hf_posenc.save_extended(model, "adapter"))
     model.save_pretrained("plain_adapter")
-    told["save_pretrained"] = folder_content(Path("plain_adapter"))
-    told["reloaded"] = digest(logits(hf_posenc.load_extended("adapter").eval(), 100))
-    return told
+    recorded["save_pretrained"] = folder_content(Path("plain_adapter"))
+    recorded["reloaded"] = digest(logits(hf_posenc.load_extended("adapter").eval(), 100))
+    return recorded

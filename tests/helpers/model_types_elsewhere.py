@@ -50,7 +50,7 @@ def is_exact_in_chunks(model: PreTrainedModel, cache: Any = None) -> bool:
 
 
 def outcome_in_attention(model_type: str, method: str) -> str:
-    """Return the same for a rule of the attention implementation: equal with a cache, plain in short texts, and when undone."""
+    """Return the same for a method that runs in attention: equal with a cache, plain in short texts, undone."""
     try:
         model = sharp_model(model_type)
         before, plain, short = state(model), logits(model, IDS), logits(model, IDS[:, :64])

@@ -88,13 +88,13 @@ def by_peft(base: Path, method: str, folder: Path) -> Any:
 @contextmanager
 def uploads_to(folder: Path) -> Iterator[dict[str, Any]]:
     """Run Transformers' own pushing up to its requests to the Hub; what it would upload is copied to a folder."""
-    told: dict[str, Any] = {}
+    request: dict[str, Any] = {}
 
     def create_repo(repo_id: str, **kwargs: Any) -> Any:
         return SimpleNamespace(repo_id=repo_id)
 
     def upload(model: Any, working_dir: Any, repo_id: str, files_timestamps: Any, **kwargs: Any) -> None:
-        told.update(repo_id=repo_id, commit_message=kwargs["commit_message"])
+        request.update(repo_id=repo_id, commit_message=kwargs["commit_message"])
         shutil.copytree(working_dir, folder)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -102,4 +102,4 @@ def uploads_to(folder: Path) -> Iterator[dict[str, Any]]:
         patch.setattr(modeling_utils, "create_and_tag_model_card", lambda *args, **kwargs: ModelCard("# A model"))
         patch.setattr(modeling_utils, "hf_api", lambda: SimpleNamespace(create_repo=create_repo), raising=False)
         patch.setattr(modeling_utils, "create_repo", create_repo, raising=False)  # Transformers 5.0
-        yield told
+        yield request

@@ -38,10 +38,10 @@ from tiny_models import assert_same_state, logits, native, state, token_ids
 
 ORIGINAL = 64  # tokens
 IDS = token_ids(180)
-EXTENDED_IN_ATTENTION = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
-# Their layers with a sliding window turn by the same module: our attention leaves those plain, Transformers does not.
+EXTENDED = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
+# Their layers with a sliding window rotate by the same module: our attention leaves those plain, Transformers does not.
 SHARED_WITH_WINDOWS = {"cwm", "gemma2", "gpt_oss", "vaultgemma"}
-# How these turn in bfloat16 is not as in Llama.
+# How these rotate in bfloat16 is not as in Llama.
 OTHER_ROUNDING = NEIGHBOURS | {"modernbert-decoder", "olmo", "olmo2", "olmo3", "flex_olmo", "olmo_hybrid"}
 # Caps, sinks, or values in two halves.
 OWN_SOFTMAX = {"llama", "gemma2", "gpt_oss", "mimo_v2_flash", "diffllama", "glm"}
@@ -71,18 +71,18 @@ def test_minimax_as_transformers_has_it_is_not_exact_with_its_cache() -> None:
     assert (in_pieces - logits(model, IDS)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("model_type", EXTENDED_IN_ATTENTION)
+@pytest.mark.parametrize("model_type", EXTENDED)
 def test_staged_is_exact_with_a_cache(model_type: str) -> None:
     assert_exact_and_undone(model_type, "dynamic_yarn", stage=32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", EXTENDED_IN_ATTENTION)
+@pytest.mark.parametrize("model_type", EXTENDED)
 def test_self_extend_is_exact_with_a_cache(model_type: str) -> None:
     assert_exact_and_undone(model_type, "self_extend", group=3, window=ORIGINAL)
 
 
-@pytest.mark.parametrize("model_type", EXTENDED_IN_ATTENTION)
+@pytest.mark.parametrize("model_type", EXTENDED)
 def test_one_stage_is_the_model_transformers_builds_with_yarn(model_type: str) -> None:
     """With an original length of 1 all that matters is in the first stage: plain YaRN of the factor it ends at.
 
@@ -103,10 +103,10 @@ def test_one_stage_is_the_model_transformers_builds_with_yarn(model_type: str) -
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(t, marks=() if t in OWN_SOFTMAX else pytest.mark.slow) for t in EXTENDED_IN_ATTENTION]
+    "model_type", [pytest.param(t, marks=() if t in OWN_SOFTMAX else pytest.mark.slow) for t in EXTENDED]
 )
 def test_self_extend_in_groups_of_one_is_the_plain_model(model_type: str) -> None:
-    """Near and far keys then turn alike, through two parts of one softmax: caps, sinks and masks of each family."""
+    """Near and far keys are then rotated alike, through two parts of one softmax: caps, sinks, masks of each family."""
     model = sharp_model(model_type)
     config = model.config.get_text_config(decoder=True)
     if window_of_all_layers(config):
@@ -118,7 +118,7 @@ def test_self_extend_in_groups_of_one_is_the_plain_model(model_type: str) -> Non
 
 @pytest.mark.parametrize(
     "model_type",
-    [pytest.param(t, marks=() if t in OTHER_ROUNDING else pytest.mark.slow) for t in EXTENDED_IN_ATTENTION],
+    [pytest.param(t, marks=() if t in OTHER_ROUNDING else pytest.mark.slow) for t in EXTENDED],
 )
 def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str) -> None:
     model = sharp_model(model_type)
@@ -175,7 +175,7 @@ def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytes
 
 
 def cohere_whose_last_layer_has_no_positions() -> PreTrainedModel:
-    """Cohere 2 MoE: the first layer reads everything and turns, the second is in a window, the third has none."""
+    """Cohere 2 MoE: the first layer reads everything and rotates, the second is in a window, the third has none."""
     given = tiny_config(config_class_of("cohere2_moe")).to_dict()
     layer_types = ["full_attention", "sliding_attention", "full_attention"]
     layers = {"num_hidden_layers": 3, "layer_types": layer_types, "mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -184,7 +184,7 @@ def cohere_whose_last_layer_has_no_positions() -> PreTrainedModel:
 
 @torch.no_grad()
 def test_layers_without_positions_stay_so() -> None:
-    """A YaRN stage that turns as one of Transformers' own models: there too, what has no positions keeps none."""
+    """A YaRN stage that rotates as one of Transformers' own models: there too, what has no positions keeps none."""
     request: dict[str, Any] = {**REQUEST, "original_max_position_embeddings": 1, "beta_fast": 0.05, "beta_slow": 0.005}
     model, ids = cohere_whose_last_layer_has_no_positions(), IDS[:, :100]
     model.config.sliding_window = 4096
@@ -208,7 +208,7 @@ def test_a_later_layer_that_does_not_turn_is_found_out(monkeypatch: pytest.Monke
     assert torch.equal(logits(model, IDS), plain)
 
 
-def test_layers_that_are_not_told_their_positions_do_not_recompute_them_wrongly() -> None:
+def test_layers_that_are_not_given_positions_do_not_recompute_them_wrongly() -> None:
     """Granite's hybrid tells its rotary module alone, so a layer that runs once more in backward cannot know."""
     model = patch_in_attention(sharp_model("granitemoehybrid"), "dynamic_yarn", 4, stage=32, **REQUEST).train()
     model(IDS, labels=IDS, use_cache=False).loss.backward()

@@ -130,9 +130,9 @@ def test_a_dictionary_is_one_more_row(book: Path, tmp_path: Path, capsys: pytest
     found = {(one.factor, tuple(one.options.items())): one for one in read_records(output) if one.context_length == 512}
     assert found.keys() == {(1.0, ()), (2.0, ()), (4.0, (("beta_fast", 16.0),))}
     # The same number as eval gives for it.
-    asked = ("--documents", book, "--context-lengths", "512", "--cut", "--max-documents", "3", "--dtype", "float32")
+    measured = ("--documents", book, "--context-lengths", "512", "--cut", "--max-documents", "3", "--dtype", "float32")
     evaluated = tmp_path / "eval.jsonl"
-    run(capsys, "eval", tiny_model_path(), *asked, "--rope-scaling", json.dumps(dictionary), "--output", evaluated)
+    run(capsys, "eval", tiny_model_path(), *measured, "--rope-scaling", json.dumps(dictionary), "--output", evaluated)
     [alone] = read_records(evaluated)
     assert alone.nll_sum == pytest.approx(found[4.0, (("beta_fast", 16.0),)].nll_sum, rel=1e-6)
     assert run(capsys, *the_comparison(book, *flags, "--dry-run")).count("there already") == 3

@@ -189,7 +189,7 @@ def test_every_version_loads_the_same_from_a_mended_config(tmp_path: Path) -> No
     for name, config in {**FLAT, **SEVERAL_AXES}.items():
         try:
             fixed[name] = mended(config)
-        except ValueError:  # what is meant cannot be told
+        except ValueError:  # what is meant is not known
             continue
         if name in SEVERAL_AXES:
             section = text_config(config)[1].get("rope_scaling") or text_config(config)[1].get("rope_parameters") or {}

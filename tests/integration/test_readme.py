@@ -37,7 +37,7 @@ from hf_posenc.cli.main import COMMANDS, main
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TINY = str(tiny_model_path())
 
-# What README.md says: what is run in its place, so that a block takes seconds.
+# What README.md says: what is run instead, so that a block takes seconds.
 SUBSTITUTIONS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": TINY,
     ".cache/smollm2-135m-instruct": TINY,
@@ -89,7 +89,7 @@ def is_run(command: str) -> bool:
 
 
 def commands_in_sentences(text: str) -> list[str]:
-    """Return what stands between backquotes, outside of blocks, and begins as a command of this project does."""
+    """Return the text between backquotes, outside of blocks, and begins as a command of this project does."""
     outside = re.sub(r"^ *(```+)[^\n]*\n.*?^ *\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)
     spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", outside))
     return [span for span in dict.fromkeys(spans) if re.match(r"(hf-posenc|python|(\./)?scripts/\S+)( |$)", span)]
@@ -210,7 +210,7 @@ def test_the_demo_runs_on_one_document_and_a_small_token_budget(folder: Path) ->
 
 
 class _ParsedError(BaseException):
-    """Raised in place of what a command does with its flags; no command catches it."""
+    """Raised instead of what a command does with its flags; no command catches it."""
 
 
 def parse_only(command: str) -> None:

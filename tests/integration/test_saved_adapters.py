@@ -163,7 +163,7 @@ def test_adapters_of_other_tasks_come_back_as_they_were(base: Path, task: str, t
     torch.testing.assert_close(*hidden, rtol=1e-5, atol=1e-5)
 
 
-def test_a_plain_adapter_on_an_extended_base_is_told(
+def test_a_plain_adapter_on_an_extended_base_is_reported(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])

@@ -148,7 +148,7 @@ def test_a_manifest_that_cannot_be_read_does_not_stop_loading(
         load_extended(tmp_path)
 
 
-def test_a_rule_that_cannot_be_put_in_is_told_while_loading(
+def test_a_rule_that_cannot_be_put_in_is_reported_while_loading(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     patched_base(base, "dynamic_yarn").save_pretrained(tmp_path)

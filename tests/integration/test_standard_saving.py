@@ -85,11 +85,11 @@ def by_accelerate(base: Path, method: str, folder: Path) -> Any:
 def by_pushing(base: Path, method: str, folder: Path) -> Any:
     """save_pretrained(push_to_hub=True), up to the upload itself: there is no Hub here."""
     model = patched_base(base, method)
-    with uploads_to(folder) as told:
+    with uploads_to(folder) as request:
         kwargs = {"repo_id": "someone/model", "commit_message": "a message"}
         # Of a Path, Transformers 5.0 takes no name to push to.
         model.save_pretrained(str(folder.with_name("pushed")), push_to_hub=True, **kwargs)
-    assert told == {"repo_id": "someone/model", "commit_message": "a message"}
+    assert request == {"repo_id": "someone/model", "commit_message": "a message"}
     assert (folder.with_name("pushed") / MANIFEST).is_file()
     return model
 
@@ -209,7 +209,7 @@ def test_the_folder_says_what_it_is(reloaded: Reloaded, way: str, method: str) -
 
 
 @one_process
-def test_peft_alone_is_told_that_something_is_missing(reloaded: Reloaded) -> None:
+def test_peft_alone_is_warned_that_something_is_missing(reloaded: Reloaded) -> None:
     assert "Unexpected keyword arguments ['context_extension']" in str(reloaded.plain["stderr"])
     assert "Unexpected keyword arguments" not in str(reloaded.with_us["stderr"])
 
