@@ -45,7 +45,7 @@ class DtypeChoice:
 
 
 def choose_dtype(
-    asked: str | torch.dtype, checkpoint: torch.dtype | None, device: str | torch.device | None = None
+    requested: str | torch.dtype, checkpoint: torch.dtype | None, device: str | torch.device | None = None
 ) -> DtypeChoice:
     """Return the dtype a model computes in: the one asked for, or for ``"auto"`` what the hardware computes natively.
 
@@ -54,14 +54,14 @@ def choose_dtype(
     and is slow here.
 
     Args:
-        asked: A dtype or its name, ``"auto"``, or ``"checkpoint"`` for the checkpoint's own everywhere.
+        requested: A dtype or its name, ``"auto"``, or ``"checkpoint"`` for the checkpoint's own everywhere.
         checkpoint: What the weights are stored in; None leaves ``"auto"`` to what loads them.
         device: Where the model is to be; None for a GPU if there is one, ``"auto"`` for all of them.
 
     Raises:
         ValueError: PyTorch has no floating-point type of that name.
     """
-    wanted = parse_dtype(asked)
+    wanted = parse_dtype(requested)
     on_cpu = _device_type(device) == "cpu"
     if isinstance(wanted, torch.dtype):
         if on_cpu and not computes_natively(wanted, "cpu"):
@@ -87,8 +87,8 @@ def choose_dtype(
 def computes_natively(dtype: torch.dtype, device: str | torch.device | None = None) -> bool:
     """Return whether a device has instructions for a dtype. Accelerators are taken to have them.
 
-    PyTorch and oneDNN are asked. oneDNN says yes for bfloat16 on any CPU with AVX-512, where without AVX512_BF16 it
-    emulates it, so there PyTorch is asked too.
+    Both PyTorch and oneDNN are queried: oneDNN says yes for bfloat16 on any CPU with AVX-512, and emulates it on those
+    without AVX512_BF16.
     """
     if dtype not in HALF or _device_type(device) != "cpu":
         return True
