@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def benchmark_curve(args: argparse.Namespace) -> Result:
-    """Compare the two ways to the same curve: seconds (median of 3 turns), peak memory, largest difference."""
+    """Compare the two ways to the same curve: seconds (median of 3 repeats), peak memory, largest difference."""
     memory = {name: memory_in_a_fresh_process(name, args) for name in CURVES}
     model, ids, lengths = curve_inputs(args)
     curve_one_pass(model, ids, lengths[:2]), curve_pass_per_length(model, ids, lengths[:2])  # warm up

@@ -79,9 +79,9 @@ def yarn_curve(inputs: Inputs) -> Curve:
 
 def ours_rolling(inputs: Inputs) -> Curve:
     """Windows that share one token: what lm-eval feeds, as one of our protocols. Its window does not count the last."""
-    told: dict[str, Any] = {"tokenizer": inputs.tokenizer, "stride": WINDOW, "bos": "prepended", "progress": False}
+    settings: dict[str, Any] = {"tokenizer": inputs.tokenizer, "stride": WINDOW, "bos": "prepended", "progress": False}
     records = [  # one document a call, as max_tokens, which is to be all of it, holds for every document of a call
-        perplexity(inputs.model, [row], [WINDOW + 1], "sliding_window", max_tokens=1 + len(row), **told)[0]
+        perplexity(inputs.model, [row], [WINDOW + 1], "sliding_window", max_tokens=1 + len(row), **settings)[0]
         for row in inputs.ids
     ]
     return {WINDOW: math.exp(sum(one.nll_sum for one in records) / sum(one.n_tokens for one in records))}

@@ -1,4 +1,4 @@
-"""What the attention door's rules cost next to the unpatched model and to static YaRN (run by scripts/benchmark.py)."""
+"""The cost of methods that run in attention, beside no method and static YaRN (run by scripts/benchmark.py)."""
 
 from __future__ import annotations
 
@@ -87,12 +87,12 @@ def benchmark_staged(
         ("dynamic_yarn", "yarn", far, long, 1.10),
         *((rule, "yarn", far, long, 1.20) for rule in DISTANCE_RULES),
     ):
-        turns = rounds if text is short else max(3, rounds // 4)
+        repeats = rounds if text is short else max(3, rounds // 4)
         ours, theirs = models[rule], models[other]
         timing = alternate(
             lambda ours=ours, text=text: prefill(ours, text),
             lambda theirs=theirs, text=text: prefill(theirs, text),
-            turns,
+            repeats,
         )
         results.append({"benchmark": f"{rule} / {what}", **timing, "goal": goal, "better": "lower"})
     caches = {name: filled_cache(models[name], ids) for name in ("yarn", *decoding)}

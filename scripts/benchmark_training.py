@@ -95,8 +95,8 @@ def speed_ratio(model: str, bf16: bool, tokens: int, rounds: int) -> Result:
 def longest_ratio(model: str, bf16: bool, memory: int, train: bool) -> Result:
     """Compare the longest blocks by the prediction; ``train`` each once too, to see what it really takes."""
     lengths = {way: longest(way, model, bf16, memory) for way in WAYS}
-    asked = lengths if train else {}
-    peaks = {way: in_a_fresh_process(way, model, bf16, length)["peak"] for way, length in asked.items()}
+    requested = lengths if train else {}
+    peaks = {way: in_a_fresh_process(way, model, bf16, length)["peak"] for way, length in requested.items()}
     return {
         "benchmark": f"longest block in {memory / 1e9:g} GB by prediction, ours / plain",
         "ratio": lengths["ours"] / lengths["plain"],

@@ -109,9 +109,9 @@ class Comparison:
             patch_model(model, name, 1)
         torch.manual_seed(self.seed)  # and so are the blocks
         stream = torch.tensor([token for text in texts for token in encode(tokenizer, text)])
-        told = {"context_length": CONTEXT, "step_tokens": 4096, "learning_rate": 1.5e-3, "device": "cpu"}
+        settings = {"context_length": CONTEXT, "step_tokens": 4096, "learning_rate": 1.5e-3, "device": "cpu"}
         unfinished = unfinished_of(self.path(name))
-        train(model, stream, argparse.Namespace(tokens=self.tokens, **told), unfinished)
+        train(model, stream, argparse.Namespace(tokens=self.tokens, **settings), unfinished)
         if name == "rope":
             model.save_pretrained(self.path(name))
             tokenizer.save_pretrained(self.path(name))
@@ -124,10 +124,10 @@ class Comparison:
         model, tokenizer = load_model(self.path(name))
         lengths = tuple(length for length in LENGTHS if name != "learned" or length <= CONTEXT)
         self._perplexity(model, tokenizer, name, lengths)
-        asked = [length for length in PASSKEY_LENGTHS if length in lengths]
+        selected = [length for length in PASSKEY_LENGTHS if length in lengths]
         output = self.folder / f"passkey-{name}-seed{self.seed}.jsonl"
-        told = {"depths": (0, 50, 100), "samples": 8, "output": output, "progress": False}
-        retrieval(model, tokenizer, ("passkey",), asked, label=name, model_name="tiny", **told)
+        settings = {"depths": (0, 50, 100), "samples": 8, "output": output, "progress": False}
+        retrieval(model, tokenizer, ("passkey",), selected, label=name, model_name="tiny", **settings)
 
     def extend(self) -> None:
         """Measure the extension methods on the model trained with RoPE, zero-shot."""

@@ -1,9 +1,11 @@
 # %% [markdown]
 # # From sinusoids to YaRN
 #
-# How a model is told where its tokens stand, why RoPE came after sinusoids, why ALiBi reads on and RoPE does not, and
-# what YaRN does about it. A notebook in plain Python: run it as a script (20 seconds), or cell by cell in VS Code or
-# Jupyter. What a line prints stands behind its `# ->`, and `tests/integration/test_walkthrough.py` holds it to that.
+# How a model gets the positions of its tokens, why RoPE replaced sinusoids, why ALiBi works beyond the trained length
+# and RoPE does not, and what YaRN does about it.
+#
+# A notebook in plain Python: run it as a script (20 seconds), or cell by cell in VS Code or Jupyter. The output of a
+# line is written after its `# ->`, and `tests/integration/test_walkthrough.py` checks it.
 
 # %%
 import math
@@ -42,15 +44,15 @@ print(torch.allclose(attend(query, keys, values), attend(query, keys[swapped], v
 # Feature `2i` of position p is `sin(p / 10000 ** (2i / d))`, feature `2i + 1` the cosine (Vaswani et al. 2017, 3.5).
 #
 # *A slip*: some tutorials lose the minus sign of the exponent. The fastest wavelength is 2 pi tokens and the slowest
-# some 47,000 here; with the sign turned, the last would turn a thousand times between two neighbouring tokens.
+# some 47,000 here; with the other sign, the last pair would rotate a thousand times between two neighbouring tokens.
 
 # %%
 width = 64
 wavelengths = [2 * math.pi * 10000 ** (2 * i / width) for i in range(width // 2)]
 print(f"{wavelengths[0]:.2f} to {wavelengths[-1]:,.0f} tokens")  # -> 6.28 to 47,117 tokens
 slip = [2 * math.pi * 10000 ** (-2 * i / width) for i in range(width // 2)]
-print(f"{slip[-1]:.4f} tokens a turn, with the sign of the exponent turned")
-# -> 0.0008 tokens a turn, with the sign of the exponent turned
+print(f"{slip[-1]:.4f} tokens per rotation, with the other sign of the exponent")
+# -> 0.0008 tokens per rotation, with the other sign of the exponent
 
 # %% [markdown]
 # Why sines *and* cosines: moving k tokens on is one rotation of the table, the same from every position. A layer can
@@ -63,34 +65,34 @@ print(torch.allclose(table[:-17] @ shift.T, table[17:]))  # -> True
 print(torch.allclose(shift @ shift.T, torch.eye(width, dtype=torch.float64)))  # -> True
 
 # %% [markdown]
-# ## 3. RoPE: turn queries and keys instead
+# ## 3. RoPE: rotate queries and keys instead
 #
-# RoPE puts that rotation where it is used: each pair of features of a query at position m is turned by `m * frequency`,
-# of a key at n by `n * frequency`. Of their product only `m - n` is left (Su et al. 2021, 3.2). Turning changes no
-# lengths, and no vector is spent on positions.
+# RoPE puts that rotation where it is used: each pair of features of a query at position m is rotated by
+# `m * frequency`, of a key at n by `n * frequency`. Of their product only `m - n` is left (Su et al. 2021, 3.2). A
+# rotation changes no lengths, and no vector is spent on positions.
 
 # %%
 q, k = torch.randn(2, 1, width, dtype=torch.float64)
 frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
 
 
-def turned(states, position, **layout):
+def rotated(states, position, **layout):
     return rotate_real(states, position * frequencies, **layout)
 
 
 def score(m, n, **layout):
-    return (turned(q, m, **layout) * turned(k, n, **layout)).sum().item()
+    return (rotated(q, m, **layout) * rotated(k, n, **layout)).sum().item()
 
 
 print(abs(score(7, 3) - score(5007, 5003)) < 1e-9)  # -> True
-print(abs(turned(q, 123).norm() - q.norm()).item() < 1e-12)  # -> True
-print(torch.allclose(turned(q, 123), rotate_complex(q, 123 * frequencies)))  # -> True
+print(abs(rotated(q, 123).norm() - q.norm()).item() < 1e-12)  # -> True
+print(torch.allclose(rotated(q, 123), rotate_complex(q, 123 * frequencies)))  # -> True
 
 # %% [markdown]
-# *A slip*: there are two layouts of pairs. The paper, Meta's code and GPT-J turn neighbours `(0, 1), (2, 3), ...`;
-# GPT-NeoX and Transformers' Llama turn halves, `(0, d/2), (1, d/2 + 1), ...`. Both are right, with weights made for
-# them. Mixed, as where `rotate_half` meets cosines repeated for neighbours, a pair is turned by two angles: what comes
-# out is no rotation, and the score depends on where the two stand.
+# *A slip*: there are two layouts of pairs. The paper, Meta's code and GPT-J rotate neighbours `(0, 1), (2, 3), ...`;
+# GPT-NeoX and Transformers' Llama rotate halves, `(0, d/2), (1, d/2 + 1), ...`. Both are right, with weights made for
+# them. Mixed, as where `rotate_half` meets cosines repeated for neighbours, a pair gets two angles: the result is no
+# rotation, and the score depends on the two absolute positions.
 
 # %%
 
@@ -132,7 +134,7 @@ print(f"{(8000 * (rounded - frequencies)).abs().max().item():.1f} radians off at
 # -> 3.5 radians off at position 8000
 
 # %% [markdown]
-# ## 4. Far is dim, on average
+# ## 4. Scores fall with distance, on average
 #
 # The sum over pairs bounds the score, and falls with the distance: that is RoPE's "long-term decay". It is a bound, not
 # a promise; a model may well look at one token far away.
@@ -143,11 +145,11 @@ spans = ((0, 1), (1, 16), (16, 256), (256, 4096))
 print([round(bound[begin:end].mean().item(), 1) for begin, end in spans])  # -> [16.5, 10.4, 5.4, 3.5]
 
 # %% [markdown]
-# ## 5. ALiBi: do not turn, subtract
+# ## 5. ALiBi: do not rotate, subtract
 #
 # ALiBi takes `slope * distance` off each score, with a slope for each head. A head with slope 1/2 has forgotten what is
-# ten tokens back, in a text of any length: nothing it sees past the trained length is new to it. That is why it reads
-# on, and why it cannot look far.
+# ten tokens back, in a text of any length: nothing it sees past the trained length is new to it. That is why it works
+# on longer texts, and why it cannot look far back.
 
 # %%
 print(alibi_slopes(8).tolist()[:3])  # -> [0.5, 0.25, 0.125]
@@ -155,15 +157,15 @@ print(f"{math.exp(-0.5 * 10):.4f} of a neighbour's weight, ten tokens back")
 # -> 0.0067 of a neighbour's weight, ten tokens back
 
 # %% [markdown]
-# ## 6. Why RoPE does not read on
+# ## 6. Why RoPE fails beyond the trained length
 #
-# The tiny model of this package was trained on 256 tokens. Pairs that complete a turn within them have met every angle.
-# The others have met a part of the circle, and past 256 tokens they turn on, to angles that the weights never saw.
+# The tiny model of this package was trained on 256 tokens. Pairs that complete a rotation within them have met every
+# angle. The others have met a part of the circle, and past 256 tokens they reach angles that the weights never saw.
 
 # %%
 within = 256 * frequencies / (2 * math.pi)
-print(f"{int((within < 1).sum())} of {len(within)} pairs never complete a turn in 256 tokens")
-# -> 19 of 32 pairs never complete a turn in 256 tokens
+print(f"{int((within < 1).sum())} of {len(within)} pairs never complete a rotation in 256 tokens")
+# -> 19 of 32 pairs never complete a rotation in 256 tokens
 
 
 def reads(length):
@@ -180,8 +182,8 @@ print(reads(256), "at 256 tokens,", reads(1024), "at 1024")  # -> 39 at 256 toke
 #
 # - **PI** (`linear`) divides all frequencies by 4. No new angles, but neighbours are four times closer than ever.
 # - **NTK** raises the base: the fastest pair is kept, the slowest divided by 4.
-# - **YaRN** decides by turns: who turned often is kept, who hardly turned is divided, a ramp between; a temperature.
-# - **In stages** (`dynamic_yarn`): how much depends on where the query stands, so short texts pay nothing.
+# - **YaRN** decides by rotations: pairs with many are kept, pairs with few are divided, a ramp between; a temperature.
+# - **In stages** (`dynamic_yarn`): the scale depends on the position of the query, so short texts cost nothing.
 
 # %%
 for method in ("linear", "ntk", "yarn", "dynamic_yarn"):

@@ -103,14 +103,14 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these rows, such as yarn ntk")
     parser.add_argument("--all", action="store_true", help="200k and 800k tokens too, and the upper bound at 2048")
     args = parser.parse_args()
-    asked = [row for row in rows() if not args.rows or row.name in args.rows]
-    if not asked:
+    selected = [row for row in rows() if not args.rows or row.name in args.rows]
+    if not selected:
         raise SystemExit(f"no such row: {args.rows}. Known: {', '.join(sorted({row.name for row in rows()}))}.")
     study = Study(args.output_dir)
     began = time.perf_counter()
     study.measure_base()
     for budget in (0, *(budget for budget in BUDGETS if args.all or budget < WITH_ALL)):
-        for row in asked:
+        for row in selected:
             study.run(row, budget)
         study.show()
         if not args.rows and budget == 0:
@@ -168,8 +168,8 @@ class Study:
             self._train(row, budget)
         elif budget == 0:
             model, tokenizer = load_model(tiny_model_path())
-            told = {"context_length": row.target, **row.settings.get("options", {})}
-            with patched(model, row.settings["method"], **told):
+            extension = {"context_length": row.target, **row.settings.get("options", {})}
+            with patched(model, row.settings["method"], **extension):
                 self.measure(model, tokenizer, row.label)
 
     def _train(self, row: Row, budget: int) -> None:
@@ -247,20 +247,21 @@ def nearest(tokens: int) -> int:
 
 def chart(records: list[Record], target: int, length: int) -> Chart:
     """Return the lines of perplexity at a length by tokens trained, of the rows that were extended to a target."""
-    places = {tokens: place for place, tokens in enumerate((0, *BUDGETS))}
+    positions = {tokens: index for index, tokens in enumerate((0, *BUDGETS))}
     most = SHOWN * by_tokens(records, "as it is")[0][CONTEXT]
     lines = []
     for number, row in enumerate(one for one in rows() if one.target == target and one.budgets):
-        points = [(places[nearest(tokens)], curve[length]) for tokens, curve in by_tokens(records, row.label).items()]
+        curves = by_tokens(records, row.label).items()
+        points = [(positions[nearest(tokens)], curve[length]) for tokens, curve in curves]
         points = [point for point in points if point[1] <= most]
         look = numbered_look(number)
         if points:
-            lines.append(Line(row.name, [place for place, _ in points], [value for _, value in points], look))
-    used = sorted({place for line in lines for place in line.x})
+            lines.append(Line(row.name, [x for x, _ in points], [value for _, value in points], look))
+    used = sorted({x for line in lines for x in line.x})
     for curve in by_tokens(records, f"{UPPER_BOUND} {target}").values():
         name = f"{UPPER_BOUND} {target} from the start"
         lines.append(Line(name, used, [curve[length]] * len(used), Look(INK, "", "dashed")))
-    ticks = [(place, f"{tokens // 1000}k" if tokens else "zero-shot") for tokens, place in places.items()]
+    ticks = [(x, f"{tokens // 1000}k" if tokens else "zero-shot") for tokens, x in positions.items()]
     title = f"{CONTEXT} to {target}: perplexity at {length} tokens of the held-out novel"
     shown = f"perplexity, those above {most:.0f} are not shown"
     return Chart(title, "tokens trained", shown, lines, [tick for tick in ticks if tick[0] in used], log_x=False)

@@ -16,11 +16,11 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
     Raises:
         SystemExit: It holds a study with others, whose numbers must not be mixed with these.
     """
-    file, told = folder / "settings.json", json.dumps(settings, indent=2, sort_keys=True) + "\n"
+    file, text = folder / "settings.json", json.dumps(settings, indent=2, sort_keys=True) + "\n"
     folder.mkdir(parents=True, exist_ok=True)
-    if file.is_file() and file.read_text(encoding="utf-8") != told:
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
         raise SystemExit(f"{folder} holds a study with other settings ({file.name}). Give another --output-dir.")
-    write_whole(file, told)
+    write_whole(file, text)
 
 
 def passkeys_right(file: Path, length: int, label: str) -> str:

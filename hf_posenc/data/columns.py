@@ -114,7 +114,7 @@ def with_plain_line_ends(text: str) -> str:
 
 
 def _pieces(template: str) -> list[tuple[str, str]]:
-    """Return what stands before each column of a template, with its name; last what follows, with no name."""
+    """Return the text before each column of a template, with its name; last the text after all, with no name."""
     try:
         parsed = list(Formatter().parse(template))
     except ValueError as error:
@@ -124,13 +124,13 @@ def _pieces(template: str) -> list[tuple[str, str]]:
     for _, name, form, conversion in parsed:
         if name is not None and (not name or form or conversion):
             raise InvalidRequestError(
-                f"the template {template!r}: a column stands in braces with nothing else, as {{question}}."
+                f"the template {template!r}: a column is its name in braces and nothing else, as {{question}}."
             )
     return [(literal, name or "") for literal, name, _, _ in parsed]
 
 
 def _find(row: Mapping[str, Any]) -> tuple[str, ...]:
-    # Chats written as JSON are no texts to be read without being asked to.
+    # Chats written as JSON are read as texts only where the column is named.
     there = {name for name in row if name not in _CHATS or not isinstance(row[name], str)}
     return next((names for names in _FOUND if there.issuperset(names)), ())
 
@@ -141,7 +141,7 @@ def _value(row: Mapping[str, Any], name: str, where: str) -> Any:
     if isinstance(value, str):
         return with_plain_line_ends(value)
     if isinstance(value, (list, tuple)):
-        return [_turn(turn, f"{where}: turn {number} in column {name!r}") for number, turn in enumerate(value, 1)]
+        return [_message(turn, f"{where}: turn {number} in column {name!r}") for number, turn in enumerate(value, 1)]
     _refuse_missing(row, name, where)
     raise InvalidRequestError(
         f"{where}: column {name!r} holds {_shown(value)}, neither text nor a chat ({_A_CHAT}). It has: "
@@ -167,32 +167,34 @@ def _refuse_missing(row: Mapping[str, Any], name: str, where: str) -> None:
         raise InvalidRequestError(f"{where}: {UnknownNameError('column', name, map(str, row))} {_advice(row)}")
 
 
-def _turn(turn: Any, place: str) -> dict[str, Any]:
+def _message(message: Any, where: str) -> dict[str, Any]:
     """Return one message of a chat in the words of chat templates."""
-    if not isinstance(turn, Mapping):
-        raise InvalidRequestError(f"{place} is {_shown(turn)}. A chat is a list of messages: {_A_CHAT}.")
-    said = {name: value for name, value in turn.items() if value is not None}  # as datasets fills up what is not there
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(f"{where} is {_shown(message)}. A chat is a list of messages: {_A_CHAT}.")
+    said = {name: value for name, value in message.items() if value is not None}  # datasets adds None for missing ones
     if "from" in said and "role" not in said:
         speaker = said.pop("from")
         if speaker not in _SPEAKERS:
-            raise InvalidRequestError(f"{place} is {UnknownNameError('speaker', speaker, _SPEAKERS)}")
+            raise InvalidRequestError(f"{where} is {UnknownNameError('speaker', speaker, _SPEAKERS)}")
         said = {"role": _SPEAKERS[speaker], **said}
         if "value" in said:
             said["content"] = said.pop("value")
     if not isinstance(said.get("role"), str) or len(said) < 2:
-        raise InvalidRequestError(f"{place} has {_names_of(turn)}, but a message has a role and a content: {_A_CHAT}.")
+        raise InvalidRequestError(
+            f"{where} has {_names_of(message)}, but a message has a role and a content: {_A_CHAT}."
+        )
     if "content" in said:
-        said["content"] = with_plain_line_ends(_content(said["content"], place))
+        said["content"] = with_plain_line_ends(_content(said["content"], where))
     return said
 
 
-def _content(content: Any, place: str) -> str:
+def _content(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, (list, tuple)) else [content]
     if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         return "".join(part["text"] for part in parts)
-    raise InvalidRequestError(f"{place} has the content {_shown(content)}: only text can be read.")
+    raise InvalidRequestError(f"{where} has the content {_shown(content)}: only text can be read.")
 
 
 def _advice(row: Mapping[str, Any]) -> str:

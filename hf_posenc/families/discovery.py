@@ -116,7 +116,8 @@ def text_configs(model: PreTrainedModel) -> list[PreTrainedConfig]:
 def capabilities() -> dict[str, Refusal | None]:
     """Return each causal language model type of Transformers with why it is refused; None if it is not.
 
-    The table is written by ``tests/helpers/model_types.py``, and ``tests/integration/test_model_type_coverage.py`` holds every row against a model.
+    The table is written by ``tests/helpers/model_types.py``; ``tests/integration/test_model_type_coverage.py`` holds
+    every row against a model.
     """
     return _refusals("types")
 

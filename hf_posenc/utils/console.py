@@ -63,7 +63,7 @@ class Progress:
             self._say(time.perf_counter())
 
     def close(self) -> None:
-        """End the line of the bar, so that what follows has lines of its own."""
+        """End the line of the bar, so that the next output begins on a new one."""
         self.bar.close()
 
     def _say(self, now: float) -> None:

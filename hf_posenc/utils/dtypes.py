@@ -87,8 +87,8 @@ def choose_dtype(
 def computes_natively(dtype: torch.dtype, device: str | torch.device | None = None) -> bool:
     """Return whether a device has instructions for a dtype. Accelerators are taken to have them.
 
-    PyTorch and oneDNN decide. oneDNN says yes for bfloat16 on any CPU with AVX-512, where without AVX512_BF16 it
-    emulates it, so PyTorch has to agree.
+    Both PyTorch and oneDNN are queried: oneDNN says yes for bfloat16 on any CPU with AVX-512, and emulates it on those
+    without AVX512_BF16.
     """
     if dtype not in HALF or _device_type(device) != "cpu":
         return True

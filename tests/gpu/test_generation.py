@@ -97,7 +97,7 @@ def test_a_quantised_cache(key: str, backend: str, device: torch.device) -> None
         with torch.no_grad():
             parts = [
                 model(ids[:, begin:end], past_key_values=cache).logits
-                for begin, end in ((0, 90), *((place, place + 1) for place in range(90, 110)))
+                for begin, end in ((0, 90), *((index, index + 1) for index in range(90, 110)))
             ]
         errors.append(error(torch.cat(parts, dim=1), logits(model, ids).cpu()))
     assert 1e-4 < errors[1] < 2 * errors[0]
@@ -122,7 +122,7 @@ def test_decoding_in_half_precision(key: str, dtype: torch.dtype, device: torch.
     ids, parts, cache = IDS[:, :110].to(device), [], DynamicCache(config=model.config)
     with torch.no_grad():
         first = prompt_of(key).shape[1]
-        for begin, end in ((0, first), *((place, place + 1) for place in range(first, 110))):
+        for begin, end in ((0, first), *((index, index + 1) for index in range(first, 110))):
             parts.append(model(ids[:, begin:end], past_key_values=cache).logits)
     assert error(torch.cat(parts, dim=1), exact) < ALLOWED[dtype]
 
@@ -138,8 +138,8 @@ def test_a_compiled_step_of_a_staged_rule_is_one_graph(dtype: torch.dtype, devic
     with torch.no_grad():
         parts = [model(ids[:, :50], past_key_values=cache, use_cache=True).logits]
         step = torch.compile(model.forward, backend=counter, fullgraph=True)
-        for place in range(50, 90):
-            position = torch.tensor([[place]], device=device)
-            parts.append(step(ids[:, place : place + 1], past_key_values=cache, position_ids=position).logits)
+        for index in range(50, 90):
+            position = torch.tensor([[index]], device=device)
+            parts.append(step(ids[:, index : index + 1], past_key_values=cache, position_ids=position).logits)
     assert counter.frame_count == 1
     assert error(torch.cat(parts, dim=1), exact) < ALLOWED[dtype]

@@ -1,4 +1,4 @@
-"""Small models whose attention really depends on distance, and ways to feed them, for tests of the attention door."""
+"""Small models whose attention really depends on distance, and ways to feed them, for tests of our attention."""
 
 from __future__ import annotations
 

@@ -108,9 +108,9 @@ class Browser:
 
     def click(self, selector: str) -> None:
         """Press and release the mouse in the middle of an element."""
-        place = f"document.querySelector({selector!r})"
-        self.evaluate(f"{place}.scrollIntoView({{block: 'center'}})")
-        x, y = self.evaluate(f"(r => [r.x + r.width / 2, r.y + r.height / 2])({place}.getBoundingClientRect())")
+        element = f"document.querySelector({selector!r})"
+        self.evaluate(f"{element}.scrollIntoView({{block: 'center'}})")
+        x, y = self.evaluate(f"(r => [r.x + r.width / 2, r.y + r.height / 2])({element}.getBoundingClientRect())")
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
 

@@ -29,7 +29,7 @@ def patched_model(rule: str, family: str = "Llama", **kwargs: Any) -> PreTrained
 
 @cache
 def relative_positions(rule: str, n: int) -> torch.Tensor:
-    """The distance that each pair (query, key) is turned by, one pair at a time, from the papers' definitions."""
+    """The distance that each pair (query, key) is rotated by, one pair at a time, from the papers' definitions."""
     method, o = RULES[rule]
     distance = torch.zeros(n, n, dtype=torch.float64)
     for p in range(n):
@@ -62,9 +62,9 @@ def by_hand(model: PreTrainedModel, ids: torch.Tensor, rule: str) -> torch.Tenso
     k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
     inv_freq = 1e4 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16)
     angle = relative_positions(rule, n)[..., None] * inv_freq
-    turned = torch.polar(torch.ones_like(angle), angle)
+    rotated = torch.polar(torch.ones_like(angle), angle)
     q, k = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
-    scores = torch.einsum("hpd,hjd,pjd->hpj", q, k.conj(), turned).real * layer.scaling
+    scores = torch.einsum("hpd,hjd,pjd->hpj", q, k.conj(), rotated).real * layer.scaling
     p = torch.arange(1, n + 1, dtype=torch.float64)
     if RULES[rule][1].get("log_n"):
         scores = scores * (p.log() / torch.tensor(float(L)).log()).clamp(min=1)[:, None]

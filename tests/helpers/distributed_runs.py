@@ -79,8 +79,8 @@ def log_of(run: Run) -> list[dict[str, float]]:
 
 
 def returned_by(run: Run, process: int = 0) -> dict[str, Any]:
-    told: dict[str, Any] = torch.load(Path(run.folder, f"returned-{process}.pt"))
-    return told
+    returned: dict[str, Any] = torch.load(Path(run.folder, f"returned-{process}.pt"))
+    return returned
 
 
 def assert_same_steps(run: Run, expected: Run, rel: float = 1e-4) -> None:

@@ -44,10 +44,10 @@ def linear(theta: float, factor: float) -> list[float]:
 
 
 def yarn(theta: float, factor: float = 4.0, original: int = 64, harmonic: bool = False) -> list[float]:
-    """YaRN with turns 32 and 1, of 8 pairs, written down from the paper's code once more."""
+    """YaRN with 32 and 1 rotations, of 8 pairs, written down from the paper's code once more."""
 
-    def index(turns: float) -> float:
-        return 16 * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+    def index(rotations: float) -> float:
+        return 16 * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = max(math.floor(index(32)), 0), min(math.ceil(index(1)), 15)
     frequencies = []
@@ -85,7 +85,7 @@ for _name in ("qwen2_5_vl", "qwen3_vl"):
 
 
 def vl_config(model_type: str, nested: bool = True, **settings: Any) -> dict[str, Any]:
-    """Return a vision-language config as the Hub has it: Qwen2-VL's text settings often stand at the top."""
+    """Return a vision-language config as the Hub has it: Qwen2-VL's text settings are often at the top level."""
     text = {**SIZES, **({"head_dim": 16} if model_type == "qwen3_vl" else {}), **settings}
     whole = {"model_type": model_type, "vision_config": VISION[model_type]}
     return {**whole, "text_config": {**text, "model_type": f"{model_type}_text"}} if nested else {**whole, **text}

@@ -29,10 +29,10 @@ def pairs(features: torch.Tensor, interleaved: bool) -> list[complex]:
     return [complex(values[i], values[i + half]) for i in range(half)]
 
 
-def turned_score(
+def rotated_score(
     query: torch.Tensor, key: torch.Tensor, distance: int, base: float, interleaved: bool, **xpos: float
 ) -> float:
-    """The product of a query and a key that stands ``distance`` before it: pair by pair, by the angle between them."""
+    """The product of a query and a key at ``distance`` positions before it: pair by pair, by the angle between them."""
     total = 0.0
     width = len(query)
     for i, (q, k) in enumerate(zip(pairs(query, interleaved), pairs(key, interleaved), strict=True)):

@@ -26,8 +26,8 @@ def write_documents(path: Path, count: int) -> Path:
 
 
 def command(launcher: list[str], documents: Path, output: Path, *flags: str) -> list[str]:
-    told = ["eval", str(tiny_model_path()), "--documents", str(documents), "--output", str(output)]
-    return [sys.executable, *launcher, *told, "--device", "cpu", "--dtype", "float32", "--hide-progress", *flags]
+    words = ["eval", str(tiny_model_path()), "--documents", str(documents), "--output", str(output)]
+    return [sys.executable, *launcher, *words, "--device", "cpu", "--dtype", "float32", "--hide-progress", *flags]
 
 
 def start(words: list[str]) -> subprocess.Popen[str]:

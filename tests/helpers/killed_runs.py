@@ -2,7 +2,7 @@
 
 ``python killed_runs.py POINT WHERE finetune ...`` dies by SIGKILL: ``step 7`` in the 7th step, ``saved 8`` right after
 the checkpoint of step 8, ``writing checkpoint-8/optimizer.pt`` with half of that file on the disk,
-``moving checkpoint-8`` when all files are written and the checkpoint is not yet in its place.
+``moving checkpoint-8`` when all files are written and the checkpoint is not yet under its final name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def die() -> None:
 
 
 def dying(call: Callable[..., Any], end: str, *, before: bool = False) -> Callable[..., Any]:
-    """Die in a call that is told a path ending so: before it, or with half of the file written."""
+    """Die in a call that is given a path with this ending: before it, or with half of the file written."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         paths = [str(one) for one in (*args, *kwargs.values()) if isinstance(one, (str, Path))]

@@ -52,7 +52,7 @@ def attention_over_all(see_all: bool) -> Any:
             return own(module, query, key, value, mask, scaling=scaling, **kwargs)
         rank, count, length = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), query.shape[2]
 
-        def places(process: int) -> torch.Tensor:
+        def positions_of(process: int) -> torch.Tensor:
             half = torch.arange(length // 2)
             return torch.cat([half + chunk * (length // 2) for chunk in (process, 2 * count - 1 - process)])
 
@@ -60,7 +60,7 @@ def attention_over_all(see_all: bool) -> Any:
         if see_all:
             there = list(range(count))
             key, value = (torch.cat(all_gather(tensor.contiguous()), dim=2) for tensor in (key, value))
-        sees = places(rank)[:, None] >= torch.cat([places(process) for process in there])
+        sees = positions_of(rank)[:, None] >= torch.cat([positions_of(process) for process in there])
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~sees, -torch.inf)
@@ -98,8 +98,8 @@ def do(run: Run) -> None:
         try:
             result = finetune(model.to(getattr(torch, run.dtype)), tokenizer, documents, config(folder, **run.settings))
             hooks = sum(len(module._forward_pre_hooks) for module in result.model.modules())
-            told = {"kind": type(result.model).__name__, "hooks": hooks, "weights": result.model.state_dict()}
-            torch.save(told, folder / f"returned-{rank}.pt")
+            seen = {"kind": type(result.model).__name__, "hooks": hooks, "weights": result.model.state_dict()}
+            torch.save(seen, folder / f"returned-{rank}.pt")
         except Killed:
             pass
         except (ValueError, RuntimeError) as error:

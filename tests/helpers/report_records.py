@@ -84,7 +84,7 @@ def make_retrieval_record(
 
 
 class PageParser(HTMLParser):
-    """What stands on a page: ``tables`` by id (heat maps by caption), rows of the text of their cells, and ``tags``."""
+    """The contents of a page: ``tables`` by id (heat maps by caption) as rows of the texts of cells, and ``tags``."""
 
     def __init__(self) -> None:
         super().__init__()

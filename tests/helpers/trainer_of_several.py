@@ -29,7 +29,7 @@ def main(base: str, method: str, out: str, stage: str | None = None) -> None:
     else:
         zero = {"stage": int(stage), "stage3_gather_16bit_weights_on_model_save": True}
         deepspeed = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    rows = [[(row * 7 + place * 11) % 90 + 2 for place in range(200)] for row in range(24)]
+    rows = [[(row * 7 + column * 11) % 90 + 2 for column in range(200)] for row in range(24)]
     args = TrainingArguments(
         output_dir=str(Path(out) / "run"),
         max_steps=5,

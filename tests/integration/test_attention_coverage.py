@@ -23,8 +23,8 @@ from model_types import (
     NEIGHBOURS,
     REQUEST,
     config_class_of,
-    error_not_behind_door,
-    patch_behind_door,
+    error_in_attention,
+    patch_in_attention,
     refusal_of,
     rotary_types,
     sharp_model,
@@ -38,10 +38,10 @@ from tiny_models import assert_same_state, logits, native, state, token_ids
 
 ORIGINAL = 64  # tokens
 IDS = token_ids(180)
-BEHIND = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
-# Their layers with a sliding window turn by the same module: the door leaves those plain, Transformers does not.
+EXTENDED = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
+# Their layers with a sliding window rotate by the same module: our attention leaves those plain, Transformers does not.
 SHARED_WITH_WINDOWS = {"cwm", "gemma2", "gpt_oss", "vaultgemma"}
-# How these turn in bfloat16 is not as in Llama.
+# How these rotate in bfloat16 is not as in Llama.
 OTHER_ROUNDING = NEIGHBOURS | {"modernbert-decoder", "olmo", "olmo2", "olmo3", "flex_olmo", "olmo_hybrid"}
 # Caps, sinks, or values in two halves.
 OWN_SOFTMAX = {"llama", "gemma2", "gpt_oss", "mimo_v2_flash", "diffllama", "glm"}
@@ -51,7 +51,7 @@ def assert_exact_and_undone(model_type: str, method: str, **options: Any) -> Non
     """Full forward == chunks == 20 single tokens; plain up to the original length; undone to the bit."""
     model = sharp_model(model_type)
     before, plain, short = state(model), logits(model, IDS), logits(model, IDS[:, :ORIGINAL])
-    patch_behind_door(model, method, 4, **REQUEST, **options)
+    patch_in_attention(model, method, 4, **REQUEST, **options)
     verify_model(model)
     full = logits(model, IDS)
     if model_type != "minimax":  # not exact with its cache without us either: see below
@@ -71,18 +71,18 @@ def test_minimax_as_transformers_has_it_is_not_exact_with_its_cache() -> None:
     assert (in_pieces - logits(model, IDS)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("model_type", BEHIND)
+@pytest.mark.parametrize("model_type", EXTENDED)
 def test_staged_is_exact_with_a_cache(model_type: str) -> None:
     assert_exact_and_undone(model_type, "dynamic_yarn", stage=32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", BEHIND)
+@pytest.mark.parametrize("model_type", EXTENDED)
 def test_self_extend_is_exact_with_a_cache(model_type: str) -> None:
     assert_exact_and_undone(model_type, "self_extend", group=3, window=ORIGINAL)
 
 
-@pytest.mark.parametrize("model_type", BEHIND)
+@pytest.mark.parametrize("model_type", EXTENDED)
 def test_one_stage_is_the_model_transformers_builds_with_yarn(model_type: str) -> None:
     """With an original length of 1 all that matters is in the first stage: plain YaRN of the factor it ends at.
 
@@ -98,26 +98,27 @@ def test_one_stage_is_the_model_transformers_builds_with_yarn(model_type: str) -
     ids = IDS[:, :100]
     reference = logits(native(model, "yarn", 100, **request), ids)
     assert (reference - logits(model, ids)).abs().max() > 1e-3
-    patch_behind_door(model, "dynamic_yarn", 100, stage=99, **request)
+    patch_in_attention(model, "dynamic_yarn", 100, stage=99, **request)
     torch.testing.assert_close(logits(model, ids), reference, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(t, marks=() if t in OWN_SOFTMAX else pytest.mark.slow) for t in BEHIND]
+    "model_type", [pytest.param(t, marks=() if t in OWN_SOFTMAX else pytest.mark.slow) for t in EXTENDED]
 )
 def test_self_extend_in_groups_of_one_is_the_plain_model(model_type: str) -> None:
-    """Near and far keys then turn alike, through two parts of one softmax: caps, sinks and masks of each family."""
+    """Near and far keys are then rotated alike, through two parts of one softmax: caps, sinks, masks of each family."""
     model = sharp_model(model_type)
     config = model.config.get_text_config(decoder=True)
     if window_of_all_layers(config):
         config.sliding_window = 4096
     plain = logits(model, IDS)
-    patch_behind_door(model, "self_extend", 4, group=1, window=8, **REQUEST)
+    patch_in_attention(model, "self_extend", 4, group=1, window=8, **REQUEST)
     torch.testing.assert_close(logits(model, IDS), plain, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(
-    "model_type", [pytest.param(t, marks=() if t in OTHER_ROUNDING else pytest.mark.slow) for t in BEHIND]
+    "model_type",
+    [pytest.param(t, marks=() if t in OTHER_ROUNDING else pytest.mark.slow) for t in EXTENDED],
 )
 def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str) -> None:
     model = sharp_model(model_type)
@@ -127,10 +128,10 @@ def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str)
         owner, _, buffer = name.rpartition(".")
         model.get_submodule(owner)._buffers[buffer] = value
     plain = logits(model, IDS[:, :ORIGINAL])
-    patch_behind_door(model, "dynamic_yarn", 4, stage=32, **REQUEST)
+    patch_in_attention(model, "dynamic_yarn", 4, stage=32, **REQUEST)
     assert torch.equal(logits(model, IDS[:, :ORIGINAL]), plain)
-    doors = [attention_of(module) for module in model.modules()]
-    assert {door.rotation for door in doors if door} == {Rotation(neighbours=model_type in NEIGHBOURS)}
+    attentions = [attention_of(module) for module in model.modules()]
+    assert {one.rotation for one in attentions if one} == {Rotation(neighbours=model_type in NEIGHBOURS)}
 
 
 @pytest.mark.parametrize("method", ["dynamic_yarn", "self_extend"])
@@ -141,7 +142,7 @@ def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> 
     refusal = door_capabilities()[model_type]
     assert refusal is not None
     with pytest.raises(UnsupportedModelError, match=re.escape(str(refusal.error(method)))) as caught:
-        patch_behind_door(model, method, 4, **REQUEST)
+        patch_in_attention(model, method, 4, **REQUEST)
     assert (caught.value.method, caught.value.code) == (method, refusal.code)
     assert str(caught.value).endswith(" Static rules such as 'yarn' may be.")
     assert not any(attention_of(module) for module in model.modules())
@@ -151,7 +152,7 @@ def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> 
 
 def test_the_table_is_true_for_every_type() -> None:
     extended = [model_type for model_type in tabled_types() if capabilities()[model_type] is None]
-    found = {model_type: refusal_of(error_not_behind_door(model_type)) for model_type in extended}
+    found = {model_type: refusal_of(error_in_attention(model_type)) for model_type in extended}
     assert found == known_here(door_capabilities())
     assert len([reason for reason in door_capabilities().values() if reason is None]) > 80
 
@@ -167,14 +168,14 @@ def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytes
     plain = logits(model, IDS)
     monkeypatch.setattr(installation, "_REFUSED", {})
     with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
-        patch_behind_door(model, "dynamic_yarn", 4, **REQUEST)
+        patch_in_attention(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)
     with pytest.raises(ValueError, match="it rotates queries and keys in a way of its own"):
-        patch_behind_door(tiny_model("nanochat"), "dynamic_yarn", 4, **REQUEST)
+        patch_in_attention(tiny_model("nanochat"), "dynamic_yarn", 4, **REQUEST)
 
 
 def cohere_whose_last_layer_has_no_positions() -> PreTrainedModel:
-    """Cohere 2 MoE: the first layer reads everything and turns, the second is in a window, the third has none."""
+    """Cohere 2 MoE: the first layer reads everything and rotates, the second is in a window, the third has none."""
     given = tiny_config(config_class_of("cohere2_moe")).to_dict()
     layer_types = ["full_attention", "sliding_attention", "full_attention"]
     layers = {"num_hidden_layers": 3, "layer_types": layer_types, "mlp_layer_types": ["dense", "sparse", "sparse"]}
@@ -183,13 +184,13 @@ def cohere_whose_last_layer_has_no_positions() -> PreTrainedModel:
 
 @torch.no_grad()
 def test_layers_without_positions_stay_so() -> None:
-    """A YaRN stage that turns as one of Transformers' own models: there too, what has no positions keeps none."""
+    """A YaRN stage that rotates as one of Transformers' own models: there too, what has no positions keeps none."""
     request: dict[str, Any] = {**REQUEST, "original_max_position_embeddings": 1, "beta_fast": 0.05, "beta_slow": 0.005}
     model, ids = cohere_whose_last_layer_has_no_positions(), IDS[:, :100]
     model.config.sliding_window = 4096
     reference = native(model, "yarn", 100, **request)
     plain = logits(model, ids)
-    patch_behind_door(model, "dynamic_yarn", 100, stage=99, **request)
+    patch_in_attention(model, "dynamic_yarn", 100, stage=99, **request)
     for layer in (model.model.layers[1], reference.model.layers[1]):  # Transformers scales what is in a window too
         layer.self_attn.register_forward_hook(lambda module, args, output: (0 * output[0], *output[1:]))
     assert (logits(reference, ids) - plain).abs().max() > 1e-3
@@ -203,13 +204,13 @@ def test_a_later_layer_that_does_not_turn_is_found_out(monkeypatch: pytest.Monke
     plain = logits(model, IDS)
     monkeypatch.setattr(installation, "_kind", lambda module, config: FULL)
     with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
-        patch_behind_door(model, "dynamic_yarn", 4, **REQUEST)
+        patch_in_attention(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)
 
 
-def test_layers_that_are_not_told_their_positions_do_not_recompute_them_wrongly() -> None:
+def test_layers_that_are_not_given_positions_do_not_recompute_them_wrongly() -> None:
     """Granite's hybrid tells its rotary module alone, so a layer that runs once more in backward cannot know."""
-    model = patch_behind_door(sharp_model("granitemoehybrid"), "dynamic_yarn", 4, stage=32, **REQUEST).train()
+    model = patch_in_attention(sharp_model("granitemoehybrid"), "dynamic_yarn", 4, stage=32, **REQUEST).train()
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     for layer in model.model.layers:
         layer.gradient_checkpointing = True

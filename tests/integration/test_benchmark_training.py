@@ -75,13 +75,13 @@ def test_the_ratios(benchmark: ModuleType, small: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(benchmark, "in_a_fresh_process", lambda way, *rest: {"peak": 40 if way == "ours" else 100})
     monkeypatch.setattr(benchmark, "predicted", lambda *rest: 2**20)
     assert benchmark.memory_ratio(small, False, 512)["ratio"] == 0.4
-    turns: list[str] = []
+    order: list[str] = []
 
     def measure(way: str, *rest: Any) -> MeasuredTraining:
-        turns.append(way)
-        return MeasuredTraining(64, 64, len(turns), 0)
+        order.append(way)
+        return MeasuredTraining(64, 64, len(order), 0)
 
     monkeypatch.setattr(benchmark, "measure", measure)
     result = benchmark.speed_ratio(small, False, 64, rounds=2)
-    assert turns == ["ours", "plain", "plain", "ours"]
+    assert order == ["ours", "plain", "plain", "ours"]
     assert result["ratio_range"] == [3 / 4, 2]

@@ -1,4 +1,4 @@
-"""``hf-posenc compare`` and ``scripts/compare_methods.py`` as a user runs them, on the tiny pretrained model."""
+"""``hf-posenc compare`` as a user runs it, on the tiny pretrained model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from folders import ROOT
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.cli.compare import _next
@@ -34,8 +33,8 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
-def ran(*words: object, cwd: Path, program: list[str] = HF_POSENC) -> str:
-    command = [*program, *map(str, words)]
+def ran(*words: object, cwd: Path) -> str:
+    command = [*HF_POSENC, *map(str, words)]
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -92,10 +91,9 @@ def test_from_the_estimate_to_the_commands_that_make_what_it_recommends(
     assert (read_manifest(tmp_path / "tiny-512-tuned") or {})["method"] == "dynamic_yarn"
 
 
-def test_the_script_is_the_command_and_a_dry_run_only_plans(book: Path, tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "scripts" / "compare_methods.py")]
+def test_a_dry_run_only_plans(book: Path, tmp_path: Path) -> None:
     more = ("--dry-run", "--tasks", "passkey", "vt", "--methods", "ntk", "dca", "longrope", "--output", "r.jsonl")
-    out = ran(*the_comparison(book, *more)[1:], cwd=tmp_path, program=script)
+    out = ran(*the_comparison(book, *more), cwd=tmp_path)
     assert "256 -> 512 tokens (x2), without training" in out
     assert "retrieval: 20 prompts a row, at 256, 512" in out  # two tasks, five depths
     estimate = out.partition("total")[0]
@@ -130,9 +128,9 @@ def test_a_dictionary_is_one_more_row(book: Path, tmp_path: Path, capsys: pytest
     found = {(one.factor, tuple(one.options.items())): one for one in read_records(output) if one.context_length == 512}
     assert found.keys() == {(1.0, ()), (2.0, ()), (4.0, (("beta_fast", 16.0),))}
     # The same number as eval gives for it.
-    asked = ("--documents", book, "--context-lengths", "512", "--cut", "--max-documents", "3", "--dtype", "float32")
+    measured = ("--documents", book, "--context-lengths", "512", "--cut", "--max-documents", "3", "--dtype", "float32")
     evaluated = tmp_path / "eval.jsonl"
-    run(capsys, "eval", tiny_model_path(), *asked, "--rope-scaling", json.dumps(dictionary), "--output", evaluated)
+    run(capsys, "eval", tiny_model_path(), *measured, "--rope-scaling", json.dumps(dictionary), "--output", evaluated)
     [alone] = read_records(evaluated)
     assert alone.nll_sum == pytest.approx(found[4.0, (("beta_fast", 16.0),)].nll_sum, rel=1e-6)
     assert run(capsys, *the_comparison(book, *flags, "--dry-run")).count("there already") == 3

@@ -189,13 +189,13 @@ def test_every_version_loads_the_same_from_a_mended_config(tmp_path: Path) -> No
     for name, config in {**FLAT, **SEVERAL_AXES}.items():
         try:
             fixed[name] = mended(config)
-        except ValueError:  # what is meant cannot be told
+        except ValueError:  # what is meant is not known
             continue
         if name in SEVERAL_AXES:
             section = text_config(config)[1].get("rope_scaling") or text_config(config)[1].get("rope_parameters") or {}
             text = text_config(fixed[name])[1]
-            for spelling in ("rope_scaling", "rope_parameters"):
-                assert text[spelling].get("mrope_section") == section.get("mrope_section"), name
+            for name in ("rope_scaling", "rope_parameters"):
+                assert text[name].get("mrope_section") == section.get("mrope_section"), name
     assert sum(name in FLAT for name in fixed) > 15
     assert sum(name in SEVERAL_AXES for name in fixed) > 60
     one, *others = (loaded_by(version, fixed, tmp_path) for version in VERSIONS)

@@ -1,4 +1,4 @@
-"""The encodings on every type of the attention door: the model's own RoPE again, a bias as a mask, with a cache."""
+"""The encodings on every model type that our attention runs: the model's own RoPE again, a bias as a mask, caches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from model_types import (
     NEIGHBOURS,
     REQUEST,
     config_class_of,
-    patch_behind_door,
+    patch_in_attention,
     rotary_types,
     sharp_model,
     sharpened,
@@ -28,16 +28,16 @@ from older_transformers import skip_if_left_out
 from tiny_models import assert_same_state, logits, state, token_ids
 
 IDS = token_ids(50)
-BEHIND = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
-# Their layers are not told where tokens stand, or the first one runs several times.
+EXTENDED_IN_ATTENTION = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
+# Their layers are not given the positions of tokens, or the first one runs several times.
 NOTHING_ADDED = {"cohere_compass_text", "granitemoehybrid", "hrm_text", "zaya"}
 # Pairs of neighbours, a RoPE for each layer type, few layers of attention, two halves of values.
 TELLING = NEIGHBOURS | NOTHING_ADDED | {"gemma3", "llama", "mimo_v2_flash", "qwen3_5", "diffllama", "minimax"}
-MOST_SLOW = [pytest.param(t, marks=() if t in TELLING else pytest.mark.slow) for t in BEHIND]
+MOST_SLOW = [pytest.param(t, marks=() if t in TELLING else pytest.mark.slow) for t in EXTENDED_IN_ATTENTION]
 
 
 def with_one_base(model_type: str) -> PreTrainedModel:
-    """A sharp model whose layer types, where each has a RoPE, turn alike."""
+    """A sharp model whose layer types, where each has a RoPE, rotate alike."""
     model = sharp_model(model_type)
     parameters = model.config.get_text_config(decoder=True).rope_parameters
     kinds = [settings for settings in parameters.values() if isinstance(settings, dict)]
@@ -52,7 +52,7 @@ def with_one_base(model_type: str) -> PreTrainedModel:
 def test_rope_is_the_models_own(model_type: str) -> None:
     model = with_one_base(model_type)
     before, plain = state(model), logits(model, IDS)
-    patch_behind_door(model, "rope", 1, interleaved=model_type in NEIGHBOURS, **REQUEST)
+    patch_in_attention(model, "rope", 1, interleaved=model_type in NEIGHBOURS, **REQUEST)
     verify_model(model)
     torch.testing.assert_close(logits(model, IDS), plain, atol=2e-6, rtol=0)
     unpatch_model(model)
@@ -60,12 +60,12 @@ def test_rope_is_the_models_own(model_type: str) -> None:
     assert torch.equal(logits(model, IDS), plain)
 
 
-@pytest.mark.parametrize("model_type", BEHIND)
+@pytest.mark.parametrize("model_type", EXTENDED_IN_ATTENTION)
 def test_alibi_is_a_mask_of_numbers_on_a_model_that_does_not_turn(model_type: str) -> None:
     model = sharp_model(model_type)
     expected = as_a_mask(sharp_model(model_type))
     assert (expected - logits(model, IDS)).abs().max() > 1e-3
-    patch_behind_door(model, "alibi", 1, **REQUEST)
+    patch_in_attention(model, "alibi", 1, **REQUEST)
     full = logits(model, IDS)
     torch.testing.assert_close(full, expected, atol=2e-6, rtol=0)
     if model_type != "minimax":  # not exact with its cache without us either
@@ -113,15 +113,15 @@ def test_layer_types_with_a_rope_each_are_all_stilled(tmp_path: Path) -> None:
     scaling = model.model.rotary_emb.sliding_attention_attention_scaling
     assert scaling != 1.0
     patch_model(model, "alibi")
-    turned = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
-    assert len(turned) == 4
-    assert not any(buffer.any() for buffer in turned.values())
+    frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
+    assert len(frequencies) == 4
+    assert not any(buffer.any() for buffer in frequencies.values())
     assert model.model.rotary_emb.sliding_attention_attention_scaling == 1.0
     save_extended(model, tmp_path / "saved")
     assert torch.equal(logits(load_extended(tmp_path / "saved"), IDS), logits(model, IDS))
     with pytest.raises(KeyError, match="hf_posenc_alibi"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    turned["model.rotary_emb.sliding_attention_inv_freq"][0] = 1e-3
+    frequencies["model.rotary_emb.sliding_attention_inv_freq"][0] = 1e-3
     with pytest.raises(RotaryMismatchError, match=r"still rotates queries and keys \(sliding_attention_inv_freq\)"):
         verify_model(model)
     unpatch_model(model)
@@ -152,7 +152,7 @@ def test_layer_types_that_turn_otherwise_want_one_value() -> None:
 
 @pytest.mark.parametrize(("method", "options"), [("alibi", {}), ("rope", {}), ("dynamic_yarn", {"stage": 8})])
 def test_images_that_a_text_attends_to_stand_nowhere_in_it(method: str, options: dict[str, Any]) -> None:
-    """Mllama's cross-attention: neither turned nor biased, so the order of an image's parts says nothing."""
+    """Mllama's cross-attention: neither rotated nor biased, so the order of an image's parts says nothing."""
     config = tiny_config(config_class_of("mllama")).get_text_config()
     config.cross_attention_layers = [1]
     torch.manual_seed(0)
@@ -179,23 +179,23 @@ def test_images_that_a_text_attends_to_stand_nowhere_in_it(method: str, options:
 
 @pytest.mark.parametrize("model_type", MOST_SLOW)
 def test_sinusoids_are_what_enters_the_first_layer(model_type: str) -> None:
-    """By hand: the same embeddings and the table, into the model that does not turn."""
+    """By hand: the same embeddings and the table, into the model that does not rotate."""
     model = sharp_model(model_type)
     before, plain = state(model), logits(model, IDS)
     if model_type in NOTHING_ADDED:
         with pytest.raises((RotaryMismatchError, ValueError), match="Take 'alibi' or another"):
-            patch_behind_door(model, "sinusoidal", 1, **REQUEST)
+            patch_in_attention(model, "sinusoidal", 1, **REQUEST)
         assert_same_state(state(model), before)
         assert torch.equal(logits(model, IDS), plain)
         return
     expected = with_sinusoids(sharp_model(model_type))
-    patch_behind_door(model, "sinusoidal", 1, embedding_scale=0.05, **REQUEST)
+    patch_in_attention(model, "sinusoidal", 1, embedding_scale=0.05, **REQUEST)
     torch.testing.assert_close(logits(model, IDS), expected, atol=2e-6, rtol=0)
 
 
 @torch.no_grad()
 def with_sinusoids(model: PreTrainedModel) -> torch.Tensor:
-    """Logits of a model that does not turn, the table added where its first layer begins."""
+    """Logits of a model that does not rotate, the table added where its first layer begins."""
     stilled(model)
     width = model.config.get_text_config(decoder=True).hidden_size
     table = torch.tensor([[0.05 * sinusoid(at, feature, width) for feature in range(width)] for at in range(50)])

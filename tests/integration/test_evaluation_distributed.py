@@ -45,9 +45,9 @@ def test_more_processes_than_documents_and_what_one_process_began(tmp_path: Path
 @pytest.mark.slow
 def test_two_processes_share_prompts(tmp_path: Path) -> None:
     documents = write_documents(tmp_path / "documents.jsonl", 5)
-    asked = ["--tasks", "passkey", "--context-lengths", "128", "--depths", "0", "50", "100", "--chat", "off"]
+    flags = ["--tasks", "passkey", "--context-lengths", "128", "--depths", "0", "50", "100", "--chat", "off"]
     for name, launcher in (("one", CLI), ("two", TORCHRUN)):
-        code, _, err = run(command(launcher, documents, tmp_path / f"{name}.jsonl", *asked))
+        code, _, err = run(command(launcher, documents, tmp_path / f"{name}.jsonl", *flags))
         assert code == 0, err
     assert records_of(tmp_path / "two.jsonl") == records_of(tmp_path / "one.jsonl")
     assert len(records_of(tmp_path / "two.jsonl")) == 3
@@ -91,7 +91,7 @@ def test_a_failure_in_one_process_stops_all_and_all_must_do_the_same(tmp_path: P
 
 
 def test_a_single_process_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_posenc.utils.processes.PartialState", None)  # not even asked
+    monkeypatch.setattr("hf_posenc.utils.processes.PartialState", None)  # not even imported
     alone = Processes()
     assert list(alone.share([3, 4], lambda item: item + 1)) == [(3, 4), (4, 5)]
     assert (alone.gather(1), alone.from_main(lambda: 2), alone.is_main) == ([1], 2, True)

@@ -87,11 +87,11 @@ def test_two_processes_train_as_one_does(alone: dict[str, Run], shared: dict[str
     assert_same_steps(shared[kind], alone[kind])
     expected = returned_by(alone[kind])
     for process in (0, 1):  # both return the whole trained model, and it is the plain one it was
-        told = returned_by(shared[kind], process)
-        assert (told["kind"], told["hooks"]) == (expected["kind"], expected["hooks"])
-        assert told["weights"].keys() == expected["weights"].keys()
+        seen = returned_by(shared[kind], process)
+        assert (seen["kind"], seen["hooks"]) == (expected["kind"], expected["hooks"])
+        assert seen["weights"].keys() == expected["weights"].keys()
         for name, weight in expected["weights"].items():
-            torch.testing.assert_close(told["weights"][name], weight, rtol=1e-4, atol=1e-4, msg=name)
+            torch.testing.assert_close(seen["weights"][name], weight, rtol=1e-4, atol=1e-4, msg=name)
     records = [
         [json.loads(line) for line in Path(run.folder, "results.jsonl").read_text().splitlines()]
         for run in (alone[kind], shared[kind])
@@ -106,12 +106,12 @@ def test_two_processes_train_as_one_does(alone: dict[str, Run], shared: dict[str
 def test_what_two_processes_save_is_what_one_saves(alone: dict[str, Run], shared: dict[str, Run], kind: str):
     file = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
     last = max(int(path.name.rpartition("-")[2]) for path in Path(alone[kind].folder).glob("checkpoint-*"))
-    for place in (".", f"checkpoint-{last}"):
-        expected, saved = (load_file(Path(run.folder, place, file)) for run in (alone[kind], shared[kind]))
+    for folder in (".", f"checkpoint-{last}"):
+        expected, saved = (load_file(Path(run.folder, folder, file)) for run in (alone[kind], shared[kind]))
         assert saved.keys() == expected.keys()
         for name, weight in expected.items():
-            torch.testing.assert_close(saved[name], weight, rtol=1e-4, atol=1e-4, msg=f"{place} {name}")
-        files = [{path.name for path in Path(run.folder, place).iterdir()} for run in (alone[kind], shared[kind])]
+            torch.testing.assert_close(saved[name], weight, rtol=1e-4, atol=1e-4, msg=f"{folder} {name}")
+        files = [{path.name for path in Path(run.folder, folder).iterdir()} for run in (alone[kind], shared[kind])]
         assert files[1] - files[0] <= {"rng_state_0.pth", "rng_state_1.pth", "returned-1.pt"}
     assert read_manifest(Path(shared[kind].folder)) == read_manifest(Path(alone[kind].folder))
     if kind == "full":

@@ -1,4 +1,4 @@
-"""Comparing two recordings of ``golden``: every kind of difference is told with its path, and nothing else is."""
+"""Comparing two recordings of ``golden``: every kind of difference is reported with its path, and nothing else is."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_equal_recordings_have_no_difference(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize(
-    ("part", "path", "told"),
+    ("part", "path", "message"),
     [
         ({"yarn": {**RECORDED["yarn"], "loss": math.nextafter(0.1, 1)}}, "llama/yarn/loss", "0.10000000000000002"),
         ({"yarn": {**RECORDED["yarn"], "steps": 20.0}}, "llama/yarn/steps", "20 -> 20.0"),
@@ -59,15 +59,17 @@ def test_equal_recordings_have_no_difference(tmp_path: Path, capsys: pytest.Capt
         ),
     ],
 )
-def test_a_changed_value_is_told_with_its_path(tmp_path: Path, part: dict[str, Any], path: str, told: str) -> None:
+def test_a_changed_value_is_reported_with_its_path(
+    tmp_path: Path, part: dict[str, Any], path: str, message: str
+) -> None:
     before, after = recording(tmp_path / "before"), recording(tmp_path / "after", changed(**part))
     (only,) = compare(before, after)
     assert only.startswith(f"{path}: ")
-    assert told in only
+    assert message in only
     assert main(["compare", str(before), str(after)]) == 1
 
 
-def test_a_missing_and_an_added_entry_are_told(tmp_path: Path) -> None:
+def test_a_missing_and_an_added_entry_are_reported(tmp_path: Path) -> None:
     job = changed(files={"config.json": {"factor": 4.0, "rope_type": "yarn"}})
     before, after = recording(tmp_path / "before"), recording(tmp_path / "after", job)
     assert compare(before, after) == [
@@ -81,7 +83,7 @@ def test_a_missing_and_an_added_entry_are_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_whole_part_that_is_missing_or_added_is_told_once(tmp_path: Path) -> None:
+def test_a_whole_part_that_is_missing_or_added_is_reported_once(tmp_path: Path) -> None:
     before = recording(tmp_path / "before")
     less = {name: value for name, value in RECORDED.items() if name != "yarn"}
     after = recording(tmp_path / "after", {**less, "ntk": {"loss": {"first": 0.1, "last": [0.2]}}})
@@ -91,7 +93,7 @@ def test_a_whole_part_that_is_missing_or_added_is_told_once(tmp_path: Path) -> N
     ]
 
 
-def test_what_was_agreed_on_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_agreed_on_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = changed(
         yarn={{"steps": "max_steps"}.get(name, name): value for name, value in RECORDED["yarn"].items()},
         files={"config.json": {"factor": 2.0}, "README.md": ["# A model", "It has 256 tokens."]},

@@ -92,8 +92,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         kinds = {"multiple_choice": CHOICE, "loglikelihood_rolling": ROLLING, "generate_until": GENERATE}
         for kind, rest in kinds.items():
             name = f"{size}_{kind}"
-            told = {"name": name, "data": data, "cache": folder / "cache", "kind": kind, "rest": rest}
-            (folder / f"{name}.yaml").write_text(TASK.format(**told))
+            request = {"name": name, "data": data, "cache": folder / "cache", "kind": kind, "rest": rest}
+            (folder / f"{name}.yaml").write_text(TASK.format(**request))
     return folder
 
 
@@ -166,8 +166,8 @@ def log_likelihood(model: Any, context: str, continuation: str) -> float:
     ids = tokenizer(context + continuation, return_tensors="pt").input_ids
     with torch.no_grad():
         log_probs = model(ids[:, :-1]).logits.double().log_softmax(-1)
-    told = log_probs[0].gather(1, ids[0, 1:, None])[:, 0]
-    return float(told[-len(tokenizer(continuation).input_ids) :].sum())
+    chosen = log_probs[0].gather(1, ids[0, 1:, None])[:, 0]
+    return float(chosen[-len(tokenizer(continuation).input_ids) :].sum())
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -195,9 +195,9 @@ def test_batches_and_padding_change_nothing(checkpoint: Path, tasks: Path, metho
 
 def test_rolling_log_likelihood_is_our_perplexity(checkpoint: Path, tasks: Path) -> None:
     """One window over the whole text, every token scored, a BOS token before it: two programs, one number."""
-    told = {"method": "dynamic_yarn", "factor": FACTOR}
-    said = answers(run("hf_posenc", tasks, "long", pretrained=str(checkpoint), **told))["long_loglikelihood_rolling"]
-    model, tokenizer = patch_model(make_tiny_llama(), **told), make_tiny_tokenizer()
+    request = {"method": "dynamic_yarn", "factor": FACTOR}
+    said = answers(run("hf_posenc", tasks, "long", pretrained=str(checkpoint), **request))["long_loglikelihood_rolling"]
+    model, tokenizer = patch_model(make_tiny_llama(), **request), make_tiny_tokenizer()
     lines = [json.loads(line) for line in (tasks / "long.jsonl").read_text().splitlines()]
     for line, resps in zip(lines, said, strict=True):
         length = len(tokenizer(line["text"]).input_ids) + 1
@@ -217,9 +217,9 @@ def test_a_folder_brings_its_rule(checkpoint: Path, tasks: Path, tmp_path: Path)
         ValueError, match=r"is extended already \(dynamic_yarn, factor 4\), and factors do not multiply"
     ):
         run("hf_posenc", tasks, "long", pretrained=str(saved), method="yarn", factor=2)
-    told = {"method": "yarn", "factor": 2, "on_scaled": "replace"}
-    replaced = run("hf_posenc", tasks, "long", pretrained=str(saved), **told)
-    assert answers(replaced) == answers(run("hf_posenc", tasks, "long", pretrained=str(checkpoint), **told))
+    request = {"method": "yarn", "factor": 2, "on_scaled": "replace"}
+    replaced = run("hf_posenc", tasks, "long", pretrained=str(saved), **request)
+    assert answers(replaced) == answers(run("hf_posenc", tasks, "long", pretrained=str(checkpoint), **request))
 
 
 def test_adapters(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
@@ -248,12 +248,12 @@ def test_adapters(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
 def test_longer_texts_are_not_cut_and_results_say_what_was_measured(checkpoint: Path, tasks: Path) -> None:
     from hf_posenc.evaluation.lm_eval_model import ExtendedLM
 
-    told = {"method": "yarn", "context_length": "256", "options": {"beta_fast": 16}}
+    request = {"method": "yarn", "context_length": "256", "options": {"beta_fast": 16}}
     assert ExtendedLM(str(checkpoint), device="cpu").max_length == ORIGINAL
-    extended = ExtendedLM(str(checkpoint), device="cpu", **told)
+    extended = ExtendedLM(str(checkpoint), device="cpu", **request)
     assert extended.max_length == extended.tokenizer.model_max_length == 256  # the latter is for truncation=True
-    assert ExtendedLM(str(checkpoint), device="cpu", **told, max_length=100).max_length == 100
-    config = run("hf_posenc", tasks, "short", pretrained=str(checkpoint), **told)["config"]
+    assert ExtendedLM(str(checkpoint), device="cpu", **request, max_length=100).max_length == 100
+    config = run("hf_posenc", tasks, "short", pretrained=str(checkpoint), **request)["config"]
     assert config["hf_posenc"] == {
         "version": hf_posenc.__version__,
         "method": "yarn",
@@ -291,14 +291,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("told", "message"), REFUSED, ids=[" ".join(told) for told, _ in REFUSED])
-def test_what_cannot_be_is_refused(checkpoint: Path, told: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_what_cannot_be_is_refused(checkpoint: Path, arguments: dict[str, Any], message: str) -> None:
     from lm_eval.api.registry import get_model
 
     import hf_posenc.evaluation.lm_eval_model  # noqa: F401  # registers the model class
 
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        get_model("hf_posenc").create_from_arg_obj({"pretrained": str(checkpoint), "device": "cpu", **told})
+        get_model("hf_posenc").create_from_arg_obj({"pretrained": str(checkpoint), "device": "cpu", **arguments})
 
 
 def test_the_command(
@@ -308,8 +308,8 @@ def test_the_command(
     words = ["--tasks", "short_multiple_choice", "--include_path", str(tasks), "--batch_size", "4"]
     words += ["--output_path", "out", "--log_samples", "--device", "cpu"]
     before = list(sys.argv)
-    told = ["--method", "dynamic_yarn", "--factor", "4", "--dtype", "float32"]
-    assert main(["lm-eval", str(checkpoint), *told, *words]) == 0
+    request = ["--method", "dynamic_yarn", "--factor", "4", "--dtype", "float32"]
+    assert main(["lm-eval", str(checkpoint), *request, *words]) == 0
     assert sys.argv == before
     assert "short_multiple_choice" in capsys.readouterr().out
     (written,) = Path("out").rglob("results_*.json")

@@ -22,7 +22,7 @@ from older_transformers import known_here
 from other_transformers import python_with
 from tiny_models import assert_same_state, logits, native, state
 
-pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 128")  # the census's own small window
+pytestmark = pytest.mark.filterwarnings("ignore:config.sliding_window is 128")  # the small window of these models
 
 REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64, "on_scaled": "replace"}
 METHODS: dict[str, dict[str, Any]] = {
@@ -40,7 +40,7 @@ FAST = ("linear", "yarn")
 CANNOT_BUILD = {("dots3_note_text", "longrope"), ("dots3_note_text", "nope")} | {
     (model_type, method)
     for model_type in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-    for method in ("yarn", "ntk_by_parts", "llama3", "longrope", "nope")  # pairs that never turn: as longrope
+    for method in ("yarn", "ntk_by_parts", "llama3", "longrope", "nope")  # pairs that never rotate: as longrope
 }
 
 
@@ -48,7 +48,7 @@ def options_of(method: str, model: PreTrainedModel) -> dict[str, Any]:
     if method != "longrope":
         return METHODS[method]
     pairs = [
-        int((b != 0).sum())  # those that turn
+        int((b != 0).sum())  # those that rotate
         for name, b in sorted(model.named_buffers(), key=lambda named: "full" in named[0])
         if name.endswith("original_inv_freq")
     ]
@@ -78,8 +78,8 @@ def test_patched_to_what_transformers_would_build_or_refused(model_type: str, me
 
 # Their text models are built here alone, for which Transformers has no auto class to load them by.
 NO_AUTO_CLASS = {"emu3", "mllama"}
-# Rotary settings for each layer type, or a softmax scale or a spelling of their own: all others are saved as a Llama.
-OWN_SPELLING = {
+# Rotary settings for each layer type, a softmax scale or a serialization of their own: others are saved as a Llama.
+OWN_SERIALIZATION = {
     "gemma3",
     "gemma3_text",
     "gemma3n_text",
@@ -89,14 +89,23 @@ OWN_SPELLING = {
     "modernbert-decoder",
     "mimo_v2_flash",
 }
-OWN_SPELLING |= {"deepseek_v2", "deepseek_v3", "deepseek_v4", "phimoe", "phi3", "ministral3", "gpt_oss", "gpt_neox"}
-OWN_SPELLING |= {"gemma4_text", "lfm3", "granite_swa"}
+OWN_SERIALIZATION |= {
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v4",
+    "phimoe",
+    "phi3",
+    "ministral3",
+    "gpt_oss",
+    "gpt_neox",
+}
+OWN_SERIALIZATION |= {"gemma4_text", "lfm3", "granite_swa"}
 
 
 @pytest.mark.parametrize(
     "model_type",
     [
-        pytest.param(t, marks=() if t in OWN_SPELLING else pytest.mark.slow)
+        pytest.param(t, marks=() if t in OWN_SERIALIZATION else pytest.mark.slow)
         for t in rotary_types()
         if expected()[t] is None and t not in NO_AUTO_CLASS
     ],

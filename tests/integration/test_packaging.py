@@ -89,9 +89,9 @@ from hf_posenc.checkpoint.loading import load_model
 
 model, tokenizer = load_model(tiny_model_path(), device="cpu")
 texts = ["It is a truth universally acknowledged, that a single man must be in want of a wife. " * 4] * 2
-told = {"tokenizer": tokenizer, "context_lengths": [16, 48], "progress": False}
-result = evaluate.load(METRIC).compute(predictions=texts, model=model, **told)
-assert result["perplexities"] == {one.context_length: one.perplexity for one in perplexity(model, texts, **told)}
+request = {"tokenizer": tokenizer, "context_lengths": [16, 48], "progress": False}
+result = evaluate.load(METRIC).compute(predictions=texts, model=model, **request)
+assert result["perplexities"] == {one.context_length: one.perplexity for one in perplexity(model, texts, **request)}
 print(METRIC, result["perplexities"])
 """
 

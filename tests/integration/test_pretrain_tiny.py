@@ -24,10 +24,10 @@ def script() -> Iterator[ModuleType]:
 
 
 def trained(script: ModuleType, unfinished: Path, seed: int = 0, **changes: Any) -> list[torch.Tensor]:
-    told = {"tokens": 6 * 32, "context_length": 16, "step_tokens": 32, "learning_rate": 1e-2, "device": "cpu"}
+    settings = {"tokens": 6 * 32, "context_length": 16, "step_tokens": 32, "learning_rate": 1e-2, "device": "cpu"}
     torch.manual_seed(seed)
     model = script.build_model()
-    script.train(model, STREAM, argparse.Namespace(**told, **changes), unfinished)
+    script.train(model, STREAM, argparse.Namespace(**settings, **changes), unfinished)
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 

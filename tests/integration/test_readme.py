@@ -35,7 +35,7 @@ from hf_posenc.cli.main import COMMANDS, main
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TINY = str(tiny_model_path())
 
-# What README.md says: what is run in its place, so that a block takes seconds.
+# What README.md says: what is run instead, so that a block takes seconds.
 SUBSTITUTIONS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": TINY,
     ".cache/smollm2-135m-instruct": TINY,
@@ -50,8 +50,8 @@ NOT_RUN = {
     "./scripts/demo": "takes minutes; here, `tests/integration/test_readme.py` runs it among the slow tests",
     "./scripts/test": "would run this test again, and all others",
     "scripts/fetch_smollm2": "downloads 93 MB; `tests/integration/test_cli_scripts.py` runs all of it but the download",
-    "hf-posenc gallery --output-dir gallery": "draws for half a minute; `test_gallery.py` draws all of it",
-    "python scripts/from_sinusoids_to_yarn.py": "`test_walkthrough.py` runs it and holds what it prints",
+    "hf-posenc gallery --output-dir gallery": "half a minute; `tests/unit/explain/test_gallery.py` draws all of it",
+    "python scripts/from_sinusoids_to_yarn.py": "`tests/integration/test_walkthrough.py` runs it",
 }
 # Names of commands inside sentences, without the arguments that they need.
 NAMES = {"hf-posenc finetune", "hf-posenc export --as yarn"}
@@ -87,7 +87,7 @@ def is_run(command: str) -> bool:
 
 
 def commands_in_sentences(text: str) -> list[str]:
-    """Return what stands between backquotes, outside of blocks, and begins as a command of this project does."""
+    """Return the text between backquotes, outside of blocks, and begins as a command of this project does."""
     outside = re.sub(r"^ *(```+)[^\n]*\n.*?^ *\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)
     spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", outside))
     return [span for span in dict.fromkeys(spans) if re.match(r"(hf-posenc|python|(\./)?scripts/\S+)( |$)", span)]
@@ -208,7 +208,7 @@ def test_the_demo_runs_on_one_document_and_a_small_token_budget(folder: Path) ->
 
 
 class _ParsedError(BaseException):
-    """Raised in place of what a command does with its flags; no command catches it."""
+    """Raised instead of what a command does with its flags; no command catches it."""
 
 
 def parse_only(command: str) -> None:

@@ -37,9 +37,9 @@ def make_page(folder: Path) -> Path:
     for (method, factor), curve in CURVES.items():
         for length, perplexity in zip((128, 256, 1024), curve, strict=True):
             counts = [15] + [16] * (length // 16 - 1)
-            places = {"position_bucket": 16, "position_tokens": counts, "position_nll": [3.3 * n for n in counts]}
+            by_position = {"position_bucket": 16, "position_tokens": counts, "position_nll": [3.3 * n for n in counts]}
             known = {"rope": {} if method.startswith("a_") else rope}
-            records.append(make_record(method, length, perplexity, factor=factor, **places, **known))
+            records.append(make_record(method, length, perplexity, factor=factor, **by_position, **known))
     records += [
         make_retrieval_record(method, length, depth, seed, length == 256, seconds=length / 100)
         for method in ("none", "yarn")
@@ -135,9 +135,9 @@ def test_empty_cells_stay_last_words_sort_and_keys_work(browser: Browser, page: 
     names = [row[0] for row in rows(browser, TABLE)]
     assert names == sorted(names)
     browser.open(page, "#sort=frequencies_pairs:2:ascending")  # opens what is folded
-    turns = first_numbers([row[2] for row in rows(browser, "frequencies_pairs")])
-    assert turns == sorted(turns)
-    assert turns[0] < 1 < turns[-1]
+    rotations = first_numbers([row[2] for row in rows(browser, "frequencies_pairs")])
+    assert rotations == sorted(rotations)
+    assert rotations[0] < 1 < rotations[-1]
     for nonsense in ("#sort=none:1:ascending", f"#sort={TABLE}:99:ascending", "#sort=%00"):
         browser.open(page, nonsense)
     assert browser.complaints == []

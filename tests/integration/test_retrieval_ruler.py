@@ -47,8 +47,8 @@ def see(task: str, text: str) -> Seen:
         question = (
             text.strip().splitlines()[-1] if "What" in text.strip().splitlines()[-1] else text.rpartition("What")[2]
         )
-        asked = {key for key, _ in found if key in question}
-        return Seen(len(found), frozenset(number for key, number in found if key in asked))
+        wanted = {key for key, _ in found if key in question}
+        return Seen(len(found), frozenset(number for key, number in found if key in wanted))
     if task == "vt":
         lines = re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)", text)  # the worked example has other lengths
         value = re.findall(r"value (\d{5})", text)[-1]

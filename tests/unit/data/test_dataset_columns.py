@@ -122,8 +122,8 @@ def test_what_cannot_be_read(row: Any, text_field: Any, message: str) -> None:
         ({"text_field": "a", "template": "{a}"}, "give one of them"),
         ({"template": "no column"}, "names no column"),
         ({"template": "{a"}, "cannot be read"),
-        ({"template": "{a.b:3}"}, "with nothing else"),
-        ({"template": "{}"}, "with nothing else"),
+        ({"template": "{a.b:3}"}, "and nothing else"),
+        ({"template": "{}"}, "and nothing else"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:

@@ -23,7 +23,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from attention_models import in_chunks, left_padded, sharp_model
 from encoded_models import ENCODINGS, encoded, encoding_of
-from encodings_by_hand import plain_score, sinusoid, slope, turned_score, without_positions
+from encodings_by_hand import plain_score, rotated_score, sinusoid, slope, without_positions
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.cli.main import main
 from hf_posenc.encodings.encoding_attention import EncodingAttention
@@ -67,7 +67,7 @@ def _by_hand(key: str, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tenso
         def score(head: int, query: torch.Tensor, key: torch.Tensor, at: int, of: int) -> float:
             width, xpos = int(share * len(query)), {"scale_base": 8.0} if name == "xpos" else {}
             base = options.get("rope_theta", 10000.0)
-            turned = turned_score(query[:width], key[:width], at - of, base, interleaved, **xpos)
+            turned = rotated_score(query[:width], key[:width], at - of, base, interleaved, **xpos)
             return turned + float(query[width:] @ key[width:])
 
         return logits(without_positions(reference, score), ids)
