@@ -28,13 +28,12 @@ from hf_posenc.attention.rotating_attention import RotatingAttention
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
 from hf_posenc.errors import RotaryMismatchError, argument
-from hf_posenc.families.discovery import FULL_ATTENTION, MLA
+from hf_posenc.families.discovery import FULL_ATTENTION, MLA, declared_rope
 from hf_posenc.families.refusals import TAKE_STATIC, Refusal
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.families.rotary_module import SavedRotary, rotary_class, write_rotary
 from hf_posenc.families.sliding_window import window_of_all_layers
-from hf_posenc.methods.base import DistanceMethod, StagedMethod, plain_frequencies
-from hf_posenc.patching.extension import Extension, declared_rope
-from hf_posenc.patching.rotary_module import SavedRotary, rotary_class, write_rotary
+from hf_posenc.methods.base import DistanceMethod, Extension, StagedMethod, plain_frequencies
 
 _PROBE_TOKENS = 5
 _PROBE_EPSILONS = 16  # roundings of a state that is rotated twice, in epsilons of its dtype

@@ -35,13 +35,14 @@ from hf_posenc.checkpoint.manifest import (
 )
 from hf_posenc.checkpoint.pretrained import expecting_keys, load_weights, model_class
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
-from hf_posenc.checkpoint.standard_saving import carry_extension
 from hf_posenc.encodings.encoding_installation import MODULE, load_parameters, refuse_adapter
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.discovery import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
 from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.base import Extension
 from hf_posenc.patching.api import describe, unextended_config, verify_model
-from hf_posenc.patching.extension import MARK, Extension, mark_encoding
+from hf_posenc.patching.carrying import carry_extension
+from hf_posenc.patching.extension import MARK, mark_encoding
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import as_stored
 from hf_posenc.utils.files import write_whole

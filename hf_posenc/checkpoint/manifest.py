@@ -10,15 +10,17 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from hf_posenc.checkpoint.hub_files import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.discovery import text_configs, unwrap
 from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.base import Extension
 from hf_posenc.methods.registry import get_method, make_method
+from hf_posenc.patching.api import describe as describe_loaded
 from hf_posenc.patching.api import extension_of, patch_model, unextended_config
-from hf_posenc.patching.extension import MARK, Extension, describe_config, mark_on
+from hf_posenc.patching.extension import MARK, describe_config, mark_on
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import __version__
 
@@ -144,7 +146,21 @@ def find_manifest(source: str | Path, kwargs: Mapping[str, Any] | None = None) -
     return None if folder is None or manifest is None else (manifest, folder)
 
 
-def describe_folder(source: str | Path) -> dict[str, Any]:
+def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
+    """Return method, factor, options, original and target length; method ``"none"`` for what is not extended.
+
+    Args:
+        source: A model, wrapped or not; a config; a checkpoint's folder, an adapter's too, or a name on the Hub.
+
+    Raises:
+        OSError: There is no such folder, and no such name on the Hub.
+        TypeError: It is none of these.
+        ValueError: The manifest in the folder is damaged.
+    """
+    return _describe_folder(source) if isinstance(source, (str, Path)) else describe_loaded(source)
+
+
+def _describe_folder(source: str | Path) -> dict[str, Any]:
     """Return ``describe`` of what is in a folder, or on the Hub under a name: by its manifest, else by its config.
 
     Raises:
@@ -163,7 +179,7 @@ def describe_folder(source: str | Path) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"{str(source)!r} is an adapter that does not name its base model: describe that."
             )
-        return describe_folder(base)
+        return _describe_folder(base)
     return describe_config(AutoConfig.from_pretrained(path if path.is_dir() else str(source)))
 
 

@@ -44,7 +44,8 @@ from hf_posenc.doctor.live_model import against_meaning, check_applied, held_by_
 from hf_posenc.doctor.mending import mended
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.discovery import unwrap
-from hf_posenc.patching.extension import MARK, Extension
+from hf_posenc.methods.base import Extension
+from hf_posenc.patching.extension import MARK
 from hf_posenc.utils.files import read_json, write_whole
 
 

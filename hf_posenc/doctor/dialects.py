@@ -1,7 +1,7 @@
 """How versions of Transformers read the rotary settings of a config.json: JSON in, facts out, nothing is loaded.
 
-Checked against Transformers 4.57.6, 5.0.0 and 5.23.0 (``tests/integration/test_doctor_versions.py``). Version 4 reads the base from
-the top level and the rule from ``rope_scaling``. Version 5 takes ``rope_scaling`` if it is there, whole, and else
+Checked against Transformers 4.57.6, 5.0.0 and 5.23.0 (``tests/integration/test_doctor_versions.py``). Version 4 reads
+the base from the top level and the rule from ``rope_scaling``. Version 5 takes ``rope_scaling`` if it is there, whole, and else
 ``rope_parameters``; the top level only fills in a base that is missing.
 """
 

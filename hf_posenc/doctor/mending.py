@@ -15,9 +15,10 @@ from hf_posenc.doctor.diagnosis import Dialect, read_dialect
 from hf_posenc.doctor.dialects import full_label, is_nested
 from hf_posenc.doctor.family_facts import HEAD_DIM_NONE, MROPE_IN_MODULE, default_text, text_config
 from hf_posenc.errors import InvalidRequestError
+from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.registry import get_method
-from hf_posenc.patching.extension import MARK, SCALING_KEYS, head_dim_of
+from hf_posenc.patching.extension import MARK, SCALING_KEYS
 from hf_posenc.patching.request import resolve, write_config
 
 _ORIGINAL = "original_max_position_embeddings"

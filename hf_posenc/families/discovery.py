@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.errors import InvalidTypeError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.families.refusals import Refusal
 
 if TYPE_CHECKING:  # they take seconds to import, which `--help` and `presets` would wait for
@@ -208,6 +208,42 @@ def rope_label(config: PreTrainedConfig) -> str | None:
         values = {"layer_types": ", ".join(labels)}
         raise Refusal(config.model_type, "no_settings_for_full_attention", values).error()
     return full
+
+
+def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the ``rope_parameters`` of a text config, those of full attention if each layer type has its own.
+
+    Raises:
+        ValueError: There are none, none for full attention, or they lack ``rope_theta``.
+    """
+    parameters = getattr(config, "rope_parameters", None)
+    if not parameters:
+        raise Refusal(config.model_type, "no_rotary_embedding").error()
+    label = rope_label(config)
+    if label is not None:
+        parameters = parameters[label]
+    if parameters.get("rope_theta") is None:
+        raise InvalidRequestError(
+            "config.rope_parameters has no rope_theta. Assigning config.rope_scaling or config.rope_parameters "
+            "replaces the whole dict in Transformers 5, and has no effect on a loaded model. Reload the model and "
+            "call patch_model."
+        )
+    legacy = config.__dict__.get("rope_theta")
+    if label is None and legacy is not None and legacy != parameters["rope_theta"]:
+        raise InvalidRequestError(
+            f"config.rope_theta was set to {legacy!r}, which Transformers 5 does not read "
+            f"(rope_parameters['rope_theta'] is {parameters['rope_theta']!r}). Use method='abf' with "
+            f"rope_theta={legacy!r}, or delete the attribute."
+        )
+    return dict(parameters)
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """Return the features of a head, of full attention, also where ``config.head_dim`` is missing or None."""
+    label = rope_label(config)
+    if label is not None and getattr(config, "is_heterogeneous", False):  # Gemma 4: it differs by layer type
+        config = config.per_layer_config[label]  # type: ignore[call-overload]  # a layer type does too
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def label_prefix(label: str | None) -> str:

@@ -466,3 +466,46 @@ class Encoding(InPlaceOfRope, Method):
         Raises:
             ValueError: A size does not fit.
         """
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A method resolved against a model.
+
+    Attributes:
+        spec: What the model was trained with.
+        method: The method; its ``factor`` is exactly ``context_length / original``.
+        context_length: The target, in tokens.
+        original_known: False for a checkpoint whose config does not say what it was trained on.
+        sliding_window: What was requested for a window that every layer has: ``"keep"``, ``"off"`` or tokens.
+    """
+
+    spec: RopeSpec
+    method: Method
+    context_length: int
+    original_known: bool = True
+    sliding_window: str | int = "keep"
+
+    FACTS: ClassVar[tuple[str, ...]] = (
+        "method",
+        "factor",
+        "options",
+        "original_max_position_embeddings",
+        "context_length",
+    )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the extension as JSON-able facts, the words of records and manifests."""
+        return {
+            "method": self.method.name,
+            "factor": self.method.factor,
+            "options": self.method.changed_options(),
+            "original_max_position_embeddings": (
+                self.spec.original_max_position_embeddings if self.original_known else None
+            ),
+            "context_length": self.context_length,
+        }
+
+    def mark(self) -> dict[str, Any]:
+        """Return what the config of an extended model says of the extension, to whoever has only the config."""
+        return {**self.describe(), "rope_theta": self.spec.rope_theta}

@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
@@ -15,23 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from hf_posenc.attention.installation import attention_problem, check_attention, install_attention, remove_attention
 from hf_posenc.attention.interface import count_layers
-from hf_posenc.checkpoint.standard_saving import carries_extension, carry_extension, drop_extension
 from hf_posenc.encodings.encoding_installation import check_encoding, install_encoding
 from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, InvalidTypeError, RotaryMismatchError
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.families.sliding_window import KEEP
-from hf_posenc.patching.extension import (
-    MARK,
-    Extension,
-    declared_scaling,
-    describe_config,
-    mark_encoding,
-    mark_on,
-    plain_spec,
-)
-from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
-from hf_posenc.patching.request import resolve, warn_about_limits, write_config
-from hf_posenc.patching.rotary_module import (
+from hf_posenc.families.rotary_module import (
     SavedRotary,
     instantiate,
     read_rotary,
@@ -39,6 +25,12 @@ from hf_posenc.patching.rotary_module import (
     write_rotary,
     zero_other_layer_types,
 )
+from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.base import Extension
+from hf_posenc.patching.carrying import carries_extension, carry_extension, drop_extension
+from hf_posenc.patching.extension import MARK, declared_scaling, describe_config, mark_encoding, mark_on, plain_spec
+from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
+from hf_posenc.patching.request import resolve, warn_about_limits, write_config
 from hf_posenc.patching.softmax_scale import (
     attention_factor_of,
     expected_scale,
@@ -347,23 +339,18 @@ def unextended_config(model: PreTrainedModel) -> dict[str, Any]:
     return {name: values[name] for name in CONFIG_VALUES if name in values}
 
 
-def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
+def describe(source: nn.Module | PreTrainedConfig) -> dict[str, Any]:
     """Return method, factor, options, original and target length; method ``"none"`` for what is not extended.
 
     Args:
-        source: A model, wrapped or not; a config; a checkpoint's folder, an adapter's too, or a name on the Hub.
+        source: A model, wrapped or not; or a config.
 
     Raises:
-        OSError: There is no such folder, and no such name on the Hub.
-        TypeError: It is none of these.
+        TypeError: It is neither.
     """
     if isinstance(source, PreTrainedConfig):  # of a patched model, maybe, whose rule no config can hold
         mark = mark_on(source.get_text_config(decoder=True))
         return {key: mark[key] for key in Extension.FACTS} if mark else describe_config(source)
-    if isinstance(source, (str, Path)):
-        from hf_posenc.checkpoint.manifest import describe_folder
-
-        return describe_folder(source)
     extension = patched_extension(source)
     return describe_config(RotaryModel(source).model.config) if extension is None else extension.describe()
 

@@ -11,19 +11,19 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, argument
-from hf_posenc.families.discovery import LONGROPE_ONLY, MLA, ROTATED_VALUES, refuse_family, rope_label
-from hf_posenc.families.sliding_window import KEEP, choose_window, warn_about_window
-from hf_posenc.methods.base import Method, check_factor
-from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
-from hf_posenc.patching.extension import (
-    MARK,
-    SCALING_KEYS,
-    Extension,
+from hf_posenc.families.discovery import (
+    LONGROPE_ONLY,
+    MLA,
+    ROTATED_VALUES,
     declared_rope,
-    declared_scaling,
     head_dim_of,
-    plain_spec,
+    refuse_family,
+    rope_label,
 )
+from hf_posenc.families.sliding_window import KEEP, choose_window, warn_about_window
+from hf_posenc.methods.base import Extension, Method, check_factor
+from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
+from hf_posenc.patching.extension import MARK, SCALING_KEYS, declared_scaling, plain_spec
 from hf_posenc.patching.presets import choose_preset
 from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
 from hf_posenc.spec import RopeSpec, check_length

@@ -16,8 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import MLA
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.methods.base import Method
-from hf_posenc.patching.extension import Extension
+from hf_posenc.methods.base import Extension, Method
 
 
 def latent_attentions(rotary: RotaryModel) -> dict[str, nn.Module]:

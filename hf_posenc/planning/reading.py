@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.footprint import footprint
 from hf_posenc.evaluation.memory import ModelShape, predict_memory, shape_of
-from hf_posenc.patching.extension import Extension
+from hf_posenc.methods.base import Extension
 from hf_posenc.patching.request import resolve
 from hf_posenc.planning.facts import KvCache
 from hf_posenc.planning.gpus import smallest_gpu, usable

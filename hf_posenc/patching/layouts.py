@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 
 from hf_posenc.attention.installation import attention_layers, goes_through_interface, has_positions, probe
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, UnknownNameError
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.discovery import head_dim_of, unwrap
 from hf_posenc.methods.encodings.rope import RopeOptions, join_pairs, split_pairs
 from hf_posenc.patching.api import describe, extension_of, patch_model, unpatch_model
-from hf_posenc.patching.extension import head_dim_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
