@@ -28,7 +28,8 @@ from hf_posenc.attention.rotating_attention import RotatingAttention
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.attention.staged import Stages
 from hf_posenc.errors import RotaryMismatchError, argument
-from hf_posenc.families.discovery import FULL_ATTENTION, MLA, declared_rope
+from hf_posenc.families.discovery import declared_rope
+from hf_posenc.families.family_data import FULL_ATTENTION, family_of
 from hf_posenc.families.refusals import TAKE_STATIC, Refusal
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.rotary_module import SavedRotary, rotary_class, write_rotary
@@ -37,15 +38,6 @@ from hf_posenc.methods.base import DistanceMethod, Extension, StagedMethod, plai
 
 _PROBE_TOKENS = 5
 _PROBE_EPSILONS = 16  # roundings of a state that is rotated twice, in epsilons of its dtype
-# Model types whose code does what cannot be seen from outside, with the code of the reason.
-_REFUSED: dict[str, str] = {
-    "doge": "mask_per_layer",
-    "hunyuan_v1_dense": "norm_after_rotation",
-    "hunyuan_v1_moe": "norm_after_rotation",
-    "nanochat": "norm_after_rotation",
-    "ministral": "needs_its_window",
-    "phimoe": "frequencies_per_forward",
-}
 
 
 @dataclass
@@ -79,10 +71,10 @@ def check_attention(rotary: RotaryModel, extension: Extension) -> Rotation:
 def refusal_of_family(rotary: RotaryModel) -> Refusal | None:
     """Return why methods that run in attention are not for a model's family; None if they are."""
     config, model, found = rotary.text_config, rotary.model, rotary.rotary_modules
-    name = config.model_type
-    if name in _REFUSED:
-        return Refusal(name, _REFUSED[name])
-    if name in MLA or getattr(config, "kv_lora_rank", None):
+    name, family = config.model_type, family_of(config.model_type)
+    if family.refused_in_attention:
+        return Refusal(name, family.refused_in_attention)
+    if family.latent_attention or getattr(config, "kv_lora_rank", None):
         return Refusal(name, "latent_attention")
     if any(module.rpartition(".")[2] == "indexer" for module, _ in model.named_modules()):
         return Refusal(name, "indexer")

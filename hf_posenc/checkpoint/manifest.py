@@ -14,7 +14,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from hf_posenc.checkpoint.hub_files import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
-from hf_posenc.families.discovery import text_configs, unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import Extension
 from hf_posenc.methods.registry import get_method, make_method
@@ -32,16 +32,15 @@ FORMAT = 2
 _NEEDED = (*Extension.FACTS, "rope_theta", "base_model", "tokens_trained")
 
 
-def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: str | None) -> dict[str, Any]:
+def make_manifest(rotary: RotaryModel, *, tokens_trained: int | None, base_model: str | None) -> dict[str, Any]:
     """Return the manifest: what was asked, of what, how long it was trained, and with which versions.
 
     Args:
-        model: The extended model.
+        rotary: The extended model.
         tokens_trained: Tokens it was fine-tuned on since; None where others trained it, and did not say.
         base_model: Where the unextended model came from; None to take it from the config.
     """
-    base = unwrap(model)
-    extension = extension_of(base)
+    extension = extension_of(rotary)
     if extension is None:
         raise InvalidRequestError("the model is not extended: call patch_model first, or save it with save_pretrained.")
     if not extension.original_known:
@@ -49,20 +48,21 @@ def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: s
             "the model was loaded scaled (linear), and its config does not say what length it was trained on. Say it: "
             "patch_model(model, 'linear', factor, original_max_position_embeddings=..., on_scaled='replace')."
         )
+    model, config = rotary.model, rotary.text_config
     window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
     # What config.json keeps of the base model, so that a later change of it is found.
-    kept = {"base_config": unextended_config(base)} if extension.method.runs_in_attention else {}
-    mark = mark_on(base.config.get_text_config(decoder=True)) or {}  # of one that was loaded extended
+    kept = {"base_config": unextended_config(rotary)} if extension.method.runs_in_attention else {}
+    mark = mark_on(config) or {}  # of one that was loaded extended
     # What an adapter's folder does not say of the head that it was trained with.
-    head = {"num_labels": base.config.num_labels} if hasattr(base, "num_labels") else {}
+    head = {"num_labels": model.config.num_labels} if hasattr(model, "num_labels") else {}
     return {
         "format": FORMAT,
         **extension.describe(),
         **window,
         "rope_theta": extension.spec.rope_theta,
-        "base_model": base_model or mark.get("base_model", getattr(base.config, "_name_or_path", "") or None),
+        "base_model": base_model or mark.get("base_model", getattr(model.config, "_name_or_path", "") or None),
         "tokens_trained": tokens_trained,
-        "rope_parameters": base.config.get_text_config(decoder=True).rope_parameters,
+        "rope_parameters": config.rope_parameters,
         **kept,
         **head,
         "versions": {"hf_posenc": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
@@ -216,7 +216,7 @@ def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = 
         on_scaled=on_scaled,
         **manifest["options"],
     )
-    for config in text_configs(unwrap(model)):  # the model's own name is that of the extended one
+    for config in RotaryModel(model).text_configs:  # the model's own name is that of the extended one
         getattr(config, MARK)["base_model"] = manifest["base_model"]
 
 

@@ -232,10 +232,10 @@ def _wrap_adapter_config(module: ModuleType) -> None:
 
 def _carrying_inside(model: Any) -> PreTrainedModel | None:
     """Return the model inside wrappers if its extension is to be saved with it."""
-    from hf_posenc.families.discovery import unwrap
+    from hf_posenc.families.rotary_model import RotaryModel
 
     try:
-        base = unwrap(model)
+        base = RotaryModel(model).model
     except TypeError:  # not a Transformers model
         return None
     return base if carries_extension(base) else None
@@ -295,9 +295,10 @@ def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> No
 def _warn_if_lost(model: PreTrainedModel, source: Any) -> None:
     """Warn of a model that only says that it was extended, by a rule that no config can hold."""
     from hf_posenc.checkpoint.manifest import MANIFEST
+    from hf_posenc.families.rotary_model import RotaryModel
     from hf_posenc.patching.extension import mark_on, rule_is_elsewhere
 
-    mark = mark_on(model.config.get_text_config(decoder=True))
+    mark = mark_on(RotaryModel(model).text_config)
     try:
         lost = mark is not None and rule_is_elsewhere(mark)
     except ValueError as error:
@@ -349,18 +350,19 @@ def _wrap_reference_models(module: ModuleType) -> None:
 
 def _extend_as(model: PreTrainedModel, config: Any) -> None:
     """Extend a model as the config of another, live one says."""
+    from hf_posenc.families.rotary_model import RotaryModel
     from hf_posenc.families.sliding_window import KEEP
     from hf_posenc.methods.base import Extension
     from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model
     from hf_posenc.patching.extension import mark_on
 
-    text_config = config.get_text_config(decoder=True)
+    rotary, text_config = RotaryModel(model), config.get_text_config(decoder=True)
     mark = mark_on(text_config)
-    if mark is None or all(describe(model)[key] == mark[key] for key in Extension.FACTS):
+    if mark is None or all(describe(rotary)[key] == mark[key] for key in Extension.FACTS):
         return
-    if is_patched(model):
+    if is_patched(rotary):
         unpatch_model(model)
-    own = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    own = getattr(rotary.text_config, "sliding_window", None)
     window = getattr(text_config, "sliding_window", None)
     patch_model(
         model,

@@ -10,7 +10,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.explain.explanations import explain_encoding, explain_method
 from hf_posenc.explain.sections import Explanation, check_output_folder
 from hf_posenc.explain.subject import Subject, read_subject
-from hf_posenc.families.discovery import door_capabilities
+from hf_posenc.families.family_data import attention_capabilities
 from hf_posenc.families.refusals import TAKE_STATIC
 from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import get_method, make_method
@@ -64,7 +64,7 @@ def _method(name: str, subject: Subject, extension: ExtensionConfig, options: di
         sliding_window=extension.sliding_window,
         on_scaled=extension.on_scaled,
     )
-    refusal = door_capabilities().get(subject.config.model_type)
+    refusal = attention_capabilities().get(subject.config.model_type)
     if resolved.method.runs_in_attention and refusal is not None:
         raise refusal.error(resolved.method.name, TAKE_STATIC)
     return explain_method(subject, resolved)

@@ -18,8 +18,8 @@ from hf_posenc.doctor.dialects import (
     usual_section_fits,
     yarn_temperature,
 )
-from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_text, default_theta
-from hf_posenc.families.discovery import LONGROPE_ONLY
+from hf_posenc.doctor.family_facts import MROPE_SECTION, default_text, default_theta
+from hf_posenc.families.family_data import family_of
 from hf_posenc.methods.registry import make_method
 from hf_posenc.patching.extension import MARK, SCALING_KEYS, rotary_width
 from hf_posenc.patching.request import rope_parameters_of
@@ -108,7 +108,11 @@ def canonical(text: Mapping[str, Any], known: Known) -> dict[str, Any]:
     thetas = (known.rope_theta, given.get("rope_theta"), scaling.get("rope_theta"), top_level(text, "rope_theta"))
     theta = next((value for value in thetas if value is not None), None)
     parameters["rope_theta"] = default_theta(text["model_type"]) if theta is None else theta
-    if text["model_type"] in MROPE_IN_LAYERS and not parameters.get("mrope_section") and usual_section_fits(text):
+    if (
+        family_of(text["model_type"]).several_axes_in_layers
+        and not parameters.get("mrope_section")
+        and usual_section_fits(text)
+    ):
         parameters["mrope_section"] = list(MROPE_SECTION)
     partial = given.get("partial_rotary_factor", top_level(text, "partial_rotary_factor"))
     if partial is not None:
@@ -148,10 +152,10 @@ def original_length(
     places = [
         (known.original, "you"),
         ((mark or {}).get(ORIGINAL), MARK),
-        (text.get(ORIGINAL) if text["model_type"] in LONGROPE_ONLY else None, f"config.{ORIGINAL}"),
+        (text.get(ORIGINAL) if family_of(text["model_type"]).longrope_only else None, f"config.{ORIGINAL}"),
         (parameters.get(ORIGINAL), ORIGINAL),
         (text.get(ORIGINAL), f"config.{ORIGINAL}"),
-        (4096 if text["model_type"] in LONGROPE_ONLY else None, "the family"),
+        (4096 if family_of(text["model_type"]).longrope_only else None, "the family"),
         (
             length if parameters["rope_type"] in ("default", "dynamic", "proportional") else None,
             "max_position_embeddings",

@@ -18,7 +18,8 @@ from hf_posenc.doctor.dialects import (
     read_by,
     top_level,
 )
-from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_theta
+from hf_posenc.doctor.family_facts import MROPE_SECTION, default_theta
+from hf_posenc.families.family_data import family_of
 from hf_posenc.patching.extension import SCALING_KEYS
 
 _NO_SPELLING = "No spelling helps there: take Transformers 4.57 or a newer 5."
@@ -270,7 +271,7 @@ def _reading(facts: Facts, parameters: Mapping[str, Any]) -> Rope | Mapping[str,
 
 
 def _check_axes(facts: Facts) -> Iterator[Finding]:
-    if facts.text["model_type"] in MROPE_IN_LAYERS and not facts.source.get("mrope_section"):
+    if family_of(facts.text["model_type"]).several_axes_in_layers and not facts.source.get("mrope_section"):
         fits = "mrope_section" in facts.parameters
         yield Finding(
             "no-mrope-section",

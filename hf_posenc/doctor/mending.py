@@ -13,9 +13,10 @@ from hf_posenc.checkpoint.extended import both_spellings
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import Dialect, read_dialect
 from hf_posenc.doctor.dialects import full_label, is_nested
-from hf_posenc.doctor.family_facts import HEAD_DIM_NONE, MROPE_IN_MODULE, default_text, text_config
+from hf_posenc.doctor.family_facts import default_text, text_config
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import head_dim_of
+from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.registry import get_method
 from hf_posenc.patching.extension import MARK, SCALING_KEYS
@@ -58,11 +59,11 @@ def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, An
     fixed["max_position_embeddings"] = dialect.target or config.max_position_embeddings
     if hasattr(config, _ORIGINAL):
         fixed[_ORIGINAL] = getattr(config, _ORIGINAL)
-    if dialect.model_type in HEAD_DIM_NONE and text.get("head_dim") is None:
+    if family_of(dialect.model_type).needs_head_dim and text.get("head_dim") is None:
         fixed["head_dim"] = head_dim_of(config)
     spelled = both_spellings(fixed)
     axes = {k: v for k, v in spelled["rope_parameters"].items() if k.startswith("mrope_")}
-    several = axes or dialect.model_type in MROPE_IN_MODULE
+    several = axes or family_of(dialect.model_type).several_axes_in_module
     if several and spelled["rope_scaling"] is None:  # where Transformers 4 looks for the axes
         spelled["rope_scaling"] = {**axes, "rope_type": "default", "type": "default"}
     return spelled

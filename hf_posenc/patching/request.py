@@ -11,15 +11,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, argument
-from hf_posenc.families.discovery import (
-    LONGROPE_ONLY,
-    MLA,
-    ROTATED_VALUES,
-    declared_rope,
-    head_dim_of,
-    refuse_family,
-    rope_label,
-)
+from hf_posenc.families.discovery import declared_rope, head_dim_of, refuse_family, rope_label
+from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import KEEP, choose_window, warn_about_window
 from hf_posenc.methods.base import Extension, Method, check_factor
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
@@ -141,9 +134,9 @@ def resolve(
 
 def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Method:
     """Return a method with its temperature where the family can have it."""
-    if config.model_type in MLA:
+    if family_of(config.model_type).latent_attention:
         return method.for_latent_attention()
-    if config.model_type in ROTATED_VALUES:
+    if family_of(config.model_type).rotated_values:
         plain = method.without_temperature()
         if plain is None:
             raise InvalidRequestError(
@@ -158,7 +151,7 @@ def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Met
 
 def rope_parameters_of(model_type: str, label: str | None, method: Method, spec: RopeSpec) -> dict[str, Any]:
     """Return how a method is written for a family: by its own name unless Transformers would read that otherwise."""
-    if model_type in LONGROPE_ONLY and not method.runs_in_attention:
+    if family_of(model_type).longrope_only and not method.runs_in_attention:
         return method.longrope_parameters(spec)
     return method.rope_parameters(spec, per_layer_type=label is not None)
 
@@ -173,8 +166,8 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
         written.setdefault("original_max_position_embeddings", spec.original_max_position_embeddings)
     if (bases := getattr(config, "layer_rope_theta", None)) is not None:  # one base, which layers have or not
         config.layer_rope_theta = [base and written["rope_theta"] for base in bases]
-    if config.model_type == "phimoe" and "attention_factor" in written:  # names of its own, one for each list
-        written |= dict.fromkeys(("short_mscale", "long_mscale"), written["attention_factor"])
+    if "attention_factor" in written:  # under the family's own names too, if it has any
+        written |= dict.fromkeys(family_of(config.model_type).attention_factor_names, written["attention_factor"])
     config.rope_parameters = written if label is None else {**config.rope_parameters, label: written}
     declared = extension.context_length if method.declares_target else spec.original_max_position_embeddings
     config.max_position_embeddings = declared

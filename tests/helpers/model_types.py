@@ -17,11 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_posenc import extend_config, patch_model
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.families.discovery import (
+from hf_posenc.families.discovery import rope_label
+from hf_posenc.families.family_data import (
     FAMILIES_TABLE,
     FULL_ATTENTION,
     capabilities,
-    rope_label,
     table_version,
 )
 from hf_posenc.families.refusals import Refusal
@@ -239,7 +239,7 @@ IDS = token_ids(100)  # past the original 64
 REQUEST: dict[str, Any] = {"original_max_position_embeddings": 64, "on_scaled": "replace"}
 
 
-def patch_behind_door(model: PreTrainedModel, method: str, factor: float, **options: Any) -> PreTrainedModel:
+def patch_in_attention(model: PreTrainedModel, method: str, factor: float, **options: Any) -> PreTrainedModel:
     """Patch; a window that every layer has, as the sizes above give many, is taken off."""
     has_window = window_of_all_layers(model.config.get_text_config(decoder=True)) is not None
     return patch_model(model, method, factor, **{"sliding_window": "off" if has_window else "keep", **options})
@@ -259,10 +259,10 @@ def error_refused(model_type: str) -> ValueError | None:
     return None
 
 
-def error_not_behind_door(model_type: str) -> ValueError | None:
+def error_not_in_attention(model_type: str) -> ValueError | None:
     """Return the error by which a type that can be patched is refused for a method that runs in attention."""
     try:
-        patch_behind_door(tiny_model(_DECODER_OF.get(model_type, model_type)), "dynamic_yarn", 4, **REQUEST)
+        patch_in_attention(tiny_model(_DECODER_OF.get(model_type, model_type)), "dynamic_yarn", 4, **REQUEST)
     except ValueError as error:
         return error
     return None
@@ -291,7 +291,7 @@ def main() -> None:
     """Write the table of families that the package ships: what became of each type of this Transformers."""
     types = {model_type: refusal_of(error_refused(model_type)) for model_type in causal_types()}
     extended = [model_type for model_type, refusal in types.items() if refusal is None]
-    attention = {model_type: refusal_of(error_not_behind_door(model_type)) for model_type in extended}
+    attention = {model_type: refusal_of(error_not_in_attention(model_type)) for model_type in extended}
     version = json.dumps(transformers.__version__)
     written = f'{{\n"transformers": {version},\n"types": {_rows(types)},\n"attention": {_rows(attention)}\n}}\n'
     FAMILIES_TABLE.write_text(written, encoding="utf-8")

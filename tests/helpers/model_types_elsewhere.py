@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, StaticCache
 
 from attention_models import in_chunks
 from hf_posenc import RotaryMismatchError, patch_model, unpatch_model
-from model_types import IDS, patch_behind_door, rotary_types, sharp_model, tiny_model
+from model_types import IDS, patch_in_attention, rotary_types, sharp_model, tiny_model
 from older_transformers import OTHERWISE_IN_5_0
 from tiny_models import logits, native, state
 
@@ -49,7 +49,7 @@ def is_exact_in_chunks(model: PreTrainedModel, cache: Any = None) -> bool:
         return False
 
 
-def outcome_behind_door(model_type: str, method: str) -> str:
+def outcome_in_attention(model_type: str, method: str) -> str:
     """Return the same for a rule of the attention door: equal with a cache, plain in short texts, and when undone."""
     try:
         model = sharp_model(model_type)
@@ -58,7 +58,7 @@ def outcome_behind_door(model_type: str, method: str) -> str:
         return f"cannot be built: {type(error).__name__}"
     is_exact = is_exact_in_chunks(model)
     try:
-        patch_behind_door(model, method, 4, **BEHIND_DOOR[method], **REQUEST)
+        patch_in_attention(model, method, 4, **IN_ATTENTION[method], **REQUEST)
     except (ValueError, RotaryMismatchError):
         after = state(model)
         untouched = all(torch.equal(after[name], value) for name, value in before.items())
@@ -76,7 +76,7 @@ def outcome_behind_door(model_type: str, method: str) -> str:
     return "equal" if is_exact else "equal without a cache: it is not exact with one unpatched either"
 
 
-BEHIND_DOOR: dict[str, dict[str, int]] = {"dynamic_yarn": {"stage": 16}, "self_extend": {"group": 3, "window": 64}}
+IN_ATTENTION: dict[str, dict[str, int]] = {"dynamic_yarn": {"stage": 16}, "self_extend": {"group": 3, "window": 64}}
 # Also with a cache of fixed size.
 STATIC = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gpt_neox", "phi3", "smollm3")
 
@@ -86,5 +86,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for model_type in rotary_types():
         for method in sys.argv[1:]:
-            found = (outcome_behind_door if method in BEHIND_DOOR else outcome)(model_type, method)
+            found = (outcome_in_attention if method in IN_ATTENTION else outcome)(model_type, method)
             print(json.dumps([model_type, method, found]), flush=True)

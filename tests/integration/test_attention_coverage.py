@@ -17,14 +17,14 @@ from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
 from hf_posenc.attention.interface import FULL, attention_of
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.families.discovery import capabilities, door_capabilities
+from hf_posenc.families.family_data import Family, attention_capabilities, capabilities
 from hf_posenc.families.sliding_window import window_of_all_layers
 from model_types import (
     NEIGHBOURS,
     REQUEST,
     config_class_of,
-    error_not_behind_door,
-    patch_behind_door,
+    error_not_in_attention,
+    patch_in_attention,
     refusal_of,
     rotary_types,
     sharp_model,
@@ -38,7 +38,7 @@ from tiny_models import assert_same_state, logits, native, state, token_ids
 
 ORIGINAL = 64  # tokens
 IDS = token_ids(180)
-BEHIND = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
+BEHIND = [t for t in rotary_types() if attention_capabilities().get(t, "") is None]
 # Their layers with a sliding window turn by the same module: the door leaves those plain, Transformers does not.
 SHARED_WITH_WINDOWS = {"cwm", "gemma2", "gpt_oss", "vaultgemma"}
 # How these turn in bfloat16 is not as in Llama.
@@ -51,7 +51,7 @@ def assert_exact_and_undone(model_type: str, method: str, **options: Any) -> Non
     """Full forward == chunks == 20 single tokens; plain up to the original length; undone to the bit."""
     model = sharp_model(model_type)
     before, plain, short = state(model), logits(model, IDS), logits(model, IDS[:, :ORIGINAL])
-    patch_behind_door(model, method, 4, **REQUEST, **options)
+    patch_in_attention(model, method, 4, **REQUEST, **options)
     verify_model(model)
     full = logits(model, IDS)
     if model_type != "minimax":  # not exact with its cache without us either: see below
@@ -98,7 +98,7 @@ def test_one_stage_is_the_model_transformers_builds_with_yarn(model_type: str) -
     ids = IDS[:, :100]
     reference = logits(native(model, "yarn", 100, **request), ids)
     assert (reference - logits(model, ids)).abs().max() > 1e-3
-    patch_behind_door(model, "dynamic_yarn", 100, stage=99, **request)
+    patch_in_attention(model, "dynamic_yarn", 100, stage=99, **request)
     torch.testing.assert_close(logits(model, ids), reference, atol=1e-5, rtol=0)
 
 
@@ -112,7 +112,7 @@ def test_self_extend_in_groups_of_one_is_the_plain_model(model_type: str) -> Non
     if window_of_all_layers(config):
         config.sliding_window = 4096
     plain = logits(model, IDS)
-    patch_behind_door(model, "self_extend", 4, group=1, window=8, **REQUEST)
+    patch_in_attention(model, "self_extend", 4, group=1, window=8, **REQUEST)
     torch.testing.assert_close(logits(model, IDS), plain, atol=1e-5, rtol=0)
 
 
@@ -127,21 +127,21 @@ def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str)
         owner, _, buffer = name.rpartition(".")
         model.get_submodule(owner)._buffers[buffer] = value
     plain = logits(model, IDS[:, :ORIGINAL])
-    patch_behind_door(model, "dynamic_yarn", 4, stage=32, **REQUEST)
+    patch_in_attention(model, "dynamic_yarn", 4, stage=32, **REQUEST)
     assert torch.equal(logits(model, IDS[:, :ORIGINAL]), plain)
     doors = [attention_of(module) for module in model.modules()]
     assert {door.rotation for door in doors if door} == {Rotation(neighbours=model_type in NEIGHBOURS)}
 
 
 @pytest.mark.parametrize("method", ["dynamic_yarn", "self_extend"])
-@pytest.mark.parametrize("model_type", [t for t in rotary_types() if door_capabilities().get(t)])
+@pytest.mark.parametrize("model_type", [t for t in rotary_types() if attention_capabilities().get(t)])
 def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> None:
     model = tiny_model(model_type)
     before, plain = state(model), logits(model, IDS)
-    refusal = door_capabilities()[model_type]
+    refusal = attention_capabilities()[model_type]
     assert refusal is not None
     with pytest.raises(UnsupportedModelError, match=re.escape(str(refusal.error(method)))) as caught:
-        patch_behind_door(model, method, 4, **REQUEST)
+        patch_in_attention(model, method, 4, **REQUEST)
     assert (caught.value.method, caught.value.code) == (method, refusal.code)
     assert str(caught.value).endswith(" Static rules such as 'yarn' may be.")
     assert not any(attention_of(module) for module in model.modules())
@@ -151,9 +151,9 @@ def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> 
 
 def test_the_table_is_true_for_every_type() -> None:
     extended = [model_type for model_type in tabled_types() if capabilities()[model_type] is None]
-    found = {model_type: refusal_of(error_not_behind_door(model_type)) for model_type in extended}
-    assert found == known_here(door_capabilities())
-    assert len([reason for reason in door_capabilities().values() if reason is None]) > 80
+    found = {model_type: refusal_of(error_not_in_attention(model_type)) for model_type in extended}
+    assert found == known_here(attention_capabilities())
+    assert len([reason for reason in attention_capabilities().values() if reason is None]) > 80
 
 
 def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,12 +165,12 @@ def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytes
         if "layernorm" in name and "self_attn" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     plain = logits(model, IDS)
-    monkeypatch.setattr(installation, "_REFUSED", {})
+    monkeypatch.setattr(installation, "family_of", lambda model_type: Family())
     with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
-        patch_behind_door(model, "dynamic_yarn", 4, **REQUEST)
+        patch_in_attention(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)
     with pytest.raises(ValueError, match="it rotates queries and keys in a way of its own"):
-        patch_behind_door(tiny_model("nanochat"), "dynamic_yarn", 4, **REQUEST)
+        patch_in_attention(tiny_model("nanochat"), "dynamic_yarn", 4, **REQUEST)
 
 
 def cohere_whose_last_layer_has_no_positions() -> PreTrainedModel:
@@ -189,7 +189,7 @@ def test_layers_without_positions_stay_so() -> None:
     model.config.sliding_window = 4096
     reference = native(model, "yarn", 100, **request)
     plain = logits(model, ids)
-    patch_behind_door(model, "dynamic_yarn", 100, stage=99, **request)
+    patch_in_attention(model, "dynamic_yarn", 100, stage=99, **request)
     for layer in (model.model.layers[1], reference.model.layers[1]):  # Transformers scales what is in a window too
         layer.self_attn.register_forward_hook(lambda module, args, output: (0 * output[0], *output[1:]))
     assert (logits(reference, ids) - plain).abs().max() > 1e-3
@@ -203,13 +203,13 @@ def test_a_later_layer_that_does_not_turn_is_found_out(monkeypatch: pytest.Monke
     plain = logits(model, IDS)
     monkeypatch.setattr(installation, "_kind", lambda module, config: FULL)
     with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
-        patch_behind_door(model, "dynamic_yarn", 4, **REQUEST)
+        patch_in_attention(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)
 
 
 def test_layers_that_are_not_told_their_positions_do_not_recompute_them_wrongly() -> None:
     """Granite's hybrid tells its rotary module alone, so a layer that runs once more in backward cannot know."""
-    model = patch_behind_door(sharp_model("granitemoehybrid"), "dynamic_yarn", 4, stage=32, **REQUEST).train()
+    model = patch_in_attention(sharp_model("granitemoehybrid"), "dynamic_yarn", 4, stage=32, **REQUEST).train()
     model(IDS, labels=IDS, use_cache=False).loss.backward()
     for layer in model.model.layers:
         layer.gradient_checkpointing = True

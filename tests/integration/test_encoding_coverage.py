@@ -12,12 +12,13 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 from attention_models import in_chunks
 from encodings_by_hand import sinusoid, slope
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
-from hf_posenc.families.discovery import door_capabilities, rotary_modules
+from hf_posenc.families.family_data import attention_capabilities
+from hf_posenc.families.rotary_model import RotaryModel
 from model_types import (
     NEIGHBOURS,
     REQUEST,
     config_class_of,
-    patch_behind_door,
+    patch_in_attention,
     rotary_types,
     sharp_model,
     sharpened,
@@ -28,7 +29,7 @@ from older_transformers import skip_if_left_out
 from tiny_models import assert_same_state, logits, state, token_ids
 
 IDS = token_ids(50)
-BEHIND = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
+BEHIND = [t for t in rotary_types() if attention_capabilities().get(t, "") is None]
 # Their layers are not told where tokens stand, or the first one runs several times.
 NOTHING_ADDED = {"cohere_compass_text", "granitemoehybrid", "hrm_text", "zaya"}
 # Pairs of neighbours, a RoPE for each layer type, few layers of attention, two halves of values.
@@ -52,7 +53,7 @@ def with_one_base(model_type: str) -> PreTrainedModel:
 def test_rope_is_the_models_own(model_type: str) -> None:
     model = with_one_base(model_type)
     before, plain = state(model), logits(model, IDS)
-    patch_behind_door(model, "rope", 1, interleaved=model_type in NEIGHBOURS, **REQUEST)
+    patch_in_attention(model, "rope", 1, interleaved=model_type in NEIGHBOURS, **REQUEST)
     verify_model(model)
     torch.testing.assert_close(logits(model, IDS), plain, atol=2e-6, rtol=0)
     unpatch_model(model)
@@ -65,7 +66,7 @@ def test_alibi_is_a_mask_of_numbers_on_a_model_that_does_not_turn(model_type: st
     model = sharp_model(model_type)
     expected = as_a_mask(sharp_model(model_type))
     assert (expected - logits(model, IDS)).abs().max() > 1e-3
-    patch_behind_door(model, "alibi", 1, **REQUEST)
+    patch_in_attention(model, "alibi", 1, **REQUEST)
     full = logits(model, IDS)
     torch.testing.assert_close(full, expected, atol=2e-6, rtol=0)
     if model_type != "minimax":  # not exact with its cache without us either
@@ -184,12 +185,12 @@ def test_sinusoids_are_what_enters_the_first_layer(model_type: str) -> None:
     before, plain = state(model), logits(model, IDS)
     if model_type in NOTHING_ADDED:
         with pytest.raises((RotaryMismatchError, ValueError), match="Take 'alibi' or another"):
-            patch_behind_door(model, "sinusoidal", 1, **REQUEST)
+            patch_in_attention(model, "sinusoidal", 1, **REQUEST)
         assert_same_state(state(model), before)
         assert torch.equal(logits(model, IDS), plain)
         return
     expected = with_sinusoids(sharp_model(model_type))
-    patch_behind_door(model, "sinusoidal", 1, embedding_scale=0.05, **REQUEST)
+    patch_in_attention(model, "sinusoidal", 1, embedding_scale=0.05, **REQUEST)
     torch.testing.assert_close(logits(model, IDS), expected, atol=2e-6, rtol=0)
 
 
@@ -205,7 +206,7 @@ def with_sinusoids(model: PreTrainedModel) -> torch.Tensor:
             return (args[0] + table, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + table}
 
-    [rotary] = rotary_modules(model)
+    [rotary] = RotaryModel(model).rotary_modules
     decoder: Any = model.get_submodule(rotary.rpartition(".")[0])
     (decoder.blocks if hasattr(decoder, "blocks") else decoder.layers)[0].register_forward_pre_hook(
         add, with_kwargs=True
