@@ -19,7 +19,7 @@ from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import Extension
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.api import describe as describe_loaded
-from hf_posenc.patching.api import extension_of, patch_model, unextended_config
+from hf_posenc.patching.api import extension_of, patch_as_described, unextended_config
 from hf_posenc.patching.extension import MARK, describe_config, mark_on
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import __version__
@@ -207,15 +207,7 @@ def is_saved_by_us(source: str | Path) -> bool:
 
 def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = "refuse") -> None:
     """Patch a model as a manifest says."""
-    patch_model(
-        model,
-        manifest["method"],
-        context_length=manifest["context_length"],
-        original_max_position_embeddings=manifest["original_max_position_embeddings"],
-        sliding_window=manifest.get("sliding_window", KEEP),
-        on_scaled=on_scaled,
-        **manifest["options"],
-    )
+    patch_as_described(model, manifest, manifest.get("sliding_window", KEEP), on_scaled=on_scaled)
     for config in RotaryModel(model).text_configs:  # the model's own name is that of the extended one
         getattr(config, MARK)["base_model"] = manifest["base_model"]
 

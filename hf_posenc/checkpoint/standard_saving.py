@@ -351,9 +351,9 @@ def _wrap_reference_models(module: ModuleType) -> None:
 def _extend_as(model: PreTrainedModel, config: Any) -> None:
     """Extend a model as the config of another, live one says."""
     from hf_posenc.families.rotary_model import RotaryModel
-    from hf_posenc.families.sliding_window import KEEP
+    from hf_posenc.families.sliding_window import KEEP, OFF
     from hf_posenc.methods.base import Extension
-    from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model
+    from hf_posenc.patching.api import describe, is_patched, patch_as_described, unpatch_model
     from hf_posenc.patching.extension import mark_on
 
     rotary, text_config = RotaryModel(model), config.get_text_config(decoder=True)
@@ -364,15 +364,7 @@ def _extend_as(model: PreTrainedModel, config: Any) -> None:
         unpatch_model(model)
     own = getattr(rotary.text_config, "sliding_window", None)
     window = getattr(text_config, "sliding_window", None)
-    patch_model(
-        model,
-        mark["method"],
-        context_length=mark["context_length"],
-        original_max_position_embeddings=mark["original_max_position_embeddings"],
-        sliding_window=KEEP if window == own else window or "off",
-        on_scaled="replace",
-        **mark["options"],
-    )
+    patch_as_described(model, mark, KEEP if window == own else window or OFF)
 
 
 def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Path] | None:

@@ -14,7 +14,7 @@ from hf_posenc.families.family_data import attention_capabilities
 from hf_posenc.families.refusals import TAKE_STATIC
 from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import get_method, make_method
-from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest
 from hf_posenc.patching.request import resolve
 
 # Times its length that a model is shown with an encoding, where no length is given.
@@ -53,17 +53,8 @@ def run_explain(
 
 
 def _method(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:
-    resolved = resolve(
-        subject.config,
-        get_method(name).name,
-        extension.factor,
-        options,
-        context_length=extension.context_length,
-        original_max_position_embeddings=extension.original_max_position_embeddings,
-        preset=extension.preset,
-        sliding_window=extension.sliding_window,
-        on_scaled=extension.on_scaled,
-    )
+    how_far = {**vars(extension), "rope_scaling": None}
+    resolved = resolve(subject.config, ExtensionRequest.of(method=get_method(name).name, **how_far, **options))
     refusal = attention_capabilities().get(subject.config.model_type)
     if resolved.method.runs_in_attention and refusal is not None:
         raise refusal.error(resolved.method.name, TAKE_STATIC)

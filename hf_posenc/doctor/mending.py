@@ -20,6 +20,7 @@ from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.registry import get_method
 from hf_posenc.patching.extension import MARK, SCALING_KEYS
+from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.request import resolve, write_config
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -52,7 +53,7 @@ def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, An
     if window_of_all_layers(config) is not None:
         config.sliding_window = None  # how far it reaches is another matter, and the text's own stays
     if method != "none":
-        write_config(config, resolve(config, method, factor, options))
+        write_config(config, resolve(config, ExtensionRequest.of(method=method, factor=factor, **options)))
     stale = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
     fixed = {k: copy.deepcopy(v) for k, v in text.items() if k not in stale}
     fixed["rope_parameters"] = copy.deepcopy(config.rope_parameters)

@@ -29,6 +29,7 @@ from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.carrying import carries_extension, carry_extension, drop_extension
 from hf_posenc.patching.extension import MARK, declared_scaling, describe_config, mark_encoding, mark_on, plain_spec
+from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
 from hf_posenc.patching.request import resolve, warn_about_limits, write_config
 from hf_posenc.patching.softmax_scale import (
@@ -119,18 +120,18 @@ def patch_model(
             there["factor"],
         )
     text_config = rotary.text_config
-    extension = resolve(
-        text_config,
-        method,
-        factor,
-        options,
+    request = ExtensionRequest.of(
+        method=method,
+        factor=factor,
         context_length=context_length,
         original_max_position_embeddings=original_max_position_embeddings,
         preset=preset,
         rope_scaling=rope_scaling,
         sliding_window=sliding_window,
         on_scaled=on_scaled,
+        **options,
     )
+    extension = resolve(text_config, request)
     modules = rotary.rotary_modules
     rotation = None
     if extension.method.is_encoding:
@@ -234,6 +235,27 @@ def patched(model: ModelT, method: str | None = None, factor: float | None = Non
         unpatch_model(model)
 
 
+def patch_as_described(
+    model: nn.Module,
+    facts: Mapping[str, Any],
+    sliding_window: str | int = KEEP,
+    *,
+    on_scaled: str = "replace",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Patch a model as what ``describe`` returned of another says; the others are arguments of ``patch_model``."""
+    patch_model(
+        model,
+        facts["method"],
+        context_length=facts["context_length"],
+        original_max_position_embeddings=facts["original_max_position_embeddings"],
+        sliding_window=sliding_window,
+        on_scaled=on_scaled,
+        tokenizer=tokenizer,
+        **facts["options"],
+    )
+
+
 @contextmanager
 def unpatched(model: ModelT) -> Iterator[ModelT]:
     """Take an extension out for the length of a ``with`` block, and put the same one in again.
@@ -249,19 +271,10 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
     try:
         yield model
     finally:
-        said = record.extension.describe()
+        extension, tokenizer = record.extension, None if record.tokenizer is None else record.tokenizer[0]
         with warnings.catch_warnings(), quiet(__name__):  # all was said when it was patched first
             warnings.simplefilter("ignore")
-            patch_model(
-                model,
-                said["method"],
-                context_length=said["context_length"],
-                original_max_position_embeddings=said["original_max_position_embeddings"],
-                sliding_window=record.extension.sliding_window,
-                on_scaled="replace",
-                tokenizer=None if record.tokenizer is None else record.tokenizer[0],
-                **said["options"],
-            )
+            patch_as_described(model, extension.describe(), extension.sliding_window, tokenizer=tokenizer)
         for config, mark in zip(rotary.text_configs, marks, strict=True):
             setattr(config, MARK, mark)
         if record.encoding is not None:  # which may have learned something

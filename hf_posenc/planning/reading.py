@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.attention.footprint import footprint
 from hf_posenc.evaluation.memory import ModelShape, predict_memory, shape_of
 from hf_posenc.methods.base import Extension
+from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.request import resolve
 from hf_posenc.planning.facts import KvCache
 from hf_posenc.planning.gpus import smallest_gpu, usable
@@ -122,9 +123,9 @@ class Readings:
     def _extension(self, length: int) -> Extension | None:
         if self.method == "none" or length <= self.original:
             return None
-        told = {"context_length": length, "original_max_position_embeddings": self.original, "on_scaled": "replace"}
+        settings = {"context_length": length, "original_max_position_embeddings": self.original}
         try:
-            return resolve(self.text, self.method, None, {}, **told)  # type: ignore[arg-type]  # each as it wants it
+            return resolve(self.text, ExtensionRequest.of(method=self.method, on_scaled="replace", **settings))
         except ValueError:  # a family that is not extended; patch_model says why
             return None
 
