@@ -33,7 +33,7 @@ from hf_posenc.doctor.attention_rule import (
     check_tokenizer_limit,
     manifest_lines,
 )
-from hf_posenc.doctor.declaration import Known
+from hf_posenc.doctor.declaration import Known, reads_original
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by
 from hf_posenc.doctor.family_facts import text_config
@@ -162,7 +162,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
     else:
         lines += [("original", tokens), ("target", f"{dialect.target} tokens")]
         lines += [(f"{version} loads", _reading(version, text)) for version in VERSIONS]
-    if dialect.rope is not None and dialect.rope.rope_type in ("yarn", "llama3", "longrope"):
+    if dialect.rope is not None and reads_original(dialect.rope.rope_type):
         lines.append(("needs", "Transformers 4.43 or newer; older ones want a dictionary with two fields"))
     findings += dialect.findings
     reach, hidden = look_at_reach(text, dialect)

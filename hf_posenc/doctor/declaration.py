@@ -20,25 +20,15 @@ from hf_posenc.doctor.dialects import (
 )
 from hf_posenc.doctor.family_facts import MROPE_SECTION, default_text, default_theta
 from hf_posenc.families.family_data import family_of
-from hf_posenc.methods.registry import make_method
+from hf_posenc.methods.registry import make_method, method_of_rope_type
+from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.extension import MARK, SCALING_KEYS, rotary_width
 from hf_posenc.patching.request import rope_parameters_of
 from hf_posenc.spec import RopeSpec
 
 ORIGINAL = "original_max_position_embeddings"
-READS_ORIGINAL = frozenset({"yarn", "llama3", "longrope"})
-# Transformers says "unrecognized" to any other key of a rule, and does without it.
-KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "proportional": frozenset({"factor"}),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"}),
-}
-
-
+# Rules of Transformers that are no method: the model's own frequencies, and Gemma 4's with pairs that are not rotated.
+_KEYS_OF_OTHERS = {"default": frozenset[str](), "proportional": frozenset({"factor"})}
 _OTHER_KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor", "mrope_section", "llama_4_scaling_beta"}
 
 
@@ -78,6 +68,21 @@ class Facts:
     original: int | None
     known: Known
     marked: bool
+
+
+def keys_of(rope_type: str) -> frozenset[str] | None:
+    """Return the keys that Transformers reads of a rule, besides base and original length; None if it has no such rule.
+
+    It says "unrecognized" to any other key, and does without it.
+    """
+    method = method_of_rope_type(rope_type)
+    return _KEYS_OF_OTHERS.get(rope_type) if method is None else method.rope_keys
+
+
+def reads_original(rope_type: str) -> bool:
+    """Return whether Transformers reads the original length of a rule in its ``rope_parameters``."""
+    method = method_of_rope_type(rope_type)
+    return method is not None and method.reads_original
 
 
 def has_rope(text: Mapping[str, Any]) -> bool:
@@ -126,10 +131,10 @@ def canonical(text: Mapping[str, Any], known: Known) -> dict[str, Any]:
     if bool(parameters.get("mscale")) != bool(parameters.get("mscale_all_dim")):  # together or not at all
         parameters = {k: v for k, v in parameters.items() if k not in ("mscale", "mscale_all_dim")}
     multiple = parameters.get("attn_factor")
-    usable = parameters["rope_type"] == "yarn" and isinstance(parameters.get("factor"), float)
+    usable = parameters["rope_type"] == Yarn.rope_type and isinstance(parameters.get("factor"), float)
     if usable and isinstance(multiple, (int, float)) and multiple != 1:  # YaRN's authors multiply by it
         parameters["attention_factor"] = float(multiple) * yarn_temperature(parameters, parameters["factor"])
-    allowed = KEYS.get(parameters["rope_type"], frozenset()) | {"rope_type", ORIGINAL}
+    allowed = (keys_of(parameters["rope_type"]) or frozenset()) | {"rope_type", ORIGINAL}
     return {k: v for k, v in parameters.items() if k in allowed or not (k in SCALING_KEYS or is_misspelled(k))}
 
 

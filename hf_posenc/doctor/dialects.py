@@ -14,16 +14,10 @@ from typing import Any
 
 from hf_posenc.doctor.family_facts import MROPE_SECTION, default_theta
 from hf_posenc.families.family_data import FULL_ATTENTION, Family, family_of
+from hf_posenc.methods.registry import method_of_rope_type
+from hf_posenc.methods.yarn import Yarn
 
 VERSIONS = ("4.57", "5.0", "5.23")
-_READS_HEAD_DIM = frozenset({"yarn", "dynamic", "longrope"})
-_NEEDS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
 _USUAL = (
     ("beta_fast", 32.0),
     ("beta_slow", 1.0),
@@ -139,10 +133,15 @@ def read_by(version: str, config: Mapping[str, Any]) -> Rope | None:
         family.needs_head_dim
         and not (config.get("model_type") == "mistral" and version != "4.57")
         and config.get("head_dim") is None
-        and rope.rope_type in _READS_HEAD_DIM
+        and _reads_head_dim(rope.rope_type)
     ):
         raise Refused(f"its {rope.rope_type} rule needs head_dim, which is not written")
     return rope
+
+
+def _reads_head_dim(rope_type: str) -> bool:
+    method = method_of_rope_type(rope_type)
+    return method is not None and method.reads_head_dim
 
 
 def _read_4(config: Mapping[str, Any]) -> Rope:
@@ -204,7 +203,7 @@ def _read_5_0_by_layer(config: Mapping[str, Any]) -> Rope:
     if given and not {"full_attention", "sliding_attention"} <= given.keys():
         raise Refused("rope_parameters lacks full_attention or sliding_attention")
     rope = _read_5(config)
-    if rope.rope_type == "yarn":
+    if rope.rope_type == Yarn.rope_type:
         raise Refused("its check of a yarn rule fails where each layer type has settings of its own", for_good=True)
     return rope
 
@@ -236,13 +235,14 @@ def effective(config: Mapping[str, Any], parameters: Mapping[str, Any], theta: f
     partial = None if partial == 1.0 and usual is None else partial
     if rope_type == "default":
         return Rope("default", float(theta), partial=partial)
-    if _family(config).longrope_only and rope_type in ("su", "yarn"):
+    if _family(config).longrope_only and rope_type in ("su", Yarn.rope_type):
         rope_type = "longrope"
     if rope_type == "proportional":  # Gemma 4's own
         return Rope("proportional", float(theta), float(parameters.get("factor") or 1.0), partial=partial)
-    if rope_type not in _NEEDS:
+    method = method_of_rope_type(rope_type)
+    if method is None:
         raise Refused(f"it has no rope_type {rope_type!r}")
-    if missing := [key for key in _NEEDS[rope_type] if parameters.get(key) is None]:
+    if missing := [key for key in method.needed_rope_keys if parameters.get(key) is None]:
         raise Refused(f"its {rope_type} rule needs {', '.join(missing)}")
     length = config.get("max_position_embeddings")
     original = parameters.get(_ORIGINAL) or length
@@ -270,7 +270,7 @@ def _options(rope_type: str, parameters: Mapping[str, Any], factor: float, origi
             found = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         lists = [(key, tuple(map(float, parameters[key]))) for key in ("short_factor", "long_factor")]
         return [("attention_factor", round(float(found), 9)), *lists]
-    if rope_type == "yarn":
+    if rope_type == Yarn.rope_type:
         return [
             ("attention_factor", round(yarn_temperature(parameters, factor), 9)),
             ("beta_fast", float(parameters.get("beta_fast") or 32)),

@@ -19,6 +19,7 @@ from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.registry import get_method
+from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.extension import MARK, SCALING_KEYS
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.request import resolve, write_config
@@ -83,7 +84,7 @@ def _request(dialect: Dialect, known: Known) -> tuple[str, float, dict[str, Any]
     options = {key: value for key, value in parameters.items() if key in names and value is not None}
     if rope_type == "dynamic":
         options["scope"] = "sequence"
-    if rope_type == "yarn" and known.ramp is not None:
+    if rope_type == Yarn.rope_type and known.ramp is not None:
         options["ramp"] = known.ramp
     factor = parameters.get("factor") or max((dialect.target or 1) / (dialect.original or 1), 1.0)
     return rope_type, factor, options

@@ -85,6 +85,10 @@ class Method(abc.ABC):
         explanation, on_short_texts, kv_cache: See ``Words``.
         on_disk: How a checkpoint says it, in words.
         rope_type: The ``rope_type`` of Transformers that is read back as this method; None if none is.
+        rope_keys: Of such ``rope_parameters``, the keys that Transformers reads besides base and original length.
+        needed_rope_keys: Those that it cannot do without.
+        reads_original: Whether Transformers reads ``original_max_position_embeddings`` there.
+        reads_head_dim: Whether it reads ``config.head_dim`` itself, and so fails where that is None.
         look: Number of its colour and marker in charts, its own among the methods of this package: a new one takes the
             next. The first six, which are compared most often, have six colours. None: a number made from the name.
         zero_shot: Whether it is of use without fine-tuning.
@@ -101,6 +105,10 @@ class Method(abc.ABC):
     kv_cache: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     rope_type: ClassVar[str | None] = None
+    rope_keys: ClassVar[frozenset[str]] = frozenset()
+    needed_rope_keys: ClassVar[tuple[str, ...]] = ()
+    reads_original: ClassVar[bool] = False
+    reads_head_dim: ClassVar[bool] = False
     look: ClassVar[int | None] = None
     zero_shot: ClassVar[bool] = True
     needs_options: ClassVar[bool] = False  # its defaults alone suit no model

@@ -80,7 +80,7 @@ def patch_model(
 
     Args:
         model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.
-        method: A name or alias of ``available_methods()``; None is ``"yarn"``, or what ``preset`` or ``rope_scaling``
+        method: A name or alias of ``available_methods()``; None is ``yarn``, or what ``preset`` or ``rope_scaling``
             says.
         factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens. If
             neither it nor ``context_length`` is given, 4, and 1 for an encoding that takes the place of RoPE.
