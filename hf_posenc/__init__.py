@@ -10,13 +10,14 @@ from hf_posenc.version import __version__
 
 if TYPE_CHECKING:
     from hf_posenc.checkpoint.extended import load_extended, save_extended
+    from hf_posenc.checkpoint.manifest import describe
     from hf_posenc.doctor.checkup import diagnose
-    from hf_posenc.encodings.layouts import convert_layout
     from hf_posenc.errors import HfPosencError, RotaryMismatchError
     from hf_posenc.evaluation.measuring_perplexity import perplexity
     from hf_posenc.evaluation.records import Record
     from hf_posenc.methods.registry import available_methods
-    from hf_posenc.patching.api import describe, patch_model, patched, unpatch_model, verify_model
+    from hf_posenc.patching.api import patch_model, patched, unpatch_model, verify_model
+    from hf_posenc.patching.layouts import convert_layout
     from hf_posenc.patching.request import extend_config
     from hf_posenc.patching.verification import Verification
     from hf_posenc.planning.planner import Plan, plan
@@ -35,8 +36,8 @@ _MODULES = {
     "RotaryMismatchError": "errors",
     "Verification": "patching.verification",
     "available_methods": "methods.registry",
-    "convert_layout": "encodings.layouts",
-    "describe": "patching.api",
+    "convert_layout": "patching.layouts",
+    "describe": "checkpoint.manifest",
     "diagnose": "doctor",
     "extend_config": "patching.request",
     "finetune": "training",

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_posenc.attention.staged import Stages
-from hf_posenc.methods.base import DistanceMethod, Regions, StagedMethod
-from hf_posenc.patching.extension import Extension
+from hf_posenc.methods.base import DistanceMethod, Extension, Regions, StagedMethod
 
 # Cosines that a forward keeps for its layers (with the sines, 256 MiB). One table a stage is quadratic in a text's
 # length: 8 GiB at 64 times an original length of 2048, so what goes beyond is made anew in each layer.

@@ -26,27 +26,17 @@ from hf_posenc.attention.interface import (
 from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotating_attention import RotatingAttention
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
-from hf_posenc.attention.staged import Stages
 from hf_posenc.errors import RotaryMismatchError, argument
-from hf_posenc.families.discovery import FULL_ATTENTION, MLA
+from hf_posenc.families.discovery import declared_rope
+from hf_posenc.families.family_data import FULL_ATTENTION, family_of
 from hf_posenc.families.refusals import TAKE_STATIC, Refusal
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.families.rotary_module import SavedRotary, rotary_class, write_rotary
 from hf_posenc.families.sliding_window import window_of_all_layers
-from hf_posenc.methods.base import DistanceMethod, StagedMethod, plain_frequencies
-from hf_posenc.patching.extension import Extension, declared_rope
-from hf_posenc.patching.rotary_module import SavedRotary, rotary_class, write_rotary
+from hf_posenc.methods.base import DistanceMethod, Extension, plain_frequencies
 
 _PROBE_TOKENS = 5
 _PROBE_EPSILONS = 16  # roundings of a state that is rotated twice, in epsilons of its dtype
-# Model types whose code does what cannot be seen from outside, with the code of the reason.
-_REFUSED: dict[str, str] = {
-    "doge": "mask_per_layer",
-    "hunyuan_v1_dense": "norm_after_rotation",
-    "hunyuan_v1_moe": "norm_after_rotation",
-    "nanochat": "norm_after_rotation",
-    "ministral": "needs_its_window",
-    "phimoe": "frequencies_per_forward",
-}
 
 
 @dataclass
@@ -80,10 +70,10 @@ def check_attention(rotary: RotaryModel, extension: Extension) -> Rotation:
 def refusal_of_family(rotary: RotaryModel) -> Refusal | None:
     """Return why methods that run in attention are not for a model's family; None if they are."""
     config, model, found = rotary.text_config, rotary.model, rotary.rotary_modules
-    name = config.model_type
-    if name in _REFUSED:
-        return Refusal(name, _REFUSED[name])
-    if name in MLA or getattr(config, "kv_lora_rank", None):
+    name, family = config.model_type, family_of(config.model_type)
+    if family.refused_in_attention:
+        return Refusal(name, family.refused_in_attention)
+    if family.latent_attention or getattr(config, "kv_lora_rank", None):
         return Refusal(name, "latent_attention")
     if any(module.rpartition(".")[2] == "indexer" for module, _ in model.named_modules()):
         return Refusal(name, "indexer")
@@ -231,8 +221,7 @@ def set_up_attention(
     register()
     config = rotary.text_config
     inner = config._attn_implementation
-    assert isinstance(extension.method, (StagedMethod, DistanceMethod)), extension.method
-    attention = RotatingAttention(Stages(extension.spec, extension.method), inner, plain, rotation)
+    attention = RotatingAttention(extension, inner, plain, rotation)
     for module in attention_layers(rotary.model):
         set_attention(module, attention, _kind(module, config))
     for each in rotary.text_configs:
@@ -264,7 +253,7 @@ def attention_problem(rotary: RotaryModel, installed: InstalledAttention) -> str
         return "an attention layer has lost what it attends by"
     if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in installed.hooks):
         return "a hook of the decoder is gone"
-    expected = plain_frequencies(installed.attention.stages.spec)
+    expected = plain_frequencies(installed.attention.spec)
     if not torch.allclose(installed.attention.plain.double().cpu(), expected, rtol=1e-5, atol=0):
         return "the frequencies it rotates by are not the model's"
     for name, module in rotary.rotary_modules.items():

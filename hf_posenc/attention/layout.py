@@ -174,21 +174,22 @@ class StagedForward(Forward):
     """What the layers of one forward share where queries and keys are rotated further.
 
     Attributes:
-        rule: In which stage a query is.
-        runs: (first slot, slot past the last, stage) of each stretch of real queries in one stage, of each row.
+        rule: In which stage a query is; None where the rule has no stages.
+        runs: (first slot, slot past the last, stage) of each stretch of real queries in one stage, of each row; empty
+            where the rule has no stages.
         tables: cos and sin made so far.
         masks: Masks made so far.
     """
 
-    rule: Stages
+    rule: Stages | None
     runs: list[list[tuple[int, int, int]]] = field(init=False)
     tables: dict[Any, Tables] = field(default_factory=dict)
     masks: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        stages = self.rule.of(self.layout.places)
-        self.runs = [_runs(self.layout, stages, row) for row in range(len(stages))]
+        stages = () if self.rule is None else self.rule.of(self.layout.places)
+        self.runs = [_runs(self.layout, of_row, row) for row, of_row in enumerate(stages)]
 
     @cached_property
     def row_stages(self) -> tuple[int, ...] | None:
@@ -200,7 +201,7 @@ class StagedForward(Forward):
 
 def _runs(layout: Layout, stages: torch.Tensor, row: int) -> list[tuple[int, int, int]]:
     begin = max(layout.starts[row], layout.first_query)
-    values, counts = torch.unique_consecutive(stages[row, begin : layout.stops[row]], return_counts=True)
+    values, counts = torch.unique_consecutive(stages[begin : layout.stops[row]], return_counts=True)
     runs = []
     for stage, count in zip(values.tolist(), counts.tolist(), strict=True):
         runs.append((begin, begin + count, stage))

@@ -25,24 +25,27 @@ from hf_posenc.attention.rotated_keys import RotatedKeys
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, Tables, angles_at
 from hf_posenc.attention.staged import Stages
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.methods.base import DistanceMethod, Regions
+from hf_posenc.methods.base import DistanceMethod, Extension, StagedMethod
 
 
 class RotatingAttention(PositionalAttention[StagedForward]):
     """A rule by which queries and keys are rotated further, and what a forward's layers share."""
 
-    def __init__(self, stages: Stages, inner: str, plain: torch.Tensor, rotation: Rotation = ROTATIONS[0]) -> None:
+    def __init__(
+        self, extension: Extension, inner: str, plain: torch.Tensor, rotation: Rotation = ROTATIONS[0]
+    ) -> None:
         """Make one.
 
         Args:
-            stages: The rule.
+            extension: The rule, of stages or of distances.
             inner: The attention implementation that was in use.
             plain: The model's own float32 ``inv_freq``, by which queries and keys come rotated.
             rotation: How the family rotates.
         """
         super().__init__(inner)
-        self.stages = stages
-        self.distances = _distances(stages)
+        assert isinstance(extension.method, (StagedMethod, DistanceMethod)), extension.method
+        self.spec, self.method = extension.spec, extension.method
+        self._read_rule()
         self.plain = plain.detach().clone()
         self.rotation = rotation
         self.rotated = RotatedKeys()
@@ -50,12 +53,18 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         # Each layer's kind, queries and keys as they come, while patch_model looks at them.
         self.seen: list[tuple[str, torch.Tensor, torch.Tensor]] | None = None
 
+    def _read_rule(self) -> None:
+        """Make of the method what is looked up in every forward: one of the two, by its kind."""
+        spec, method = self.spec, self.method
+        self.stages = Stages(spec, method) if isinstance(method, StagedMethod) else None
+        self.distances = method.regions(spec) if isinstance(method, DistanceMethod) else None
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "distances": None}
+        return {**super().__getstate__(), "stages": None, "distances": None}  # of functions made on the spot
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.distances = _distances(self.stages)
+        self._read_rule()
 
     # ---- once per forward ----
 
@@ -71,22 +80,23 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         return found
 
     def _warn_past_target(self, length: int) -> None:
-        target = round(self.stages.method.factor * self.stages.spec.original_max_position_embeddings)
+        target = round(self.method.factor * self.spec.original_max_position_embeddings)
         if length > target and not self.warned:
             self.warned = True
-            method = self.stages.method.name
-            warnings.warn(f"{length} tokens, and {method} was asked for {target}: it goes on as it did.", stacklevel=2)
+            warnings.warn(
+                f"{length} tokens, and {self.method.name} was asked for {target}: it goes on as it did.", stacklevel=2
+            )
 
     def frequencies(self, stage: int, device: torch.device) -> tuple[torch.Tensor, float]:
         """Return float32 ``inv_freq`` and the attention factor of a stage."""
-        if stage == 0:
+        if stage == 0 or self.stages is None:
             return self.plain.to(device), 1.0
         inv_freq, attention_factor = self.stages.frequencies(stage)
         return inv_freq.to(device, torch.float32), attention_factor
 
     def query_factors(self, places: torch.Tensor) -> torch.Tensor | None:
         """Return what multiplies queries at these places; None for nothing."""
-        return self.stages.method.query_factors(self.stages.spec, places)
+        return self.method.query_factors(self.spec, places)
 
     def tables(
         self,
@@ -155,9 +165,9 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             # The values alone: how one layer rotates must not be felt in the next.
             return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
         states, dense = (mask, None) if mask is not None and mask.dim() == 2 else (None, mask)
-        is_step = query.shape[2] == 1 and dense is None and self.distances is None and not self.stages.method.log_n
-        if torch.compiler.is_compiling() and is_step:
-            return self._compiled_step(module, query, key, value, states, kind, kwargs)
+        is_step = query.shape[2] == 1 and dense is None and not self.method.log_n
+        if torch.compiler.is_compiling() and is_step and self.stages is not None:
+            return self._compiled_step(self.stages, module, query, key, value, states, kind, kwargs)
         return self._attend(module, query, key, value, states, dense, kind, kwargs)  # type: ignore[no-any-return]  # the decorator leaves it untyped
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # which pieces there are depends on positions: one graph break a layer
@@ -184,6 +194,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
 
     def _compiled_step(
         self,
+        rule: Stages,
         module: nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -203,7 +214,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             positions = position - last + slots
             first = (states > 0).to(torch.int64).argmax(-1, keepdim=True)
             place = position - positions.gather(1, first.expand(positions.shape[0], 1))
-            ends = self.stages.ends(num_slots)
+            ends = rule.ends(num_slots)
             stage = torch.bucketize(place[:, 0], torch.tensor(ends, device=device), right=True)
             found = [self.frequencies(index, device) for index in range(len(ends) + 1)]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])[stage]
@@ -217,7 +228,3 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             else piece_mask(self.inner, 1, num_slots, states > 0, query)
         )
         return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
-
-
-def _distances(stages: Stages) -> Regions | None:
-    return stages.method.regions(stages.spec) if isinstance(stages.method, DistanceMethod) else None

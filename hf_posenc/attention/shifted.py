@@ -23,7 +23,7 @@ from hf_posenc.attention.installation import attention_layers, goes_through_inte
 from hf_posenc.attention.lazy_mask import LazyMask, lazy_mask
 from hf_posenc.attention.masks import PREFIX, SHIFTED, piece_mask
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
-from hf_posenc.families.discovery import text_configs, unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import window_of_all_layers
 
 logger = logging.getLogger(__name__)
@@ -167,9 +167,9 @@ def check_shiftable(model: Any, group: int) -> None:
         raise InvalidTypeError(f"group must be a whole number of tokens, got {group!r}.")
     if group < 2:
         raise InvalidRequestError(f"a group of shifted sparse attention needs at least 2 tokens, got {group}.")
-    base = unwrap(model)
-    config = base.config.get_text_config(decoder=True)
-    if reason := _reason_of_implementation(str(config._attn_implementation)) or _reason_of_model(base, config):
+    rotary = RotaryModel.of(model)
+    config = rotary.text_config
+    if reason := _reason_of_implementation(str(config._attn_implementation)) or _reason_of_model(rotary.model, config):
         raise InvalidRequestError(_UNSUPPORTED.format(config.model_type, reason))
 
 
@@ -215,20 +215,20 @@ def shifted_sparse_attention(model: Any, group: int) -> Iterator[Shift]:
     Raises:
         TypeError, ValueError: As ``check_shiftable``'s; or the model's layers do something of their own with masks.
     """
-    check_shiftable(model, group)
-    base = unwrap(model)
-    config = base.config.get_text_config(decoder=True)
+    rotary = RotaryModel(model)
+    check_shiftable(rotary, group)
+    config = rotary.text_config
     inner = str(config._attn_implementation)
     AttentionInterface.register(SHIFTED + inner, shifted_attention)
     AttentionMaskInterface.register(SHIFTED + inner, lazy_mask)
-    shift, layers = Shift(group, inner), attention_layers(base)
-    before = [(each, each._attn_implementation) for each in text_configs(base)]
+    shift, layers = Shift(group, inner), attention_layers(rotary.model)
+    before = [(each, each._attn_implementation) for each in rotary.text_configs]
     try:
         for layer in layers:
             layer.__dict__[_SHIFT] = (shift, reads_whole_context(layer, config))
         for each, _ in before:
             each._attn_implementation = {"": SHIFTED + inner}  # and not of configs inside it
-        _try_out(base, shift)
+        _try_out(rotary, shift)
         logger.info(
             "shifted sparse attention: half of the heads in groups of %d tokens, the others %d further on, in %d of %d "
             "layers",
@@ -247,21 +247,19 @@ def shifted_sparse_attention(model: Any, group: int) -> Iterator[Shift]:
 
 def shift_of(model: Any) -> Shift | None:
     """Return the state of a model whose attention is shifted and sparse; None if it is not."""
-    found = (module.__dict__.get(_SHIFT) for module in unwrap(model).modules())
+    found = (module.__dict__.get(_SHIFT) for module in RotaryModel.of(model).model.modules())
     return next((each[0] for each in found if each), None)
 
 
-def _try_out(model: PreTrainedModel, shift: Shift) -> None:
+def _try_out(rotary: RotaryModel, shift: Shift) -> None:
     """Read a few tokens, to see that layers attend in groups; where weights are elsewhere that has to wait."""
-    if any(parameter.is_meta or not parameter.numel() for parameter in model.parameters()):
+    if any(parameter.is_meta or not parameter.numel() for parameter in rotary.model.parameters()):
         return
     reason, cause = "no layer asked for it", None
     try:
         with shift.rehearsed(2):
-            probe(model, _TOKENS)
+            probe(rotary.model, _TOKENS)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         reason, cause = f"its layers do something of their own ({error})", error
     if cause is not None or not shift.grouped:
-        raise InvalidRequestError(
-            _UNSUPPORTED.format(model.config.get_text_config(decoder=True).model_type, reason)
-        ) from cause
+        raise InvalidRequestError(_UNSUPPORTED.format(rotary.model_type, reason)) from cause

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from hf_posenc.methods.base import DistanceMethod, Frequencies, StagedMethod, plain_frequencies
+from hf_posenc.methods.base import Frequencies, StagedMethod, plain_frequencies
 from hf_posenc.spec import RopeSpec
 
 # Stage 0 is the original length; each later one is this share of it long, unless asked otherwise. Measured: README.
@@ -16,35 +16,23 @@ DEFAULT_STAGE = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The stages of a rule: where each ends, and the frequencies of its queries and of all keys they look at.
-
-    Attributes:
-        spec: What the model was trained with.
-        method: One of distances has a single stage, which never ends.
-    """
+    """The stages of a rule: where each ends, and the frequencies of its queries and of all keys they look at."""
 
     spec: RopeSpec
-    method: StagedMethod | DistanceMethod
-
-    @property
-    def _staged(self) -> StagedMethod:
-        assert isinstance(self.method, StagedMethod), self.method
-        return self.method
+    method: StagedMethod
 
     @cached_property
     def stage_length(self) -> int:
         """Tokens of the first stage past the original length."""
         original = self.spec.original_max_position_embeddings
-        return self._staged.stage or max(1, round(DEFAULT_STAGE * original))
+        return self.method.stage or max(1, round(DEFAULT_STAGE * original))
 
     def ends(self, length: int) -> list[int]:
         """Return the position each stage ends before, of as many stages as ``length`` tokens need."""
         ends = [self.spec.original_max_position_embeddings]
-        if isinstance(self.method, DistanceMethod):
-            return [max(ends[0], length)]
         ratio = 1 + self.stage_length / ends[0]
         while ends[-1] < length:
-            grown = round(ends[-1] * ratio) if self._staged.growth == "geometric" else ends[-1] + self.stage_length
+            grown = round(ends[-1] * ratio) if self.method.growth == "geometric" else ends[-1] + self.stage_length
             ends.append(max(grown, ends[-1] + 1))
         return ends
 
@@ -66,4 +54,4 @@ class Stages:
         """Return ``inv_freq``, float64 ``(rotary_dim // 2,)``, and ``attention_factor`` of a stage."""
         if stage == 0:
             return plain_frequencies(self.spec), 1.0
-        return self._staged.at(self.factor(stage)).frequencies(self.spec)
+        return self.method.at(self.factor(stage)).frequencies(self.spec)

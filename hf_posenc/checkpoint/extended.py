@@ -35,13 +35,15 @@ from hf_posenc.checkpoint.manifest import (
 )
 from hf_posenc.checkpoint.pretrained import expecting_keys, load_weights, model_class
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
-from hf_posenc.checkpoint.standard_saving import carry_extension
 from hf_posenc.encodings.encoding_installation import MODULE, load_parameters, refuse_adapter
 from hf_posenc.errors import InvalidRequestError, MissingFileError
-from hf_posenc.families.discovery import FULL_ATTENTION, LEGACY_KEYS, NESTED_KEYS, rope_label, unwrap
+from hf_posenc.families.family_data import FULL_ATTENTION, family_of
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.base import Extension
 from hf_posenc.patching.api import describe, unextended_config, verify_model
-from hf_posenc.patching.extension import MARK, Extension, mark_encoding
+from hf_posenc.patching.carrying import carry_extension
+from hf_posenc.patching.extension import MARK, mark_encoding
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import as_stored
 from hf_posenc.utils.files import write_whole
@@ -77,15 +79,14 @@ def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
     nested = {key: dict(value) for key, value in config["rope_parameters"].items() if isinstance(value, dict)}
     full = next((label for label in nested if label in FULL_ATTENTION), "")
     parameters = {k: v for k, v in (nested[full] if full else config["rope_parameters"]).items() if k != "type"}
-    model_type = str(config.get("model_type"))
+    family = family_of(config.get("model_type"))
     spelled = {**config, "rope_parameters": {**config["rope_parameters"], full: parameters} if full else parameters}
-    if full and model_type not in NESTED_KEYS:  # Transformers 4 does not know the family, or no scaling of it
+    if full and family.layer_types_in_4 is None:  # Transformers 4 does not know the family, or no scaling of it
         return spelled
-    names = LEGACY_KEYS.get(model_type, {})
     for key in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(key) is not None:
-            spelled[names.get(key, key)] = parameters[key]
-    if full and (sliding := NESTED_KEYS[model_type]):
+            spelled[family.names_in_4.get(key, key)] = parameters[key]
+    if full and (sliding := family.layer_types_in_4):
         spelled[sliding] = nested["sliding_attention"]["rope_theta"]
     rope_type = parameters["rope_type"]
     scaling = {key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
@@ -130,15 +131,16 @@ def save_extended(
     target = Path(path).expanduser().absolute()
     if target.exists() and not target.is_dir():
         raise InvalidRequestError(f"{str(path)!r} is a file. Give the folder to save the model in.")
-    base = unwrap(model)
+    rotary = RotaryModel(model)
+    base = rotary.model
     whole = isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config")
     refuse_unsaveable(base, whole=whole)
     if whole:
         _refuse_class(base)
     else:
         refuse_adapter(base, "Merge it (model.merge_and_unload()) and save the whole model.")
-    manifest = make_manifest(base, tokens_trained=tokens_trained, base_model=base_model)
-    verify_model(base)
+    manifest = make_manifest(rotary, tokens_trained=tokens_trained, base_model=base_model)
+    verify_model(rotary)
     if manifest["options"].get("temperature") == "logits":
         logger.warning(
             "%s: plain Transformers will apply the temperature to the rotated part of a head only; load_extended gives "
@@ -165,7 +167,7 @@ def save_extended(
         _save_tokenizer(tokenizer, partial, manifest["context_length"])
     if card is not None:
         (partial / "README.md").write_text(card, encoding="utf-8")
-    _write_manifest(partial, base, manifest, adapter=not whole)
+    _write_manifest(partial, rotary, manifest, adapter=not whole)
     _move_into(partial, target)
     return target
 
@@ -200,9 +202,10 @@ def write_extension(
             folder,
             ADAPTER_CONFIG,
         )
-    manifest = make_manifest(model, tokens_trained=tokens_trained, base_model=base_model)
-    verify_model(model)
-    _write_manifest(folder, model, manifest, adapter=adapter)
+    rotary = RotaryModel(model)
+    manifest = make_manifest(rotary, tokens_trained=tokens_trained, base_model=base_model)
+    verify_model(rotary)
+    _write_manifest(folder, rotary, manifest, adapter=adapter)
     raise_tokenizer_limit(folder)
 
 
@@ -225,7 +228,7 @@ def raise_tokenizer_limit(folder: Path) -> None:
         write_whole(file, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
-def _write_manifest(folder: Path, model: PreTrainedModel, manifest: dict[str, Any], *, adapter: bool) -> None:
+def _write_manifest(folder: Path, rotary: RotaryModel, manifest: dict[str, Any], *, adapter: bool) -> None:
     """Write what there is to say of an extension into the config of a model or an adapter, and the manifest, last."""
     if adapter:
         # PEFT itself warns of a key that it does not know, which is all that those without hf_posenc can be told.
@@ -233,7 +236,7 @@ def _write_manifest(folder: Path, model: PreTrainedModel, manifest: dict[str, An
         said = json.loads(file.read_text(encoding="utf-8")) | mark
         write_whole(file, json.dumps(said, indent=2, sort_keys=True) + "\n")
     elif (folder / CONFIG).is_file():  # a checkpoint of sharded training has none
-        _rewrite_config(folder / CONFIG, model, manifest)
+        _rewrite_config(folder / CONFIG, rotary, manifest)
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
@@ -263,23 +266,21 @@ def partial_of(path: Path) -> Path:
     return target.with_name(target.name + ".partial")
 
 
-def _config_values(model: PreTrainedModel, manifest: dict[str, Any]) -> dict[str, Any]:
+def _config_values(rotary: RotaryModel, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return what the text config on disk has otherwise than the live one."""
     mark = mark_from(manifest)
     if not runs_in_attention(manifest):
         return mark
-    values = {**unextended_config(model), **mark}  # by which it is known that there was a manifest
+    values = {**unextended_config(rotary), **mark}  # by which it is known that there was a manifest
     if is_encoding(manifest):
-        label = rope_label(model.config.get_text_config(decoder=True))
-        mark_encoding(values["rope_parameters"], label, manifest["method"])
+        mark_encoding(values["rope_parameters"], rotary.label, manifest["method"])
     return values
 
 
-def _rewrite_config(file: Path, model: PreTrainedModel, manifest: dict[str, Any]) -> None:
+def _rewrite_config(file: Path, rotary: RotaryModel, manifest: dict[str, Any]) -> None:
     saved = json.loads(file.read_text(encoding="utf-8"))
-    config = model.config
-    text_config = config.get_text_config(decoder=True)
-    changed = _config_values(model, manifest)
+    config, text_config = rotary.model.config, rotary.text_config
+    changed = _config_values(rotary, manifest)
     if text_config is config:
         saved = both_spellings({**saved, **changed})
     else:
@@ -351,7 +352,7 @@ def add_to_config(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
     What the model's own ``save_pretrained`` writes is extended too.
     """
     if runs_in_attention(manifest):
-        config = model.config.get_text_config(decoder=True).__dict__
+        config = RotaryModel(model).text_config.__dict__
         config.pop(MARK, None)  # undone, the model is the base
         config |= {key: value for key, value in manifest["base_config"].items() if key == MARK}
         apply_manifest(model, manifest, on_scaled="replace")
@@ -413,7 +414,7 @@ def _load_adapter(
                 base = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
             model = PeftModel.from_pretrained(base, str(path))
     if manifest is not None:
-        _check_loaded(unwrap(model), manifest, path)
+        _check_loaded(model, manifest, path)
     return model
 
 
@@ -429,11 +430,11 @@ def base_as_adapter_needs(base: Any, manifest: dict[str, Any], path: Path) -> No
         ValueError: The base is extended in another way, or has an encoding of its own whose parameters are needed.
         RotaryMismatchError: The base does not hold what the manifest says.
     """
-    base = unwrap(base)
-    if describe(base)["method"] == "none":
-        apply_manifest(base, manifest)
-        refuse_adapter(base, "Pass the model it was trained on, which holds them: base=load_extended(...).")
-    _check_loaded(base, manifest, path)
+    rotary = RotaryModel(base)
+    if describe(rotary)["method"] == "none":
+        apply_manifest(rotary.model, manifest)
+        refuse_adapter(rotary.model, "Pass the model it was trained on, which holds them: base=load_extended(...).")
+    _check_loaded(rotary, manifest, path)
 
 
 @contextmanager
@@ -444,9 +445,10 @@ def peft_renamed_attribute() -> Iterator[None]:
         yield
 
 
-def _check_loaded(model: PreTrainedModel, manifest: dict[str, Any], path: str | Path) -> None:
-    verify_model(model)
-    there = describe(model)
+def _check_loaded(model: nn.Module | RotaryModel, manifest: dict[str, Any], path: str | Path) -> None:
+    rotary = RotaryModel.of(model)
+    verify_model(rotary)
+    there = describe(rotary)
     differing = [key for key in Extension.FACTS if there[key] != manifest[key]]
     if differing:
         raise InvalidRequestError(

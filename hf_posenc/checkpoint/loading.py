@@ -14,7 +14,7 @@ from hf_posenc.checkpoint.hub_files import check_hub, folder_with
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, base_of_adapter, is_saved_by_us
 from hf_posenc.checkpoint.pretrained import is_gguf, load_tokenizer, load_weights, refuse_without_tokens
 from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import DtypeChoice, checkpoint_dtype, choose_dtype, parse_dtype, remember_choice
 from hf_posenc.utils.launching import own_device
@@ -71,7 +71,7 @@ def load_model(
             refuse_without_tokens(weights)
         with without_weight_bars():
             model = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
-        remember_choice(unwrap(model), choice)
+        remember_choice(RotaryModel(model).model, choice)
         tokenizer = load_tokenizer(tokenizer_source(source), model)
     except OSError as error:
         raise InvalidRequestError(

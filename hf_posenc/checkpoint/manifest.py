@@ -10,15 +10,17 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from hf_posenc.checkpoint.hub_files import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
-from hf_posenc.families.discovery import text_configs, unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.base import Extension
 from hf_posenc.methods.registry import get_method, make_method
-from hf_posenc.patching.api import extension_of, patch_model, unextended_config
-from hf_posenc.patching.extension import MARK, Extension, describe_config, mark_on
+from hf_posenc.patching.api import describe as describe_loaded
+from hf_posenc.patching.api import extension_of, patch_as_described, unextended_config
+from hf_posenc.patching.extension import MARK, describe_config, mark_on
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import __version__
 
@@ -30,16 +32,15 @@ FORMAT = 2
 _NEEDED = (*Extension.FACTS, "rope_theta", "base_model", "tokens_trained")
 
 
-def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: str | None) -> dict[str, Any]:
+def make_manifest(rotary: RotaryModel, *, tokens_trained: int | None, base_model: str | None) -> dict[str, Any]:
     """Return the manifest: what was asked, of what, how long it was trained, and with which versions.
 
     Args:
-        model: The extended model.
+        rotary: The extended model.
         tokens_trained: Tokens it was fine-tuned on since; None where others trained it, and did not say.
         base_model: Where the unextended model came from; None to take it from the config.
     """
-    base = unwrap(model)
-    extension = extension_of(base)
+    extension = extension_of(rotary)
     if extension is None:
         raise InvalidRequestError("the model is not extended: call patch_model first, or save it with save_pretrained.")
     if not extension.original_known:
@@ -47,20 +48,21 @@ def make_manifest(model: nn.Module, *, tokens_trained: int | None, base_model: s
             "the model was loaded scaled (linear), and its config does not say what length it was trained on. Say it: "
             "patch_model(model, 'linear', factor, original_max_position_embeddings=..., on_scaled='replace')."
         )
+    model, config = rotary.model, rotary.text_config
     window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
     # What config.json keeps of the base model, so that a later change of it is found.
-    kept = {"base_config": unextended_config(base)} if extension.method.runs_in_attention else {}
-    mark = mark_on(base.config.get_text_config(decoder=True)) or {}  # of one that was loaded extended
+    kept = {"base_config": unextended_config(rotary)} if extension.method.runs_in_attention else {}
+    mark = mark_on(config) or {}  # of one that was loaded extended
     # What an adapter's folder does not say of the head that it was trained with.
-    head = {"num_labels": base.config.num_labels} if hasattr(base, "num_labels") else {}
+    head = {"num_labels": model.config.num_labels} if hasattr(model, "num_labels") else {}
     return {
         "format": FORMAT,
         **extension.describe(),
         **window,
         "rope_theta": extension.spec.rope_theta,
-        "base_model": base_model or mark.get("base_model", getattr(base.config, "_name_or_path", "") or None),
+        "base_model": base_model or mark.get("base_model", getattr(model.config, "_name_or_path", "") or None),
         "tokens_trained": tokens_trained,
-        "rope_parameters": base.config.get_text_config(decoder=True).rope_parameters,
+        "rope_parameters": config.rope_parameters,
         **kept,
         **head,
         "versions": {"hf_posenc": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
@@ -144,7 +146,21 @@ def find_manifest(source: str | Path, kwargs: Mapping[str, Any] | None = None) -
     return None if folder is None or manifest is None else (manifest, folder)
 
 
-def describe_folder(source: str | Path) -> dict[str, Any]:
+def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
+    """Return method, factor, options, original and target length; method ``"none"`` for what is not extended.
+
+    Args:
+        source: A model, wrapped or not; a config; a checkpoint's folder, an adapter's too, or a name on the Hub.
+
+    Raises:
+        OSError: There is no such folder, and no such name on the Hub.
+        TypeError: It is none of these.
+        ValueError: The manifest in the folder is damaged.
+    """
+    return _describe_folder(source) if isinstance(source, (str, Path)) else describe_loaded(source)
+
+
+def _describe_folder(source: str | Path) -> dict[str, Any]:
     """Return ``describe`` of what is in a folder, or on the Hub under a name: by its manifest, else by its config.
 
     Raises:
@@ -163,7 +179,7 @@ def describe_folder(source: str | Path) -> dict[str, Any]:
             raise InvalidRequestError(
                 f"{str(source)!r} is an adapter that does not name its base model: describe that."
             )
-        return describe_folder(base)
+        return _describe_folder(base)
     return describe_config(AutoConfig.from_pretrained(path if path.is_dir() else str(source)))
 
 
@@ -191,16 +207,8 @@ def is_saved_by_us(source: str | Path) -> bool:
 
 def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = "refuse") -> None:
     """Patch a model as a manifest says."""
-    patch_model(
-        model,
-        manifest["method"],
-        context_length=manifest["context_length"],
-        original_max_position_embeddings=manifest["original_max_position_embeddings"],
-        sliding_window=manifest.get("sliding_window", KEEP),
-        on_scaled=on_scaled,
-        **manifest["options"],
-    )
-    for config in text_configs(unwrap(model)):  # the model's own name is that of the extended one
+    patch_as_described(model, manifest, manifest.get("sliding_window", KEEP), on_scaled=on_scaled)
+    for config in RotaryModel(model).text_configs:  # the model's own name is that of the extended one
         getattr(config, MARK)["base_model"] = manifest["base_model"]
 
 

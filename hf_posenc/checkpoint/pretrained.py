@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.errors import InvalidRequestError, MissingPackageError
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 
 # llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.
 _SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -117,7 +117,7 @@ def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
 
 def auto_class_of(model: PreTrainedModel) -> str:
     """Return the name of the auto class that loads a model of this class."""
-    name = type(unwrap(model)).__name__.removeprefix("FSDP")
+    name = type(RotaryModel(model).model).__name__.removeprefix("FSDP")
     causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     is_multimodal = not causal and name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
     return "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.patching.carrying import SAVE, carries_extension, save_patched_models_by
 from hf_posenc.utils.import_hooks import when_imported
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What a config, a model's or an adapter's, says of its extension to those who have only it.
-MARK = "context_extension"
-_SAVE = "save_pretrained"
 _UPLOAD = "_upload_modified_files"
 _plain: ContextVar[bool] = ContextVar("plain_loading", default=False)
 # The name of a model that TRL asked its config for last, this very object, and that config.
@@ -38,6 +36,7 @@ _asked: ContextVar[tuple[str, Any] | None] = ContextVar("asked_name", default=No
 
 def install() -> None:
     """Wrap the functions of the libraries, those that are imported and those that will be."""
+    save_patched_models_by(_save_carrying)
     when_imported("transformers.modeling_utils", _wrap_model_loading)
     when_imported("transformers.configuration_utils", _wrap_config_of_no_family)
     when_imported("transformers.tokenization_utils_base", _wrap_tokenizer_saving)
@@ -46,21 +45,6 @@ def install() -> None:
     when_imported("transformers.integrations.peft", _wrap_adapters_of_transformers)
     when_imported("accelerate.accelerator", _wrap_accelerator)
     when_imported("trl.trainer.utils", _wrap_reference_models)
-
-
-def carry_extension(model: PreTrainedModel) -> None:
-    """Make a patched model's own ``save_pretrained`` write the extension too, until ``drop_extension``."""
-    model.__dict__[_SAVE] = functools.partial(_save_carrying, model)
-
-
-def carries_extension(model: PreTrainedModel) -> bool:
-    """Return whether ``carry_extension`` was called for a model."""
-    return _SAVE in model.__dict__
-
-
-def drop_extension(model: PreTrainedModel) -> None:
-    """Undo ``carry_extension``."""
-    model.__dict__.pop(_SAVE, None)
 
 
 @contextmanager
@@ -78,7 +62,7 @@ def plain_loading() -> Iterator[None]:
 
 def _save_carrying(model: PreTrainedModel, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
     """Save a patched model as its class does, then write its extension beside the weights."""
-    save = getattr(type(model), _SAVE)
+    save = getattr(type(model), SAVE)
     bound = inspect.signature(save).bind(model, save_directory, *args, **kwargs)
     writes = bound.arguments.get("is_main_process", True)
     if hasattr(model, "should_save_on_this_rank"):  # newer Transformers: of tensor parallel ranks one writes
@@ -140,7 +124,7 @@ def _wrap_tokenizer_saving(module: ModuleType) -> None:
                 logger.warning("%s The tokenizer's limit is left as it was.", error)
         return result
 
-    _wrap(module.PreTrainedTokenizerBase, _SAVE, save)
+    _wrap(module.PreTrainedTokenizerBase, SAVE, save)
 
 
 def _wrap_accelerator(module: ModuleType) -> None:
@@ -188,7 +172,7 @@ def _wrap_adapters(module: ModuleType) -> None:
         _extend_for_adapter(model, model_id, kwargs)
         return original(model, model_id, *args, **kwargs)
 
-    _wrap(module.PeftModel, _SAVE, save)
+    _wrap(module.PeftModel, SAVE, save)
     _wrap(module.PeftModel, "from_pretrained", load)
     _wrap(module.PeftModel, "load_adapter", add)
 
@@ -237,6 +221,8 @@ def _say_put_in(manifest: dict[str, Any], folder: Path) -> None:
 
 def _wrap_adapter_config(module: ModuleType) -> None:
     def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from hf_posenc.patching.extension import MARK
+
         with warnings.catch_warnings():  # of the key that is there for us
             warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{MARK}'\]")
             return original(*args, **kwargs)
@@ -246,10 +232,10 @@ def _wrap_adapter_config(module: ModuleType) -> None:
 
 def _carrying_inside(model: Any) -> PreTrainedModel | None:
     """Return the model inside wrappers if its extension is to be saved with it."""
-    from hf_posenc.families.discovery import unwrap
+    from hf_posenc.families.rotary_model import RotaryModel
 
     try:
-        base = unwrap(model)
+        base = RotaryModel(model).model
     except TypeError:  # not a Transformers model
         return None
     return base if carries_extension(base) else None
@@ -309,9 +295,10 @@ def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> No
 def _warn_if_lost(model: PreTrainedModel, source: Any) -> None:
     """Warn of a model that only says that it was extended, by a rule that no config can hold."""
     from hf_posenc.checkpoint.manifest import MANIFEST
+    from hf_posenc.families.rotary_model import RotaryModel
     from hf_posenc.patching.extension import mark_on, rule_is_elsewhere
 
-    mark = mark_on(model.config.get_text_config(decoder=True))
+    mark = mark_on(RotaryModel(model).text_config)
     try:
         lost = mark is not None and rule_is_elsewhere(mark)
     except ValueError as error:
@@ -363,27 +350,21 @@ def _wrap_reference_models(module: ModuleType) -> None:
 
 def _extend_as(model: PreTrainedModel, config: Any) -> None:
     """Extend a model as the config of another, live one says."""
-    from hf_posenc.families.sliding_window import KEEP
-    from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model
-    from hf_posenc.patching.extension import Extension, mark_on
+    from hf_posenc.families.rotary_model import RotaryModel
+    from hf_posenc.families.sliding_window import KEEP, OFF
+    from hf_posenc.methods.base import Extension
+    from hf_posenc.patching.api import describe, is_patched, patch_as_described, unpatch_model
+    from hf_posenc.patching.extension import mark_on
 
-    text_config = config.get_text_config(decoder=True)
+    rotary, text_config = RotaryModel(model), config.get_text_config(decoder=True)
     mark = mark_on(text_config)
-    if mark is None or all(describe(model)[key] == mark[key] for key in Extension.FACTS):
+    if mark is None or all(describe(rotary)[key] == mark[key] for key in Extension.FACTS):
         return
-    if is_patched(model):
+    if is_patched(rotary):
         unpatch_model(model)
-    own = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
+    own = getattr(rotary.text_config, "sliding_window", None)
     window = getattr(text_config, "sliding_window", None)
-    patch_model(
-        model,
-        mark["method"],
-        context_length=mark["context_length"],
-        original_max_position_embeddings=mark["original_max_position_embeddings"],
-        sliding_window=KEEP if window == own else window or "off",
-        on_scaled="replace",
-        **mark["options"],
-    )
+    patch_as_described(model, mark, KEEP if window == own else window or OFF)
 
 
 def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], Path] | None:

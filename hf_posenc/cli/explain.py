@@ -10,7 +10,7 @@ from hf_posenc.cli.request_checks import check_request
 from hf_posenc.cli.shared_arguments import OptionArguments, parse, parse_options
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.registry import get_method, make_method
-from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest
 from hf_posenc.utils.console import text_width
 
 if TYPE_CHECKING:
@@ -66,17 +66,13 @@ def explain(argv: Sequence[str]) -> None:
 
 def _method(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:
     from hf_posenc.explain.explanations import explain_method
-    from hf_posenc.families.discovery import door_capabilities
+    from hf_posenc.families.family_data import attention_capabilities
     from hf_posenc.families.refusals import TAKE_STATIC
     from hf_posenc.patching.request import resolve
 
-    resolved = resolve(
-        subject.config,
-        get_method(name).name,
-        options=options,
-        **vars(extension),
-    )
-    refusal = door_capabilities().get(subject.config.model_type)
+    request = {**vars(extension), "rope_scaling": None}
+    resolved = resolve(subject.config, ExtensionRequest.of(method=get_method(name).name, **request, **options))
+    refusal = attention_capabilities().get(subject.config.model_type)
     if resolved.method.runs_in_attention and refusal is not None:
         raise refusal.error(resolved.method.name, TAKE_STATIC)
     return explain_method(subject, resolved)

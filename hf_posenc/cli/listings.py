@@ -104,9 +104,9 @@ def recipes_text(width: int) -> str:
 
 def families_text(width: int) -> str:
     """Return which model types can be extended by which methods, and the others by the reason why not."""
-    from hf_posenc.families.discovery import capabilities, door_capabilities, table_version
+    from hf_posenc.families.family_data import attention_capabilities, capabilities, table_version
 
-    table, attention = capabilities(), door_capabilities()
+    table, attention = capabilities(), attention_capabilities()
     both = [model_type for model_type, refusal in attention.items() if refusal is None]
     return "\n".join(
         [

@@ -10,12 +10,11 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import InvalidRequestError, UnsupportedModelError, argument
 from hf_posenc.evaluation.row_models import try_rows
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.discovery import declared_rope, unwrap
 from hf_posenc.methods.base import Method, StagedMethod
 from hf_posenc.methods.registry import get_method, make_method, method_names
 from hf_posenc.methods.registry import methods as all_methods
 from hf_posenc.patching.api import describe
-from hf_posenc.patching.extension import declared_rope
 from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
 
 # From what everything runs to what is hardest to serve; of methods that tie, the first kind is taken.

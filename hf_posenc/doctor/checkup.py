@@ -33,7 +33,7 @@ from hf_posenc.doctor.attention_rule import (
     check_tokenizer_limit,
     manifest_lines,
 )
-from hf_posenc.doctor.declaration import Known
+from hf_posenc.doctor.declaration import Known, reads_original
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by
 from hf_posenc.doctor.family_facts import text_config
@@ -43,8 +43,9 @@ from hf_posenc.doctor.information_reach import look_at_reach
 from hf_posenc.doctor.live_model import against_meaning, check_applied, held_by_modules, load_live, look_at_modules
 from hf_posenc.doctor.mending import mended
 from hf_posenc.errors import InvalidRequestError, MissingFileError
-from hf_posenc.families.discovery import unwrap
-from hf_posenc.patching.extension import MARK, Extension
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.methods.base import Extension
+from hf_posenc.patching.extension import MARK
 from hf_posenc.utils.files import read_json, write_whole
 
 
@@ -161,7 +162,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
     else:
         lines += [("original", tokens), ("target", f"{dialect.target} tokens")]
         lines += [(f"{version} loads", _reading(version, text)) for version in VERSIONS]
-    if dialect.rope is not None and dialect.rope.rope_type in ("yarn", "llama3", "longrope"):
+    if dialect.rope is not None and reads_original(dialect.rope.rope_type):
         lines.append(("needs", "Transformers 4.43 or newer; older ones want a dictionary with two fields"))
     findings += dialect.findings
     reach, hidden = look_at_reach(text, dialect)
@@ -241,7 +242,7 @@ def _with_modules(diagnosis: Diagnosis, source: Any) -> Diagnosis:
         raise InvalidRequestError(
             f"{diagnosis.source} is an adapter, which holds no positions: look at its base model."
         )
-    model = load_live(source)
+    model = RotaryModel(load_live(source))
     _, holds, findings = look_at_modules(model)
     lines = [("loaded", held) for held in held_by_modules(model)] or [("loaded", "no rotary module that is known")]
     if not any(finding.code == "gguf-dropped" for finding in diagnosis.findings):
@@ -251,13 +252,12 @@ def _with_modules(diagnosis: Diagnosis, source: Any) -> Diagnosis:
 
 
 def _of_model(model: nn.Module) -> Diagnosis:
-    base = unwrap(model)
-    declared, holds, findings = look_at_modules(base)
+    rotary = RotaryModel(model)
+    declared, holds, findings = look_at_modules(rotary)
     said = ", ".join(f"{key} {value}" for key, value in declared.items() if value not in ({}, None))
-    loaded = [("loaded", held) for held in held_by_modules(base)]
+    loaded = [("loaded", held) for held in held_by_modules(rotary)]
     lines = (("declared", said or "nothing that can be told"), *loaded, ("holds", holds))
-    model_type = base.config.get_text_config(decoder=True).model_type
-    return Diagnosis(type(base).__name__, model_type, lines, (*findings, *check_applied(base)))
+    return Diagnosis(type(rotary.model).__name__, rotary.model_type, lines, (*findings, *check_applied(rotary)))
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:

@@ -18,27 +18,17 @@ from hf_posenc.doctor.dialects import (
     usual_section_fits,
     yarn_temperature,
 )
-from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_text, default_theta
-from hf_posenc.families.discovery import LONGROPE_ONLY
-from hf_posenc.methods.registry import make_method
+from hf_posenc.doctor.family_facts import MROPE_SECTION, default_text, default_theta
+from hf_posenc.families.family_data import family_of
+from hf_posenc.methods.registry import make_method, method_of_rope_type
+from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.extension import MARK, SCALING_KEYS, rotary_width
 from hf_posenc.patching.request import rope_parameters_of
 from hf_posenc.spec import RopeSpec
 
 ORIGINAL = "original_max_position_embeddings"
-READS_ORIGINAL = frozenset({"yarn", "llama3", "longrope"})
-# Transformers says "unrecognized" to any other key of a rule, and does without it.
-KEYS: dict[str, frozenset[str]] = {
-    "default": frozenset(),
-    "proportional": frozenset({"factor"}),
-    "linear": frozenset({"factor"}),
-    "dynamic": frozenset({"factor"}),
-    "yarn": frozenset({"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}),
-    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor"}),
-    "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"}),
-}
-
-
+# Rules of Transformers that are no method: the model's own frequencies, and Gemma 4's with pairs that are not rotated.
+_KEYS_OF_OTHERS = {"default": frozenset[str](), "proportional": frozenset({"factor"})}
 _OTHER_KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor", "mrope_section", "llama_4_scaling_beta"}
 
 
@@ -80,6 +70,21 @@ class Facts:
     marked: bool
 
 
+def keys_of(rope_type: str) -> frozenset[str] | None:
+    """Return the keys that Transformers reads of a rule, besides base and original length; None if it has no such rule.
+
+    It says "unrecognized" to any other key, and does without it.
+    """
+    method = method_of_rope_type(rope_type)
+    return _KEYS_OF_OTHERS.get(rope_type) if method is None else method.rope_keys
+
+
+def reads_original(rope_type: str) -> bool:
+    """Return whether Transformers reads the original length of a rule in its ``rope_parameters``."""
+    method = method_of_rope_type(rope_type)
+    return method is not None and method.reads_original
+
+
 def has_rope(text: Mapping[str, Any]) -> bool:
     if any(text.get(key) for key in ("rope_parameters", "rope_scaling", "rope_theta")):
         return True
@@ -108,7 +113,11 @@ def canonical(text: Mapping[str, Any], known: Known) -> dict[str, Any]:
     thetas = (known.rope_theta, given.get("rope_theta"), scaling.get("rope_theta"), top_level(text, "rope_theta"))
     theta = next((value for value in thetas if value is not None), None)
     parameters["rope_theta"] = default_theta(text["model_type"]) if theta is None else theta
-    if text["model_type"] in MROPE_IN_LAYERS and not parameters.get("mrope_section") and usual_section_fits(text):
+    if (
+        family_of(text["model_type"]).several_axes_in_layers
+        and not parameters.get("mrope_section")
+        and usual_section_fits(text)
+    ):
         parameters["mrope_section"] = list(MROPE_SECTION)
     partial = given.get("partial_rotary_factor", top_level(text, "partial_rotary_factor"))
     if partial is not None:
@@ -122,10 +131,10 @@ def canonical(text: Mapping[str, Any], known: Known) -> dict[str, Any]:
     if bool(parameters.get("mscale")) != bool(parameters.get("mscale_all_dim")):  # together or not at all
         parameters = {k: v for k, v in parameters.items() if k not in ("mscale", "mscale_all_dim")}
     multiple = parameters.get("attn_factor")
-    usable = parameters["rope_type"] == "yarn" and isinstance(parameters.get("factor"), float)
+    usable = parameters["rope_type"] == Yarn.rope_type and isinstance(parameters.get("factor"), float)
     if usable and isinstance(multiple, (int, float)) and multiple != 1:  # YaRN's authors multiply by it
         parameters["attention_factor"] = float(multiple) * yarn_temperature(parameters, parameters["factor"])
-    allowed = KEYS.get(parameters["rope_type"], frozenset()) | {"rope_type", ORIGINAL}
+    allowed = (keys_of(parameters["rope_type"]) or frozenset()) | {"rope_type", ORIGINAL}
     return {k: v for k, v in parameters.items() if k in allowed or not (k in SCALING_KEYS or is_misspelled(k))}
 
 
@@ -148,10 +157,10 @@ def original_length(
     places = [
         (known.original, "you"),
         ((mark or {}).get(ORIGINAL), MARK),
-        (text.get(ORIGINAL) if text["model_type"] in LONGROPE_ONLY else None, f"config.{ORIGINAL}"),
+        (text.get(ORIGINAL) if family_of(text["model_type"]).longrope_only else None, f"config.{ORIGINAL}"),
         (parameters.get(ORIGINAL), ORIGINAL),
         (text.get(ORIGINAL), f"config.{ORIGINAL}"),
-        (4096 if text["model_type"] in LONGROPE_ONLY else None, "the family"),
+        (4096 if family_of(text["model_type"]).longrope_only else None, "the family"),
         (
             length if parameters["rope_type"] in ("default", "dynamic", "proportional") else None,
             "max_position_embeddings",

@@ -8,7 +8,6 @@ from typing import Any
 
 from hf_posenc.doctor.declaration import (
     ORIGINAL,
-    READS_ORIGINAL,
     Facts,
     Known,
     canonical,
@@ -16,6 +15,7 @@ from hf_posenc.doctor.declaration import (
     has_rope,
     meant,
     original_length,
+    reads_original,
     source_of,
     spelling_name,
     target_length,
@@ -24,6 +24,7 @@ from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.family_facts import text_config
 from hf_posenc.doctor.findings import CHECKS, Finding, check_lengths, check_versions
 from hf_posenc.errors import InvalidRequestError
+from hf_posenc.methods.linear import Linear
 from hf_posenc.patching.extension import MARK, read_mark, rule_is_elsewhere
 
 
@@ -80,7 +81,9 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
         )
     parameters = canonical(text, known)
     original, origin = original_length(text, parameters, mark, known)
-    if original is not None and parameters["rope_type"] in READS_ORIGINAL | {"linear"}:
+    if original is not None and (
+        reads_original(parameters["rope_type"]) or parameters["rope_type"] == Linear.rope_type
+    ):
         parameters[ORIGINAL] = original
     try:
         if mark and rule_is_elsewhere(mark):  # the config itself is the base model's

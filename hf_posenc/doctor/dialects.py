@@ -12,28 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_posenc.doctor.family_facts import (
-    HEAD_DIM_NONE,
-    MROPE_IN_LAYERS,
-    MROPE_IN_MODULE,
-    MROPE_SECTION,
-    NOT_IN_4,
-    PARTIAL,
-    SCALED_IN_4,
-    THETA_4,
-    default_theta,
-)
-from hf_posenc.families.discovery import FULL_ATTENTION, LEGACY_KEYS, LONGROPE_ONLY, NESTED_KEYS
+from hf_posenc.doctor.family_facts import MROPE_SECTION, default_theta
+from hf_posenc.families.family_data import FULL_ATTENTION, Family, family_of
+from hf_posenc.methods.registry import method_of_rope_type
+from hf_posenc.methods.yarn import Yarn
 
 VERSIONS = ("4.57", "5.0", "5.23")
-_READS_HEAD_DIM = frozenset({"yarn", "dynamic", "longrope"})
-_NEEDS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "longrope": ("short_factor", "long_factor"),
-}
 _USUAL = (
     ("beta_fast", 32.0),
     ("beta_slow", 1.0),
@@ -91,9 +75,13 @@ class Refused(ValueError):
         self.for_good = for_good
 
 
+def _family(config: Mapping[str, Any]) -> Family:
+    return family_of(config.get("model_type"))
+
+
 def is_nested(config: Mapping[str, Any]) -> bool:
     """Return whether each layer type of the family has rotary settings of its own."""
-    return config.get("model_type") in NESTED_KEYS or full_label(config) is not None
+    return _family(config).layer_types_in_4 is not None or full_label(config) is not None
 
 
 def full_label(config: Mapping[str, Any]) -> str | None:
@@ -111,8 +99,7 @@ def flat_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def top_level(config: Mapping[str, Any], key: str) -> Any:
     """Return ``rope_theta`` or ``partial_rotary_factor`` as version 4 wrote it for the family."""
-    names = LEGACY_KEYS.get(str(config.get("model_type")), {})
-    return config.get(names.get(key, key))
+    return config.get(_family(config).names_in_4.get(key, key))
 
 
 def read_by(version: str, config: Mapping[str, Any]) -> Rope | None:
@@ -128,37 +115,43 @@ def read_by(version: str, config: Mapping[str, Any]) -> Rope | None:
     Raises:
         Refused: It raises on such a config.
     """
-    if is_nested(config) and config.get("model_type") not in NESTED_KEYS and version != "5.23":
+    family = _family(config)
+    if is_nested(config) and family.layer_types_in_4 is None and version != "5.23":
         return None
     if version == "4.57":
-        own_rule = config.get("model_type") in SCALED_IN_4 and "rope_scaling" not in config
-        if own_rule or config.get("model_type") in NOT_IN_4:
+        own_rule = family.scaled_in_4 and "rope_scaling" not in config
+        if own_rule or family.not_in_4:
             return None
     if version == "5.23" and isinstance(config.get("max_position_embeddings"), float):
         raise Refused("it wants max_position_embeddings to be an int")
     if version == "5.0" and is_nested(config):
         return _read_5_0_by_layer(config)
     rope = _read_4(config) if version == "4.57" else _read_5(config)
-    model_type = config.get("model_type")
-    if model_type in MROPE_IN_LAYERS:
+    if family.several_axes_in_layers:
         _check_section(version, config)
     if (
-        model_type in HEAD_DIM_NONE
-        and not (model_type == "mistral" and version != "4.57")
+        family.needs_head_dim
+        and not (config.get("model_type") == "mistral" and version != "4.57")
         and config.get("head_dim") is None
-        and rope.rope_type in _READS_HEAD_DIM
+        and _reads_head_dim(rope.rope_type)
     ):
         raise Refused(f"its {rope.rope_type} rule needs head_dim, which is not written")
     return rope
 
 
+def _reads_head_dim(rope_type: str) -> bool:
+    method = method_of_rope_type(rope_type)
+    return method is not None and method.reads_head_dim
+
+
 def _read_4(config: Mapping[str, Any]) -> Rope:
     model_type = str(config.get("model_type"))
-    theta = top_level(config, "rope_theta") or THETA_4.get(model_type) or default_theta(model_type)
+    family = family_of(model_type)
+    theta = top_level(config, "rope_theta") or family.rope_theta_in_4 or default_theta(model_type)
     parameters = dict(config.get("rope_scaling") or {})
     if parameters and "rope_type" not in parameters and ("type" not in parameters or is_nested(config)):
         raise Refused("rope_scaling has no rope_type")
-    if model_type in MROPE_IN_MODULE:
+    if family.several_axes_in_module:
         if config.get("rope_scaling") is None:
             raise Refused("it needs rope_scaling, even for no scaling")
         if parameters.get("rope_type") is None and parameters.get("type") != "mrope":
@@ -166,12 +159,12 @@ def _read_4(config: Mapping[str, Any]) -> Rope:
         parameters.setdefault("rope_type", "default")
     else:
         parameters["rope_type"] = parameters.get("type", parameters.get("rope_type", "default"))
-    if model_type in MROPE_IN_LAYERS and parameters.get("type") == "mrope":
+    if family.several_axes_in_layers and parameters.get("type") == "mrope":
         parameters["rope_type"] = "default"
     if parameters["rope_type"] == "llama3" and parameters.get(_ORIGINAL) is None:
         raise Refused(f"its llama3 rule needs {_ORIGINAL}")
     length, top = config.get("max_position_embeddings"), _top_original(config)
-    if parameters["rope_type"] == "longrope" or model_type in LONGROPE_ONLY:
+    if parameters["rope_type"] == "longrope" or family.longrope_only:
         parameters[_ORIGINAL] = top or length  # it looks nowhere else
         if top and length:
             parameters["factor"] = length / top
@@ -188,7 +181,7 @@ def _read_5(config: Mapping[str, Any]) -> Rope:
     else:
         parameters = scaling or given
     parameters.setdefault("rope_type", parameters.get("type", "default"))
-    if parameters["rope_type"] == "mrope" and config.get("model_type") in MROPE_IN_LAYERS:
+    if parameters["rope_type"] == "mrope" and _family(config).several_axes_in_layers:
         parameters["rope_type"] = "default"
     theta = parameters.get("rope_theta", top_level(config, "rope_theta") or default_theta(str(config["model_type"])))
     if theta is None:
@@ -203,14 +196,14 @@ def _read_5_0_by_layer(config: Mapping[str, Any]) -> Rope:
     """Read a family whose layer types have settings of their own as 5.0.0 does, where that was new."""
     if config.get("model_type") == "olmo3":  # one rule for all layers; of settings by layer type it reads nothing
         flat = {} if full_label(config) else dict(config.get("rope_parameters") or {})
-        theta = top_level(config, "rope_theta") or THETA_4["olmo3"]
+        theta = top_level(config, "rope_theta") or _family(config).rope_theta_in_4
         rope = _read_5({**config, "model_type": "olmo2", "rope_parameters": {**flat}, "rope_theta": theta})
         return replace(rope, every_layer=rope.rope_type != "default")
     given = config.get("rope_parameters") or {}
     if given and not {"full_attention", "sliding_attention"} <= given.keys():
         raise Refused("rope_parameters lacks full_attention or sliding_attention")
     rope = _read_5(config)
-    if rope.rope_type == "yarn":
+    if rope.rope_type == Yarn.rope_type:
         raise Refused("its check of a yarn rule fails where each layer type has settings of its own", for_good=True)
     return rope
 
@@ -227,7 +220,7 @@ def usual_section_fits(config: Mapping[str, Any]) -> bool:
 
 
 def _top_original(config: Mapping[str, Any]) -> Any:
-    return config.get(_ORIGINAL, 4096 if config.get("model_type") in LONGROPE_ONLY else None)
+    return config.get(_ORIGINAL, 4096 if _family(config).longrope_only else None)
 
 
 def effective(config: Mapping[str, Any], parameters: Mapping[str, Any], theta: float, partial: Any) -> Rope:
@@ -237,18 +230,19 @@ def effective(config: Mapping[str, Any], parameters: Mapping[str, Any], theta: f
         Refused: Transformers has no such rule, or numbers are missing or not numbers.
     """
     rope_type = parameters["rope_type"]
-    usual = PARTIAL.get(str(config.get("model_type")))
+    usual = _family(config).rotated_share
     partial = usual if partial is None else float(partial)
     partial = None if partial == 1.0 and usual is None else partial
     if rope_type == "default":
         return Rope("default", float(theta), partial=partial)
-    if config.get("model_type") in LONGROPE_ONLY and rope_type in ("su", "yarn"):
+    if _family(config).longrope_only and rope_type in ("su", Yarn.rope_type):
         rope_type = "longrope"
     if rope_type == "proportional":  # Gemma 4's own
         return Rope("proportional", float(theta), float(parameters.get("factor") or 1.0), partial=partial)
-    if rope_type not in _NEEDS:
+    method = method_of_rope_type(rope_type)
+    if method is None:
         raise Refused(f"it has no rope_type {rope_type!r}")
-    if missing := [key for key in _NEEDS[rope_type] if parameters.get(key) is None]:
+    if missing := [key for key in method.needed_rope_keys if parameters.get(key) is None]:
         raise Refused(f"its {rope_type} rule needs {', '.join(missing)}")
     length = config.get("max_position_embeddings")
     original = parameters.get(_ORIGINAL) or length
@@ -276,7 +270,7 @@ def _options(rope_type: str, parameters: Mapping[str, Any], factor: float, origi
             found = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         lists = [(key, tuple(map(float, parameters[key]))) for key in ("short_factor", "long_factor")]
         return [("attention_factor", round(float(found), 9)), *lists]
-    if rope_type == "yarn":
+    if rope_type == Yarn.rope_type:
         return [
             ("attention_factor", round(yarn_temperature(parameters, factor), 9)),
             ("beta_fast", float(parameters.get("beta_fast") or 32)),

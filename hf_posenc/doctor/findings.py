@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_posenc.doctor.declaration import KEYS, ORIGINAL, READS_ORIGINAL, Facts, canonical, is_misspelled
+from hf_posenc.doctor.declaration import ORIGINAL, Facts, canonical, is_misspelled, keys_of, reads_original
 from hf_posenc.doctor.dialects import (
     VERSIONS,
     Refused,
@@ -18,7 +18,10 @@ from hf_posenc.doctor.dialects import (
     read_by,
     top_level,
 )
-from hf_posenc.doctor.family_facts import MROPE_IN_LAYERS, MROPE_SECTION, default_theta
+from hf_posenc.doctor.family_facts import MROPE_SECTION, default_theta
+from hf_posenc.families.family_data import family_of
+from hf_posenc.methods.registry import method_of_rope_type
+from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.extension import SCALING_KEYS
 
 _NO_SPELLING = "No spelling helps there: take Transformers 4.57 or a newer 5."
@@ -65,7 +68,8 @@ def _check_words(facts: Facts) -> Iterator[Finding]:
             "Add rope_type." if rope_type == "default" else Finding.todo,
             mendable=rope_type != "default",
         )
-    if rope_type not in KEYS:
+    read = keys_of(rope_type)
+    if read is None:
         yield Finding(
             "unknown-type",
             "error",
@@ -76,7 +80,7 @@ def _check_words(facts: Facts) -> Iterator[Finding]:
         )
         return
     unread = {key for key in source if key in SCALING_KEYS or is_misspelled(key)}
-    unread -= KEYS[rope_type] | {"rope_type", "type", ORIGINAL, "finetuned"}
+    unread -= read | {"rope_type", "type", ORIGINAL, "finetuned"}
     if "attn_factor" in unread and source["attn_factor"] not in (1, 1.0):
         unread.discard("attn_factor")
         yield Finding(
@@ -103,7 +107,8 @@ def _check_words(facts: Facts) -> Iterator[Finding]:
 
 def _check_factor(facts: Facts) -> Iterator[Finding]:
     factor = facts.parameters.get("factor")
-    needed = facts.parameters["rope_type"] in ("linear", "dynamic", "yarn", "llama3")
+    method = method_of_rope_type(facts.parameters["rope_type"])
+    needed = method is not None and "factor" in method.needed_rope_keys
     if (factor is None and not needed) or (isinstance(factor, float) and factor >= 1):
         return
     yield Finding(
@@ -119,7 +124,7 @@ def _check_factor(facts: Facts) -> Iterator[Finding]:
 def _check_original(facts: Facts) -> Iterator[Finding]:
     rope_type, stated = facts.parameters["rope_type"], facts.source.get(ORIGINAL)
     length = facts.text.get("max_position_embeddings")
-    if facts.original is None and rope_type in READS_ORIGINAL:
+    if facts.original is None and reads_original(rope_type):
         yield Finding(
             "no-original-length",
             "error",
@@ -136,7 +141,7 @@ def _check_original(facts: Facts) -> Iterator[Finding]:
             "the original length is not recorded",
             "The linear rule does not need it; extending the model further does.",
         )
-    elif rope_type in READS_ORIGINAL and not stated and not facts.text.get(ORIGINAL) and not facts.marked:
+    elif reads_original(rope_type) and not stated and not facts.text.get(ORIGINAL) and not facts.marked:
         yield Finding(
             "no-original-length",
             "error",
@@ -173,7 +178,7 @@ def _check_theta(facts: Facts) -> Iterator[Finding]:
 
 def _check_temperature(facts: Facts) -> Iterator[Finding]:
     source = facts.source
-    if facts.parameters["rope_type"] != "yarn" or facts.marked:
+    if facts.parameters["rope_type"] != Yarn.rope_type or facts.marked:
         return
     if bool(source.get("mscale")) != bool(source.get("mscale_all_dim")):
         yield Finding(
@@ -270,7 +275,7 @@ def _reading(facts: Facts, parameters: Mapping[str, Any]) -> Rope | Mapping[str,
 
 
 def _check_axes(facts: Facts) -> Iterator[Finding]:
-    if facts.text["model_type"] in MROPE_IN_LAYERS and not facts.source.get("mrope_section"):
+    if family_of(facts.text["model_type"]).several_axes_in_layers and not facts.source.get("mrope_section"):
         fits = "mrope_section" in facts.parameters
         yield Finding(
             "no-mrope-section",

@@ -24,8 +24,8 @@ from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.dialects import Rope
 from hf_posenc.doctor.findings import Finding
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
-from hf_posenc.families.discovery import label_prefix, rope_label, rotary_modules
-from hf_posenc.methods.registry import make_method, method_names, method_of_rope_type
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.patching.api import describe, is_patched, runs_in_attention, verify_model
 from hf_posenc.patching.verification import check_rotary
 from hf_posenc.spec import RopeSpec
@@ -60,62 +60,58 @@ def _load(path: Path, where: str) -> PreTrainedModel:
     return AutoModelForImageTextToText.from_pretrained(where, dtype="auto", use_safetensors=True)
 
 
-def held_by_modules(base: PreTrainedModel) -> list[str]:
+def held_by_modules(rotary: RotaryModel) -> list[str]:
     """Return what each rotary module of the decoder holds, in words."""
     try:
-        modules = rotary_modules(base)
-        prefix = label_prefix(rope_label(base.config.get_text_config(decoder=True)))
+        modules, prefix = rotary.rotary_modules, rotary.prefix
     except ValueError:
         return []
-    turning = ""
-    if runs_in_attention(base):
-        inner = inner_name(str(base.config._attn_implementation))
-        turning = f"; the attention turns queries and keys on as the rule says, and then calls {inner}"
-        if (there := describe(base)["method"]) in method_names("is_encoding"):
-            turning = f"; {there} is in the place of RoPE"
+    in_attention, extension = "", rotary.extension
+    if extension is not None and extension.method.is_encoding:
+        in_attention = f"; {extension.method.name} takes the place of RoPE"
+    elif runs_in_attention(rotary):
+        inner = inner_name(str(rotary.model.config._attn_implementation))
+        in_attention = f"; the attention rotates queries and keys further as the rule says, and then calls {inner}"
     words = []
     for name, module in modules.items():
         held = module.get_buffer(f"{prefix}inv_freq")
         kind = str(held.dtype).removeprefix("torch.")
         shown = kind if held.is_meta else f"{held[0]:.4g} to {held[-1]:.4g} radians per token, {kind}"
         factor = float(getattr(module, f"{prefix}attention_scaling"))
-        words.append(f"{held.numel()} pairs in {name}, {shown}; cos and sin times {factor:.6g}{turning}")
+        words.append(f"{held.numel()} pairs in {name}, {shown}; cos and sin times {factor:.6g}{in_attention}")
     return words
 
 
-def against_meaning(base: PreTrainedModel, rope: Rope | None) -> list[Finding]:
+def against_meaning(rotary: RotaryModel, rope: Rope | None) -> list[Finding]:
     """Compare the modules with the closed form of what the checkpoint's config means, however it was read."""
     if rope is None or (rope.rope_type != "default" and method_of_rope_type(rope.rope_type) is None):
         return []
     try:
-        modules = rotary_modules(base)
-        text = base.config.get_text_config(decoder=True)
-        label, length = rope_label(text), int(text.max_position_embeddings)
+        modules, length = rotary.rotary_modules, int(rotary.text_config.max_position_embeddings)
     except ValueError:
         return []
     for name, module in modules.items():
-        held = module.get_buffer(f"{label_prefix(label)}inv_freq")
+        held = module.get_buffer(f"{rotary.prefix}inv_freq")
         spec = RopeSpec(2 * held.numel(), rope.rope_theta, rope.original or length)
         plain = rope.rope_type == "default"
         method = None if plain else make_method(rope.rope_type, rope.factor, dict(rope.options))
         try:
-            check_rotary(name, module, label, spec, method)
+            check_rotary(rotary, name, spec, method)
         except RotaryMismatchError as error:
             why = f"The config means {rope}; Transformers {transformers.__version__} did not load that."
             return [Finding("loaded-otherwise", "error", str(error).split(". ")[0].rstrip("."), why)]
     return []
 
 
-def look_at_modules(base: PreTrainedModel) -> tuple[dict[str, Any], str, list[Finding]]:
+def look_at_modules(rotary: RotaryModel) -> tuple[dict[str, Any], str, list[Finding]]:
     """Return what a model's config declares, whether its modules hold it, in words, and what is wrong."""
-    findings = list(_check_modules(base))
+    findings = list(_check_modules(rotary))
     declared: dict[str, Any] = {}
     try:
-        declared = describe(base)
-        text = base.config.get_text_config(decoder=True)
-        if declared["method"] == "none" and not getattr(text, "rope_parameters", None):
+        declared = describe(rotary)
+        if declared["method"] == "none" and not getattr(rotary.text_config, "rope_parameters", None):
             return declared, "no rotary embedding", findings
-        verify_model(base)
+        verify_model(rotary)
     except RotaryMismatchError as error:
         why = "A config set after loading has no effect."
         findings.append(Finding("not-what-it-says", "error", str(error).rstrip("."), why, _RELOAD, False))
@@ -124,16 +120,17 @@ def look_at_modules(base: PreTrainedModel) -> tuple[dict[str, Any], str, list[Fi
         why = "Its settings cannot be read, or the family is not supported."
         findings.append(Finding("not-compared", "error", str(error).rstrip("."), why, _RELOAD, False))
         return declared, "not compared", findings
-    if runs_in_attention(base):
+    if runs_in_attention(rotary):
         return declared, "the rule, in every attention layer; saved, it is in the manifest alone", findings
     return declared, "what the config says, compared with the closed form", findings
 
 
-def check_applied(base: PreTrainedModel) -> list[Finding]:
+def check_applied(rotary: RotaryModel) -> list[Finding]:
     """Return whether a model came from a folder whose manifest has a rule that it does not run."""
-    source = Path(str(base.name_or_path or "")).expanduser()
-    manifest = read_manifest(source) if str(base.name_or_path) and source.is_dir() else None
-    if manifest is None or not manifest_alone_has(manifest) or is_patched(base):
+    name = rotary.model.name_or_path
+    source = Path(str(name or "")).expanduser()
+    manifest = read_manifest(source) if str(name) and source.is_dir() else None
+    if manifest is None or not manifest_alone_has(manifest) or is_patched(rotary):
         return []
     what = f"{MANIFEST} of {source} says {manifest['method']} x{manifest['factor']:g}, and the model does not run it"
     why = "Transformers loaded the base model: no config can say this rule."
@@ -141,21 +138,20 @@ def check_applied(base: PreTrainedModel) -> list[Finding]:
     return [Finding("extension-not-applied", "error", what, why, todo, mendable=False)]
 
 
-def _check_modules(base: PreTrainedModel) -> Iterator[Finding]:
+def _check_modules(rotary: RotaryModel) -> Iterator[Finding]:
     """Look for casts of the frequencies, and for rotary modules that nothing calls."""
     try:
-        modules = rotary_modules(base)
-        prefix = label_prefix(rope_label(base.config.get_text_config(decoder=True)))
+        modules, prefix = rotary.rotary_modules, rotary.prefix
     except ValueError:
         return
     decoder = [name for name in modules if ".self_attn." not in name]
-    idle = [name for name, _ in base.named_modules() if ".self_attn.rotary" in name] if decoder else []
+    idle = [name for name, _ in rotary.model.named_modules() if ".self_attn.rotary" in name] if decoder else []
     if idle:
         yield Finding(
             "idle-module",
             "error",
             f"{idle[0]} ({len(idle)} in all) is never called",
-            f"Transformers 5 turns positions once, in {decoder[0]}, and hands them to the layers.",
+            f"Transformers 5 computes cos and sin once, in {decoder[0]}, and hands them to the layers.",
             _RELOAD,
             False,
         )

@@ -13,11 +13,15 @@ from hf_posenc.checkpoint.extended import both_spellings
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import Dialect, read_dialect
 from hf_posenc.doctor.dialects import full_label, is_nested
-from hf_posenc.doctor.family_facts import HEAD_DIM_NONE, MROPE_IN_MODULE, default_text, text_config
+from hf_posenc.doctor.family_facts import default_text, text_config
 from hf_posenc.errors import InvalidRequestError
+from hf_posenc.families.discovery import head_dim_of
+from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.registry import get_method
-from hf_posenc.patching.extension import MARK, SCALING_KEYS, head_dim_of
+from hf_posenc.methods.yarn import Yarn
+from hf_posenc.patching.extension import MARK, SCALING_KEYS
+from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.request import resolve, write_config
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -50,18 +54,18 @@ def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, An
     if window_of_all_layers(config) is not None:
         config.sliding_window = None  # how far it reaches is another matter, and the text's own stays
     if method != "none":
-        write_config(config, resolve(config, method, factor, options))
+        write_config(config, resolve(config, ExtensionRequest.of(method=method, factor=factor, **options)))
     stale = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
     fixed = {k: copy.deepcopy(v) for k, v in text.items() if k not in stale}
     fixed["rope_parameters"] = copy.deepcopy(config.rope_parameters)
     fixed["max_position_embeddings"] = dialect.target or config.max_position_embeddings
     if hasattr(config, _ORIGINAL):
         fixed[_ORIGINAL] = getattr(config, _ORIGINAL)
-    if dialect.model_type in HEAD_DIM_NONE and text.get("head_dim") is None:
+    if family_of(dialect.model_type).needs_head_dim and text.get("head_dim") is None:
         fixed["head_dim"] = head_dim_of(config)
     spelled = both_spellings(fixed)
     axes = {k: v for k, v in spelled["rope_parameters"].items() if k.startswith("mrope_")}
-    several = axes or dialect.model_type in MROPE_IN_MODULE
+    several = axes or family_of(dialect.model_type).several_axes_in_module
     if several and spelled["rope_scaling"] is None:  # where Transformers 4 looks for the axes
         spelled["rope_scaling"] = {**axes, "rope_type": "default", "type": "default"}
     return spelled
@@ -80,7 +84,7 @@ def _request(dialect: Dialect, known: Known) -> tuple[str, float, dict[str, Any]
     options = {key: value for key, value in parameters.items() if key in names and value is not None}
     if rope_type == "dynamic":
         options["scope"] = "sequence"
-    if rope_type == "yarn" and known.ramp is not None:
+    if rope_type == Yarn.rope_type and known.ramp is not None:
         options["ramp"] = known.ramp
     factor = parameters.get("factor") or max((dialect.target or 1) / (dialect.original or 1), 1.0)
     return rope_type, factor, options

@@ -25,11 +25,11 @@ from hf_posenc.attention.masks import PREFIX
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.encoding_attention import EncodingAttention
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
+from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.refusals import Refusal
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.methods.base import Encoding, Method, ModelSizes
+from hf_posenc.methods.base import Encoding, Extension, Method, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings, AddedToLogits, RotatesPairs
-from hf_posenc.patching.extension import Extension, head_dim_of
 
 # Its name in the decoder, and so that of its parameters in a checkpoint.
 MODULE = "positional_encoding"

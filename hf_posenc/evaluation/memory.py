@@ -13,8 +13,8 @@ from hf_posenc.attention.footprint import footprint
 from hf_posenc.evaluation.facts import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.families.discovery import unwrap
+from hf_posenc.methods.base import Extension
 from hf_posenc.patching.api import describe
-from hf_posenc.patching.extension import Extension
 
 logger = logging.getLogger(__name__)
 

@@ -24,12 +24,11 @@ from hf_posenc.explain.method_pictures import (
 )
 from hf_posenc.explain.sections import Explanation, Section
 from hf_posenc.explain.subject import Subject
-from hf_posenc.methods.base import AttentionMethod, DistanceMethod, Method, StagedMethod, Unscaled
+from hf_posenc.methods.base import AttentionMethod, DistanceMethod, Extension, Method, StagedMethod, Unscaled
 from hf_posenc.methods.encodings.rope import RopeOptions
 from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, Numbers
 from hf_posenc.methods.longrope import LongRope
 from hf_posenc.methods.yarn import YarnOptions, yarn_ramp
-from hf_posenc.patching.extension import Extension
 from hf_posenc.report.frequencies import PairRule, wavelengths
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.units import length_name, number_name

@@ -12,6 +12,7 @@ from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, read
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method, make_method
+from hf_posenc.methods.yarn import Yarn
 from hf_posenc.spec import RopeSpec
 
 # The rope_type of rules that are a rope_theta and nothing else.
@@ -81,7 +82,7 @@ class ExportFolder:
     @property
     def attention_factor(self) -> float:
         """What multiplies cos and sin."""
-        if self.rope_type == "yarn":
+        if self.rope_type == Yarn.rope_type:
             return self.method.frequencies(self.spec)[1]
         return float(self.rope["attention_factor"]) if self.rope_type == "longrope" else 1.0
 

@@ -11,6 +11,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.exports.folder import PLAIN, ExportFolder, check_one_list, check_rule, command, read_folder
 from hf_posenc.exports.nearest import refuse_attention_rule
 from hf_posenc.methods.base import STOPPED, plain_frequencies
+from hf_posenc.methods.yarn import Yarn
 
 # What convert_hf_to_gguf.py calls the families whose conversion was read (conversion/llama.py, conversion/qwen.py).
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -78,7 +79,7 @@ def _scaling_keys(folder: ExportFolder) -> dict[str, Any]:
         return {"type": kind, "factor": float(rope["factor"])}
     if kind == "longrope":
         return {"type": kind, "original_context_length": folder.original, "attn_factor": folder.attention_factor}
-    if kind != "yarn":  # plain rules are a base, and llama3 a tensor
+    if kind != Yarn.rope_type:  # plain rules are a base, and llama3 a tensor
         return {}
     keys = {"type": kind, "factor": float(rope["factor"]), "original_context_length": folder.original}
     keys |= {f"yarn_{beta}": float(rope[beta]) for beta in ("beta_fast", "beta_slow") if beta in rope}
@@ -105,7 +106,7 @@ def _check(folder: ExportFolder) -> None:
             f"llama.cpp cannot express {folder.rope_type} for model_type {folder.model_type!r}: its divisors per pair "
             "are read for the llama architecture only. Save the model with yarn or ntk."
         )
-    if folder.rope_type == "yarn" and not folder.rope.get("truncate", True):
+    if folder.rope_type == Yarn.rope_type and not folder.rope.get("truncate", True):
         raise InvalidRequestError(
             "llama.cpp cannot express truncate=False: it always rounds the ends of yarn's ramp "
             "(ggml_rope_yarn_corr_dims). Save the model with truncate=True."

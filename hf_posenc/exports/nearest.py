@@ -12,6 +12,7 @@ from hf_posenc.exports.folder import ExportFolder, command
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import DistanceMethod, StaticMethod
 from hf_posenc.methods.registry import get_method, make_method, methods
+from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.request import resolve, write_config
 
 
@@ -71,17 +72,14 @@ def as_static(folder: ExportFolder, method: str) -> ExportFolder:
     _check_base(folder)
     config = AutoConfig.from_pretrained(folder.path)
     window = folder.manifest.get("sliding_window", KEEP)
-    asked = resolve(
-        config,
-        name,
-        None,
-        {},
+    request = ExtensionRequest.of(
+        method=name,
         context_length=folder.context_length,
         original_max_position_embeddings=folder.original,
         sliding_window=window,
         on_scaled="replace",
     )
-    write_config(config, asked)
+    write_config(config, resolve(config, request))
     changed = {"rope_parameters": config.rope_parameters, "max_position_embeddings": config.max_position_embeddings}
     if window != KEEP:
         changed["sliding_window"] = config.sliding_window

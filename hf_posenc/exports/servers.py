@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.exports.folder import ExportFolder, check_one_list, command
+from hf_posenc.methods.yarn import Yarn
 
 # TGI's yarn has these built in, whatever config.json says.
 _TGI_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
@@ -53,7 +54,10 @@ def vllm(folder: ExportFolder) -> list[str]:
     check_one_list(folder, "vLLM", "it takes long_factor for every text once --max-model-len exceeds the original")
     rope = _with_mscale(folder) if folder.rope_type == "longrope" else folder.rope
     lines = _lines(folder, rope, ["vllm", "serve"], "--max-model-len", "--hf-overrides")
-    if folder.rope_type == "yarn" and {"attention_factor", "mscale", "mscale_all_dim", "truncate"} & rope.keys():
+    if (
+        folder.rope_type == Yarn.rope_type
+        and {"attention_factor", "mscale", "mscale_all_dim", "truncate"} & rope.keys()
+    ):
         lines.insert(0, "# earlier versions skip some of attention_factor, mscale and truncate, without a word")
     return lines
 
@@ -69,7 +73,7 @@ def sglang(folder: ExportFolder) -> list[str]:
     rope = folder.rope
     if folder.rope_type == "longrope":
         rope = _with_mscale(folder)
-    elif folder.rope_type == "yarn" and "attention_factor" in rope:
+    elif folder.rope_type == Yarn.rope_type and "attention_factor" in rope:
         pair = [rope[key] for key in ("mscale", "mscale_all_dim") if rope.get(key) is not None]
         usual = _usual_factor(rope["factor"], *(pair if len(pair) == 2 else ()))
         rope = {**rope, "attn_factor": folder.attention_factor / usual}
@@ -98,7 +102,7 @@ def tgi(folder: ExportFolder) -> list[str]:
             "the factor. Save the model with ntk, or use another server."
         )
     usual = 1.0
-    if folder.rope_type == "yarn":
+    if folder.rope_type == Yarn.rope_type:
         _refuse_for_tgi({key: rope[key] for key, value in _TGI_YARN.items() if rope.get(key, value) != value})
         usual = _usual_factor(rope["factor"], rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
     elif folder.rope_type == "longrope":

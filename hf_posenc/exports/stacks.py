@@ -72,7 +72,7 @@ def export_command(path: str | Path, stack: str, as_method: str | None = None) -
     Args:
         path: The folder.
         stack: ``"vllm"``, ``"sglang"``, ``"llama.cpp"`` or ``"tgi"``.
-        as_method: For a rule that only hf_posenc runs: the static rule to run in its place, such as ``"yarn"``, with
+        as_method: For a rule that only hf_posenc runs: the static rule to run in its place, such as ``yarn``, with
             its default options and the same target. The comments say what is lost.
 
     Returns:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.families.discovery import label_prefix, rope_label, rotary_modules, text_configs, unwrap
+from hf_posenc.families.discovery import refuse_family, rope_label, unwrap
+from hf_posenc.families.refusals import Refusal
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,11 @@ class RotaryModel:
         self.wrapped = wrapped
         self.model: PreTrainedModel = unwrap(wrapped)
 
+    @classmethod
+    def of(cls, model: Any) -> RotaryModel:
+        """Return what was looked at already as it is, and look at anything else; errors as ``RotaryModel``'s."""
+        return model if isinstance(model, RotaryModel) else cls(model)
+
     @property
     def text_config(self) -> PreTrainedConfig:
         """The config of the decoder that reads text; the model's own where there is no other."""
@@ -45,7 +51,13 @@ class RotaryModel:
     @property
     def text_configs(self) -> list[PreTrainedConfig]:
         """Each distinct text config object that the model or one of its modules holds, the model's first."""
-        return text_configs(self.model)
+        first = self.text_config
+        found = {id(first): first}
+        for module in self.model.modules():
+            config = module.__dict__.get("config")
+            if type(config) is type(first):
+                found.setdefault(id(config), config)
+        return list(found.values())
 
     @property
     def model_type(self) -> str:
@@ -64,17 +76,34 @@ class RotaryModel:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of the buffers of that layer type; empty where all layers share them."""
-        return label_prefix(self.label)
+        """What that layer type puts before the names of its buffers, such as ``full_attention_``; empty for None."""
+        return "" if self.label is None else f"{self.label}_"
 
     @cached_property
     def rotary_modules(self) -> dict[str, nn.Module]:
         """The decoder's rotary modules by name.
 
+        The convention of Transformers 5: buffers ``inv_freq`` and ``original_inv_freq``, attributes ``rope_type`` and
+        ``attention_scaling`` (with the layer type before the names where each has its own), and the text config. Vision
+        and audio rotaries lack one of these and are left alone.
+
         Raises:
-            ValueError: The family is refused, with the reason, or there is no such module.
+            UnsupportedModelError: The family is refused, with the reason, or there is no such module.
         """
-        return rotary_modules(self.model)
+        config = self.text_config
+        refuse_family(config)
+        prefix = self.prefix
+        found = {
+            name: module
+            for name, module in self.model.named_modules()
+            if {f"{prefix}inv_freq", f"{prefix}original_inv_freq"} <= module._buffers.keys()
+            and isinstance(getattr(module, "rope_type", None), (str, dict))
+            and hasattr(module, f"{prefix}attention_scaling")
+            and type(getattr(module, "config", None)) is type(config)
+        }
+        if not found:
+            raise Refusal(config.model_type, "no_rotary_module", {"class_name": type(self.model).__name__}).error()
+        return found
 
     @property
     def rotary_module(self) -> nn.Module:
@@ -87,6 +116,14 @@ class RotaryModel:
         """The module that holds the only rotary module, whose forward begins and ends the pass through the layers."""
         [name] = self.rotary_modules
         return self.model.get_submodule(name.rpartition(".")[0])
+
+    @property
+    def extension(self) -> Any:
+        """The ``Extension`` (hf_posenc.methods.base) that ``patch_model`` put in; None where nothing was.
+
+        What the config of a model that is not patched declares is not looked at: see ``patching.api.extension_of``.
+        """
+        return None if self.record is None else self.record.extension
 
     @property
     def record(self) -> Any:

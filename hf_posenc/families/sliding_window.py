@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.families.discovery import FULL_ATTENTION
+from hf_posenc.families.family_data import FULL_ATTENTION
 from hf_posenc.spec import check_length
 from hf_posenc.utils.units import ContextLength
 

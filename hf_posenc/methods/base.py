@@ -85,6 +85,10 @@ class Method(abc.ABC):
         explanation, on_short_texts, kv_cache: See ``Words``.
         on_disk: How a checkpoint says it, in words.
         rope_type: The ``rope_type`` of Transformers that is read back as this method; None if none is.
+        rope_keys: Of such ``rope_parameters``, the keys that Transformers reads besides base and original length.
+        needed_rope_keys: Those that it cannot do without.
+        reads_original: Whether Transformers reads ``original_max_position_embeddings`` there.
+        reads_head_dim: Whether it reads ``config.head_dim`` itself, and so fails where that is None.
         look: Number of its colour and marker in charts, its own among the methods of this package: a new one takes the
             next. The first six, which are compared most often, have six colours. None: a number made from the name.
         zero_shot: Whether it is of use without fine-tuning.
@@ -101,6 +105,10 @@ class Method(abc.ABC):
     kv_cache: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     rope_type: ClassVar[str | None] = None
+    rope_keys: ClassVar[frozenset[str]] = frozenset()
+    needed_rope_keys: ClassVar[tuple[str, ...]] = ()
+    reads_original: ClassVar[bool] = False
+    reads_head_dim: ClassVar[bool] = False
     look: ClassVar[int | None] = None
     zero_shot: ClassVar[bool] = True
     needs_options: ClassVar[bool] = False  # its defaults alone suit no model
@@ -466,3 +474,46 @@ class Encoding(InPlaceOfRope, Method):
         Raises:
             ValueError: A size does not fit.
         """
+
+
+@dataclass(frozen=True)
+class Extension:
+    """A method resolved against a model.
+
+    Attributes:
+        spec: What the model was trained with.
+        method: The method; its ``factor`` is exactly ``context_length / original``.
+        context_length: The target, in tokens.
+        original_known: False for a checkpoint whose config does not say what it was trained on.
+        sliding_window: What was requested for a window that every layer has: ``"keep"``, ``"off"`` or tokens.
+    """
+
+    spec: RopeSpec
+    method: Method
+    context_length: int
+    original_known: bool = True
+    sliding_window: str | int = "keep"
+
+    FACTS: ClassVar[tuple[str, ...]] = (
+        "method",
+        "factor",
+        "options",
+        "original_max_position_embeddings",
+        "context_length",
+    )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the extension as JSON-able facts, the words of records and manifests."""
+        return {
+            "method": self.method.name,
+            "factor": self.method.factor,
+            "options": self.method.changed_options(),
+            "original_max_position_embeddings": (
+                self.spec.original_max_position_embeddings if self.original_known else None
+            ),
+            "context_length": self.context_length,
+        }
+
+    def mark(self) -> dict[str, Any]:
+        """Return what the config of an extended model says of the extension, to whoever has only the config."""
+        return {**self.describe(), "rope_theta": self.spec.rope_theta}

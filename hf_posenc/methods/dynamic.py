@@ -49,6 +49,9 @@ class DynamicNtk(StagedMethod):
     )
     on_disk: ClassVar[str] = "the manifest only (dynamic for scope=sequence)"
     rope_type: ClassVar[str | None] = "dynamic"
+    rope_keys: ClassVar[frozenset[str]] = frozenset({"factor"})
+    needed_rope_keys: ClassVar[tuple[str, ...]] = ("factor",)
+    reads_head_dim: ClassVar[bool] = True
 
     scope: str = option(
         "query",

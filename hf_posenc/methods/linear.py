@@ -30,6 +30,8 @@ class Linear(StaticMethod):
     )
     on_disk: ClassVar[str] = "linear"
     rope_type: ClassVar[str | None] = "linear"
+    rope_keys: ClassVar[frozenset[str]] = frozenset({"factor"})
+    needed_rope_keys: ClassVar[tuple[str, ...]] = ("factor",)
     zero_shot: ClassVar[bool] = False
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:

@@ -34,6 +34,9 @@ class Llama3(StaticMethod):
     on_short_texts: ClassVar[str] = "A little: the slow pairs move at every length."
     on_disk: ClassVar[str] = "llama3"
     rope_type: ClassVar[str | None] = "llama3"
+    rope_keys: ClassVar[frozenset[str]] = frozenset({"factor", "low_freq_factor", "high_freq_factor"})
+    needed_rope_keys: ClassVar[tuple[str, ...]] = ("factor", "low_freq_factor", "high_freq_factor")
+    reads_original: ClassVar[bool] = True
 
     low_freq_factor: float = option(1.0, positive, "turns up to which a pair's frequency is divided by the factor")
     high_freq_factor: float = option(4.0, positive, "turns from which a pair keeps its frequency")

@@ -49,6 +49,12 @@ class LongRope(StaticMethod):
     needs_options: ClassVar[bool] = True
     on_disk: ClassVar[str] = "longrope"
     rope_type: ClassVar[str | None] = "longrope"
+    rope_keys: ClassVar[frozenset[str]] = frozenset(
+        {"factor", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"}
+    )
+    needed_rope_keys: ClassVar[tuple[str, ...]] = ("short_factor", "long_factor")
+    reads_original: ClassVar[bool] = True
+    reads_head_dim: ClassVar[bool] = True
     plain_at_factor_1: ClassVar[bool] = False
 
     short_factor: tuple[float, ...] | None = option(

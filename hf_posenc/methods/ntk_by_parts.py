@@ -14,6 +14,30 @@ from hf_posenc.methods.registry import register_method
 from hf_posenc.spec import RopeSpec
 
 
+def beta_fast_option() -> Any:
+    """Return the option by which pairs that rotate often are kept."""
+    return option(32.0, positive, "turns over the original length from which a pair keeps its frequency")
+
+
+def beta_slow_option() -> Any:
+    """Return the option by which pairs that hardly rotate are divided."""
+    return option(1.0, positive, "turns up to which a pair's frequency is divided by the factor")
+
+
+class BlendInTurns:
+    """A method with these two options, between which kept and divided pairs are blended."""
+
+    beta_fast: float
+    beta_slow: float
+
+    @property
+    def ramp_turns(self) -> tuple[float, float] | None:
+        return self.beta_slow, self.beta_fast
+
+    def check_options(self) -> None:
+        check_order("beta_slow", self.beta_slow, "beta_fast", self.beta_fast)
+
+
 def by_parts_frequencies(spec: RopeSpec, factor: float, slow: float, fast: float) -> torch.Tensor:
     """Keep pairs of at least ``fast`` turns, divide pairs of at most ``slow``, blend linearly in turns between.
 
@@ -38,7 +62,7 @@ def llama3_parameters(spec: RopeSpec, factor: float, slow: float, fast: float) -
 
 @register_method
 @dataclass(frozen=True)
-class NtkByParts(StaticMethod):
+class NtkByParts(BlendInTurns, StaticMethod):
     """Keep the pairs that rotate often, divide those that hardly rotate, blend by the number of turns.
 
     The paper's ramp, without a temperature; equations 17 to 20.
@@ -57,15 +81,8 @@ class NtkByParts(StaticMethod):
     on_short_texts: ClassVar[str] = "A little: the slow pairs move at every length."
     on_disk: ClassVar[str] = "llama3"
 
-    beta_fast: float = option(32.0, positive, "turns over the original length from which a pair keeps its frequency")
-    beta_slow: float = option(1.0, positive, "turns up to which a pair's frequency is divided by the factor")
-
-    @property
-    def ramp_turns(self) -> tuple[float, float] | None:
-        return self.beta_slow, self.beta_fast
-
-    def check_options(self) -> None:
-        check_order("beta_slow", self.beta_slow, "beta_fast", self.beta_fast)
+    beta_fast: float = beta_fast_option()
+    beta_slow: float = beta_slow_option()
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         return by_parts_frequencies(spec, self.factor, self.beta_slow, self.beta_fast), 1.0

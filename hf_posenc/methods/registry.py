@@ -105,9 +105,9 @@ def make_method(name: str, factor: float = 1.0, options: Mapping[str, Any] | Non
     return cls(factor, **options)
 
 
-def method_of_rope_type(rope_type: str) -> type[Method] | None:
+def method_of_rope_type(rope_type: str | None) -> type[Method] | None:
     """Return the method that a ``rope_type`` of Transformers is read back as; None if there is none."""
-    return next((cls for cls in methods().values() if cls.rope_type == rope_type), None)
+    return next((cls for cls in methods().values() if cls.rope_type is not None and cls.rope_type == rope_type), None)
 
 
 def available_methods() -> list[dict[str, Any]]:

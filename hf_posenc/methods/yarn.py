@@ -11,14 +11,14 @@ import torch
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, Method, StaticMethod, plain_frequencies
-from hf_posenc.methods.ntk_by_parts import by_parts_frequencies
-from hf_posenc.methods.options import check_order, flag, one_of, option, positive
+from hf_posenc.methods.ntk_by_parts import BlendInTurns, beta_fast_option, beta_slow_option, by_parts_frequencies
+from hf_posenc.methods.options import flag, one_of, option, positive
 from hf_posenc.methods.registry import register_method
 from hf_posenc.spec import RopeSpec
 
 
 @dataclass(frozen=True)
-class YarnOptions(Method):
+class YarnOptions(BlendInTurns, Method):
     """The options of YaRN's frequencies, at one scale (``Yarn``) or in stages (``DynamicYarn``)."""
 
     ramp: str = option(
@@ -27,21 +27,14 @@ class YarnOptions(Method):
         "the blend of kept and divided pairs: code, linear in the pair's index; paper, linear in turns; harmonic, "
         "PoSE's, which blends wavelengths",
     )
-    beta_fast: float = option(32.0, positive, "turns over the original length from which a pair keeps its frequency")
-    beta_slow: float = option(1.0, positive, "turns up to which a pair's frequency is divided by the factor")
+    beta_fast: float = beta_fast_option()
+    beta_slow: float = beta_slow_option()
     truncate: bool = option(True, flag, "round the ends of the ramp outward to whole pairs, as YaRN's code does")
     attention_factor: float | None = option(
         None, positive, "multiplies cos and sin, so logits grow by its square; default: 0.1 ln(factor) + 1"
     )
     mscale: float | None = option(None, positive, "DeepSeek's pair: both given, they replace YaRN's temperature")
     mscale_all_dim: float | None = option(None, positive, "see mscale")
-
-    @property
-    def ramp_turns(self) -> tuple[float, float] | None:
-        return self.beta_slow, self.beta_fast
-
-    def check_options(self) -> None:
-        check_order("beta_slow", self.beta_slow, "beta_fast", self.beta_fast)
 
     def has_default_temperature(self) -> bool:
         """Return whether neither ``attention_factor`` nor DeepSeek's pair was given."""
@@ -76,6 +69,12 @@ class Yarn(YarnOptions, StaticMethod):
     )
     on_disk: ClassVar[str] = "yarn (longrope for ramp=paper and ramp=harmonic)"
     rope_type: ClassVar[str | None] = "yarn"
+    rope_keys: ClassVar[frozenset[str]] = frozenset(
+        {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
+    )
+    needed_rope_keys: ClassVar[tuple[str, ...]] = ("factor",)
+    reads_original: ClassVar[bool] = True
+    reads_head_dim: ClassVar[bool] = True
 
     temperature: str = option(
         "rotary",
@@ -111,7 +110,7 @@ class Yarn(YarnOptions, StaticMethod):
         # for truncate where it is not, beside the layer types.
         if self.ramp != "code" or spec.unrotated_pairs or spec.rotary_dim % 2 or (per_layer_type and not self.truncate):
             return self.longrope_parameters(spec)
-        named = {name: value for name, value in self.changed_options().items() if name not in ("ramp", "temperature")}
+        named = {name: value for name, value in self.changed_options().items() if name in self.rope_keys}
         return {
             "rope_type": "yarn",
             "factor": self.factor,
@@ -139,6 +138,13 @@ class Yarn(YarnOptions, StaticMethod):
             raise InvalidRequestError(
                 "temperature='logits' with attention_factor: on multi-head latent attention give mscale and "
                 "mscale_all_dim instead, which Transformers reads; without any of them it is the default there."
+            )
+        if method.ramp != "code" and method.latent_temperature != 1:
+            raise InvalidRequestError(
+                f"ramp={self.ramp!r} on multi-head latent attention: there Transformers puts YaRN's temperature into "
+                "the softmax scale, by mscale_all_dim of rope_type 'yarn', and this ramp is written as longrope lists, "
+                "which have no such key. Leave ramp at 'code'; or give attention_factor, which multiplies the rotated "
+                "part of a head only (1 for no temperature)."
             )
         return method.temperature_on_cos_and_sin()
 

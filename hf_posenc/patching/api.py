@@ -7,31 +7,17 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_posenc.attention.installation import attention_problem, check_attention, install_attention, remove_attention
 from hf_posenc.attention.interface import count_layers
-from hf_posenc.checkpoint.standard_saving import carries_extension, carry_extension, drop_extension
 from hf_posenc.encodings.encoding_installation import check_encoding, install_encoding
 from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, InvalidTypeError, RotaryMismatchError
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.families.sliding_window import KEEP
-from hf_posenc.patching.extension import (
-    MARK,
-    Extension,
-    declared_scaling,
-    describe_config,
-    mark_encoding,
-    mark_on,
-    plain_spec,
-)
-from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
-from hf_posenc.patching.request import resolve, warn_about_limits, write_config
-from hf_posenc.patching.rotary_module import (
+from hf_posenc.families.rotary_module import (
     SavedRotary,
     instantiate,
     read_rotary,
@@ -39,6 +25,13 @@ from hf_posenc.patching.rotary_module import (
     write_rotary,
     zero_other_layer_types,
 )
+from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.base import Extension
+from hf_posenc.patching.carrying import carries_extension, carry_extension, drop_extension
+from hf_posenc.patching.extension import MARK, declared_scaling, describe_config, mark_encoding, mark_on, plain_spec
+from hf_posenc.patching.extension_config import ExtensionRequest
+from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
+from hf_posenc.patching.request import resolve, warn_about_limits, write_config
 from hf_posenc.patching.softmax_scale import (
     attention_factor_of,
     expected_scale,
@@ -87,7 +80,7 @@ def patch_model(
 
     Args:
         model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.
-        method: A name or alias of ``available_methods()``; None is ``"yarn"``, or what ``preset`` or ``rope_scaling``
+        method: A name or alias of ``available_methods()``; None is ``yarn``, or what ``preset`` or ``rope_scaling``
             says.
         factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens. If
             neither it nor ``context_length`` is given, 4, and 1 for an encoding that takes the place of RoPE.
@@ -119,7 +112,7 @@ def patch_model(
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
         raise InvalidTypeError(f"tokenizer must be a tokenizer or a processor, got {type(tokenizer).__name__}.")
     if rotary.record is not None:
-        there = describe(model)
+        there = rotary.extension.describe()
         raise AlreadyExtendedError(
             f"model is already patched ({there['method']}, factor {there['factor']:g}). "
             "Call unpatch_model(model) first; factors do not multiply.",
@@ -127,18 +120,18 @@ def patch_model(
             there["factor"],
         )
     text_config = rotary.text_config
-    extension = resolve(
-        text_config,
-        method,
-        factor,
-        options,
+    request = ExtensionRequest.of(
+        method=method,
+        factor=factor,
         context_length=context_length,
         original_max_position_embeddings=original_max_position_embeddings,
         preset=preset,
         rope_scaling=rope_scaling,
         sliding_window=sliding_window,
         on_scaled=on_scaled,
+        **options,
     )
+    extension = resolve(text_config, request)
     modules = rotary.rotary_modules
     rotation = None
     if extension.method.is_encoding:
@@ -242,6 +235,27 @@ def patched(model: ModelT, method: str | None = None, factor: float | None = Non
         unpatch_model(model)
 
 
+def patch_as_described(
+    model: nn.Module,
+    facts: Mapping[str, Any],
+    sliding_window: str | int = KEEP,
+    *,
+    on_scaled: str = "replace",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Patch a model as what ``describe`` returned of another says; the others are arguments of ``patch_model``."""
+    patch_model(
+        model,
+        facts["method"],
+        context_length=facts["context_length"],
+        original_max_position_embeddings=facts["original_max_position_embeddings"],
+        sliding_window=sliding_window,
+        on_scaled=on_scaled,
+        tokenizer=tokenizer,
+        **facts["options"],
+    )
+
+
 @contextmanager
 def unpatched(model: ModelT) -> Iterator[ModelT]:
     """Take an extension out for the length of a ``with`` block, and put the same one in again.
@@ -257,26 +271,17 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
     try:
         yield model
     finally:
-        said = record.extension.describe()
+        extension, tokenizer = record.extension, None if record.tokenizer is None else record.tokenizer[0]
         with warnings.catch_warnings(), quiet(__name__):  # all was said when it was patched first
             warnings.simplefilter("ignore")
-            patch_model(
-                model,
-                said["method"],
-                context_length=said["context_length"],
-                original_max_position_embeddings=said["original_max_position_embeddings"],
-                sliding_window=record.extension.sliding_window,
-                on_scaled="replace",
-                tokenizer=None if record.tokenizer is None else record.tokenizer[0],
-                **said["options"],
-            )
+            patch_as_described(model, extension.describe(), extension.sliding_window, tokenizer=tokenizer)
         for config, mark in zip(rotary.text_configs, marks, strict=True):
             setattr(config, MARK, mark)
         if record.encoding is not None:  # which may have learned something
             rotary.record.encoding.encoding.load_state_dict(record.encoding.encoding.state_dict())
 
 
-def verify_model(model: nn.Module) -> Verification:
+def verify_model(model: nn.Module | RotaryModel) -> Verification:
     """Compare what the live rotary modules hold and hand out with the float64 closed form.
 
     For a patched model the closed form is that of the request; for any other, that of its config, so a scaling that
@@ -286,7 +291,7 @@ def verify_model(model: nn.Module) -> Verification:
         RotaryMismatchError: They differ; the message says where and by how much.
         ValueError: The family is not supported.
     """
-    return _verify(RotaryModel(model), rtol=None)
+    return _verify(RotaryModel.of(model), rtol=None)
 
 
 def _verify(rotary: RotaryModel, rtol: float | None) -> Verification:
@@ -300,72 +305,69 @@ def _verify(rotary: RotaryModel, rtol: float | None) -> Verification:
         if problem is not None:
             raise RotaryMismatchError(f"{record.extension.method.name} is no longer in place: {problem}.")
         layers = record.encoding.layers(model) if record.encoding else count_layers(model, record.attention.attention)
-    extension = extension_of(model)
+    extension = extension_of(rotary)
     if extension is not None and extension.method.is_encoding:
-        return Verification(describe(model), (), layers)
+        return Verification(extension.describe(), (), layers)
     spec = extension.spec if extension is not None else plain_spec(rotary.text_config)
     # Under a method that runs in attention queries and keys come rotated by the model's own frequencies.
     method = extension.method if extension is not None and not layers else None
     checks: list[RotaryCheck] = []
     for name, module in rotary.rotary_modules.items():
         if not module._buffers[f"{rotary.prefix}inv_freq"].is_meta:  # type: ignore[union-attr]  # rotary modules have one
-            checks.append(check_rotary(name, module, rotary.label, spec, method, rtol))
+            checks.append(check_rotary(rotary, name, spec, method, rtol))
     for name, module in latent_attentions(rotary).items():
         check_scale(name, live_scale(module), expected_scale(module, method))
     if extension is not None and extension.method.temperature_on_logits:
         factor = attention_factor_of(extension)
         for name, scale in record.scales.items() if record is not None else ():
             check_scale(name, live_scale(model.get_submodule(name)), scale * factor**2)
-    return Verification(describe(model), tuple(checks), layers)
+    return Verification(describe(rotary), tuple(checks), layers)
 
 
-def is_patched(model: nn.Module) -> bool:
+def is_patched(model: nn.Module | RotaryModel) -> bool:
     """Return whether ``unpatch_model`` has something to undo: ``patch_model`` extended it, here or while loading."""
-    return RotaryModel(model).record is not None
+    return RotaryModel.of(model).record is not None
 
 
-def patched_extension(model: nn.Module) -> Extension | None:
+def patched_extension(model: nn.Module | RotaryModel) -> Extension | None:
     """Return what ``patch_model`` put in; None where nothing was, whatever the config declares."""
-    record: PatchRecord | None = RotaryModel(model).record
-    return None if record is None else record.extension
+    extension: Extension | None = RotaryModel.of(model).extension
+    return extension
 
 
-def runs_in_attention(model: nn.Module) -> bool:
+def runs_in_attention(model: nn.Module | RotaryModel) -> bool:
     """Return whether a model's rule is in its attention, not in its rotary module; only one that was put in can be."""
     extension = patched_extension(model)
     return extension is not None and extension.method.runs_in_attention
 
 
-def extension_of(model: nn.Module) -> Extension | None:
+def extension_of(model: nn.Module | RotaryModel) -> Extension | None:
     """Return what a model was patched with, or what its config declares; None for a plain model."""
-    return patched_extension(model) or declared_scaling(RotaryModel(model).text_config)
+    rotary = RotaryModel.of(model)
+    return patched_extension(rotary) or declared_scaling(rotary.text_config)
 
 
-def unextended_config(model: PreTrainedModel) -> dict[str, Any]:
+def unextended_config(rotary: RotaryModel) -> dict[str, Any]:
     """Return the values of a patched model's text config before ``patch_model``; absent ones were not there."""
-    values: dict[str, Any] = copy.deepcopy(RotaryModel(model).record.config_values[0])
+    values: dict[str, Any] = copy.deepcopy(rotary.record.config_values[0])
     return {name: values[name] for name in CONFIG_VALUES if name in values}
 
 
-def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
+def describe(source: nn.Module | RotaryModel | PreTrainedConfig) -> dict[str, Any]:
     """Return method, factor, options, original and target length; method ``"none"`` for what is not extended.
 
     Args:
-        source: A model, wrapped or not; a config; a checkpoint's folder, an adapter's too, or a name on the Hub.
+        source: A model, wrapped or not; or a config.
 
     Raises:
-        OSError: There is no such folder, and no such name on the Hub.
-        TypeError: It is none of these.
+        TypeError: It is neither.
     """
     if isinstance(source, PreTrainedConfig):  # of a patched model, maybe, whose rule no config can hold
         mark = mark_on(source.get_text_config(decoder=True))
         return {key: mark[key] for key in Extension.FACTS} if mark else describe_config(source)
-    if isinstance(source, (str, Path)):
-        from hf_posenc.checkpoint.manifest import describe_folder
-
-        return describe_folder(source)
-    extension = patched_extension(source)
-    return describe_config(RotaryModel(source).model.config) if extension is None else extension.describe()
+    rotary = RotaryModel.of(source)
+    extension = patched_extension(rotary)
+    return describe_config(rotary.model.config) if extension is None else extension.describe()
 
 
 def _new_scales(

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint.standard_saving import MARK as MARK  # here for all who read configs
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.families.discovery import refuse_family, rope_label
-from hf_posenc.families.refusals import Refusal
-from hf_posenc.methods.base import ENCODING_MARK, NEVER_ROTATED, Method, Unscaled
+from hf_posenc.families.discovery import declared_rope, head_dim_of, refuse_family
+from hf_posenc.methods.base import ENCODING_MARK, NEVER_ROTATED, Extension, Unscaled
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.spec import RopeSpec, check_length
 
+# What a config, a model's or an adapter's, says of its extension to those who have only it.
+MARK = "context_extension"
 # What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
 SCALING_KEYS = frozenset(
     {
@@ -39,85 +38,6 @@ SCALING_KEYS = frozenset(
         "finetuned",
     }
 )
-
-
-@dataclass(frozen=True)
-class Extension:
-    """A method resolved against a model.
-
-    Attributes:
-        spec: What the model was trained with.
-        method: What is asked for; ``factor`` is exactly ``context_length / original``.
-        context_length: The target, in tokens.
-        original_known: False for a checkpoint whose config does not say what it was trained on.
-        sliding_window: What was asked of a window that every layer has: ``"keep"``, ``"off"`` or tokens.
-    """
-
-    spec: RopeSpec
-    method: Method
-    context_length: int
-    original_known: bool = True
-    sliding_window: str | int = "keep"
-
-    FACTS: ClassVar[tuple[str, ...]] = (
-        "method",
-        "factor",
-        "options",
-        "original_max_position_embeddings",
-        "context_length",
-    )
-
-    def describe(self) -> dict[str, Any]:
-        """Return the extension as JSON-able facts, the words of records and manifests."""
-        return {
-            "method": self.method.name,
-            "factor": self.method.factor,
-            "options": self.method.changed_options(),
-            "original_max_position_embeddings": (
-                self.spec.original_max_position_embeddings if self.original_known else None
-            ),
-            "context_length": self.context_length,
-        }
-
-    def mark(self) -> dict[str, Any]:
-        """Return what a config says of the extension to whoever has only the config, under ``MARK``."""
-        return {**self.describe(), "rope_theta": self.spec.rope_theta}
-
-
-def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the ``rope_parameters`` of a text config, those of full attention if each layer type has its own.
-
-    Raises:
-        ValueError: There are none, none for full attention, or they lack ``rope_theta``.
-    """
-    parameters = getattr(config, "rope_parameters", None)
-    if not parameters:
-        raise Refusal(config.model_type, "no_rotary_embedding").error()
-    label = rope_label(config)
-    if label is not None:
-        parameters = parameters[label]
-    if parameters.get("rope_theta") is None:
-        raise InvalidRequestError(
-            "config.rope_parameters has no rope_theta. Assigning config.rope_scaling or config.rope_parameters "
-            "replaces the whole dict in Transformers 5, and has no effect on a loaded model. Reload the model and "
-            "call patch_model."
-        )
-    legacy = config.__dict__.get("rope_theta")
-    if label is None and legacy is not None and legacy != parameters["rope_theta"]:
-        raise InvalidRequestError(
-            f"config.rope_theta was set to {legacy!r}, which Transformers 5 does not read "
-            f"(rope_parameters['rope_theta'] is {parameters['rope_theta']!r}). Use method='abf' with "
-            f"rope_theta={legacy!r}, or delete the attribute."
-        )
-    return dict(parameters)
-
-
-def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the features of a head, of full attention, also where ``config.head_dim`` is missing or None."""
-    label = rope_label(config)
-    if label is not None and getattr(config, "is_heterogeneous", False):  # Gemma 4: it differs by layer type
-        config = config.per_layer_config[label]  # type: ignore[call-overload]  # a layer type does too
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def rotary_width(head_dim: int, parameters: Mapping[str, Any]) -> tuple[int, int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Self
 
 from hf_posenc.utils.units import ContextLength
 
@@ -39,3 +40,23 @@ class ExtensionConfig:
         default="refuse",
         metadata={"help": "replace: put the method in place of the scaling that the checkpoint came with"},
     )
+
+
+@dataclass
+class ExtensionRequest(ExtensionConfig):
+    """What a model is to be extended by, and how far: the arguments of ``patch_model`` as one object.
+
+    Attributes:
+        method: A name or alias; None for the default, or what ``preset`` or ``rope_scaling`` says.
+        options: The method's own.
+    """
+
+    method: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, **arguments: Any) -> Self:
+        """Return the request of ``patch_model``'s arguments: what is no setting is an option of the method."""
+        settings = {each.name for each in fields(cls)} - {"options"}
+        options = {name: value for name, value in arguments.items() if name not in settings}
+        return cls(**{name: arguments[name] for name in arguments.keys() & settings}, options=options)

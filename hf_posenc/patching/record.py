@@ -6,7 +6,7 @@ patched model carries, each taken away again by ``unpatch_model``:
 - on a rotary module, ``_hf_posenc_float32``: the float32 frequencies that casts must not round, and
   ``_hf_posenc_extension``: the words of ``repr(model)``; its class is one that keeps both (``rotary_module``);
 - on an attention layer of a method that runs in attention, ``_hf_posenc_attention``: what it attends by;
-- on the model, ``save_pretrained``: Transformers' own, which writes the extension too.
+- on the model, ``save_pretrained``: Transformers' own, which writes the extension too (``carrying``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.patching.extension import MARK, Extension
-from hf_posenc.patching.rotary_module import SavedRotary
+from hf_posenc.families.rotary_module import SavedRotary
+from hf_posenc.methods.base import Extension
+from hf_posenc.patching.extension import MARK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

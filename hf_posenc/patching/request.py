@@ -5,25 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, argument
-from hf_posenc.families.discovery import LONGROPE_ONLY, MLA, ROTATED_VALUES, refuse_family, rope_label
+from hf_posenc.families.discovery import declared_rope, head_dim_of, refuse_family, rope_label
+from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import KEEP, choose_window, warn_about_window
-from hf_posenc.methods.base import Method, check_factor
+from hf_posenc.methods.base import Extension, Method, check_factor
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
-from hf_posenc.patching.extension import (
-    MARK,
-    SCALING_KEYS,
-    Extension,
-    declared_rope,
-    declared_scaling,
-    head_dim_of,
-    plain_spec,
-)
+from hf_posenc.patching.extension import MARK, SCALING_KEYS, declared_scaling, plain_spec
+from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.presets import choose_preset
 from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
 from hf_posenc.spec import RopeSpec, check_length
@@ -76,53 +69,20 @@ def _target(original: int, factor: float | None, context_length: int | None, def
     return round(check_factor(default if factor is None else factor) * original)
 
 
-def resolve(
-    config: PreTrainedConfig,
-    method: str | None,
-    factor: float | None,
-    options: Mapping[str, Any],
-    *,
-    context_length: int | None = None,
-    original_max_position_embeddings: int | None = None,
-    preset: str | None = None,
-    rope_scaling: Mapping[str, Any] | str | None = None,
-    sliding_window: str | int = KEEP,
-    on_scaled: str = "refuse",
-) -> Extension:
-    """Check a request against a text config before anything is touched; arguments as ``patch_model``'s."""
-    if rope_scaling is not None:
-        asked = read_rope_scaling(rope_scaling)
-        asked.refuse_other(
-            method=method,
-            factor=factor,
-            original_max_position_embeddings=original_max_position_embeddings,
-            preset=preset,
-            options=dict(options),
-        )
-        asked.check_length_is_said(context_length)
-        check_model_values(asked.model_values, declared_rope(config))
-        method, factor, options = asked.method, asked.factor, asked.options
-        original_max_position_embeddings = asked.original_max_position_embeddings
-    if preset is not None:
-        chosen = choose_preset(
-            preset,
-            config,
-            method=method,
-            factor=factor,
-            context_length=context_length,
-            original_max_position_embeddings=original_max_position_embeddings,
-            options=dict(options),
-        )
-        method, factor, options = chosen.method, chosen.factor, chosen.options
-        original_max_position_embeddings = chosen.original_max_position_embeddings
-        sliding_window = chosen.window_for(config, sliding_window)
-    chosen_method = get_method(DEFAULT_METHOD if method is None else method)
+def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
+    """Check a request against a text config before anything is touched; errors as ``patch_model``'s."""
+    given = request
+    if given.rope_scaling is not None:
+        request = _as_dictionary_says(config, request)
+    if given.preset is not None:
+        request = _as_preset_says(config, request)
+    method = get_method(DEFAULT_METHOD if request.method is None else request.method)
     refuse_family(config)
     there = declared_scaling(config)
-    spec = _base_spec(config, there, original_max_position_embeddings, on_scaled)
+    spec = _base_spec(config, there, request.original_max_position_embeddings, request.on_scaled)
     original = spec.original_max_position_embeddings
     if (
-        rope_scaling is not None
+        given.rope_scaling is not None
         and there is None
         and original > (own := plain_spec(config)).original_max_position_embeddings
     ):
@@ -131,19 +91,42 @@ def resolve(
             f"{own.original_max_position_embeddings}: is the dictionary another model's?",
             stacklevel=4,
         )
-    target = _target(original, factor, context_length, chosen_method.default_factor)
+    target = _target(original, request.factor, request.context_length, method.default_factor)
     # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
-    made = _for_family(config, spec, make_method(chosen_method.name, target / original, options))
-    choose_window(config, sliding_window, target)
+    made = _for_family(config, spec, make_method(method.name, target / original, request.options))
+    choose_window(config, request.sliding_window, target)
     made.frequencies(spec)  # raises on options that do not fit the model
-    return Extension(spec, made, target, sliding_window=sliding_window)
+    return Extension(spec, made, target, sliding_window=request.sliding_window)
+
+
+def _as_dictionary_says(config: PreTrainedConfig, request: ExtensionRequest) -> ExtensionRequest:
+    """Return a request by ``rope_scaling`` with what the dictionary says in its place."""
+    said = read_rope_scaling(request.rope_scaling)  # type: ignore[arg-type]  # there is one
+    decided = ("method", "factor", "original_max_position_embeddings", "preset", "options")
+    said.refuse_other(**{name: getattr(request, name) for name in decided})
+    said.check_length_is_said(request.context_length)
+    check_model_values(said.model_values, declared_rope(config))
+    return dataclasses.replace(request, **_decided_by(said))
+
+
+def _as_preset_says(config: PreTrainedConfig, request: ExtensionRequest) -> ExtensionRequest:
+    """Return a request by a preset with what the preset says in its place."""
+    decided = ("method", "factor", "context_length", "original_max_position_embeddings", "options")
+    preset = choose_preset(str(request.preset), config, **{name: getattr(request, name) for name in decided})
+    window: Any = preset.window_for(config, request.sliding_window)
+    return dataclasses.replace(request, **_decided_by(preset), sliding_window=window)
+
+
+def _decided_by(source: Any) -> dict[str, Any]:
+    """Return what a dictionary and a preset say: the settings of a request that nothing else may set beside them."""
+    return {name: getattr(source, name) for name in ("method", "factor", "original_max_position_embeddings", "options")}
 
 
 def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Method:
     """Return a method with its temperature where the family can have it."""
-    if config.model_type in MLA:
+    if family_of(config.model_type).latent_attention:
         return method.for_latent_attention()
-    if config.model_type in ROTATED_VALUES:
+    if family_of(config.model_type).rotated_values:
         plain = method.without_temperature()
         if plain is None:
             raise InvalidRequestError(
@@ -158,7 +141,7 @@ def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Met
 
 def rope_parameters_of(model_type: str, label: str | None, method: Method, spec: RopeSpec) -> dict[str, Any]:
     """Return how a method is written for a family: by its own name unless Transformers would read that otherwise."""
-    if model_type in LONGROPE_ONLY and not method.runs_in_attention:
+    if family_of(model_type).longrope_only and not method.runs_in_attention:
         return method.longrope_parameters(spec)
     return method.rope_parameters(spec, per_layer_type=label is not None)
 
@@ -173,8 +156,8 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
         written.setdefault("original_max_position_embeddings", spec.original_max_position_embeddings)
     if (bases := getattr(config, "layer_rope_theta", None)) is not None:  # one base, which layers have or not
         config.layer_rope_theta = [base and written["rope_theta"] for base in bases]
-    if config.model_type == "phimoe" and "attention_factor" in written:  # names of its own, one for each list
-        written |= dict.fromkeys(("short_mscale", "long_mscale"), written["attention_factor"])
+    if "attention_factor" in written:  # under the family's own names too, if it has any
+        written |= dict.fromkeys(family_of(config.model_type).attention_factor_names, written["attention_factor"])
     config.rope_parameters = written if label is None else {**config.rope_parameters, label: written}
     declared = extension.context_length if method.declares_target else spec.original_max_position_embeddings
     config.max_position_embeddings = declared
@@ -203,17 +186,7 @@ def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
 
 
 def extend_config(
-    config: PreTrainedConfig,
-    method: str | None = None,
-    factor: float | None = None,
-    *,
-    context_length: int | None = None,
-    original_max_position_embeddings: int | None = None,
-    preset: str | None = None,
-    rope_scaling: Mapping[str, Any] | str | None = None,
-    sliding_window: str | int = KEEP,
-    on_scaled: str = "refuse",
-    **options: Any,
+    config: PreTrainedConfig, method: str | None = None, factor: float | None = None, **arguments: Any
 ) -> PreTrainedConfig:
     """Return a new config to hand to ``from_pretrained``; the given one is not touched.
 
@@ -221,21 +194,10 @@ def extend_config(
     """
     extended = copy.deepcopy(config)
     text_config = extended.get_text_config(decoder=True)
-    extension = resolve(
-        text_config,
-        method,
-        factor,
-        options,
-        context_length=context_length,
-        original_max_position_embeddings=original_max_position_embeddings,
-        preset=preset,
-        rope_scaling=rope_scaling,
-        sliding_window=sliding_window,
-        on_scaled=on_scaled,
-    )
+    extension = resolve(text_config, ExtensionRequest.of(method=method, factor=factor, **arguments))
     if extension.method.runs_in_attention:
         raise InvalidRequestError(
-            f"no config can say method {extension.method.name!r}: it depends on where each query stands. Call "
+            f"no config can say method {extension.method.name!r}: it depends on the position of each query. Call "
             "patch_model on the loaded model, or take a static method such as 'yarn'."
         )
     write_config(text_config, extension)

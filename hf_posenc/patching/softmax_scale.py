@@ -14,15 +14,14 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.families.discovery import MLA
+from hf_posenc.families.family_data import family_of
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.methods.base import Method
-from hf_posenc.patching.extension import Extension
+from hf_posenc.methods.base import Extension, Method
 
 
 def latent_attentions(rotary: RotaryModel) -> dict[str, nn.Module]:
     """Return the attention modules, by name, whose ``scaling`` depends on the rotary settings; often none."""
-    if rotary.model_type not in MLA:
+    if not family_of(rotary.model_type).latent_attention:
         return {}
     return {
         name: module

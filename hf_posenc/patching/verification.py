@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import RotaryMismatchError
-from hf_posenc.families.discovery import label_prefix
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Method, Unscaled
 from hf_posenc.methods.registry import get_method
 from hf_posenc.spec import RopeSpec
@@ -89,13 +89,13 @@ def extension_words(extension: Mapping[str, Any]) -> str:
     return f"{extension['method']} x{extension['factor']:g}: {lengths}"
 
 
-def _live_rope_type(module: nn.Module, label: str | None) -> str:
+def _live_rope_type(rotary: RotaryModel, module: nn.Module) -> str:
     rope_type: Any = module.rope_type
-    return str(rope_type if label is None else rope_type[label])
+    return str(rope_type if rotary.label is None else rope_type[rotary.label])
 
 
 def _expected(
-    spec: RopeSpec, method: Method | None, module: nn.Module, label: str | None
+    rotary: RotaryModel, module: nn.Module, spec: RopeSpec, method: Method | None
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the closed form's original frequencies, those in force now, and the attention factor."""
     method = method or Unscaled()
@@ -103,26 +103,20 @@ def _expected(
     if method.temperature_on_logits:
         attention_factor = 1.0  # it is in the softmax scale
     # Transformers' dynamic rule and longrope change inv_freq with the length of a forward.
-    if _live_rope_type(module, label) == "dynamic":
-        cached: Any = getattr(module, f"{label_prefix(label)}max_seq_len_cached", module.max_seq_len_cached)
+    if _live_rope_type(rotary, module) == "dynamic":
+        cached: Any = getattr(module, f"{rotary.prefix}max_seq_len_cached", module.max_seq_len_cached)
         return original, method.frequencies(spec, int(cached))[0], attention_factor
     return original, original, attention_factor
 
 
 def check_rotary(
-    name: str,
-    module: nn.Module,
-    label: str | None,
-    spec: RopeSpec,
-    method: Method | None,
-    rtol: float | None = None,
+    rotary: RotaryModel, name: str, spec: RopeSpec, method: Method | None, rtol: float | None = None
 ) -> RotaryCheck:
     """Compare one module with the closed form.
 
     Args:
-        name: The module's name, for messages.
-        module: A rotary module of Transformers' usual form.
-        label: The layer type whose frequencies are compared; None where all share them.
+        rotary: The model.
+        name: Of one of its rotary modules.
         spec: What the model was trained with.
         method: What it should hold; None for no scaling.
         rtol: Relative tolerance; None for float32's own.
@@ -130,12 +124,12 @@ def check_rotary(
     Raises:
         RotaryMismatchError: It differs.
     """
+    module, prefix = rotary.rotary_modules[name], rotary.prefix
     # float32 holds an exponent with a relative error of 2**-24, which the base multiplies by its logarithm.
     tolerance = rtol if rtol is not None else _RTOL * max(1.0, math.log(spec.rope_theta) / math.log(1e6))
-    original, current, attention_factor = _expected(spec, method, module, label)
-    prefix = label_prefix(label)
+    original, current, attention_factor = _expected(rotary, module, spec, method)
     error = _relative(name, f"{prefix}original_inv_freq", module, original)
-    if _live_rope_type(module, label) != "longrope":
+    if _live_rope_type(rotary, module) != "longrope":
         error = max(error, _relative(name, f"{prefix}inv_freq", module, current))
     what = method.name if method is not None else "no scaling"
     if not error <= tolerance:
@@ -148,7 +142,7 @@ def check_rotary(
         raise RotaryMismatchError(
             f"{name}: the live attention factor is {found:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
         )
-    output_error = _check_output(name, module, label, spec, original, attention_factor, tolerance)
+    output_error = _check_output(rotary, name, spec, original, attention_factor, tolerance)
     return RotaryCheck(name, error, found, output_error)
 
 
@@ -176,16 +170,16 @@ def _relative(name: str, buffer: str, module: nn.Module, expected: torch.Tensor)
 
 @torch.no_grad()
 def _check_output(
+    rotary: RotaryModel,
     name: str,
-    module: nn.Module,
-    label: str | None,
     spec: RopeSpec,
     inv_freq: torch.Tensor,
     attention_factor: float,
     tolerance: float,
 ) -> float:
     """Run the module at a few positions: what it hands out must come from the frequencies it holds."""
-    device = module.get_buffer(f"{label_prefix(label)}inv_freq").device
+    module, label = rotary.rotary_modules[name], rotary.label
+    device = module.get_buffer(f"{rotary.prefix}inv_freq").device
     # Within the original length, where rules that depend on the length of a forward are at rest.
     positions = [p for p in _PROBES if p < spec.original_max_position_embeddings - 1] or [0]
     probes = torch.tensor(positions, device=device).unsqueeze(0)

@@ -12,7 +12,8 @@ from transformers import DynamicCache, PreTrainedConfig
 
 from hf_posenc.attention.footprint import footprint
 from hf_posenc.evaluation.memory import predict_memory, shape_of
-from hf_posenc.patching.extension import Extension
+from hf_posenc.methods.base import Extension
+from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.request import resolve
 from hf_posenc.planning.gpus import smallest_gpu, usable
 from hf_posenc.planning.quantised_shapes import quantise_shapes
@@ -200,16 +201,9 @@ class _HeldWeights:
     def _extension(self, length: int) -> Extension | None:
         if self.method == "none" or length <= self.original:
             return None
+        settings = {"context_length": length, "original_max_position_embeddings": self.original}
         try:
-            return resolve(
-                self.text,
-                self.method,
-                None,
-                {},
-                context_length=length,
-                original_max_position_embeddings=self.original,
-                on_scaled="replace",
-            )
+            return resolve(self.text, ExtensionRequest.of(method=self.method, on_scaled="replace", **settings))
         except ValueError:  # a family that is not extended; patch_model says why
             return None
 

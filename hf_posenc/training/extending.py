@@ -11,11 +11,11 @@ from hf_posenc.attention.masks import inner_name
 from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.encodings.encoding_installation import refuse_adapter
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.discovery import declared_rope, unwrap
 from hf_posenc.families.sliding_window import KEEP, OFF, window_of_all_layers
 from hf_posenc.methods.registry import DEFAULT_METHOD, make_method, method_names
 from hf_posenc.patching.api import describe, is_patched, patch_model, runs_in_attention, unpatch_model
-from hf_posenc.patching.extension import declared_rope
+from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.presets import get_preset
 from hf_posenc.patching.request import resolve
 from hf_posenc.patching.rope_scaling import check_model_values
@@ -115,7 +115,7 @@ def _check_agreement(there: dict[str, Any], model_config: PreTrainedConfig, conf
         wrong = {**_other_lengths(there, config), **_other_rule(there, config)}
         window: str | int = config.sliding_window
     else:
-        asked = resolve(model_config, None, None, {}, preset=config.preset, on_scaled="replace")
+        asked = resolve(model_config, ExtensionRequest(preset=config.preset, on_scaled="replace"))
         wrong = {name: value for name, value in asked.describe().items() if value != there[name]}
         window = get_preset(config.preset).window_for(model_config, config.sliding_window)
     wrong |= _other_window(model_config, window)

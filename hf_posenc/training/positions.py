@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.families.discovery import FULL_ATTENTION
+from hf_posenc.families.family_data import FULL_ATTENTION
 from hf_posenc.methods.base import DistanceMethod
 from hf_posenc.methods.registry import methods
 

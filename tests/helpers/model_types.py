@@ -17,11 +17,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_posenc import extend_config, patch_model
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.families.discovery import (
+from hf_posenc.families.discovery import rope_label
+from hf_posenc.families.family_data import (
     FAMILIES_TABLE,
     FULL_ATTENTION,
     capabilities,
-    rope_label,
     table_version,
 )
 from hf_posenc.families.refusals import Refusal
@@ -259,7 +259,7 @@ def error_refused(model_type: str) -> ValueError | None:
     return None
 
 
-def error_in_attention(model_type: str) -> ValueError | None:
+def error_not_in_attention(model_type: str) -> ValueError | None:
     """Return the error by which a type that can be patched is refused for a method that runs in attention."""
     try:
         patch_in_attention(tiny_model(_DECODER_OF.get(model_type, model_type)), "dynamic_yarn", 4, **REQUEST)
@@ -291,7 +291,7 @@ def main() -> None:
     """Write the table of families that the package ships: what became of each type of this Transformers."""
     types = {model_type: refusal_of(error_refused(model_type)) for model_type in causal_types()}
     extended = [model_type for model_type, refusal in types.items() if refusal is None]
-    attention = {model_type: refusal_of(error_in_attention(model_type)) for model_type in extended}
+    attention = {model_type: refusal_of(error_not_in_attention(model_type)) for model_type in extended}
     version = json.dumps(transformers.__version__)
     written = f'{{\n"transformers": {version},\n"types": {_rows(types)},\n"attention": {_rows(attention)}\n}}\n'
     FAMILIES_TABLE.write_text(written, encoding="utf-8")

@@ -13,7 +13,7 @@ import transformers
 from packaging.version import Version
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_posenc.families.discovery import capabilities, table_version
+from hf_posenc.families.family_data import capabilities, table_version
 from hf_posenc.families.refusals import Refusal
 
 INSTALLED = Version(transformers.__version__)

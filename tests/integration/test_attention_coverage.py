@@ -17,13 +17,13 @@ from hf_posenc import RotaryMismatchError, unpatch_model, verify_model
 from hf_posenc.attention.interface import FULL, attention_of
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.families.discovery import capabilities, door_capabilities
+from hf_posenc.families.family_data import Family, attention_capabilities, capabilities
 from hf_posenc.families.sliding_window import window_of_all_layers
 from model_types import (
     NEIGHBOURS,
     REQUEST,
     config_class_of,
-    error_in_attention,
+    error_not_in_attention,
     patch_in_attention,
     refusal_of,
     rotary_types,
@@ -38,7 +38,7 @@ from tiny_models import assert_same_state, logits, native, state, token_ids
 
 ORIGINAL = 64  # tokens
 IDS = token_ids(180)
-EXTENDED = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
+EXTENDED = [t for t in rotary_types() if attention_capabilities().get(t, "") is None]
 # Their layers with a sliding window rotate by the same module: our attention leaves those plain, Transformers does not.
 SHARED_WITH_WINDOWS = {"cwm", "gemma2", "gpt_oss", "vaultgemma"}
 # How these rotate in bfloat16 is not as in Llama.
@@ -135,11 +135,11 @@ def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str)
 
 
 @pytest.mark.parametrize("method", ["dynamic_yarn", "self_extend"])
-@pytest.mark.parametrize("model_type", [t for t in rotary_types() if door_capabilities().get(t)])
+@pytest.mark.parametrize("model_type", [t for t in rotary_types() if attention_capabilities().get(t)])
 def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> None:
     model = tiny_model(model_type)
     before, plain = state(model), logits(model, IDS)
-    refusal = door_capabilities()[model_type]
+    refusal = attention_capabilities()[model_type]
     assert refusal is not None
     with pytest.raises(UnsupportedModelError, match=re.escape(str(refusal.error(method)))) as caught:
         patch_in_attention(model, method, 4, **REQUEST)
@@ -152,9 +152,9 @@ def test_refused_with_the_reason_and_untouched(model_type: str, method: str) -> 
 
 def test_the_table_is_true_for_every_type() -> None:
     extended = [model_type for model_type in tabled_types() if capabilities()[model_type] is None]
-    found = {model_type: refusal_of(error_in_attention(model_type)) for model_type in extended}
-    assert found == known_here(door_capabilities())
-    assert len([reason for reason in door_capabilities().values() if reason is None]) > 80
+    found = {model_type: refusal_of(error_not_in_attention(model_type)) for model_type in extended}
+    assert found == known_here(attention_capabilities())
+    assert len([reason for reason in attention_capabilities().values() if reason is None]) > 80
 
 
 def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytes
         if "layernorm" in name and "self_attn" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     plain = logits(model, IDS)
-    monkeypatch.setattr(installation, "_REFUSED", {})
+    monkeypatch.setattr(installation, "family_of", lambda model_type: Family())
     with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
         patch_in_attention(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 from attention_models import in_chunks
 from encodings_by_hand import sinusoid, slope
 from hf_posenc import RotaryMismatchError, load_extended, patch_model, save_extended, unpatch_model, verify_model
-from hf_posenc.families.discovery import door_capabilities, rotary_modules
+from hf_posenc.families.family_data import attention_capabilities
+from hf_posenc.families.rotary_model import RotaryModel
 from model_types import (
     NEIGHBOURS,
     REQUEST,
@@ -28,7 +29,7 @@ from older_transformers import skip_if_left_out
 from tiny_models import assert_same_state, logits, state, token_ids
 
 IDS = token_ids(50)
-EXTENDED_IN_ATTENTION = [t for t in rotary_types() if door_capabilities().get(t, "") is None]
+EXTENDED_IN_ATTENTION = [t for t in rotary_types() if attention_capabilities().get(t, "") is None]
 # Their layers are not given the positions of tokens, or the first one runs several times.
 NOTHING_ADDED = {"cohere_compass_text", "granitemoehybrid", "hrm_text", "zaya"}
 # Pairs of neighbours, a RoPE for each layer type, few layers of attention, two halves of values.
@@ -205,7 +206,7 @@ def with_sinusoids(model: PreTrainedModel) -> torch.Tensor:
             return (args[0] + table, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + table}
 
-    [rotary] = rotary_modules(model)
+    [rotary] = RotaryModel(model).rotary_modules
     decoder: Any = model.get_submodule(rotary.rpartition(".")[0])
     (decoder.blocks if hasattr(decoder, "blocks") else decoder.layers)[0].register_forward_pre_hook(
         add, with_kwargs=True

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from folders import HELPERS, ROOT
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
-from hf_posenc.families.discovery import capabilities
+from hf_posenc.families.family_data import capabilities
 from model_types import IDS, error_refused, expected, refusal_of, rotary_types, tabled_types, tiny_model
 from older_transformers import known_here
 from other_transformers import python_with

@@ -20,7 +20,7 @@ from hf_posenc.errors import (
     UnknownOptionError,
     UnsupportedModelError,
 )
-from hf_posenc.families.discovery import capabilities, door_capabilities
+from hf_posenc.families.family_data import attention_capabilities, capabilities
 from hf_posenc.families.refusals import REASONS
 from hf_posenc.methods.registry import available_methods
 from model_types import tiny_model
@@ -77,7 +77,7 @@ def test_fields_of_a_model_that_a_method_does_not_support() -> None:
 
 
 def test_every_reason_of_the_table_has_its_words() -> None:
-    rows = [row for table in (capabilities(), door_capabilities()) for row in table.values() if row is not None]
+    rows = [row for table in (capabilities(), attention_capabilities()) for row in table.values() if row is not None]
     assert {row.code for row in rows} < REASONS.keys()
     assert not any("{" in row.reason or row.reason.endswith(".") for row in rows)
 

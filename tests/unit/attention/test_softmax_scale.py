@@ -53,6 +53,15 @@ def test_deepseeks_own_pair_is_kept(tmp_path) -> None:
     assert torch.equal(logits(plain, IDS), logits(model, IDS))
 
 
+@pytest.mark.parametrize("ramp", ["paper", "harmonic"])
+def test_a_ramp_whose_config_has_no_key_for_the_scale_is_refused_with_that_reason(ramp: str) -> None:
+    model = tiny_model("deepseek_v3")
+    with pytest.raises(ValueError, match=f"ramp='{ramp}' on multi-head latent attention.*longrope lists.*attention_f"):
+        patch_model(model, "yarn", 4, ramp=ramp, **REQUEST)
+    patch_model(model, "yarn", 4, ramp=ramp, attention_factor=TEMPERATURE, **REQUEST)
+    assert model.model.layers[0].self_attn.scaling == pytest.approx(PLAIN, rel=1e-12)
+
+
 def test_a_changed_scale_is_found() -> None:
     model = patch_model(tiny_model("deepseek_v3"), "yarn", 4, **REQUEST)
     model.model.layers[1].self_attn.scaling = PLAIN

@@ -21,7 +21,7 @@ from hf_posenc.cli.main import COMMANDS, main
 from hf_posenc.cli.shared_arguments import parse_options
 from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.evaluation.plans import PROTOCOLS as KNOWN_PROTOCOLS
-from hf_posenc.families.discovery import capabilities, door_capabilities
+from hf_posenc.families.family_data import attention_capabilities, capabilities
 from hf_posenc.patching.api import describe, patch_model, patched
 from hf_posenc.patching.presets import presets
 
@@ -197,7 +197,7 @@ def test_methods_families_lists_every_type_once(capsys: pytest.CaptureFixture[st
     assert main(["methods", "--families"]) == 0
     every_method, rest = capsys.readouterr().out.split("By all but the methods that run in attention")
     rotary_only, refused = rest.split("Refused:")
-    attention = door_capabilities()
+    attention = attention_capabilities()
     for part, expected in (
         (every_method, [name for name, reason in attention.items() if reason is None]),
         (rotary_only, [name for name, reason in attention.items() if reason is not None]),

@@ -17,7 +17,7 @@ from hf_posenc.comparing.candidates import Candidate, find_candidates
 from hf_posenc.comparing.planning import Plan, Step, make_plan
 from hf_posenc.comparing.timing import Law, Work, fit, work_of
 from hf_posenc.evaluation import perplexity
-from hf_posenc.families.discovery import door_capabilities
+from hf_posenc.families.family_data import attention_capabilities
 from hf_posenc.methods.registry import method_names, methods
 from hf_posenc.patching.api import is_patched
 from hf_posenc.utils.units import ContextLength, Duration, duration_name
@@ -69,10 +69,10 @@ def test_methods_can_be_chosen_even_those_that_want_training() -> None:
 
 def test_what_a_family_cannot_do_is_left_out_with_its_reason() -> None:
     model = make_model("Phi3")
-    assert door_capabilities()["phi3"] is None
+    assert attention_capabilities()["phi3"] is None
     assert set(names(model)[0]) >= DOOR
     latent = tiny_model("deepseek_v3")
-    refusal = door_capabilities()["deepseek_v3"]
+    refusal = attention_capabilities()["deepseek_v3"]
     assert refusal is not None
     found, left_out = names(latent)
     assert set(found) == {"none"} | ZERO_SHOT_STATIC

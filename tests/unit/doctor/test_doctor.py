@@ -20,7 +20,7 @@ from hf_posenc.doctor import diagnose, write_mended
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.mending import mended
-from hf_posenc.families.discovery import capabilities
+from hf_posenc.families.family_data import capabilities
 from older_transformers import IS_5_0, skip_on_5_0
 from tiny_models import STATIC_METHODS, make_model, method_options
 

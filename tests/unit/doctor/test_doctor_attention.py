@@ -116,7 +116,9 @@ def test_a_live_model_says_that_its_attention_turns(method: str) -> None:
     assert diagnosis.findings == ()
     assert f"method {method}, factor 4.0" in lines["declared"]
     assert lines["loaded"].startswith("8 pairs in model.rotary_emb, 1 to 0.0003162 radians per token, float32;")
-    assert lines["loaded"].endswith("the attention turns queries and keys on as the rule says, and then calls sdpa")
+    assert lines["loaded"].endswith(
+        "the attention rotates queries and keys further as the rule says, and then calls sdpa"
+    )
     assert lines["holds"] == "the rule, in every attention layer; saved, it is in the manifest alone"
 
 

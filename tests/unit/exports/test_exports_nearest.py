@@ -20,7 +20,7 @@ from tiny_models import make_model
 STATIC_IN_PLACE = ("linear", "ntk", "ntk_by_parts", "yarn", "llama3")
 
 
-def behind_the_door(folder: Path, method: str = "dynamic_yarn") -> Path:
+def run_in_attention(folder: Path, method: str = "dynamic_yarn") -> Path:
     model = patch_model(make_model("Llama"), method, 4)
     return save_extended(model, folder, base_model="org/base model")
 
@@ -32,7 +32,7 @@ def live_frequencies(method: str) -> Frequencies:
 
 @pytest.mark.parametrize("method", ["dynamic", "dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"])
 def test_a_rule_of_the_attention_is_refused_by_every_stack(method: str, tmp_path: Path) -> None:
-    path = behind_the_door(tmp_path / "model", method)
+    path = run_in_attention(tmp_path / "model", method)
     reason = rf"cannot run {method}: the rule depends on where each query stands, so only hf_posenc.*--as yarn"
     for stack in STACKS:
         with pytest.raises(ValueError, match=reason):
@@ -50,7 +50,7 @@ def test_a_rule_of_the_attention_is_refused_by_every_stack(method: str, tmp_path
 def test_servers_run_the_static_rule_by_an_override_of_the_folders_config(
     method: str, stack: str, override: str, reads: Callable[..., Frequencies], tmp_path: Path
 ) -> None:
-    path = behind_the_door(tmp_path / "model")
+    path = run_in_attention(tmp_path / "model")
     text = export_command(path, stack, as_method=method)
     (words,) = [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
     assert str(path) in words
@@ -69,7 +69,7 @@ def test_servers_run_the_static_rule_by_an_override_of_the_folders_config(
 
 @pytest.mark.parametrize("method", ["linear", "ntk", "yarn"])
 def test_llama_cpp_runs_the_static_rule_by_its_flags(method: str, tmp_path: Path) -> None:
-    path = behind_the_door(tmp_path / "model")
+    path = run_in_attention(tmp_path / "model")
     text = export_command(path, "llama.cpp", as_method=method)
     convert, serve = [shlex.split(line) for line in text.splitlines() if not line.startswith("#")]
     assert convert[2] == str(path)
@@ -89,7 +89,7 @@ def test_what_the_static_rule_loses_is_said(tmp_path: Path) -> None:
     assert comments[0].startswith("# yarn x4, 64 -> 256 tokens; checked against the source of vLLM")
     assert "self_extend leaves up to 24 tokens as they are, yarn changes all lengths" in comments[2]
     assert "fine-tuned on 12,345 tokens with self_extend, not with yarn" in comments[3]
-    untrained = export_command(behind_the_door(tmp_path / "other"), "vllm", as_method="yarn")
+    untrained = export_command(run_in_attention(tmp_path / "other"), "vllm", as_method="yarn")
     assert "dynamic_yarn leaves up to 64 tokens as they are" in untrained
     assert "the model was not fine-tuned" in untrained
 
@@ -125,7 +125,7 @@ def test_a_scaled_base_is_told_from_an_edited_one(tmp_path: Path) -> None:
 
 
 def test_what_as_cannot_do_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = behind_the_door(tmp_path / "model")
+    path = run_in_attention(tmp_path / "model")
     static, _ = extended(tmp_path / "static", "yarn")
     cases = [
         (

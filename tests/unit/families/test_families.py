@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from hf_posenc import (
     unpatch_model,
     verify_model,
 )
+from hf_posenc.families import family_data
+from hf_posenc.families.family_data import Family, family_of
+from hf_posenc.families.refusals import REASONS
 from model_types import IDS, config_class_of, tiny_config, tiny_model
 from patched_and_undone import REQUEST, assert_patched_saved_and_undone
 from tiny_models import logits
@@ -171,3 +176,23 @@ def test_cohere_2_moe_whose_first_layers_read_everything_and_turn(tmp_path: Path
         patch_model(tiny_model("cohere2_moe"), "yarn", 4)
     layers = {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"]}
     assert_patched_saved_and_undone(tiny("cohere2_moe", **layers), tmp_path / "model", "yarn")
+
+
+def test_every_exception_has_a_reason_and_is_of_a_known_family() -> None:
+    table = tomllib.loads(Path(family_data.__file__).with_name("exceptions.toml").read_text(encoding="utf-8"))
+    assert table["full_attention"]["why"]
+    kinds = {field.name for field in dataclasses.fields(Family)}
+    assert table["exceptions"].keys() == kinds
+    for kind, entry in table["exceptions"].items():
+        assert entry["why"], kind
+        assert entry.keys() == {"why", "model_types"}
+        assert len(set(entry["model_types"])) == len(entry["model_types"]), kind
+        for model_type in entry["model_types"]:
+            assert getattr(family_of(model_type), kind) not in (None, False, ()), (kind, model_type)
+    codes = [
+        code
+        for kind in ("refused", "refused_in_attention")
+        for code in table["exceptions"][kind]["model_types"].values()
+    ]
+    assert set(codes) <= REASONS.keys()
+    assert family_of("llama") == family_of(None) == Family()

@@ -162,10 +162,10 @@ def test_runs_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Pa
 def test_models_that_cannot_be_trained_so(
     base_folder: Path, tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]
 ) -> None:
-    behind_the_door = patch_model(load(base_folder), "self_extend", 2)
+    run_in_attention = patch_model(load(base_folder), "self_extend", 2)
     flex = AutoModelForCausalLM.from_pretrained(base_folder, attn_implementation="flex_attention")
-    for model, message in ((behind_the_door, "rules of its own"), (flex, "attn_implementation is 'flex_attention'")):
-        asked = sparse(tmp_path / "run", **({"factor": None} if model is behind_the_door else {}))
+    for model, message in ((run_in_attention, "rules of its own"), (flex, "attn_implementation is 'flex_attention'")):
+        asked = sparse(tmp_path / "run", **({"factor": None} if model is run_in_attention else {}))
         with pytest.raises(ValueError, match=message):
             finetune(model, tokenizer, documents, asked)
     with pytest.raises(ValueError, match="gives groups of 1"):

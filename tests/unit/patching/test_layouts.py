@@ -9,8 +9,8 @@ import torch
 
 from attention_models import sharp_model
 from hf_posenc import convert_layout, describe, load_extended, patch_model, save_extended
-from hf_posenc.encodings.layouts import to_half_split, to_interleaved
 from hf_posenc.methods.encodings.rope import rotate_complex, rotate_real
+from hf_posenc.patching.layouts import to_half_split, to_interleaved
 from older_transformers import skip_if_left_out
 from tiny_models import assert_same_state, logits, make_model, state, token_ids
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from hf_posenc.attention.installation import attention_layers, goes_through_interface, has_positions, probe
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, UnknownNameError
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.discovery import head_dim_of
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.encodings.rope import RopeOptions, join_pairs, split_pairs
 from hf_posenc.patching.api import describe, extension_of, patch_model, unpatch_model
-from hf_posenc.patching.extension import head_dim_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -63,21 +63,23 @@ def convert_layout(model: ModelT, to: str = INTERLEAVED) -> ModelT:
     """
     if to not in (INTERLEAVED, HALF_SPLIT):
         raise UnknownNameError("layout", to, (INTERLEAVED, HALF_SPLIT))
-    base = unwrap(model)
-    _check(base, to)
-    extension = extension_of(base)
-    original = {name: value for name, value in describe(base).items() if name == "original_max_position_embeddings"}
+    rotary = RotaryModel(model)
+    base = rotary.model
+    _check(rotary, to)
+    extension = extension_of(rotary)
+    original = {name: value for name, value in describe(rotary).items() if name == "original_max_position_embeddings"}
     before = probe(base, _PROBE_TOKENS)
     if to == INTERLEAVED:
-        width = _rotary_dim(patch_model(base, "rope", interleaved=True, **original))
-        _move(base, to_interleaved, width)
+        patch_model(base, "rope", interleaved=True, **original)
+        width = _rotary_dim(rotary)
+        _move(rotary, to_interleaved, width)
     else:
-        width = _rotary_dim(base)
+        width = _rotary_dim(rotary)
         unpatch_model(base)
-        _move(base, to_half_split, width)
+        _move(rotary, to_half_split, width)
     after = probe(base, _PROBE_TOKENS)
     if before is not None and after is not None and not _close(before, after):
-        _move(base, to_half_split if to == INTERLEAVED else to_interleaved, width)
+        _move(rotary, to_half_split if to == INTERLEAVED else to_interleaved, width)
         if to == INTERLEAVED:
             unpatch_model(base)
         elif extension is not None:
@@ -89,8 +91,8 @@ def convert_layout(model: ModelT, to: str = INTERLEAVED) -> ModelT:
     return model
 
 
-def _check(base: PreTrainedModel, to: str) -> None:
-    there = describe(base)
+def _check(rotary: RotaryModel, to: str) -> None:
+    base, there = rotary.model, describe(rotary)
     interleaved = there["method"] == "rope" and there["options"].get("interleaved", False)
     if interleaved == (to == INTERLEAVED):
         raise InvalidRequestError(f"the model's weights are in the {to} layout already.")
@@ -113,18 +115,18 @@ def _layers(base: PreTrainedModel) -> list[nn.Module]:
     return [layer for layer in attention_layers(base) if goes_through_interface(layer) and has_positions(layer)]
 
 
-def _rotary_dim(base: nn.Module) -> int:
-    extension = extension_of(base)
+def _rotary_dim(rotary: RotaryModel) -> int:
+    extension = extension_of(rotary)
     assert extension is not None
     assert isinstance(extension.method, RopeOptions)  # it is patched with 'rope'
-    share, config = extension.method.partial_rotary_factor, unwrap(base).config.get_text_config(decoder=True)
-    return extension.spec.rotary_dim if share is None else int(head_dim_of(config) * share)
+    share = extension.method.partial_rotary_factor
+    return extension.spec.rotary_dim if share is None else int(head_dim_of(rotary.text_config) * share)
 
 
 @torch.no_grad()
-def _move(base: PreTrainedModel, reorder: Any, width: int) -> None:
-    head_dim = head_dim_of(base.config.get_text_config(decoder=True))
-    for layer in _layers(base):
+def _move(rotary: RotaryModel, reorder: Any, width: int) -> None:
+    head_dim = head_dim_of(rotary.text_config)
+    for layer in _layers(rotary.model):
         for name in _TURNED:
             for parameter in getattr(layer, name, nn.Identity()).parameters():
                 heads = parameter.view(-1, head_dim, *parameter.shape[1:])

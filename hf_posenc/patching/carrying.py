@@ -1,0 +1,38 @@
+"""While a model is patched, its own ``save_pretrained`` is one that writes the extension too.
+
+The function that does so is in ``hf_posenc.checkpoint``, which is above this package, and registers it here when
+hf_posenc is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SAVE = "save_pretrained"
+_registered: list[Callable[..., Any]] = []
+
+
+def save_patched_models_by(save: Callable[..., Any]) -> None:
+    """Register the function that saves a patched model; it takes the model and ``save_pretrained``'s arguments."""
+    _registered[:] = [save]
+
+
+def carry_extension(model: PreTrainedModel) -> None:
+    """Make a patched model's own ``save_pretrained`` write the extension too, until ``drop_extension``."""
+    [save] = _registered
+    model.__dict__[SAVE] = functools.partial(save, model)
+
+
+def carries_extension(model: PreTrainedModel) -> bool:
+    """Return whether ``carry_extension`` was called for a model."""
+    return SAVE in model.__dict__
+
+
+def drop_extension(model: PreTrainedModel) -> None:
+    """Undo ``carry_extension``."""
+    model.__dict__.pop(SAVE, None)

@@ -1,0 +1,38 @@
+"""A method is its class: the name of one stands in other files only where there is a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hf_posenc
+
+PACKAGE = Path(hf_posenc.__file__).parent
+_EXAMPLE = "an example of a request or of a rope_scaling dictionary, in a docstring or message"
+_PROTOCOL = "the name of a protocol of evaluation, after the paper's"
+_DEFAULT = "a default method of the command"
+ALLOWED = {
+    "methods/yarn.py": "the method",
+    "methods/registry.py": "the default method",
+    "patching/api.py": _EXAMPLE,
+    "patching/extension_config.py": _EXAMPLE,
+    "patching/rope_scaling.py": "the rules that such dictionaries can name, in the order of messages; examples",
+    "evaluation/lm_eval_model.py": _EXAMPLE,
+    "evaluation/protocols.py": _PROTOCOL,
+    "evaluation/walk.py": _PROTOCOL,
+    "training/recipes.py": "the methods of the papers' recipes",
+    "planning/planner.py": "what a plan recommends without a recipe",
+    "planning/rules.py": "what a plan recommends, with its reasons",
+    "cli/compare.py": _DEFAULT,
+    "cli/compare_arguments.py": _EXAMPLE,
+    "cli/demo.py": "the methods that the demo shows",
+    "cli/eval_arguments.py": _PROTOCOL,
+}
+
+
+def test_methods_are_named_only_where_there_is_a_reason() -> None:
+    found = {
+        file.relative_to(PACKAGE).as_posix()
+        for file in PACKAGE.rglob("*.py")
+        if '"yarn"' in file.read_text(encoding="utf-8")
+    }
+    assert found == ALLOWED.keys()
