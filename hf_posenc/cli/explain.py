@@ -8,7 +8,7 @@ from hf_posenc.cli.explain_arguments import ExplainArguments
 from hf_posenc.cli.request_checks import check_request
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.explain.explanations import explain_encoding, explain_method
-from hf_posenc.explain.sections import Explanation, check_output_folder
+from hf_posenc.explain.sections import PICTURES, Explanation
 from hf_posenc.explain.subject import Subject, read_subject
 from hf_posenc.families.discovery import door_capabilities
 from hf_posenc.families.refusals import TAKE_STATIC
@@ -16,6 +16,7 @@ from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.patching.request import resolve
+from hf_posenc.report.page import check_folder
 
 # Times its length that a model is shown with an encoding, where no length is given.
 _LOOKED_AT = 4.0
@@ -45,7 +46,7 @@ def run_explain(
                 flag = field.replace("_", "-")
                 raise InvalidRequestError(f"--{flag} is for methods that extend a model; {name!r} is an encoding.")
     check_request([] if extension.preset is not None else [name], extension, options)
-    folder = None if what.output_dir is None else check_output_folder(what.output_dir)
+    folder = None if what.output_dir is None else check_folder(what.output_dir, PICTURES)
     subject = read_subject(what.model)
     explanation = (_encoding if in_place_of_rope else _method)(name, subject, extension, options)
     text = explanation.text(width)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from hf_posenc.explain.overview import LEAD, gallery_pictures
-from hf_posenc.explain.sections import check_output_folder, picture_panel, write_page
-from hf_posenc.report.page import Panel, Paragraph
+from hf_posenc.explain.sections import PICTURES, picture_panel, write_page
+from hf_posenc.report.page import Panel, Paragraph, check_folder
 
 
 def run_gallery(output_dir: str) -> list[Path]:
@@ -21,7 +21,7 @@ def run_gallery(output_dir: str) -> list[Path]:
     Raises:
         ValueError: ``output_dir`` is a file.
     """
-    check_output_folder(output_dir)
+    check_folder(output_dir, PICTURES)
     lead = Panel("about", "About these pictures", [Paragraph(LEAD.replace("`", ""))])
     panels = [lead, *map(picture_panel, gallery_pictures())]
     return write_page(output_dir, "gallery.html", "Positional encodings in pictures", panels)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from hf_posenc.report.plot import STYLE, Drawing, figure_files
+from hf_posenc.report.plot import COLOUR_MAP, Drawing, draw, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # What draws on axes; a colour bar is made of what it returns.
 Draw = Callable[[Any], Any]
-# cividis reads the same with every kind of colour vision.
-COLOUR_MAP = "cividis"
 _WIDE, _NARROW = 7.6, 3.9  # inches, as those of report.plot
 
 
@@ -56,47 +57,27 @@ class Grid:
 
 def draw_grid(plots: Sequence[Draw], grid: Grid) -> Drawing:
     """Draw plots side by side, row by row, and once more for a narrow screen."""
-    wide = _draw(plots, grid, narrow=False)
-    return Drawing(wide[".png"], wide[".svg"], _draw(plots, grid, narrow=True)[".svg"])
+    return draw(partial(_make_figure, plots, grid, False), partial(_make_figure, plots, grid, True))
 
 
-def _draw(plots: Sequence[Draw], grid: Grid, narrow: bool) -> dict[str, bytes]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = grid.narrow_columns if narrow else grid.columns
+def _make_figure(plots: Sequence[Draw], grid: Grid, narrow: bool) -> Figure:
+    columns, width = (grid.narrow_columns, _NARROW) if narrow else (grid.columns, _WIDE)
     rows = -(-len(plots) // columns)
-    width = _NARROW if narrow else _WIDE
     # A bar is below the plots of the narrow form and beside those of the wide one.
     below, beside = (0.6, 0.0) if grid.bar and narrow else (0.0, 0.9 if grid.bar else 0.0)
-    height = (width - beside) / columns * grid.aspect * rows + below
-    with plt.rc_context(cast(Any, STYLE)):
-        figure, every = plt.subplots(
-            rows,
-            columns,
-            figsize=(width, height),
-            layout="constrained",
-            squeeze=False,
-            subplot_kw={"projection": grid.projection},
+    figure = new_figure((width, (width - beside) / columns * grid.aspect * rows + below))
+    axes = list(figure.subplots(rows, columns, squeeze=False, subplot_kw={"projection": grid.projection}).flat)
+    drawn = [plot(one) for plot, one in zip(plots, axes, strict=False)]
+    for one in axes[len(plots) :]:
+        one.set_visible(False)
+    if grid.bar:
+        location: dict[str, Any] = (
+            {"location": "bottom", "aspect": 30} if narrow else {"location": "right", "aspect": 25}
         )
-        axes = list(every.flat)
-        drawn = [plot(one) for plot, one in zip(plots, axes, strict=False)]
-        for one in axes[len(plots) :]:
-            one.set_visible(False)
-        if grid.bar:
-            _bar(figure, drawn[0], axes, grid, narrow)
-        files = figure_files(figure, (".svg",) if narrow else (".png", ".svg"))
-        plt.close(figure)
-    return files
-
-
-def _bar(figure: Any, drawn: Any, axes: Sequence[Any], grid: Grid, narrow: bool) -> None:
-    where: dict[str, Any] = {"location": "bottom", "aspect": 30} if narrow else {"location": "right", "aspect": 25}
-    bar = figure.colorbar(drawn, ax=axes, label=grid.bar, shrink=0.9, **where)
-    bar.outline.set_visible(False)
-    bar.solids.set_edgecolor("face")  # no seams between its colours
+        bar = figure.colorbar(drawn[0], ax=axes, label=grid.bar, shrink=0.9, **location)
+        cast(Any, bar.outline).set_visible(False)
+        cast(Any, bar.solids).set_edgecolor("face")  # no seams between its colours
+    return figure
 
 
 @dataclass(frozen=True)
@@ -137,7 +118,7 @@ def _heat_map(axes: Any, one: HeatMap, limits: tuple[float, float]) -> Any:
         interpolation="none",
     )
     image.set_gid(one.name)
-    axes.set_title(one.title, loc="left", fontsize=9)
+    axes.set_title(one.title)
     axes.set_xlabel(one.labels[0])
     axes.set_ylabel(one.labels[1])
     axes.set_xticks(*_ticks(0, right))

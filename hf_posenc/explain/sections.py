@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_posenc.errors import InvalidRequestError
 from hf_posenc.explain.canvas import Picture
-from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph, html_page
+from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph, check_folder, html_page
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import aligned
 
+PICTURES = "the pictures"  # what the folder is for
 _ROWS = 14  # of a table in a terminal, about
 
 
@@ -108,18 +108,6 @@ def _number(cell: str) -> float | None:
         return None
 
 
-def check_output_folder(output_dir: str | Path) -> Path:
-    """Return the folder to write to.
-
-    Raises:
-        ValueError: It is a file.
-    """
-    folder = Path(output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise InvalidRequestError(f"{str(output_dir)!r} is a file. Give a folder for the pictures.")
-    return folder
-
-
 def picture_panel(picture: Picture) -> Panel:
     """Return a picture with its caption as a part of a page."""
     figure = Figure(picture.drawing, picture.slug, picture.title)
@@ -138,15 +126,7 @@ def write_page(output_dir: str | Path, name: str, title: str, panels: Sequence[P
     Returns:
         The page, then the pictures.
     """
-    folder = check_output_folder(output_dir)
+    folder = check_folder(output_dir, PICTURES)
     folder.mkdir(parents=True, exist_ok=True)
     page = write_whole(folder / name, html_page(title, panels, images=True))
-    return [
-        page,
-        *(
-            write_whole(folder / f"{slug}{suffix}", content)
-            for panel in panels
-            for slug, drawing in panel.drawings.items()
-            for suffix, content in drawing.files.items()
-        ),
-    ]
+    return [page, *(path for panel in panels for path in panel.write_drawings(folder))]
