@@ -119,20 +119,17 @@ def _heat_map(axes: Any, one: HeatMap, limits: tuple[float, float]) -> Any:
     )
     image.set_gid(one.name)
     axes.set_title(one.title)
-    axes.set_xlabel(one.labels[0])
-    axes.set_ylabel(one.labels[1])
-    axes.set_xticks(*_ticks(0, right))
-    axes.set_yticks(*_ticks(0, bottom))
-    axes.set_facecolor("none")
+    axes.set(xlabel=one.labels[0], ylabel=one.labels[1], facecolor="none")
+    for set_ticks, end in ((axes.set_xticks, right), (axes.set_yticks, bottom)):  # few enough for a phone
+        set_ticks([0, end / 2, end], [tokens_name(0), tokens_name(end / 2), tokens_name(end)])
     if one.note:
         axes.text(0.35, 0.5, one.note, transform=axes.transAxes, va="center", fontsize=8.5)
     return image
 
 
-def _ticks(begin: float, end: float) -> tuple[list[float], list[str]]:
-    """Return ticks at the ends and in the middle, and their words: few enough for a phone."""
-    ticks = [begin, (begin + end) / 2, end]
-    return ticks, [tokens_name(tick) for tick in ticks]
+def evenly(length: int, count: int) -> list[int]:
+    """Return at most ``count`` whole numbers from 0 to ``length - 1``, evenly spread, each once."""
+    return sorted({round(at * (length - 1) / (count - 1)) for at in range(count)})
 
 
 def quarters(length: float) -> list[tuple[float, str]]:

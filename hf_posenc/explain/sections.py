@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_posenc.explain.canvas import Picture
+from hf_posenc.explain.canvas import Picture, evenly
 from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph, check_folder, html_page
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import aligned
@@ -76,7 +76,7 @@ def section_text(section: Section, width: int) -> str:
             textwrap.fill(sentence, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         )
     if section.heads:
-        chosen = section.chosen or _spread(len(section.rows))
+        chosen = section.chosen or evenly(len(section.rows), min(_ROWS, max(len(section.rows), 2)))
         shown = [section.heads, *(section.rows[at] for at in chosen)]
         lines += ["", *(f"  {line}" for line in aligned(shown, section.left))]
         if len(chosen) < len(section.rows):
@@ -84,20 +84,13 @@ def section_text(section: Section, width: int) -> str:
     return "\n".join(lines)
 
 
-def _spread(count: int) -> list[int]:
-    if count <= _ROWS:
-        return list(range(count))
-    return sorted({round(at * (count - 1) / (_ROWS - 1)) for at in range(_ROWS)})
-
-
 def section_panels(section: Section) -> list[Panel]:
     """Return a section's words and table, then a part for each of its pictures."""
     blocks: list[Block] = [Paragraph(sentence) for sentence in section.sentences]
     if section.heads:
-        heads = [Cell(head) for head in section.heads]
         cells = [[Cell(cell, sort=_number(cell)) for cell in row] for row in section.rows]
         folded = f"All {len(section.rows)} rows" if len(section.rows) > _ROWS else ""
-        blocks.append(NumberTable(f"{section.slug}_table", heads, cells, folded=folded))
+        blocks.append(NumberTable(f"{section.slug}_table", section.heads, cells, folded=folded))
     return [Panel(section.slug, section.heading, blocks), *map(picture_panel, section.pictures())]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig
 
@@ -16,7 +15,6 @@ from hf_posenc.utils.units import length_name
 # The papers on longer contexts extend it.
 _DEFAULT_NAME = "Llama 2 7B's numbers (give --model for yours)"
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size")
-_DEFAULT: dict[str, Any] = {"max_position_embeddings": 4096}
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ def read_subject(model: str | None) -> Subject:
         FileNotFoundError, ValueError: As ``read_config``.
         ValueError: The model has no attention.
     """
-    config: PreTrainedConfig = LlamaConfig(**_DEFAULT) if model is None else read_config(model)
+    config: PreTrainedConfig = LlamaConfig(max_position_embeddings=4096) if model is None else read_config(model)
     text = config.get_text_config(decoder=True)
     missing = [name for name in _NEEDED if not hasattr(text, name)]
     if missing:

@@ -93,6 +93,16 @@ class _Comparable:
     title: str
     notes: tuple[str, ...]
 
+    @property
+    def records(self) -> Sequence[Record | RetrievalRecord]:
+        """All records of its rows."""
+        raise NotImplementedError
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Its columns."""
+        return sorted({record.context_length for record in self.records})
+
 
 @dataclass(frozen=True)
 class Table(_Comparable):
@@ -100,15 +110,9 @@ class Table(_Comparable):
 
     rows: tuple[Row, ...]
 
-    @cached_property
+    @property
     def records(self) -> list[Record]:
-        """All records of its rows."""
         return [record for row in self.rows for record in row.records.values()]
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Its columns."""
-        return sorted({record.context_length for record in self.records})
 
     @cached_property
     def originals(self) -> list[int]:
@@ -159,15 +163,9 @@ class Grid(_Comparable):
     task: str
     rows: tuple[GridRow, ...]
 
-    @cached_property
+    @property
     def records(self) -> list[RetrievalRecord]:
-        """All records of its rows."""
         return [record for row in self.rows for record in row.records]
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Its columns."""
-        return sorted({record.context_length for record in self.records})
 
     @cached_property
     def depths(self) -> list[float | None]:

@@ -35,9 +35,6 @@ _STYLE: dict[str, Any] = {
     "axes.labelcolor": INK,
     "axes.titlelocation": "left",
     "axes.titlesize": 9,
-    "axes.axisbelow": True,
-    "grid.color": INK,
-    "grid.alpha": 0.12,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
     "text.color": INK,
@@ -261,7 +258,7 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
     )
-    axes.grid(axis="y")
+    draw_lines_across(axes)
     axes.set_ylabel(chart.y_label)
     if chart.shade is not None:
         axes.axvspan(*chart.shade, color=INK, alpha=0.07, linewidth=0)
@@ -270,6 +267,12 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
         axes.text(at, 1.015, words, ha="center", transform=axes.get_xaxis_transform(), fontsize=8)
     if chart.falls:
         axes.invert_xaxis()
+
+
+def draw_lines_across(axes: Any) -> None:
+    """Draw faint lines at the ticks of the y axis, behind all else."""
+    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 def _log_ticks(low: float, high: float) -> list[float]:

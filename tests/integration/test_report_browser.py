@@ -37,9 +37,9 @@ def make_page(folder: Path) -> Path:
     for (method, factor), curve in CURVES.items():
         for length, perplexity in zip((128, 256, 1024), curve, strict=True):
             counts = [15] + [16] * (length // 16 - 1)
-            places = {"position_bucket": 16, "position_tokens": counts, "position_nll": [3.3 * n for n in counts]}
+            by_position = {"position_bucket": 16, "position_tokens": counts, "position_nll": [3.3 * n for n in counts]}
             known = {"rope": {} if method.startswith("a_") else rope}
-            records.append(make_record(method, length, perplexity, factor=factor, **places, **known))
+            records.append(make_record(method, length, perplexity, factor=factor, **by_position, **known))
     records += [
         make_retrieval_record(method, length, depth, seed, length == 256, seconds=length / 100)
         for method in ("none", "yarn")
@@ -81,7 +81,7 @@ def has_colour(image: np.ndarray[Any, Any], colour: str, least: int = 20) -> boo
     return int((abs(image - wanted).sum(-1) < 12).sum()) >= least
 
 
-def test_the_browser_shows_what_the_file_says_and_asks_for_nothing(browser: Browser, page: Path) -> None:
+def test_the_browser_shows_what_the_file_says_and_loads_nothing(browser: Browser, page: Path) -> None:
     browser.requests.clear()
     browser.look(1100)
     browser.open(page)

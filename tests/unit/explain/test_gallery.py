@@ -151,13 +151,13 @@ def test_rules_side_by_side_are_transformers_own() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_distances_told_are_the_papers_pair_by_pair(rule: str) -> None:
+def test_distances_are_the_papers_pair_by_pair(rule: str) -> None:
     method, options = RULES[rule]
     spec = RopeSpec(rotary_dim=16, rope_theta=10000.0, original_max_position_embeddings=64)
-    places = torch.arange(200)
-    told = used_distances(spec, make_method(method, 8.0, options), places[:, None], places)
-    expected = torch.where(places[:, None] >= places, relative_positions(rule, 200), torch.nan)
-    torch.testing.assert_close(told, expected, equal_nan=True)
+    positions = torch.arange(200)
+    used = used_distances(spec, make_method(method, 8.0, options), positions[:, None], positions)
+    expected = torch.where(positions[:, None] >= positions, relative_positions(rule, 200), torch.nan)
+    torch.testing.assert_close(used, expected, equal_nan=True)
 
 
 def test_dials_take_a_pair_within_a_turn_and_are_not_drawn_where_there_is_none() -> None:
@@ -179,7 +179,7 @@ def test_lengths_are_named_as_they_are() -> None:
 
 
 @pytest.mark.slow  # half a minute: 68 drawings; the tests above hold each kind of them
-def test_the_gallery_is_one_page_and_asks_for_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gallery_is_one_page_and_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "gallery"
     assert main(["gallery", "--output-dir", str(folder)]) == 0
     written = capsys.readouterr().out.split()

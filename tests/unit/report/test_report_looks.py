@@ -110,7 +110,7 @@ def test_a_method_has_its_colour_in_every_report(tmp_path: Path) -> None:
     assert sorted(numbers) == list(range(len(numbers)))  # with a number of another one it would look like that
 
 
-def test_rows_of_a_method_share_colour_and_marker_and_can_be_told_apart() -> None:
+def test_rows_of_a_method_share_colour_and_marker_and_no_two_look_alike() -> None:
     rows = [make_record("yarn", factor=float(factor)) for factor in range(2, 22)]
     rows += [make_record("yarn", factor=4.0, tokens_trained=tokens) for tokens in (1000, 2000)]
     rows += [make_record("none"), make_record("none", model="other"), make_record("none", tokens_trained=1000)]
