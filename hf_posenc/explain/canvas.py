@@ -121,7 +121,7 @@ def _heat_map(axes: Any, one: HeatMap, limits: tuple[float, float]) -> Any:
     axes.set_title(one.title)
     axes.set(xlabel=one.labels[0], ylabel=one.labels[1], facecolor="none")
     for set_ticks, end in ((axes.set_xticks, right), (axes.set_yticks, bottom)):  # few enough for a phone
-        set_ticks([0, end / 2, end], [tokens_name(0), tokens_name(end / 2), tokens_name(end)])
+        set_ticks([0, end / 2, end], [tick_name(0), tick_name(end / 2), tick_name(end)])
     if one.note:
         axes.text(0.35, 0.5, one.note, transform=axes.transAxes, va="center", fontsize=8.5)
     return image
@@ -134,10 +134,10 @@ def evenly(length: int, count: int) -> list[int]:
 
 def quarters(length: float) -> list[tuple[float, str]]:
     """Return the ticks of an axis of tokens, one at each quarter, and their words."""
-    return [(at * length / 4, tokens_name(at * length / 4)) for at in range(5)]
+    return [(at * length / 4, tick_name(at * length / 4)) for at in range(5)]
 
 
-def tokens_name(tokens: float) -> str:
+def tick_name(tokens: float) -> str:
     """Return ``10k`` for 10000 and ``16k`` for 16384, as each is written."""
     for kilo in (1024, 1000):
         if tokens >= 1000 and tokens % (kilo / 2) == 0:

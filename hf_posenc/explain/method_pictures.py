@@ -19,7 +19,7 @@ from hf_posenc.explain.canvas import (
     draw_heat_maps,
     evenly,
     quarters,
-    tokens_name,
+    tick_name,
 )
 from hf_posenc.methods.base import AttentionMethod, DistanceMethod, Method, StagedMethod, plain_frequencies
 from hf_posenc.report.frequencies import PairRule, stretch_chart, wavelengths
@@ -222,12 +222,12 @@ def draw_distances(spec: RopeSpec, rules: Sequence[tuple[str, Method]], length: 
     for at, (name, method) in enumerate(rules):
         lines.append(Line(name, x, last_row(spec, method, length)[positions].tolist(), numbered_look(at)))
     chart = Chart(
-        f"Distances used for the last of {tokens_name(length)} tokens",
+        f"Distances used for the last of {tick_name(length)} tokens",
         "true distance in tokens",
         "distance used, in tokens",
         lines,
         quarters(length),
-        [(original, f"trained on {tokens_name(original)}")] if original < length else [],
+        [(original, f"trained on {tick_name(original)}")] if original < length else [],
         log_x=False,
     )
     caption = (
@@ -320,9 +320,9 @@ def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, 
     before, after = float(plain[pair]), float(scaled[pair])
     seen = before * original
     plots = [
-        _dial(before, original, seen, f"trained: {tokens_name(original)}"),
-        _dial(before, target, seen, f"unscaled, {tokens_name(target)}"),
-        _dial(after, target, seen, f"{rule}, {tokens_name(target)}"),
+        _dial(before, original, seen, f"trained: {tick_name(original)}"),
+        _dial(before, target, seen, f"unscaled, {tick_name(target)}"),
+        _dial(after, target, seen, f"{rule}, {tick_name(target)}"),
     ]
     caption = (
         f"Pair {pair}, a turn every {2 * math.pi / before:,.0f} tokens, with the position as the growing radius. "

@@ -10,7 +10,7 @@ from hf_posenc.evaluation.effective_length import reach
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.report.commands import command_panel
-from hf_posenc.report.comparable import in_a_row, make_grids, make_tables, sort_tables, text_table
+from hf_posenc.report.comparable import listed, make_grids, make_tables, sort_tables, text_table
 from hf_posenc.report.costs import cost_panel
 from hf_posenc.report.frequencies import frequency_panels
 from hf_posenc.report.looks import make_looks
@@ -76,7 +76,7 @@ def _with_models(title: str, records: Sequence[Record | RetrievalRecord]) -> str
     """Return a title that names every model."""
     names = short_model_names(record.model for record in records).values()
     unnamed = [name for name in names if name not in title]
-    return f"{in_a_row(unnamed)}: {title}" if unnamed else title
+    return f"{listed(unnamed)}: {title}" if unnamed else title
 
 
 def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> list[Panel]:

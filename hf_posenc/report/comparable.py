@@ -275,10 +275,10 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
 
 def model_names(records: Iterable[Record | RetrievalRecord]) -> str:
     """Return the models of records by their short names, such as ``small, middle and large``."""
-    return in_a_row(short_model_names(record.model for record in records).values())
+    return listed(short_model_names(record.model for record in records).values())
 
 
-def in_a_row(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """Return ``a``, ``a and b`` or ``a, b and c``."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
@@ -292,7 +292,7 @@ def tokens_name(count: int) -> str:
     return str(count)
 
 
-def number_name(value: float) -> str:
+def perplexity_name(value: float) -> str:
     """Return a perplexity with as many digits as are worth reading: 5.73, 28.33, 730.1, 12,345."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
@@ -475,7 +475,7 @@ def text_table(records: Sequence[Record | RetrievalRecord]) -> str:
     perplexities = [record for record in records if isinstance(record, Record)]
     retrievals = [record for record in records if isinstance(record, RetrievalRecord)]
     lines = [
-        (f"{protocol}  {row.full_name}", {n: number_name(record.perplexity) for n, record in row.records.items()})
+        (f"{protocol}  {row.full_name}", {n: perplexity_name(record.perplexity) for n, record in row.records.items()})
         for protocol in dict.fromkeys(record.protocol for record in perplexities)
         for row in make_rows([record for record in perplexities if record.protocol == protocol])
     ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hf_posenc.evaluation.pairs import WORTH, is_tie
 from hf_posenc.evaluation.protocols import rule_of
 from hf_posenc.evaluation.rows import row_key
-from hf_posenc.report.comparable import Row, Table, all_of, computed_with, in_a_row, model_names, number_name
+from hf_posenc.report.comparable import Row, Table, all_of, computed_with, listed, model_names, perplexity_name
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.page import Block, Cell, Facts, Figure, NumberTable, Panel, Paragraph
 from hf_posenc.report.plot import Chart, Line, draw_chart, intervals_words, length_ticks, shows_raw
@@ -57,7 +57,7 @@ def _chart(results: Table, looks: Looks) -> Chart:
         records = list(row.records.values())
         lows, highs = [record.ci_low for record in records], [record.ci_high for record in records]
         perplexities = [record.perplexity for record in records]
-        name = f"{row.full_name}  {number_name(perplexities[-1])}"
+        name = f"{row.full_name}  {perplexity_name(perplexities[-1])}"
         lines.append(Line(name, list(row.records), perplexities, looks[row_key(row.first)], lows, highs))
     return Chart(
         f"{model_names(results.records)}: {results.title}",
@@ -105,13 +105,13 @@ def _cell(results: Table, row: Row, length: int, mark: str) -> Cell:
     change, leaders = results.change(row, length), results.leaders[length]
     is_best = any(one is row for one in leaders)
     return Cell(
-        number_name(record.perplexity),
+        perplexity_name(record.perplexity),
         () if change is None else (_change_name(change),),
         record.perplexity,
         mark,
         is_best,
         badge="tie" if is_best and len(leaders) > 1 else "",
-        interval=f"{number_name(record.ci_low)}–{number_name(record.ci_high)}",
+        interval=f"{perplexity_name(record.ci_low)}–{perplexity_name(record.ci_high)}",
     )
 
 
@@ -128,10 +128,10 @@ def headline(table: Table) -> str:
     length = max(n for n, _ in reached)
     measured = sorted((row for n, row in reached if n == length), key=lambda row: row.records[length].perplexity)
     best, lowest = measured[0], measured[0].records[length]
-    text = f"At {length_name(length)} tokens, {_who(best)} has perplexity {number_name(lowest.perplexity)}"
+    text = f"At {length_name(length)} tokens, {_who(best)} has perplexity {perplexity_name(lowest.perplexity)}"
     base = table.baseline(best)
     if base is not None and length in base.records:
-        text += f" and the unpatched model {number_name(base.records[length].perplexity)}"
+        text += f" and the unpatched model {perplexity_name(base.records[length].perplexity)}"
     short = max((n for n in table.lengths if table.change(best, n) is not None), default=length)
     if base is not None and (change := table.change(best, short)) is not None:
         text += f"; at {length_name(short)} tokens it "
@@ -140,7 +140,7 @@ def headline(table: Table) -> str:
         else:
             text += f"is {abs(change):.1f} % {'worse' if change >= 0 else 'better'} than the unpatched model"
     if tied := [_who(row) for row in measured[1:] if is_tie(row.records[length], lowest)]:
-        text += f". At {length_name(length)} tokens {in_a_row(tied)} {'ties' if len(tied) == 1 else 'tie'} with it"
+        text += f". At {length_name(length)} tokens {listed(tied)} {'ties' if len(tied) == 1 else 'tie'} with it"
     return text + "."
 
 

@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from distance_rules import RULES, relative_positions
 from hf_posenc.cli.main import main
-from hf_posenc.explain.canvas import Picture, tokens_name
+from hf_posenc.explain.canvas import Picture, tick_name
 from hf_posenc.explain.encoding_pictures import binned, block_means, encoding_pictures
 from hf_posenc.explain.method_pictures import draw_dials, used_distances
 from hf_posenc.explain.overview import compared_rules, rule_pictures
@@ -173,7 +173,7 @@ def test_dials_take_a_pair_within_a_turn_and_are_not_drawn_where_there_is_none()
 
 
 def test_lengths_are_named_as_they_are() -> None:
-    assert [tokens_name(n) for n in (0, 32.5, 500, 1000, 1024, 5000, 10000, 12288, 16384, 12345)] == [
+    assert [tick_name(n) for n in (0, 32.5, 500, 1000, 1024, 5000, 10000, 12288, 16384, 12345)] == [
         *("0", "32.5", "500", "1k", "1k", "5k", "10k", "12k", "16k", "12,345")
     ]
 

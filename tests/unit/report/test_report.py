@@ -16,7 +16,7 @@ from hf_posenc.evaluation.bootstrap import bootstrap_interval
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.report import report, text_table
-from hf_posenc.report.comparable import make_tables, number_name, tokens_name
+from hf_posenc.report.comparable import make_tables, perplexity_name, tokens_name
 from hf_posenc.report.plot import _spread
 from report_records import make_record, make_retrieval_record, read_page
 
@@ -324,7 +324,7 @@ def test_labels_move_apart_in_order_and_no_further_than_needed() -> None:
 
 
 def test_numbers_as_people_read_them() -> None:
-    assert [number_name(x) for x in (5.726, 28.333, 730.12, 12345.6)] == ["5.73", "28.33", "730.1", "12,346"]
+    assert [perplexity_name(x) for x in (5.726, 28.333, 730.12, 12345.6)] == ["5.73", "28.33", "730.1", "12,346"]
     assert [tokens_name(n) for n in (500, 300_000, 303_104, 1_500_000)] == ["500", "300k", "303k", "1.5M"]
 
 
@@ -359,7 +359,7 @@ def test_rows_that_cannot_be_distinguished_from_the_lowest_tie_with_it(tmp_path:
     assert [row.first.method for row in table.leaders[256]] == ["ntk", "yarn", "linear"]
     paths = report(records, tmp_path)
     cell = {row[0]: row[3] for row in cells(paths.markdown.read_text())[1:5]}
-    numbers = {row.name: number_name(row.first.perplexity) for row in table.rows}
+    numbers = {row.name: perplexity_name(row.first.perplexity) for row in table.rows}
     assert cell["unpatched"].startswith(f"{numbers['unpatched']} (")
     for name in ("linear x4", "ntk x4", "yarn x4"):
         assert cell[name].startswith(f"**{numbers[name]}** tie (")
