@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,11 +36,19 @@ class Picture:
     drawing: Drawing
 
 
-@dataclass(frozen=True)
-class Grid:
-    """How plots are laid out.
+def draw_grid(
+    plots: Sequence[Draw],
+    columns: int,
+    *,
+    narrow_columns: int = 1,
+    aspect: float = 1.0,
+    bar: str = "",
+    projection: str | None = None,
+) -> Drawing:
+    """Draw plots side by side, row by row, and once more for a narrow screen.
 
-    Attributes:
+    Args:
+        plots: What draws each of them.
         columns: Of the wide form.
         narrow_columns: Of the narrow one.
         aspect: Height / width of one plot with its words.
@@ -48,36 +56,24 @@ class Grid:
         projection: ``"3d"``, ``"polar"`` or None.
     """
 
-    columns: int
-    narrow_columns: int = 1
-    aspect: float = 1.0
-    bar: str = ""
-    projection: str | None = None
+    def make_figure(columns: int, width: float, location: str) -> Figure:
+        rows = -(-len(plots) // columns)
+        # The bar is below the plots of the narrow form and beside those of the wide one.
+        below, beside = (0.6 if bar and location == "bottom" else 0.0), (0.9 if bar and location == "right" else 0.0)
+        figure = new_figure((width, (width - beside) / columns * aspect * rows + below))
+        axes = list(figure.subplots(rows, columns, squeeze=False, subplot_kw={"projection": projection}).flat)
+        drawn = [plot(one) for plot, one in zip(plots, axes, strict=False)]
+        for one in axes[len(plots) :]:
+            one.set_visible(False)
+        if bar:
+            shape: Any = {"location": location, "aspect": 30 if location == "bottom" else 25}
+            colours: Any = figure.colorbar(drawn[0], ax=axes, label=bar, shrink=0.9, **shape)
+            colours.outline.set_visible(False)
+            colours.solids.set_edgecolor("face")  # no seams between its colours
+        return figure
 
-
-def draw_grid(plots: Sequence[Draw], grid: Grid) -> Drawing:
-    """Draw plots side by side, row by row, and once more for a narrow screen."""
-    return draw(partial(_make_figure, plots, grid, False), partial(_make_figure, plots, grid, True))
-
-
-def _make_figure(plots: Sequence[Draw], grid: Grid, narrow: bool) -> Figure:
-    columns, width = (grid.narrow_columns, _NARROW) if narrow else (grid.columns, _WIDE)
-    rows = -(-len(plots) // columns)
-    # A bar is below the plots of the narrow form and beside those of the wide one.
-    below, beside = (0.6, 0.0) if grid.bar and narrow else (0.0, 0.9 if grid.bar else 0.0)
-    figure = new_figure((width, (width - beside) / columns * grid.aspect * rows + below))
-    axes = list(figure.subplots(rows, columns, squeeze=False, subplot_kw={"projection": grid.projection}).flat)
-    drawn = [plot(one) for plot, one in zip(plots, axes, strict=False)]
-    for one in axes[len(plots) :]:
-        one.set_visible(False)
-    if grid.bar:
-        location: dict[str, Any] = (
-            {"location": "bottom", "aspect": 30} if narrow else {"location": "right", "aspect": 25}
-        )
-        bar = figure.colorbar(drawn[0], ax=axes, label=grid.bar, shrink=0.9, **location)
-        cast(Any, bar.outline).set_visible(False)
-        cast(Any, bar.solids).set_edgecolor("face")  # no seams between its colours
-    return figure
+    wide, narrow = (columns, _WIDE, "right"), (narrow_columns, _NARROW, "bottom")
+    return draw(partial(make_figure, *wide), partial(make_figure, *narrow))
 
 
 @dataclass(frozen=True)
@@ -101,9 +97,9 @@ class HeatMap:
     note: str = ""
 
 
-def draw_heat_maps(maps: Iterable[HeatMap], limits: tuple[float, float], grid: Grid) -> Drawing:
-    """Draw matrices side by side; ``limits`` are the values of the first and the last colour."""
-    return draw_grid([partial(_heat_map, one=one, limits=limits) for one in maps], grid)
+def draw_heat_maps(maps: Iterable[HeatMap], limits: tuple[float, float], columns: int, **layout: Any) -> Drawing:
+    """Draw matrices as ``draw_grid`` does; ``limits`` are the values of the first and the last colour."""
+    return draw_grid([partial(_heat_map, one=one, limits=limits) for one in maps], columns, **layout)
 
 
 def _heat_map(axes: Any, one: HeatMap, limits: tuple[float, float]) -> Any:

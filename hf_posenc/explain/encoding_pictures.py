@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_posenc.explain.canvas import Draw, Grid, HeatMap, Picture, draw_grid, draw_heat_maps, quarters
+from hf_posenc.explain.canvas import Draw, HeatMap, Picture, draw_grid, draw_heat_maps, quarters
 from hf_posenc.explain.method_pictures import draw_dials, draw_spirals, drawn
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.encodings.alibi import Alibi, alibi_slopes
@@ -16,8 +17,8 @@ from hf_posenc.methods.encodings.sinusoidal import Sinusoidal, sinusoidal_table
 from hf_posenc.methods.encodings.t5_bias import T5Bias, t5_buckets
 from hf_posenc.methods.encodings.xpos import Xpos, xpos_decay, xpos_score
 from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, OfDistance, PositionMap
-from hf_posenc.report.looks import COLOURS, DASHES
-from hf_posenc.report.plot import draw_lines_across
+from hf_posenc.report.looks import COLOURS, DASHES, numbered_look
+from hf_posenc.report.plot import Chart, Line, draw_chart, draw_lines_across
 from hf_posenc.spec import RopeSpec
 
 LENGTHS = (100, 1000, 10000)  # tokens of the texts that maps are drawn for, by default
@@ -69,8 +70,8 @@ def draw_maps(name: str, shown: PositionMap, lengths: Sequence[int] = LENGTHS) -
     caption = f"{shown.caption} Each cell is the mean of its pairs; keys after the query are left out."
     if shown.of_positions is not None:
         maps, caption = [_of_positions(shown, length, number) for number, length in enumerate(lengths)], shown.caption
-    grid = Grid(len(lengths), len(lengths) if several else 1, aspect=0.95, bar=shown.bar)
-    drawing = draw_heat_maps(maps, shown.limits, grid)
+    narrow, columns = len(lengths) if several else 1, len(lengths)
+    drawing = draw_heat_maps(maps, shown.limits, columns, narrow_columns=narrow, aspect=0.95, bar=shown.bar)
     return Picture(f"map_{name}", f"{shown.title}: by query and key", caption, drawing)
 
 
@@ -136,7 +137,7 @@ def draw_decay(spec: RopeSpec) -> Picture:
         "and a key with the same features, which does fall; of unlike vectors the score may be anything below the "
         "bound."
     )
-    return Picture("rope_decay", "RoPE: long-term decay and its bound", caption, draw_grid(plots, Grid(2, aspect=0.85)))
+    return Picture("rope_decay", "RoPE: long-term decay and its bound", caption, draw_grid(plots, 2, aspect=0.85))
 
 
 def draw_xpos(spec: RopeSpec, scale_base: float) -> Picture:
@@ -168,7 +169,7 @@ def draw_xpos(spec: RopeSpec, scale_base: float) -> Picture:
         "then fades, where RoPE goes on to angles that it may never have been trained on. Right: what each pair's "
         f"part is multiplied by, {num_pairs} pairs, decay once every {scale_base:g} tokens."
     )
-    return Picture("xpos_decay", "xPos: RoPE that fades", caption, draw_grid(plots, Grid(2, aspect=0.85)))
+    return Picture("xpos_decay", "xPos: RoPE that fades", caption, draw_grid(plots, 2, aspect=0.85))
 
 
 def _lines(
@@ -251,7 +252,7 @@ def draw_sinusoidal_table(base: float, rows: int = 256, width: int = 128) -> Pic
         "fast waves in the first features, ever slower ones to the right, the last of "
         f"{2 * torch.pi * base ** (1 - 2 / width):,.0f} tokens. Both orders hold the same numbers."
     )
-    drawing = draw_heat_maps(maps, (-1, 1), Grid(2, aspect=0.95, bar="value"))
+    drawing = draw_heat_maps(maps, (-1, 1), 2, aspect=0.95, bar="value")
     return Picture("sinusoidal_table", "Sinusoidal positions: the table", caption, drawing)
 
 
@@ -270,38 +271,24 @@ def draw_alibi_bias(model: ModelShape) -> Picture:
         f"What is added to the scores of {_TOKENS} tokens, in three of {model.num_heads} heads: minus the slope times "
         "the distance. No number is trained."
     )
-    drawing = draw_heat_maps(maps, (_LOWEST, 0.0), Grid(len(maps), aspect=0.95, bar="bias in nats, -8 or less"))
+    drawing = draw_heat_maps(maps, (_LOWEST, 0.0), len(maps), aspect=0.95, bar="bias in nats, -8 or less")
     return Picture("alibi_bias", "ALiBi: the bias of three heads", caption, drawing)
 
 
 def draw_alibi_slopes(heads: Sequence[int]) -> Picture:
     """Draw each head's reach, for some numbers of heads: the distance at which a weight falls to a hundredth."""
-
-    def draw(axes: Any) -> None:
-        for at, number in enumerate(heads):
-            reach = torch.log(torch.tensor(100.0, dtype=torch.float64)) / alibi_slopes(number)
-            axes.plot(
-                torch.linspace(0, 1, number),
-                reach,
-                color=COLOURS[at],
-                marker=("s", "^", "D")[at % 3],
-                markersize=4,
-                linewidth=1,
-                label=f"{number} heads",
-                gid=f"reach-{number}",
-            )
-        axes.set_yscale("log")
-        axes.set_xticks([0, 0.5, 1], ["first head", "", "last head"])
-        axes.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
-        axes.set(xlabel="head", ylabel="tokens until the weight is a hundredth")
-        draw_lines_across(axes)
-        axes.legend()
-
+    lines = []
+    for at, number in enumerate(heads):
+        reach = math.log(100) / alibi_slopes(number)
+        lines.append(Line(f"{number} heads", torch.linspace(0, 1, number).tolist(), reach.tolist(), numbered_look(at)))
+    ticks = [(0.0, "first head"), (1.0, "last head")]
+    title, y_label = "The distance at which ALiBi divides a weight by 100", "tokens until the weight is a hundredth"
+    chart = Chart(title, "head", y_label, lines, ticks, log_x=False)
     caption = (
         "How far each head looks: the distance at which ALiBi divides an attention weight by 100. The slopes of 12 "
         "heads, which is no power of two, are those of 8 and then every other one of 16, as the paper's code has them."
     )
-    return Picture("alibi_reach", "ALiBi: how far heads look", caption, draw_grid([draw], Grid(1, aspect=0.5)))
+    return Picture("alibi_reach", "ALiBi: how far heads look", caption, draw_chart(chart))
 
 
 def draw_t5_buckets(method: T5Bias) -> Picture:
@@ -322,5 +309,5 @@ def draw_t5_buckets(method: T5Bias) -> Picture:
         f"Which of a head's {buckets} learned numbers a query adds to the score of a key, among {size} tokens. In both "
         "directions half of them are for later keys. The numbers themselves come from training, and differ by head."
     )
-    drawing = draw_heat_maps(maps, (0, buckets - 1), Grid(len(maps), aspect=0.85, bar="bucket"))
+    drawing = draw_heat_maps(maps, (0, buckets - 1), len(maps), aspect=0.85, bar="bucket")
     return Picture("t5_buckets", "T5's bias: who shares a number", caption, drawing)

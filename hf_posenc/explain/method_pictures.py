@@ -12,7 +12,6 @@ import torch
 from hf_posenc.attention.staged import Stages
 from hf_posenc.explain.canvas import (
     Draw,
-    Grid,
     HeatMap,
     Picture,
     draw_grid,
@@ -253,7 +252,7 @@ def draw_distance_maps(spec: RopeSpec, rules: Sequence[tuple[str, Method]], leng
         "pass it."
     )
     columns, aspect = (2, 0.85) if len(rules) > 1 else (1, 0.6)
-    drawing = draw_heat_maps(maps, (0, highest), Grid(columns, aspect=aspect, bar="distance used, in tokens"))
+    drawing = draw_heat_maps(maps, (0, highest), columns, aspect=aspect, bar="distance used, in tokens")
     return Picture("used_distance_maps", "Distances used, by query and key", caption, drawing)
 
 
@@ -269,7 +268,7 @@ def draw_spirals(spec: RopeSpec) -> Picture:
         "they go round a circle, each pair at its own speed. Dots are tokens. A score sees only how far one dot has "
         "is rotated from another, so it depends on the distance and not on the position."
     )
-    drawing = draw_grid(plots, Grid(len(pairs), aspect=1.25, projection="3d"))
+    drawing = draw_grid(plots, len(pairs), aspect=1.25, projection="3d")
     return Picture("rope_spirals", "RoPE: pairs as spirals", caption, drawing)
 
 
@@ -330,7 +329,7 @@ def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, 
         f"Unscaled at {target:,} tokens it comes {math.degrees(before * target):.0f} degrees far, to angles it never "
         f"had (orange); under {rule} it comes {math.degrees(after * target):.0f} degrees far."
     )
-    drawing = draw_grid(plots, Grid(3, aspect=1.1, projection="polar"))
+    drawing = draw_grid(plots, 3, aspect=1.1, projection="polar")
     return Picture("dials", "Angles a slow pair was trained on", caption, drawing)
 
 
