@@ -79,7 +79,6 @@ def _made(records: Iterable[Any], own: Callable[[list[Any], list[int]], _Own]) -
         first, lengths = group[-1], sorted({record.context_length for record in group})
         what, how, remark = own(group, lengths)
         words = ["hf-posenc", "eval", first.model if first.tokens_trained == 0 else "TRAINED", *what]
-        words += ["--context-lengths", *map(str, lengths)]
         if group[0].tokens_trained == 0:  # the folder of a trained model brings the rule
             words += ["--method", *dict.fromkeys(record.method for record in group)]
         lines.append(shlex.join([*words, *how, *_flags(first), "--output", _RESULTS]) + remark)
@@ -130,7 +129,7 @@ def _perplexity(group: list[Record], lengths: list[int]) -> _Own:
             "--short-context": chosen["short_context"] if chosen["short_context"] != short else None,
         }
     words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    return _Own(["--documents", "DOCUMENTS"], ["--protocol", record.protocol, *words], remark)
+    return _Own(["--documents", "DOCUMENTS", *_lengths(lengths)], ["--protocol", record.protocol, *words], remark)
 
 
 def _evaluator(record: Record) -> tuple[str | None, str]:
@@ -158,11 +157,21 @@ def _retrieval(group: list[RetrievalRecord], lengths: list[int]) -> _Own:
     depths = sorted({record.depth for record in group if record.depth is not None})
     # A task with nothing at one depth has had as many prompts as the others have over all depths.
     seeds = {record.seed for record in group if record.depth is not None} or {record.seed for record in group}
-    how = ["--samples", str(len(seeds)), "--depths", *(f"{depth:g}" for depth in depths or [0.0])]
-    how += ["--chat", "on" if group[-1].chat else "off"]
+    what = [
+        "--tasks",
+        *dict.fromkeys(record.task for record in group),
+        *_lengths(lengths),
+        "--samples",
+        str(len(seeds)),
+    ]
+    how = ["--depths", *(f"{depth:g}" for depth in depths or [0.0]), "--chat", "on" if group[-1].chat else "off"]
     first = min(record.seed for record in group)
     remark = f"  # seeds began at {first}: from Python, retrieval(..., seed={first})" if first else ""
-    return _Own(["--tasks", *dict.fromkeys(record.task for record in group)], how, remark)
+    return _Own(what, how, remark)
+
+
+def _lengths(lengths: list[int]) -> list[str]:
+    return ["--context-lengths", *map(str, lengths)]
 
 
 def _flags(record: Record | RetrievalRecord) -> list[str]:

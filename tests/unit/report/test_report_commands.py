@@ -172,6 +172,14 @@ def test_trained_models_and_mixed_records_have_their_own_lines() -> None:
     assert searched[2:5] == ["tiny", "--tasks", "passkey"]
 
 
+def test_each_model_has_a_command_of_its_own() -> None:
+    """The unpatched records of two models were in one command, of the last of them."""
+    records = [make_record(method, 256, model=model) for model in ("one", "two") for method in ("none", "yarn")]
+    commands = [line.split() for line in make_commands(records).made]
+    assert [words[2] for words in commands] == ["one", "two"]
+    assert [words[words.index("--method") + 1 :][:2] for words in commands] == [["none", "yarn"]] * 2
+
+
 def test_the_command_and_the_rope_are_no_part_of_the_key(
     tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 ) -> None:
