@@ -45,9 +45,10 @@ def explain(argv: Sequence[str]) -> None:
     options = parse_options(flags.option)
     if extension.rope_scaling is not None:
         raise InvalidRequestError("--rope-scaling: give explain the method by its name, and how far by --factor.")
-    from hf_posenc.explain.sections import check_output_folder
+    from hf_posenc.explain.sections import PICTURES
     from hf_posenc.explain.subject import read_subject
     from hf_posenc.methods.explained import InPlaceOfRope
+    from hf_posenc.report.page import check_folder
 
     is_encoding = issubclass(get_method(given.name), InPlaceOfRope)
     for name in ("preset", "original_max_position_embeddings") if is_encoding else ():
@@ -56,7 +57,7 @@ def explain(argv: Sequence[str]) -> None:
                 f"{argument(name)} is for methods that extend a model; {given.name!r} is an encoding."
             )
     check_request([] if extension.preset is not None else [given.name], extension, options)
-    folder = None if what.output_dir is None else check_output_folder(what.output_dir)
+    folder = None if what.output_dir is None else check_folder(what.output_dir, PICTURES)
     subject = read_subject(what.model)
     explanation = (_encoding if is_encoding else _method)(given.name, subject, extension, options)
     print(explanation.text(text_width()))

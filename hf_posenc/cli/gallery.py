@@ -19,10 +19,10 @@ def gallery(argv: Sequence[str]) -> None:
     """Draw positional encodings, and the rules that stretch RoPE: pictures and one HTML page."""
     _, where = parse("gallery", gallery.__doc__, argv, (GalleryArguments,), {})
     from hf_posenc.explain.overview import LEAD, gallery_pictures
-    from hf_posenc.explain.sections import check_output_folder, picture_panel, write_page
-    from hf_posenc.report.page import Panel, Paragraph
+    from hf_posenc.explain.sections import PICTURES, picture_panel, write_page
+    from hf_posenc.report.page import Panel, Paragraph, check_folder
 
-    check_output_folder(where.output_dir)
+    check_folder(where.output_dir, PICTURES)
     lead = Panel("about", "About these pictures", [Paragraph(LEAD.replace("`", ""))])
     panels = [lead, *map(picture_panel, gallery_pictures())]
     files = write_page(where.output_dir, "gallery.html", "Positional encodings in pictures", panels)

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_posenc.report.plot import STYLE, Drawing, figure_files
+from hf_posenc.report.plot import COLOUR_MAP, Drawing, draw, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # What draws on axes; a colour bar is made of what it returns.
 Draw = Callable[[Any], Any]
-# cividis reads the same with every kind of colour vision.
-COLOUR_MAP = "cividis"
 _WIDE, _NARROW = 7.6, 3.9  # inches, as those of report.plot
 
 
@@ -35,11 +36,19 @@ class Picture:
     drawing: Drawing
 
 
-@dataclass(frozen=True)
-class Grid:
-    """How plots are laid out.
+def draw_grid(
+    plots: Sequence[Draw],
+    columns: int,
+    *,
+    narrow_columns: int = 1,
+    aspect: float = 1.0,
+    bar: str = "",
+    projection: str | None = None,
+) -> Drawing:
+    """Draw plots side by side, row by row, and once more for a narrow screen.
 
-    Attributes:
+    Args:
+        plots: What draws each of them.
         columns: Of the wide form.
         narrow_columns: Of the narrow one.
         aspect: Height / width of one plot with its words.
@@ -47,56 +56,24 @@ class Grid:
         projection: ``"3d"``, ``"polar"`` or None.
     """
 
-    columns: int
-    narrow_columns: int = 1
-    aspect: float = 1.0
-    bar: str = ""
-    projection: str | None = None
-
-
-def draw_grid(plots: Sequence[Draw], grid: Grid) -> Drawing:
-    """Draw plots side by side, row by row, and once more for a narrow screen."""
-    wide = _draw(plots, grid, narrow=False)
-    return Drawing(wide[".png"], wide[".svg"], _draw(plots, grid, narrow=True)[".svg"])
-
-
-def _draw(plots: Sequence[Draw], grid: Grid, narrow: bool) -> dict[str, bytes]:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = grid.narrow_columns if narrow else grid.columns
-    rows = -(-len(plots) // columns)
-    width = _NARROW if narrow else _WIDE
-    # A bar is below the plots of the narrow form and beside those of the wide one.
-    below, beside = (0.6, 0.0) if grid.bar and narrow else (0.0, 0.9 if grid.bar else 0.0)
-    height = (width - beside) / columns * grid.aspect * rows + below
-    with plt.rc_context(cast(Any, STYLE)):
-        figure, every = plt.subplots(
-            rows,
-            columns,
-            figsize=(width, height),
-            layout="constrained",
-            squeeze=False,
-            subplot_kw={"projection": grid.projection},
-        )
-        axes = list(every.flat)
+    def make_figure(columns: int, width: float, location: str) -> Figure:
+        rows = -(-len(plots) // columns)
+        # The bar is below the plots of the narrow form and beside those of the wide one.
+        below, beside = (0.6 if bar and location == "bottom" else 0.0), (0.9 if bar and location == "right" else 0.0)
+        figure = new_figure((width, (width - beside) / columns * aspect * rows + below))
+        axes = list(figure.subplots(rows, columns, squeeze=False, subplot_kw={"projection": projection}).flat)
         drawn = [plot(one) for plot, one in zip(plots, axes, strict=False)]
         for one in axes[len(plots) :]:
             one.set_visible(False)
-        if grid.bar:
-            _bar(figure, drawn[0], axes, grid, narrow)
-        files = figure_files(figure, (".svg",) if narrow else (".png", ".svg"))
-        plt.close(figure)
-    return files
+        if bar:
+            shape: Any = {"location": location, "aspect": 30 if location == "bottom" else 25}
+            colours: Any = figure.colorbar(drawn[0], ax=axes, label=bar, shrink=0.9, **shape)
+            colours.outline.set_visible(False)
+            colours.solids.set_edgecolor("face")  # no seams between its colours
+        return figure
 
-
-def _bar(figure: Any, drawn: Any, axes: Sequence[Any], grid: Grid, narrow: bool) -> None:
-    where: dict[str, Any] = {"location": "bottom", "aspect": 30} if narrow else {"location": "right", "aspect": 25}
-    bar = figure.colorbar(drawn, ax=axes, label=grid.bar, shrink=0.9, **where)
-    bar.outline.set_visible(False)
-    bar.solids.set_edgecolor("face")  # no seams between its colours
+    wide, narrow = (columns, _WIDE, "right"), (narrow_columns, _NARROW, "bottom")
+    return draw(partial(make_figure, *wide), partial(make_figure, *narrow))
 
 
 @dataclass(frozen=True)
@@ -120,9 +97,9 @@ class HeatMap:
     note: str = ""
 
 
-def draw_heat_maps(maps: Iterable[HeatMap], limits: tuple[float, float], grid: Grid) -> Drawing:
-    """Draw matrices side by side; ``limits`` are the values of the first and the last colour."""
-    return draw_grid([partial(_heat_map, one=one, limits=limits) for one in maps], grid)
+def draw_heat_maps(maps: Iterable[HeatMap], limits: tuple[float, float], columns: int, **layout: Any) -> Drawing:
+    """Draw matrices as ``draw_grid`` does; ``limits`` are the values of the first and the last colour."""
+    return draw_grid([partial(_heat_map, one=one, limits=limits) for one in maps], columns, **layout)
 
 
 def _heat_map(axes: Any, one: HeatMap, limits: tuple[float, float]) -> Any:
@@ -137,29 +114,26 @@ def _heat_map(axes: Any, one: HeatMap, limits: tuple[float, float]) -> Any:
         interpolation="none",
     )
     image.set_gid(one.name)
-    axes.set_title(one.title, loc="left", fontsize=9)
-    axes.set_xlabel(one.labels[0])
-    axes.set_ylabel(one.labels[1])
-    axes.set_xticks(*_ticks(0, right))
-    axes.set_yticks(*_ticks(0, bottom))
-    axes.set_facecolor("none")
+    axes.set_title(one.title)
+    axes.set(xlabel=one.labels[0], ylabel=one.labels[1], facecolor="none")
+    for set_ticks, end in ((axes.set_xticks, right), (axes.set_yticks, bottom)):  # few enough for a phone
+        set_ticks([0, end / 2, end], [tick_name(0), tick_name(end / 2), tick_name(end)])
     if one.note:
         axes.text(0.35, 0.5, one.note, transform=axes.transAxes, va="center", fontsize=8.5)
     return image
 
 
-def _ticks(begin: float, end: float) -> tuple[list[float], list[str]]:
-    """Return ticks at the ends and in the middle, and their words: few enough for a phone."""
-    ticks = [begin, (begin + end) / 2, end]
-    return ticks, [tokens_name(tick) for tick in ticks]
+def evenly(length: int, count: int) -> list[int]:
+    """Return at most ``count`` whole numbers from 0 to ``length - 1``, evenly spread, each once."""
+    return sorted({round(at * (length - 1) / (count - 1)) for at in range(count)})
 
 
 def quarters(length: float) -> list[tuple[float, str]]:
     """Return the ticks of an axis of tokens, one at each quarter, and their words."""
-    return [(at * length / 4, tokens_name(at * length / 4)) for at in range(5)]
+    return [(at * length / 4, tick_name(at * length / 4)) for at in range(5)]
 
 
-def tokens_name(tokens: float) -> str:
+def tick_name(tokens: float) -> str:
     """Return ``10k`` for 10000 and ``16k`` for 16384, as each is written."""
     for kilo in (1024, 1000):
         if tokens >= 1000 and tokens % (kilo / 2) == 0:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_posenc.explain.canvas import Draw, Grid, HeatMap, Picture, draw_grid, draw_heat_maps
-from hf_posenc.explain.method_pictures import draw_dials, draw_spirals
+from hf_posenc.explain.canvas import Draw, HeatMap, Picture, draw_grid, draw_heat_maps, quarters
+from hf_posenc.explain.method_pictures import draw_dials, draw_spirals, drawn
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.encodings.alibi import Alibi, alibi_slopes
 from hf_posenc.methods.encodings.rope import Rope, rope_decay_bound, rope_score
@@ -16,7 +17,8 @@ from hf_posenc.methods.encodings.sinusoidal import Sinusoidal, sinusoidal_table
 from hf_posenc.methods.encodings.t5_bias import T5Bias, t5_buckets
 from hf_posenc.methods.encodings.xpos import Xpos, xpos_decay, xpos_score
 from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, OfDistance, PositionMap
-from hf_posenc.report.looks import COLOURS, DASHES, INK
+from hf_posenc.report.looks import COLOURS, DASHES, numbered_look
+from hf_posenc.report.plot import Chart, Line, draw_chart, draw_lines_across
 from hf_posenc.spec import RopeSpec
 
 LENGTHS = (100, 1000, 10000)  # tokens of the texts that maps are drawn for, by default
@@ -51,29 +53,26 @@ def encoding_pictures(method: Method, model: ModelShape, lengths: Sequence[int] 
         found += [draw_alibi_bias(model), draw_alibi_slopes(sorted({*_HEADS, model.num_heads}))]
     elif isinstance(method, T5Bias):
         found += [draw_t5_buckets(method)]
-    return [picture for picture in found if picture is not None]
+    return drawn(*found)
 
 
 def draw_maps(name: str, shown: PositionMap, lengths: Sequence[int] = LENGTHS) -> Picture:
     """Draw the maps of the encoding of a name: a column for each length of text."""
-    several = len(shown.rows) > 1
+    several, last = len(shown.rows) > 1, len(shown.rows) - 1
     maps: list[HeatMap] = []
     for row, (words, of_distance) in enumerate(shown.rows):
         for column, length in enumerate(lengths):
             values, edge = map_values(of_distance, length)
-            title = f"{length:,} tokens" if row == 0 else ""
-            labels = _labels(words, row == len(shown.rows) - 1, column == 0) if several else _LABELS
-            maps.append(HeatMap(values, (edge, edge), title, f"map-{len(maps)}", labels))
+            title, (x, y) = f"{length:,} tokens" if row == 0 else "", _LABELS
+            if several:
+                x, y = x if row == last else "", f"{words}\n{y}" if column == 0 else ""
+            maps.append(HeatMap(values, (edge, edge), title, f"map-{len(maps)}", (x, y)))
     caption = f"{shown.caption} Each cell is the mean of its pairs; keys after the query are left out."
     if shown.of_positions is not None:
         maps, caption = [_of_positions(shown, length, number) for number, length in enumerate(lengths)], shown.caption
-    grid = Grid(len(lengths), len(lengths) if several else 1, aspect=0.95, bar=shown.bar)
-    drawing = draw_heat_maps(maps, shown.limits, grid)
+    narrow, columns = len(lengths) if several else 1, len(lengths)
+    drawing = draw_heat_maps(maps, shown.limits, columns, narrow_columns=narrow, aspect=0.95, bar=shown.bar)
     return Picture(f"map_{name}", f"{shown.title}: by query and key", caption, drawing)
-
-
-def _labels(words: str, last_row: bool, first_column: bool) -> tuple[str, str]:
-    return _LABELS[0] if last_row else "", f"{words}\n{_LABELS[1]}" if first_column else ""
 
 
 def _of_positions(shown: PositionMap, length: int, number: int) -> HeatMap:
@@ -127,7 +126,7 @@ def draw_decay(spec: RopeSpec) -> Picture:
     scores = {f"base {one:g}": rope_score(distances, num_pairs, one) for one in (base, *others)}
     named = " and ".join(f"{other:g}" for other in others)
     plots = [
-        _lines("bound of the score", "mean |S_i|", near, bounds, lambda axes: axes.set_ylim(bottom=0)),
+        _lines("bound of the score", "mean |S_i|", near, bounds, ylim=(0, None)),
         _bands("score of equal vectors", "score, 1 at distance 0", scores),
     ]
     caption = (
@@ -138,7 +137,7 @@ def draw_decay(spec: RopeSpec) -> Picture:
         "and a key with the same features, which does fall; of unlike vectors the score may be anything below the "
         "bound."
     )
-    return Picture("rope_decay", "RoPE: long-term decay and its bound", caption, draw_grid(plots, Grid(2, aspect=0.85)))
+    return Picture("rope_decay", "RoPE: long-term decay and its bound", caption, draw_grid(plots, 2, aspect=0.85))
 
 
 def draw_xpos(spec: RopeSpec, scale_base: float) -> Picture:
@@ -152,20 +151,25 @@ def draw_xpos(spec: RopeSpec, scale_base: float) -> Picture:
     pairs = (0, num_pairs // 3, 2 * num_pairs // 3, num_pairs - 1)
     fading = {f"pair {pair}": xpos_decay(num_pairs)[pair] ** (far / scale_base) for pair in pairs}
 
-    def finish(axes: Any) -> None:
-        axes.legend(frameon=False, fontsize=8, loc="center right")
-        axes.set_xticks([0, 2048, 4096, 6144, 8192], ["0", "2k", "4k", "6k", "8k"])
-
+    ticks = quarters(_MAX_DISTANCE)
     plots = [
         _bands("score of equal vectors", "score, 1 at distance 0", scores),
-        _lines("factor of single pairs", "factor", far, fading, finish),
+        _lines(
+            "factor of single pairs",
+            "factor",
+            far,
+            fading,
+            legend="center right",
+            xticks=[at for at, _ in ticks],
+            xticklabels=[words for _, words in ticks],
+        ),
     ]
     caption = (
         "Left: the score of a query and a key with the same features. xPos follows RoPE up to some hundred tokens and "
         "then fades, where RoPE goes on to angles that it may never have been trained on. Right: what each pair's "
         f"part is multiplied by, {num_pairs} pairs, decay once every {scale_base:g} tokens."
     )
-    return Picture("xpos_decay", "xPos: RoPE that fades", caption, draw_grid(plots, Grid(2, aspect=0.85)))
+    return Picture("xpos_decay", "xPos: RoPE that fades", caption, draw_grid(plots, 2, aspect=0.85))
 
 
 def _lines(
@@ -173,16 +177,16 @@ def _lines(
     y_label: str,
     distances: torch.Tensor,
     lines: Mapping[str, torch.Tensor],
-    finish: Callable[[Any], object],
+    legend: str = "upper right",
+    **settings: Any,
 ) -> Draw:
-    """Return what draws lines over distances; ``finish`` is called last, with the axes."""
+    """Return what draws lines over distances; ``settings`` are those of the axes."""
 
     def draw(axes: Any) -> None:
         for at, (name, values) in enumerate(lines.items()):
-            look: dict[str, Any] = {"color": COLOURS[at], "linestyle": DASHES[at], "linewidth": 1.4}
-            axes.plot(distances, values, **look, label=name, gid=_id(axes, name))
-        _dress(axes, title, y_label)
-        finish(axes)
+            _plot(axes, at, name, distances, values, linewidth=1.4)
+        _dress(axes, title, y_label, legend)
+        axes.set(**settings)
 
     return draw
 
@@ -194,8 +198,7 @@ def _bands(title: str, y_label: str, lines: Mapping[str, torch.Tensor]) -> Draw:
         for at, (name, values) in enumerate(lines.items()):
             middles, means, lows, highs = zip(*binned(values), strict=True)
             axes.fill_between(middles, lows, highs, color=COLOURS[at], alpha=0.22, linewidth=0)
-            look: dict[str, Any] = {"color": COLOURS[at], "linestyle": DASHES[at], "linewidth": 1.6}
-            axes.plot(middles, means, **look, label=name, gid=_id(axes, name))
+            _plot(axes, at, name, middles, means, linewidth=1.6)
         _dress(axes, title, y_label)
         axes.set_xscale("log", base=2)
         axes.set_xticks([1, 8, 64, 512, 4096], ["1", "8", "64", "512", "4k"])
@@ -204,17 +207,17 @@ def _bands(title: str, y_label: str, lines: Mapping[str, torch.Tensor]) -> Draw:
     return draw
 
 
-def _id(axes: Any, name: str) -> str:
-    """Return the id of a line in the SVG, by its plot and its name."""
-    return f"plot-{axes.get_subplotspec().num1 + 1}-{name.replace(' ', '-')}"
+def _plot(axes: Any, at: int, name: str, x: Sequence[float] | torch.Tensor, y: Any, linewidth: float) -> None:
+    """Draw a line; its id in the SVG has the number of its plot and its name."""
+    gid = f"plot-{axes.get_subplotspec().num1 + 1}-{name.replace(' ', '-')}"
+    axes.plot(x, y, color=COLOURS[at], linestyle=DASHES[at], linewidth=linewidth, label=name, gid=gid)
 
 
-def _dress(axes: Any, title: str, y_label: str) -> None:
-    axes.set_title(title, loc="left", fontsize=9)
-    axes.set_xlabel("distance in tokens")
-    axes.set_ylabel(y_label)
-    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    axes.legend(frameon=False, fontsize=8, loc="upper right")
+def _dress(axes: Any, title: str, y_label: str, legend: str = "upper right") -> None:
+    axes.set_title(title)
+    axes.set(xlabel="distance in tokens", ylabel=y_label)
+    draw_lines_across(axes)
+    axes.legend(fontsize=8, loc=legend)
 
 
 def binned(values: torch.Tensor, per_octave: int = 6) -> list[tuple[float, float, float, float]]:
@@ -239,19 +242,17 @@ def draw_sinusoidal_table(base: float, rows: int = 256, width: int = 128) -> Pic
     """Draw the table: positions down, features across, as the paper interleaves them and sines before cosines."""
     table = sinusoidal_table(torch.arange(rows), width, base)
     apart = torch.cat((table[:, ::2], table[:, 1::2]), dim=-1)
+    edges, labels = (width, rows), ("feature", "position")
     maps = [
-        HeatMap(values, (width, rows), title, name, ("feature", "position"))
-        for values, title, name in (
-            (table, "sines and cosines alternating (paper)", "table-paper"),
-            (apart, "sines, then cosines (tensor2tensor)", "table-halves"),
-        )
+        HeatMap(table, edges, "sines and cosines alternating (paper)", "table-paper", labels),
+        HeatMap(apart, edges, "sines, then cosines (tensor2tensor)", "table-halves", labels),
     ]
     caption = (
         f"The rows that are added to the words at the positions 0 to {rows - 1}, {width} features at base {base:g}: "
         "fast waves in the first features, ever slower ones to the right, the last of "
         f"{2 * torch.pi * base ** (1 - 2 / width):,.0f} tokens. Both orders hold the same numbers."
     )
-    drawing = draw_heat_maps(maps, (-1, 1), Grid(2, aspect=0.95, bar="value"))
+    drawing = draw_heat_maps(maps, (-1, 1), 2, aspect=0.95, bar="value")
     return Picture("sinusoidal_table", "Sinusoidal positions: the table", caption, drawing)
 
 
@@ -259,52 +260,35 @@ def draw_alibi_bias(model: ModelShape) -> Picture:
     """Draw the bias of some heads as matrices: what is added to a score."""
     slopes, positions = alibi_slopes(model.num_heads), torch.arange(_TOKENS)
     apart = positions[:, None] - positions
-    maps = [
-        HeatMap(
+    maps = []
+    for head in model.some_heads:
+        bias, title = (
             torch.where(apart >= 0, -slopes[head] * apart, torch.nan),
-            (_TOKENS, _TOKENS),
             f"head {head + 1}: slope {slopes[head]:.3g}",
-            f"bias-{head}",
         )
-        for head in model.some_heads
-    ]
+        maps.append(HeatMap(bias, (_TOKENS, _TOKENS), title, f"bias-{head}"))
     caption = (
         f"What is added to the scores of {_TOKENS} tokens, in three of {model.num_heads} heads: minus the slope times "
         "the distance. No number is trained."
     )
-    drawing = draw_heat_maps(maps, (_LOWEST, 0.0), Grid(len(maps), aspect=0.95, bar="bias in nats, -8 or less"))
+    drawing = draw_heat_maps(maps, (_LOWEST, 0.0), len(maps), aspect=0.95, bar="bias in nats, -8 or less")
     return Picture("alibi_bias", "ALiBi: the bias of three heads", caption, drawing)
 
 
 def draw_alibi_slopes(heads: Sequence[int]) -> Picture:
     """Draw each head's reach, for some numbers of heads: the distance at which a weight falls to a hundredth."""
-
-    def draw(axes: Any) -> None:
-        for at, number in enumerate(heads):
-            reach = torch.log(torch.tensor(100.0, dtype=torch.float64)) / alibi_slopes(number)
-            axes.plot(
-                torch.linspace(0, 1, number),
-                reach,
-                color=COLOURS[at],
-                marker=("s", "^", "D")[at % 3],
-                markersize=4,
-                linewidth=1,
-                label=f"{number} heads",
-                gid=f"reach-{number}",
-            )
-        axes.set_yscale("log")
-        axes.set_xticks([0, 0.5, 1], ["first head", "", "last head"])
-        axes.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
-        axes.set_xlabel("head")
-        axes.set_ylabel("tokens until the weight is a hundredth")
-        axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-        axes.legend(frameon=False, fontsize=8.5)
-
+    lines = []
+    for at, number in enumerate(heads):
+        reach = math.log(100) / alibi_slopes(number)
+        lines.append(Line(f"{number} heads", torch.linspace(0, 1, number).tolist(), reach.tolist(), numbered_look(at)))
+    ticks = [(0.0, "first head"), (1.0, "last head")]
+    title, y_label = "The distance at which ALiBi divides a weight by 100", "tokens until the weight is a hundredth"
+    chart = Chart(title, "head", y_label, lines, ticks, log_x=False)
     caption = (
         "How far each head looks: the distance at which ALiBi divides an attention weight by 100. The slopes of 12 "
         "heads, which is no power of two, are those of 8 and then every other one of 16, as the paper's code has them."
     )
-    return Picture("alibi_reach", "ALiBi: how far heads look", caption, draw_grid([draw], Grid(1, aspect=0.5)))
+    return Picture("alibi_reach", "ALiBi: how far heads look", caption, draw_chart(chart))
 
 
 def draw_t5_buckets(method: T5Bias) -> Picture:
@@ -325,5 +309,5 @@ def draw_t5_buckets(method: T5Bias) -> Picture:
         f"Which of a head's {buckets} learned numbers a query adds to the score of a key, among {size} tokens. In both "
         "directions half of them are for later keys. The numbers themselves come from training, and differ by head."
     )
-    drawing = draw_heat_maps(maps, (0, buckets - 1), Grid(len(maps), aspect=0.85, bar="bucket"))
+    drawing = draw_heat_maps(maps, (0, buckets - 1), len(maps), aspect=0.85, bar="bucket")
     return Picture("t5_buckets", "T5's bias: who shares a number", caption, drawing)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
 from hf_posenc.attention.staged import Stages
-from hf_posenc.explain.canvas import Picture
+from hf_posenc.explain.canvas import Picture, evenly
 from hf_posenc.explain.encoding_pictures import encoding_pictures
 from hf_posenc.explain.method_pictures import (
-    draw_dials,
     draw_distance_maps,
     draw_distances,
     draw_query_factors,
-    draw_ramp,
     draw_stages,
-    draw_stretch,
-    draw_temperature,
-    draw_wavelengths,
+    drawn,
+    frequency_pictures,
     last_row,
 )
 from hf_posenc.explain.sections import Explanation, Section
@@ -84,13 +80,11 @@ def explain_encoding(subject: Subject, method: Method, target: int) -> Explanati
     sections = [Section("idea", "What it is", [f"{name}: {words}" for name, words in about if words])]
     numbers = method.numbers(model) or _rotary_numbers(method, model)
 
-    def pictures() -> Sequence[Picture]:
-        lengths = sorted({min(_NEAR, subject.length), subject.length, target})
-        return encoding_pictures(method, model, lengths)
+    def pictures() -> list[Picture]:
+        return encoding_pictures(method, model, sorted({min(_NEAR, subject.length), subject.length, target}))
 
-    sections.append(
-        Section("model", "On this model", numbers.sentences, numbers.heads, numbers.rows, pictures=pictures)
-    )
+    section = Section("model", "On this model", numbers.sentences, numbers.heads, numbers.rows, pictures=pictures)
+    sections.append(section)
     if method.properties:
         held = [f"{sentence} ({test})" for sentence, test in method.properties]
         sections.append(Section("properties", "Held by tests/unit/methods/test_encoding_properties.py", held))
@@ -143,9 +137,11 @@ def rule_sentences(rule: PairRule) -> list[str]:
     kept, blended, stretched = rule.shares()
     slowest = rule.stretch[-1]
     by = "stopped" if math.isinf(slowest) else f"stretched by {slowest:.4g}"
+    never = rule.incomplete()[1]
+    complete = _pairs(never, "completes no turn", "complete no turn") if never else "every pair completes a turn"
     lines = [
         f"{rule.name}, {len(rule.stretch)} pairs: {kept} kept, {blended} between, {stretched} stretched by "
-        f"{rule.method.factor:.4g} or more; the slowest is {by}. Within {rule.reach:,} tokens {_complete(rule)}, and "
+        f"{rule.method.factor:.4g} or more; the slowest is {by}. Within {rule.reach:,} tokens {complete}, and "
         f"{_pairs(rule.unseen() or 0, 'meets', 'meet')} angles never met in training."
     ]
     return [*lines, *_ramp(rule), temperature_sentence(rule.frequencies[1])]
@@ -198,17 +194,10 @@ def pair_rows(rule: PairRule) -> list[list[str]]:
 def chosen_pairs(rule: PairRule) -> list[int]:
     """Return the pairs of a small table: evenly spread ones, and those where something else begins."""
     last = rule.spec.rotated_pairs - 1
-    spread = {round(at * last / (_PAIR_ROWS - 1)) for at in range(_PAIR_ROWS)}
     shares = [rule.share_of(pair) for pair in range(last + 1)]
     begins = {pair for pair in range(1, last + 1) if shares[pair] != shares[pair - 1]}
     never = {pair for pair in range(last + 1) if rule.turns[pair] < 1}
-    return sorted(spread | begins | set(sorted(never)[:1]))
-
-
-def _complete(rule: PairRule) -> str:
-    """Say how many pairs complete no turn under a rule."""
-    never = rule.incomplete()[1]
-    return _pairs(never, "completes no turn", "complete no turn") if never else "every pair completes a turn"
+    return sorted({*evenly(last + 1, _PAIR_ROWS)} | begins | set(sorted(never)[:1]))
 
 
 def _pairs(count: int, one: str, more: str) -> str:
@@ -218,8 +207,6 @@ def _pairs(count: int, one: str, more: str) -> str:
 def _frequencies(rule: PairRule) -> Section:
     """Return what becomes of the pairs, at the target where the rule depends on the length."""
     spec, method = rule.spec, rule.method
-    heads = list(_PAIR_HEADS)
-    heads[2] = f"turns in {length_name(spec.original_max_position_embeddings)}"
     sentences = rule_sentences(rule)
     if method.latent_temperature != 1:
         softmax = method.latent_temperature**2
@@ -232,124 +219,75 @@ def _frequencies(rule: PairRule) -> Section:
         "A wavelength is the tokens of one turn; kept, blended and stretched say how much of the factor a pair has; * "
         "marks pairs that complete no turn in training."
     )
-    rows = [
-        [cells[0] + ("*" if rule.turns[pair] < 1 else ""), *cells[1:]] for pair, cells in enumerate(pair_rows(rule))
-    ]
-    heading = "What it does to the pairs" + (
-        f", at {rule.reach:,} tokens" if isinstance(method, (StagedMethod, LongRope)) else ""
-    )
-
-    def pictures() -> Sequence[Picture]:
-        caption = (
-            "How many times longer each pair's wavelength becomes, the fast pairs to the left. In the grey are those "
-            "that complete no turn in training."
-        )
-        return _drawn(
-            draw_stretch([rule], "stretch", "How far each pair is stretched", caption),
-            draw_wavelengths(rule),
-            draw_ramp(rule) if method.ramp_turns else None,
-            None if method.runs_in_attention else draw_temperature(spec, method),
-            draw_dials(spec, rule.reach, rule.frequencies[0], rule.name),
-        )
-
-    return Section("pairs", heading, sentences, heads, rows, chosen_pairs(rule), (5,), pictures)
-
-
-def _drawn(*found: Picture | None) -> list[Picture]:
-    return [picture for picture in found if picture is not None]
+    heads = list(_PAIR_HEADS)
+    heads[2] = f"turns in {length_name(spec.original_max_position_embeddings)}"
+    rows = pair_rows(rule)
+    for row, turns in zip(rows, rule.turns, strict=False):
+        row[0] += "*" if turns < 1 else ""
+    heading = "What it does to the pairs"
+    if isinstance(method, (StagedMethod, LongRope)):
+        heading += f", at {rule.reach:,} tokens"
+    return Section("pairs", heading, sentences, heads, rows, chosen_pairs(rule), (5,), lambda: frequency_pictures(rule))
 
 
 def _stages(rule: PairRule, method: StagedMethod) -> Section:
-    spec, reach = rule.spec, rule.reach
-    sentences = [*stage_sentences(spec, method, reach), *query_sentence(spec, method, reach)]
+    """Return the stages up to the target."""
+    spec, reach, stages = rule.spec, rule.reach, Stages(rule.spec, method)
+    ends = stages.ends(reach)
+    growth = "each longer than the one before by one ratio" if method.growth == "geometric" else "all of one length"
+    sentences = [
+        f"Queries up to {spec.original_max_position_embeddings:,} use the model's own frequencies. From there the "
+        f"first stage is {stages.stage_length:,} tokens long, {growth}; {len(ends)} stages, the original length "
+        f"included, reach {reach:,} tokens. Each has the scale of its end.",
+        *query_sentence(spec, method, reach),
+    ]
+    rows = []
+    for stage, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        inv_freq, attention_factor = stages.frequencies(stage)
+        slowest = 2 * math.pi / float(inv_freq[spec.rotated_pairs - 1])
+        scale = f"{end / ends[0]:.4g}"
+        positions = f"{begin:,} to {end - 1:,}"
+        rows.append([str(stage), positions, scale, f"{attention_factor:.4g}", number_name(slowest)])
     heads = ["stage", "queries at", "scale", "cos and sin times", "slowest pair, tokens"]
 
-    def pictures() -> Sequence[Picture]:
-        return _drawn(draw_stages(spec, method, reach), draw_query_factors(spec, method, reach))
+    def pictures() -> list[Picture]:
+        return drawn(draw_stages(spec, method, reach), draw_query_factors(spec, method, reach))
 
-    rows = stage_rows(spec, method, reach)
     return Section("stages", "Stages", sentences, heads, rows, left=(1,), pictures=pictures)
 
 
 def _distances(rule: PairRule, method: DistanceMethod) -> Section:
-    spec, reach = rule.spec, rule.reach
-    sentences = [*distance_sentences(spec, method, reach), *query_sentence(spec, method, reach)]
-
-    def pictures() -> Sequence[Picture]:
-        named = [(rule.name, method)]
-        return _drawn(
-            draw_distances(spec, named, reach),
-            draw_distance_maps(spec, named, reach),
-            draw_query_factors(spec, method, reach),
-        )
-
-    rows = distance_rows(spec, method, reach)
-    heads = ["true distance", "used"]
-    return Section("distances", "What it does to distances", sentences, heads, rows, pictures=pictures)
-
-
-def stage_rows(spec: RopeSpec, method: StagedMethod, reach: int) -> list[list[str]]:
-    """Return a row for each stage up to a length: number, positions, scale, temperature, tokens of the slowest pair."""
-    stages = Stages(spec, method)
-    rows, begin = [], 0
-    for stage, end in enumerate(stages.ends(reach)):
-        inv_freq, attention_factor = stages.frequencies(stage)
-        slowest = 2 * math.pi / float(inv_freq[spec.rotated_pairs - 1])
-        positions = f"{begin:,} to {end - 1:,}"
-        rows.append(
-            [str(stage), positions, f"{end / stages.ends(1)[0]:.4g}", f"{attention_factor:.4g}", number_name(slowest)]
-        )
-        begin = end
-    return rows
-
-
-def stage_sentences(spec: RopeSpec, method: StagedMethod, reach: int) -> list[str]:
-    """Return the stages in words."""
-    stages = Stages(spec, method)
-    growth = "each longer than the one before by one ratio" if method.growth == "geometric" else "all of one length"
-    return [
-        f"Queries up to {spec.original_max_position_embeddings:,} use the model's own frequencies. From there the "
-        f"first stage is {stages.stage_length:,} tokens long, {growth}; {len(stages.ends(reach))} stages, the original "
-        f"length included, reach {reach:,} tokens. Each has the scale of its end."
-    ]
-
-
-def distance_rows(spec: RopeSpec, method: DistanceMethod, reach: int) -> list[list[str]]:
-    """Return true distances from the last token of a text, and those that the method uses."""
-    used = last_row(spec, method, reach)
-    shown = {4**power for power in range(1, 12) if 4**power < reach} | {1, reach - 1} | _borders(used)
-    return [[f"{distance:,}", f"{float(used[distance]):,.6g}"] for distance in sorted(shown)]
-
-
-def _borders(used: torch.Tensor) -> set[int]:
-    """Return the first distance that the method changes, and the one before."""
-    changed = torch.nonzero(used != torch.arange(len(used)))
-    first = int(changed[0]) if len(changed) else 0
-    return {first - 1, first} if first else set()
-
-
-def distance_sentences(spec: RopeSpec, method: DistanceMethod, reach: int) -> list[str]:
-    """Return what happens to distances, in words."""
-    rule, original = method.regions(spec), spec.original_max_position_embeddings
-    farthest = _farthest(spec, method, reach)
+    """Return the distances used within the target."""
+    spec, reach, original = rule.spec, rule.reach, rule.spec.original_max_position_embeddings
+    regions = method.regions(spec)
+    # The farthest key of queries that are close enough to each other to miss nothing.
+    step = regions.chunk or reach
+    queries = {reach - 1, *range(step - 1, reach, step)}
+    farthest = max(float(last_row(spec, method, query + 1).max()) for query in queries)
     verdict = (
         "a distance it was trained on" if farthest < original else "more than it was trained on: the rule cannot reach"
     )
-    return [
-        f"Texts up to {rule.plain_until:,} tokens are read by the unmodified model. Frequencies are its own: what "
+    sentences = [
+        f"Texts up to {regions.plain_until:,} tokens are read by the unmodified model. Frequencies are its own: what "
         f"changes is the distance by which a query and a far key are rotated apart. {method.settings(spec)}",
         f"Within {reach:,} tokens the farthest key of all counts as {farthest:,.6g} tokens away, of {original:,} "
         f"trained: {verdict}.",
         f"The distances from the last of {reach:,} tokens:",
+        *query_sentence(spec, method, reach),
     ]
+    used = last_row(spec, method, reach)
+    changed = torch.nonzero(used != torch.arange(len(used))).flatten().tolist()
+    borders = {changed[0] - 1, changed[0]} if changed and changed[0] else set()
+    shown = {4**power for power in range(1, 12) if 4**power < reach} | {1, reach - 1} | borders
+    rows = [[f"{distance:,}", f"{float(used[distance]):,.6g}"] for distance in sorted(shown)]
 
+    def pictures() -> list[Picture]:
+        named = [(rule.name, method)]
+        maps = draw_distance_maps(spec, named, reach)
+        return drawn(draw_distances(spec, named, reach), maps, draw_query_factors(spec, method, reach))
 
-def _farthest(spec: RopeSpec, method: DistanceMethod, reach: int) -> float:
-    """Return the largest distance that any query uses, of queries close enough to each other to miss nothing."""
-    rule = method.regions(spec)
-    step = rule.chunk or reach
-    queries = {reach - 1, *range(step - 1, reach, step)}
-    return max(float(last_row(spec, method, query + 1).max()) for query in queries)
+    heading = "What it does to distances"
+    return Section("distances", heading, sentences, ["true distance", "used"], rows, pictures=pictures)
 
 
 def query_sentence(spec: RopeSpec, method: AttentionMethod, reach: int) -> list[str]:

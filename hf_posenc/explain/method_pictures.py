@@ -12,18 +12,18 @@ import torch
 from hf_posenc.attention.staged import Stages
 from hf_posenc.explain.canvas import (
     Draw,
-    Grid,
     HeatMap,
     Picture,
     draw_grid,
     draw_heat_maps,
+    evenly,
     quarters,
-    tokens_name,
+    tick_name,
 )
 from hf_posenc.methods.base import AttentionMethod, DistanceMethod, Method, StagedMethod, plain_frequencies
-from hf_posenc.report.frequencies import PairRule, wavelengths
+from hf_posenc.report.frequencies import PairRule, stretch_chart, wavelengths
 from hf_posenc.report.looks import COLOURS, INK, PLAIN, Look, numbered_look
-from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.report.plot import COLOUR_MAP, Chart, Line, draw_chart
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.units import length_name
 
@@ -34,46 +34,48 @@ _TOKENS = 128  # of a spiral
 _TRAINED, _NEW = COLOURS[0], COLOURS[1]
 
 
+def drawn(*found: Picture | None) -> list[Picture]:
+    """Return those pictures that there are."""
+    return [picture for picture in found if picture is not None]
+
+
+def frequency_pictures(rule: PairRule) -> list[Picture]:
+    """Return the pictures of a rule that changes frequencies."""
+    caption = (
+        "How many times longer each pair's wavelength becomes, the fast pairs to the left. In the grey are those "
+        "that complete no turn in training."
+    )
+    return drawn(
+        draw_stretch([rule], "stretch", "How far each pair is stretched", caption),
+        draw_wavelengths(rule),
+        draw_ramp(rule) if rule.method.ramp_turns else None,
+        None if rule.method.runs_in_attention else draw_temperature(rule.spec, rule.method),
+        draw_dials(rule.spec, rule.reach, rule.frequencies[0], rule.name),
+    )
+
+
 def draw_stretch(rules: Sequence[PairRule], slug: str, title: str, caption: str) -> Picture | None:
     """Draw how far rules stretch each pair of one model, the fast ones to the left; None if there is nothing to draw.
 
     A pair that is stopped is stretched without end: rules with one are left out.
     """
-    spec = rules[0].spec
-    turns = rules[0].turns[: spec.rotated_pairs]
-    lines: list[Line] = []
-    for rule in rules:
-        if all(map(math.isfinite, rule.stretch)):
-            lines.append(Line(rule.name, turns, rule.stretch, numbered_look(len(lines))))
-    if not lines:
-        return None
-    original = length_name(spec.original_max_position_embeddings)
-    decades = [10.0**power for power in range(-9, 10) if turns[-1] <= 10.0**power <= turns[0]]
-    slow = turns[-1] < 1 < turns[0]
-    chart = Chart(
-        title,
-        f"turns of the pair within the {original} tokens of training",
-        "stretch of its wavelength",
-        [Line("unscaled", turns, [1.0] * len(turns), PLAIN), *lines],
-        [(at, f"{at:,.4g}") for at in decades],
-        [(1.0, "one turn")] if slow else [],
-        falls=True,
-        shade=(turns[-1], 1.0) if slow else None,
-    )
-    return Picture(slug, title, caption, draw_chart(chart))
+    turns = rules[0].turns[: rules[0].spec.rotated_pairs]
+    shown = [rule for rule in rules if math.isfinite(max(rule.stretch))]
+    lines = [Line("unscaled", turns, [1.0] * len(turns), PLAIN)]
+    lines += [Line(rule.name, turns, rule.stretch, numbered_look(at)) for at, rule in enumerate(shown)]
+    return Picture(slug, title, caption, draw_chart(stretch_chart(title, rules[0], lines))) if shown else None
 
 
 def draw_wavelengths(rule: PairRule) -> Picture | None:
     """Draw the tokens of a turn of each pair, before and after; None of a rule that stops pairs."""
-    spec, target = rule.spec, rule.reach
-    scaled = rule.frequencies[0][: spec.rotated_pairs]
-    if bool((scaled == 0).any()):
+    spec, target, original = rule.spec, rule.reach, rule.spec.original_max_position_embeddings
+    if math.isinf(max(rule.stretch)):
         return None
-    pairs, original = list(range(spec.rotated_pairs)), spec.original_max_position_embeddings
-    ends = [0, spec.rotated_pairs - 1]
+    pairs, ends = list(range(spec.rotated_pairs)), [0, spec.rotated_pairs - 1]
+    scaled = 2 * math.pi / rule.frequencies[0][: spec.rotated_pairs]
     lines = [
         Line("unscaled", pairs, wavelengths(spec), PLAIN),
-        Line(rule.name, pairs, (2 * math.pi / scaled).tolist(), numbered_look(0)),
+        Line(rule.name, pairs, scaled.tolist(), numbered_look(0)),
         Line(f"trained on: {length_name(original)}", ends, [original] * 2, Look(COLOURS[2], "", (0, (4, 3)))),
     ]
     if target > original:
@@ -92,21 +94,21 @@ def _pair_ticks(spec: RopeSpec) -> list[tuple[float, str]]:
 
 def draw_ramp(rule: PairRule) -> Picture | None:
     """Draw how much of its interpolation each pair has; None at factor 1, or of a rule that goes beyond dividing."""
-    spec, method, turning = rule.spec, rule.method, rule.spec.rotated_pairs
+    spec, method, rotated = rule.spec, rule.method, rule.spec.rotated_pairs
     if method.factor == 1:
         return None
-    plain, scaled = plain_frequencies(spec)[:turning], rule.frequencies[0][:turning]
+    plain, scaled = plain_frequencies(spec)[:rotated], rule.frequencies[0][:rotated]
     share = (plain - scaled) / (plain - plain / method.factor)
     if float(share.max()) > 1.01 or float(share.min()) < -0.01:
         return None
-    slow = sum(turns < 1 for turns in rule.turns[:turning])
+    slow, _ = rule.incomplete()
     chart = Chart(
         "The ramp: share of interpolation",
         "pair",
         "0: kept, 1: divided by the factor",
-        [Line(rule.name, list(range(turning)), share.clamp(0, 1).tolist(), numbered_look(0))],
+        [Line(rule.name, list(range(rotated)), share.clamp(0, 1).tolist(), numbered_look(0))],
         _pair_ticks(spec),
-        [(turning - slow - 0.5, "no whole turn in training")] if 0 < slow < turning else [],
+        [(rotated - slow - 0.5, "no complete turn in training")] if 0 < slow < rotated else [],
         log_x=False,
     )
     caption = (
@@ -143,15 +145,10 @@ def draw_temperature(spec: RopeSpec, method: Method) -> Picture | None:
 def draw_stages(spec: RopeSpec, method: StagedMethod, reach: int) -> Picture:
     """Draw the scale of queries, and what multiplies their logits, by their position."""
     stages = Stages(spec, method)
-    x: list[float] = []
-    scales: list[float] = []
-    logits: list[float] = []
-    begin = 0
-    for stage, end in enumerate(stages.ends(reach)):
-        x += [begin, end]
-        scales += [stages.factor(stage)] * 2
-        logits += [stages.frequencies(stage)[1] ** 2] * 2
-        begin = end
+    ends = stages.ends(reach)
+    x = [at for begin, end in zip([0, *ends], ends, strict=False) for at in (begin, end)]
+    scales = [stages.factor(stage) for stage in range(len(ends)) for _ in range(2)]
+    logits = [stages.frequencies(stage)[1] ** 2 for stage in range(len(ends)) for _ in range(2)]
     lines = [Line("scale", x, scales, numbered_look(0))]
     if max(logits) > 1:
         lines.append(Line("logits multiplied by", x, logits, numbered_look(1)))
@@ -173,7 +170,7 @@ def draw_stages(spec: RopeSpec, method: StagedMethod, reach: int) -> Picture:
 
 def draw_query_factors(spec: RopeSpec, method: AttentionMethod, reach: int) -> Picture | None:
     """Draw what multiplies queries by their position; None if nothing does."""
-    positions = spread_positions(reach, 200)
+    positions = torch.tensor(evenly(reach, 200))
     factors = method.query_factors(spec, positions)
     if factors is None:
         return None
@@ -210,11 +207,6 @@ def used_distances(spec: RopeSpec, method: Method, queries: torch.Tensor, keys: 
     return used
 
 
-def spread_positions(length: int, count: int) -> torch.Tensor:
-    """Return at most ``count`` whole positions from 0 to ``length - 1``, evenly spread, each once."""
-    return torch.tensor(sorted({round(at * (length - 1) / (count - 1)) for at in range(count)}))
-
-
 def last_row(spec: RopeSpec, method: Method, length: int) -> torch.Tensor:
     """Return the distances used for the last token of a text, float64 ``(length,)``, by the true distance 0, 1, ..."""
     return used_distances(spec, method, torch.tensor(length - 1), torch.arange(length - 1, -1, -1))
@@ -223,19 +215,18 @@ def last_row(spec: RopeSpec, method: Method, length: int) -> torch.Tensor:
 def draw_distances(spec: RopeSpec, rules: Sequence[tuple[str, Method]], length: int) -> Picture:
     """Draw the distances used for the last token of a text, by the true ones."""
     original = spec.original_max_position_embeddings
-    positions = spread_positions(length, _DISTANCES)
-    lines = [Line("true distance", positions.tolist(), positions.tolist(), PLAIN)]
+    positions = torch.tensor(evenly(length, _DISTANCES))
+    x = positions.tolist()
+    lines = [Line("true distance", x, x, PLAIN)]
     for at, (name, method) in enumerate(rules):
-        lines.append(
-            Line(name, positions.tolist(), last_row(spec, method, length)[positions].tolist(), numbered_look(at))
-        )
+        lines.append(Line(name, x, last_row(spec, method, length)[positions].tolist(), numbered_look(at)))
     chart = Chart(
-        f"Distances used for the last of {tokens_name(length)} tokens",
+        f"Distances used for the last of {tick_name(length)} tokens",
         "true distance in tokens",
         "distance used, in tokens",
         lines,
         quarters(length),
-        [(original, f"trained on {tokens_name(original)}")] if original < length else [],
+        [(original, f"trained on {tick_name(original)}")] if original < length else [],
         log_x=False,
     )
     caption = (
@@ -249,27 +240,20 @@ def draw_distance_maps(spec: RopeSpec, rules: Sequence[tuple[str, Method]], leng
     """Draw the distances used as matrices, query by key."""
     size = -(-length // _CELLS)
     positions = torch.arange(min(_CELLS, length)) * size
-    edge = float(len(positions) * size)
-    highest = float(spec.original_max_position_embeddings)
+    edge = len(positions) * size
+    highest = spec.original_max_position_embeddings
     maps = [
-        HeatMap(
-            used_distances(spec, method, positions[:, None], positions[None, :]),
-            (edge, edge),
-            name,
-            f"distances-{number}",
-        )
+        HeatMap(used_distances(spec, method, positions[:, None], positions), (edge, edge), name, f"distances-{number}")
         for number, (name, method) in enumerate(rules)
     ]
     caption = (
         f"The distance used for each query and key, in a text of {length:,} tokens; one pair of positions a cell. "
-        f"The last colour is {highest:,.0f} tokens, the length the model was trained on: true distances would "
+        f"The last colour is {highest:,} tokens, the length the model was trained on: true distances would "
         "pass it."
     )
-    columns = 2 if len(rules) > 1 else 1
-    grid = Grid(columns, aspect=0.85 if columns > 1 else 0.6, bar="distance used, in tokens")
-    return Picture(
-        "used_distance_maps", "Distances used, by query and key", caption, draw_heat_maps(maps, (0, highest), grid)
-    )
+    columns, aspect = (2, 0.85) if len(rules) > 1 else (1, 0.6)
+    drawing = draw_heat_maps(maps, (0, highest), columns, aspect=aspect, bar="distance used, in tokens")
+    return Picture("used_distance_maps", "Distances used, by query and key", caption, drawing)
 
 
 def draw_spirals(spec: RopeSpec) -> Picture:
@@ -284,7 +268,7 @@ def draw_spirals(spec: RopeSpec) -> Picture:
         "they go round a circle, each pair at its own speed. Dots are tokens. A score sees only how far one dot has "
         "is rotated from another, so it depends on the distance and not on the position."
     )
-    drawing = draw_grid(plots, Grid(len(pairs), aspect=1.25, projection="3d"))
+    drawing = draw_grid(plots, len(pairs), aspect=1.25, projection="3d")
     return Picture("rope_spirals", "RoPE: pairs as spirals", caption, drawing)
 
 
@@ -299,16 +283,17 @@ def _spiral(pair: int, frequency: float) -> Draw:
     def draw(axes: Any) -> None:
         axes.plot((fine * frequency).cos(), (fine * frequency).sin(), fine, color=INK, linewidth=0.8, alpha=0.5)
         angles = tokens * frequency
-        axes.scatter(angles.cos(), angles.sin(), tokens, c=tokens, cmap="cividis", s=7, depthshade=False)
+        axes.scatter(angles.cos(), angles.sin(), tokens, c=tokens, cmap=COLOUR_MAP, s=7, depthshade=False)
         axes.set(xlim=(-1, 1), ylim=(-1, 1), xticks=(-1, 0, 1), yticks=(0, 1), zticks=(0, 64, 128))
-        axes.set_xlabel("first feature", labelpad=-6, fontsize=7.5)
-        axes.set_ylabel("second feature", labelpad=-6, fontsize=7.5)
-        axes.set_zlabel("position", labelpad=-6, fontsize=7.5)
-        axes.tick_params(labelsize=7, pad=-2)
-        axes.set_title(f"pair {pair}: a turn every {2 * math.pi / frequency:,.3g} tokens", fontsize=8.5, pad=0)
-        axes.set_box_aspect((1, 1, 1.5), zoom=0.85)
-        for axis in (axes.xaxis, axes.yaxis, axes.zaxis):
+        for axis, words in ((axes.xaxis, "first feature"), (axes.yaxis, "second feature"), (axes.zaxis, "position")):
+            axis.set_label_text(words, fontsize=7.5)
+            axis.labelpad = -6
             axis.pane.set_alpha(0.0)
+        axes.tick_params(labelsize=7, pad=-2)
+        axes.set_title(
+            f"pair {pair}: a turn every {2 * math.pi / frequency:,.3g} tokens", loc="center", fontsize=8.5, pad=0
+        )
+        axes.set_box_aspect((1, 1, 1.5), zoom=0.85)
 
     return draw
 
@@ -334,9 +319,9 @@ def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, 
     before, after = float(plain[pair]), float(scaled[pair])
     seen = before * original
     plots = [
-        _dial(before, original, seen, f"trained: {tokens_name(original)}"),
-        _dial(before, target, seen, f"unscaled, {tokens_name(target)}"),
-        _dial(after, target, seen, f"{rule}, {tokens_name(target)}"),
+        _dial(before, original, seen, f"trained: {tick_name(original)}"),
+        _dial(before, target, seen, f"unscaled, {tick_name(target)}"),
+        _dial(after, target, seen, f"{rule}, {tick_name(target)}"),
     ]
     caption = (
         f"Pair {pair}, a turn every {2 * math.pi / before:,.0f} tokens, with the position as the growing radius. "
@@ -344,7 +329,7 @@ def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, 
         f"Unscaled at {target:,} tokens it comes {math.degrees(before * target):.0f} degrees far, to angles it never "
         f"had (orange); under {rule} it comes {math.degrees(after * target):.0f} degrees far."
     )
-    drawing = draw_grid(plots, Grid(3, aspect=1.1, projection="polar"))
+    drawing = draw_grid(plots, 3, aspect=1.1, projection="polar")
     return Picture("dials", "Angles a slow pair was trained on", caption, drawing)
 
 
@@ -360,7 +345,7 @@ def _dial(frequency: float, length: int, seen: float, title: str) -> Draw:
         axes.plot(angles[-1:], [1.25], "o", color=_NEW if is_new[-1] else _TRAINED, markersize=4)
         axes.set(ylim=(0, 1.35), yticks=())
         axes.set_xticks([at * math.pi / 2 for at in range(4)], ["0°", "90°", "180°", "270°"], fontsize=7.5)
-        axes.set_title(title, fontsize=9)
+        axes.set_title(title, loc="center")
         axes.grid(color=INK, alpha=0.15)
         axes.spines["polar"].set_alpha(0.3)
         axes.set_facecolor("none")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_posenc.explain.canvas import Picture
 from hf_posenc.explain.encoding_pictures import encoding_pictures
-from hf_posenc.explain.method_pictures import draw_distance_maps, draw_distances, draw_stretch
+from hf_posenc.explain.method_pictures import draw_distance_maps, draw_distances, draw_stretch, drawn
 from hf_posenc.methods.abf import Abf
 from hf_posenc.methods.base import DistanceMethod, Method, StaticMethod
 from hf_posenc.methods.dynamic import DynamicNtk
@@ -77,4 +77,4 @@ def rule_pictures(spec: RopeSpec, factor: float) -> list[Picture]:
         f"{where}. Three published curves between what is kept (32 turns and more) and what is stretched in full (one "
         "turn and less): the authors' code, the paper's text, and PoSE's.",
     )
-    return [picture for picture in (every, yarn) if picture is not None]
+    return drawn(every, yarn)

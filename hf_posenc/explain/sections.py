@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_posenc.errors import InvalidRequestError
-from hf_posenc.explain.canvas import Picture
-from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph, html_page
+from hf_posenc.explain.canvas import Picture, evenly
+from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph, check_folder, html_page
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import aligned
 
+PICTURES = "the pictures"  # what the folder is for
 _ROWS = 14  # of a table in a terminal, about
 
 
@@ -76,7 +76,7 @@ def section_text(section: Section, width: int) -> str:
             textwrap.fill(sentence, width, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         )
     if section.heads:
-        chosen = section.chosen or _spread(len(section.rows))
+        chosen = section.chosen or evenly(len(section.rows), min(_ROWS, max(len(section.rows), 2)))
         shown = [section.heads, *(section.rows[at] for at in chosen)]
         lines += ["", *(f"  {line}" for line in aligned(shown, section.left))]
         if len(chosen) < len(section.rows):
@@ -84,20 +84,13 @@ def section_text(section: Section, width: int) -> str:
     return "\n".join(lines)
 
 
-def _spread(count: int) -> list[int]:
-    if count <= _ROWS:
-        return list(range(count))
-    return sorted({round(at * (count - 1) / (_ROWS - 1)) for at in range(_ROWS)})
-
-
 def section_panels(section: Section) -> list[Panel]:
     """Return a section's words and table, then a part for each of its pictures."""
     blocks: list[Block] = [Paragraph(sentence) for sentence in section.sentences]
     if section.heads:
-        heads = [Cell(head) for head in section.heads]
         cells = [[Cell(cell, sort=_number(cell)) for cell in row] for row in section.rows]
         folded = f"All {len(section.rows)} rows" if len(section.rows) > _ROWS else ""
-        blocks.append(NumberTable(f"{section.slug}_table", heads, cells, folded=folded))
+        blocks.append(NumberTable(f"{section.slug}_table", section.heads, cells, folded=folded))
     return [Panel(section.slug, section.heading, blocks), *map(picture_panel, section.pictures())]
 
 
@@ -106,18 +99,6 @@ def _number(cell: str) -> float | None:
         return float(cell.replace(",", ""))
     except ValueError:
         return None
-
-
-def check_output_folder(output_dir: str | Path) -> Path:
-    """Return the folder to write to.
-
-    Raises:
-        ValueError: It is a file.
-    """
-    folder = Path(output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise InvalidRequestError(f"{str(output_dir)!r} is a file. Give a folder for the pictures.")
-    return folder
 
 
 def picture_panel(picture: Picture) -> Panel:
@@ -138,15 +119,7 @@ def write_page(output_dir: str | Path, name: str, title: str, panels: Sequence[P
     Returns:
         The page, then the pictures.
     """
-    folder = check_output_folder(output_dir)
+    folder = check_folder(output_dir, PICTURES)
     folder.mkdir(parents=True, exist_ok=True)
     page = write_whole(folder / name, html_page(title, panels, images=True))
-    return [
-        page,
-        *(
-            write_whole(folder / f"{slug}{suffix}", content)
-            for panel in panels
-            for slug, drawing in panel.drawings.items()
-            for suffix, content in drawing.files.items()
-        ),
-    ]
+    return [page, *(path for panel in panels for path in panel.write_drawings(folder))]

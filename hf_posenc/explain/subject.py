@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig
 
@@ -17,37 +16,32 @@ from hf_posenc.utils.units import length_name
 # The papers on longer contexts extend it.
 _DEFAULT_NAME = "Llama 2 7B's numbers (give --model for yours)"
 _NEEDED = ("num_attention_heads", "num_hidden_layers", "hidden_size")
-_DEFAULT: dict[str, Any] = {"max_position_embeddings": 4096}
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, as far as positions go.
-
-    Attributes:
-        name: As it was given.
-        config: Of its text part.
-        num_heads: Of a layer.
-        num_layers: All.
-        width: Features of a token.
-        head_dim: Features of a head.
-        length: Tokens its config says it reads; 2048 if it says nothing.
-    """
+    """A model, as far as positions go: its name as it was given, and the config of its text part."""
 
     name: str
     config: PreTrainedConfig
-    num_heads: int
-    num_layers: int
-    width: int
-    head_dim: int
-    length: int
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return head_dim_of(self.config)
+
+    @property
+    def length(self) -> int:
+        """Tokens its config says it reads; 2048 if it says nothing."""
+        return int(getattr(self.config, "max_position_embeddings", None) or 2048)
 
     @property
     def sentence(self) -> str:
         """What it is, in a line."""
+        one = self.config
         return (
-            f"{self.name}: {self.config.model_type}, {self.num_layers} layers of {self.width} features, "
-            f"{self.num_heads} heads of {self.head_dim}, reads {length_name(self.length)} tokens"
+            f"{self.name}: {one.model_type}, {one.num_hidden_layers} layers of {one.hidden_size} features, "
+            f"{one.num_attention_heads} heads of {self.head_dim}, reads {length_name(self.length)} tokens"
         )
 
     def shape(self, target: int) -> ModelShape:
@@ -57,7 +51,8 @@ class Subject:
             spec = plain_spec(self.config)
         except (ValueError, AttributeError) as error:  # some models without a rotary embedding have no lengths either
             no_rope = str(error)
-        return ModelShape(self.num_heads, self.width, self.head_dim, self.length, target, spec, no_rope)
+        heads, width = int(self.config.num_attention_heads), int(self.config.hidden_size)
+        return ModelShape(heads, width, self.head_dim, self.length, target, spec, no_rope)
 
 
 def read_subject(model: str | None) -> Subject:
@@ -67,7 +62,7 @@ def read_subject(model: str | None) -> Subject:
         FileNotFoundError, ValueError: As ``read_config``.
         ValueError: The model has no attention.
     """
-    config: PreTrainedConfig = LlamaConfig(**_DEFAULT) if model is None else read_config(model)
+    config: PreTrainedConfig = LlamaConfig(max_position_embeddings=4096) if model is None else read_config(model)
     text = config.get_text_config(decoder=True)
     missing = [name for name in _NEEDED if not hasattr(text, name)]
     if missing:
@@ -75,12 +70,4 @@ def read_subject(model: str | None) -> Subject:
             f"model_type {text.model_type!r} has no {missing[0]}, so it has no attention to explain positions of. Give "
             "a model with attention, or leave --model out."
         )
-    return Subject(
-        name=model or _DEFAULT_NAME,
-        config=text,
-        num_heads=int(text.num_attention_heads),
-        num_layers=int(text.num_hidden_layers),
-        width=int(text.hidden_size),
-        head_dim=head_dim_of(text),
-        length=int(getattr(text, "max_position_embeddings", None) or 2048),
-    )
+    return Subject(model or _DEFAULT_NAME, text)

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.effective_length import reach
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.report.commands import command_panel
-from hf_posenc.report.comparable import in_a_row, make_grids, make_tables, sort_tables, text_table
+from hf_posenc.report.comparable import listed, make_grids, make_tables, sort_tables, text_table
 from hf_posenc.report.costs import cost_panel
-from hf_posenc.report.frequency_panel import frequency_panels
+from hf_posenc.report.frequencies import frequency_panels
 from hf_posenc.report.looks import make_looks
-from hf_posenc.report.page import Panel, Sentences, html_page, markdown_page
-from hf_posenc.report.perplexity_panels import left_out_panel, perplexity_panel, position_panel
+from hf_posenc.report.page import Panel, Sentences, check_folder, html_page, markdown_page
+from hf_posenc.report.perplexity_panels import left_out_panel, perplexity_panels
 from hf_posenc.report.retrieval_panel import grid_panel
 from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.utils.files import write_whole
@@ -62,22 +61,14 @@ def report(
     Raises:
         ValueError: No records, none that can be in a table, or ``output_dir`` is a file.
     """
-    folder = Path(output_dir)
-    if folder.exists() and not folder.is_dir():
-        raise InvalidRequestError(f"{str(output_dir)!r} is a file. Give a folder for the report.")
+    folder = check_folder(output_dir, "the report")
     panels = _make_panels(records, command)
     title = _with_models(title, records)
     folder.mkdir(parents=True, exist_ok=True)
-    plots = tuple(
-        write_whole(folder / f"{name}{suffix}", content)
-        for panel in panels
-        for name, drawing in panel.drawings.items()
-        for suffix, content in drawing.files.items()
-    )
     return ReportPaths(
         html=write_whole(folder / "report.html", html_page(title, panels)),
         markdown=write_whole(folder / "report.md", markdown_page(title, panels)),
-        plots=plots,
+        plots=tuple(path for panel in panels for path in panel.write_drawings(folder)),
     )
 
 
@@ -85,28 +76,25 @@ def _with_models(title: str, records: Sequence[Record | RetrievalRecord]) -> str
     """Return a title that names every model."""
     names = short_model_names(record.model for record in records).values()
     unnamed = [name for name in names if name not in title]
-    return f"{in_a_row(unnamed)}: {title}" if unnamed else title
+    return f"{listed(unnamed)}: {title}" if unnamed else title
 
 
 def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> list[Panel]:
     grids = make_grids([record for record in records if isinstance(record, RetrievalRecord)])
     perplexities = [record for record in records if isinstance(record, Record)]
-    tables, left_out = sort_tables(perplexities)
-    if tables or not grids:
-        tables, left_out = make_tables(perplexities), []  # which raises where there is nothing to show
+    # Without retrieval, a report of which nothing can be shown is refused.
+    tables, left_out = sort_tables(perplexities) if grids else (make_tables(perplexities), [])
     looks = make_looks(records)
-    panels = [
-        one
-        for table in tables
-        for one in (perplexity_panel(table, looks), position_panel(table, looks))
-        if one is not None
+    return [
+        _verdict_panel(records),
+        *(panel for table in tables for panel in perplexity_panels(table, looks)),
+        *([left_out_panel(left_out)] if left_out else []),
+        *(grid_panel(grid, looks) for grid in grids),
+        *frequency_panels(records, looks),
+        *(cost_panel(table, looks) for table in tables),
+        *(cost_panel(grid, looks) for grid in grids),
+        command_panel(records, command),
     ]
-    panels += [left_out_panel(left_out)] if left_out else []
-    panels += [grid_panel(grid, looks) for grid in grids]
-    panels += frequency_panels(records, looks)
-    panels += [cost_panel(table, looks) for table in tables]
-    panels += [cost_panel(grid, looks) for grid in grids]
-    return [_verdict_panel(records), *panels, command_panel(records, command)]
 
 
 def _verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:

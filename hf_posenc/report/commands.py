@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_posenc.evaluation.key_tokens import CHOSEN_BY_ITSELF, KeyTokens
 from hf_posenc.evaluation.plans import DEFAULT_STRIDE
@@ -39,12 +39,21 @@ class Commands:
     made: tuple[str, ...]
 
 
+class _Own(NamedTuple):
+    """The words of a command that say what is measured and how, and a remark at its end."""
+
+    what: list[str]
+    how: list[str]
+    remark: str
+
+
 def make_commands(records: Sequence[Record | RetrievalRecord]) -> Commands:
     """Return the commands of all records, each once, in order of appearance."""
     typed = dict.fromkeys(record.command for record in records if record.command)
     others = [record for record in records if not record.command]
-    made = [*_perplexity_commands(others), *_retrieval_commands(others)]
-    return Commands(tuple(typed), tuple(made))
+    perplexities = [record for record in others if isinstance(record, Record)]
+    retrievals = [record for record in others if isinstance(record, RetrievalRecord)]
+    return Commands(tuple(typed), (*_made(perplexities, _perplexity), *_made(retrievals, _retrieval)))
 
 
 def command_panel(records: Sequence[Record | RetrievalRecord], report_command: str) -> Panel:
@@ -55,32 +64,52 @@ def command_panel(records: Sequence[Record | RetrievalRecord], report_command: s
     return Panel("commands", "Commands", [Code(words, lines) for words, lines in every if lines])
 
 
-def _line(words: list[str]) -> str:
-    return shlex.join(["hf-posenc", "eval", *words])
+def _made(records: Iterable[Any], own: Callable[[list[Any], list[int]], _Own]) -> list[str]:
+    """Return a command for each model and way of measuring, of all its methods and lengths.
 
-
-def _perplexity_commands(records: Iterable[Record | RetrievalRecord]) -> list[str]:
-    """Return a command for each model and way of measuring, of all its methods and lengths."""
-    groups: dict[str, list[Record]] = {}
+    Args:
+        records: Of one kind.
+        own: Returns what only this kind has, of the records of a command and their lengths.
+    """
+    groups: dict[str, list[Any]] = {}
     for record in records:
-        if isinstance(record, Record):
-            same = [*_flags(record), record.protocol, record.bos, record.average, record.last_k, record.num_documents]
-            groups.setdefault(json.dumps([*same, _stride(record), record.key_tokens]), []).append(record)
-    return [
-        _line(_perplexity_words(group)) + _evaluator(group[0])[1] for group in _with_unpatched(list(groups.values()))
-    ]
+        groups.setdefault(json.dumps([_way(record), _flags(record), _stride(record)]), []).append(record)
+    lines = []
+    for group in _with_unpatched(list(groups.values())):
+        first, lengths = group[-1], sorted({record.context_length for record in group})
+        what, how, remark = own(group, lengths)
+        words = ["hf-posenc", "eval", first.model if first.tokens_trained == 0 else "TRAINED", *what]
+        if group[0].tokens_trained == 0:  # the folder of a trained model brings the rule
+            words += ["--method", *dict.fromkeys(record.method for record in group)]
+        lines.append(shlex.join([*words, *how, *_flags(first), "--output", _RESULTS]) + remark)
+    return lines
 
 
-def _perplexity_words(group: list[Record]) -> list[str]:
-    first, lengths = group[-1], sorted({record.context_length for record in group})
-    words = [_model(first), "--documents", "DOCUMENTS", "--context-lengths", *map(str, lengths), *_methods(group)]
-    words += ["--protocol", first.protocol, *_settings(first, lengths)]
-    return [*words, *_flags(first), "--output", _RESULTS]
+def _with_unpatched(groups: list[list[Any]]) -> list[list[Any]]:
+    """Put the records of the unpatched model, which no factor belongs to, before those of the first group they fit."""
+    extended = [group for group in groups if group[0].method != "none"]
+    alone = []
+    for group in groups:
+        if group[0].method == "none":
+            fitting = (one for one in extended if _way(group[0]) == _way(one[-1]) and one[-1].method != "none")
+            if (home := next(fitting, None)) is None:
+                alone.append(group)
+            else:
+                home[:0] = group
+    return [*alone, *extended]
 
 
-def _settings(record: Record, lengths: Sequence[int]) -> list[str]:
-    """Return the flags that say how a protocol was used, without those that repeat what it does by itself."""
-    rule = rule_of(record.protocol)
+def _way(record: Record | RetrievalRecord) -> list[Any]:
+    return [getattr(record, name, None) for name in _SAME]
+
+
+def _perplexity(group: list[Record], lengths: list[int]) -> _Own:
+    """Say how a protocol was used, without the flags that repeat what it does by itself."""
+    record = group[-1]
+    rule, (evaluator, remark) = rule_of(record.protocol), _evaluator(record)
+    # Of our protocols all tokens of a document are scored, but the first one, or those before the shortest length.
+    unscored = {"sliding_window": 1, "same_tokens": lengths[0]}.get(record.protocol)
+    kept = None if unscored is None else record.n_tokens // record.num_documents + unscored
     flags: dict[str, str | int | None] = {
         # A stream is one text, made of any number of documents.
         "--max-documents": None if rule.shape == "stream" else record.num_documents,
@@ -88,24 +117,19 @@ def _settings(record: Record, lengths: Sequence[int]) -> list[str]:
         "--average": record.average if record.average != rule.average else None,
         "--last-k": record.last_k,
         "--stride": _stride(record),
-        "--max-tokens": _kept(record, lengths),
+        "--max-tokens": None if kept == lengths[-1] else kept,
     }
-    flags |= _key_token_flags(record)
-    return [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-
-
-def _key_token_flags(record: Record) -> dict[str, str | int | None]:
-    """Return how ``longppl`` chose its tokens, where that is not what it does by itself."""
     usual, chosen = KeyTokens(), record.key_tokens
-    if not chosen:
-        return {}
-    short = usual.short_tokens(record.original_max_position_embeddings)
-    return {
-        "--evaluator": _evaluator(record)[0],
-        "--alpha": _number(chosen["alpha"]) if chosen["alpha"] != usual.alpha else None,
-        "--beta": _number(chosen["beta"]) if chosen["beta"] != usual.beta else None,
-        "--short-context": chosen["short_context"] if chosen["short_context"] != short else None,
-    }
+    if chosen:
+        short = usual.short_tokens(record.original_max_position_embeddings)
+        flags |= {
+            "--evaluator": evaluator,
+            "--alpha": _number(chosen["alpha"]) if chosen["alpha"] != usual.alpha else None,
+            "--beta": _number(chosen["beta"]) if chosen["beta"] != usual.beta else None,
+            "--short-context": chosen["short_context"] if chosen["short_context"] != short else None,
+        }
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    return _Own(["--documents", "DOCUMENTS", *_lengths(lengths)], ["--protocol", record.protocol, *words], remark)
 
 
 def _evaluator(record: Record) -> tuple[str | None, str]:
@@ -118,78 +142,36 @@ def _evaluator(record: Record) -> tuple[str | None, str]:
     return name, ""
 
 
-def _stride(record: Record) -> int | None:
-    """Return the stride of a record; None where it is what the protocol does by itself."""
-    half = max(1, record.context_length // 2)
-    usual = DEFAULT_STRIDE if record.context_length > DEFAULT_STRIDE else half
-    if record.protocol == "same_tokens":
-        usual = half
-    return None if record.stride in (None, rule_of(record.protocol).stride or usual) else record.stride
+def _stride(record: Record | RetrievalRecord) -> int | None:
+    """Return the stride of a record; None where it is what the protocol does by itself, or there is none."""
+    if isinstance(record, RetrievalRecord) or record.stride is None:
+        return None
+    usual = max(1, record.context_length // 2)
+    if record.protocol != "same_tokens" and record.context_length > DEFAULT_STRIDE:
+        usual = DEFAULT_STRIDE
+    return None if record.stride == (rule_of(record.protocol).stride or usual) else record.stride
 
 
-def _kept(record: Record, lengths: Sequence[int]) -> int | None:
-    """Return how many tokens of each document a window moved over, where that is not the longest length.
-
-    Of our protocols all tokens are scored, but the first one, or those before the shortest length.
-    """
-    unscored = {"sliding_window": 1, "same_tokens": lengths[0]}.get(record.protocol)
-    kept = None if unscored is None else record.n_tokens // record.num_documents + unscored
-    return None if kept == lengths[-1] else kept
-
-
-def _retrieval_commands(records: Iterable[Record | RetrievalRecord]) -> list[str]:
-    """Return a command for each model and way of asking, of all its methods, tasks and lengths."""
-    groups: dict[str, list[RetrievalRecord]] = {}
-    for record in records:
-        if isinstance(record, RetrievalRecord):
-            groups.setdefault(json.dumps([*_flags(record), record.chat]), []).append(record)
-    lines = []
-    for group in _with_unpatched(list(groups.values())):
-        seed = min(record.seed for record in group)
-        remark = f"  # seeds began at {seed}: from Python, retrieval(..., seed={seed})" if seed else ""
-        lines.append(_line(_retrieval_words(group)) + remark)
-    return lines
-
-
-def _retrieval_words(group: list[RetrievalRecord]) -> list[str]:
-    first, lengths = group[-1], sorted({record.context_length for record in group})
+def _retrieval(group: list[RetrievalRecord], lengths: list[int]) -> _Own:
+    """Say how prompts were made."""
     depths = sorted({record.depth for record in group if record.depth is not None})
-    seeds = {record.seed for record in group if record.depth is not None}
     # A task with nothing at one depth has had as many prompts as the others have over all depths.
-    spread = {record.seed for record in group if record.depth is None}
-    samples = len(seeds) or len(spread)
-    words = [_model(first), "--tasks", *dict.fromkeys(record.task for record in group)]
-    words += ["--context-lengths", *map(str, lengths), "--samples", str(samples), *_methods(group)]
-    words += ["--depths", *(f"{depth:g}" for depth in depths or [0.0])]
-    return [*words, "--chat", "on" if first.chat else "off", *_flags(first), "--output", _RESULTS]
+    seeds = {record.seed for record in group if record.depth is not None} or {record.seed for record in group}
+    what = [
+        "--tasks",
+        *dict.fromkeys(record.task for record in group),
+        *_lengths(lengths),
+        "--samples",
+        str(len(seeds)),
+    ]
+    how = ["--depths", *(f"{depth:g}" for depth in depths or [0.0]), "--chat", "on" if group[-1].chat else "off"]
+    first = min(record.seed for record in group)
+    remark = f"  # seeds began at {first}: from Python, retrieval(..., seed={first})" if first else ""
+    return _Own(what, how, remark)
 
 
-def _with_unpatched(groups: list[Any]) -> list[Any]:
-    """Put the records of the unpatched model, which no factor belongs to, before those of the first group they fit."""
-    extended = [group for group in groups if group[0].method != "none"]
-    alone = []
-    for group in groups:
-        if group[0].method == "none":
-            home = next((one for one in extended if _fits(group[0], one[-1])), None)
-            if home is None:
-                alone.append(group)
-            else:
-                home[:0] = group
-    return [*alone, *extended]
-
-
-def _fits(unpatched: Any, other: Any) -> bool:
-    same = all(getattr(unpatched, name, None) == getattr(other, name, None) for name in _SAME)
-    return same and other.method != "none"
-
-
-def _model(record: Record | RetrievalRecord) -> str:
-    return record.model if record.tokens_trained == 0 else "TRAINED"
-
-
-def _methods(group: Sequence[Record | RetrievalRecord]) -> list[str]:
-    trained = group[0].tokens_trained != 0  # its folder brings the rule
-    return [] if trained else ["--method", *dict.fromkeys(record.method for record in group)]
+def _lengths(lengths: list[int]) -> list[str]:
+    return ["--context-lengths", *map(str, lengths)]
 
 
 def _flags(record: Record | RetrievalRecord) -> list[str]:

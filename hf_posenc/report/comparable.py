@@ -19,21 +19,24 @@ from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, 
 from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.utils.units import length_name
 
-# What must be equal among the numbers of one column, the most informative reason first; and in words.
-_PER_LENGTH = ("text_hash", "num_documents", "n_tokens", "bos", "average", "key_tokens", "window", "stride")
-_DIFFERS = {
-    "text_hash": "the texts differ",
-    "num_documents": "the numbers of documents differ",
-    "n_tokens": "the tokens scored differ",
-    "bos": "the rules for BOS differ",
-    "average": "the averages differ",
-    "key_tokens": "the key tokens differ",
-    "window": "the windows differ",
-    "stride": "the strides differ",
-    "tokenizer_hash": "the tokenizers differ",
-    "position_bucket": "the buckets of positions differ",
-    "position_tokens": "the tokens scored by position differ",
+# What must be equal among all numbers of a table, and what it is in words; and among those of one column, where the
+# most informative reason comes first.
+_ALIKE = {"tokenizer_hash": "the tokenizers", "average": "the averages"}
+_ALIKE_AT_LENGTH = {
+    "text_hash": "the texts",
+    "num_documents": "the numbers of documents",
+    "n_tokens": "the tokens scored",
+    "bos": "the rules for BOS",
+    "average": "the averages",
+    "key_tokens": "the key tokens",
+    "window": "the windows",
+    "stride": "the strides",
 }
+_ALIKE_BY_POSITION = {
+    "position_bucket": "the buckets of positions",
+    "position_tokens": "the tokens scored by position",
+}
+BY = {"forced": "teacher-forced", "written": "written"}
 _TITLES = {
     "truncated": "First N tokens",
     "sliding_window": "Sliding window of N tokens",
@@ -44,20 +47,11 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One model, as it was extended and trained, at several lengths."""
+class _NamedRow:
+    """One model, as it was extended and trained."""
 
     name: str
     training: str
-    records: dict[int, Record]
-
-    @property
-    def first(self) -> Record:
-        return next(iter(self.records.values()))
-
-    @property
-    def is_unpatched(self) -> bool:
-        return is_unpatched(self.first)
 
     @property
     def full_name(self) -> str:
@@ -65,27 +59,69 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Comparable numbers: rows of one protocol.
+class Row(_NamedRow):
+    """What was measured of it, by context length."""
 
-    ``notes`` are sentences: why it is apart from the first table of its protocol, and which rows were left out.
-    """
+    records: dict[int, Record]
+
+    @property
+    def first(self) -> Record:
+        return next(iter(self.records.values()))
+
+
+@dataclass(frozen=True)
+class GridRow(_NamedRow):
+    """What came back for its prompts."""
+
+    records: tuple[RetrievalRecord, ...]
+
+    @property
+    def first(self) -> RetrievalRecord:
+        return self.records[0]
+
+    def scores(self, by: str, length: int, depth: float | str | None = "all") -> list[float]:
+        """Return the scores of the prompts of a length, of one depth or all."""
+        here = [one for one in self.records if one.context_length == length and depth in ("all", one.depth)]
+        return [score for one in here if (score := one.score(by)) is not None]
+
+
+@dataclass(frozen=True)
+class _Comparable:
+    """Numbers that can be compared. ``notes`` are sentences: why they are apart from the first ones of their kind."""
 
     slug: str
     title: str
-    lengths: tuple[int, ...]
-    originals: tuple[int, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...]
 
     @property
-    def models(self) -> str:
-        """The models by their short names."""
-        return model_names([row.first for row in self.rows])
+    def records(self) -> Sequence[Record | RetrievalRecord]:
+        """All records of its rows."""
+        raise NotImplementedError
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Its columns."""
+        return sorted({record.context_length for record in self.records})
+
+
+@dataclass(frozen=True)
+class Table(_Comparable):
+    """Rows of one protocol; the notes of the first table also say which rows were left out."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def records(self) -> list[Record]:
+        return [record for row in self.rows for record in row.records.values()]
+
+    @cached_property
+    def originals(self) -> list[int]:
+        """The original lengths of its models."""
+        return sorted({one.original_max_position_embeddings or 0 for one in self.records} - {0})
 
     def baseline(self, row: Row) -> Row | None:
         """Return the unpatched row of the same model to measure against; None if the table has not exactly one."""
-        same = [other for other in self.rows if other.is_unpatched and other.first.model == row.first.model]
+        same = [other for other in self.rows if is_unpatched(other.first) and other.first.model == row.first.model]
         return same[0] if len(same) == 1 else None
 
     def change(self, row: Row, length: int) -> float | None:
@@ -115,22 +151,31 @@ class Table:
             found[length] = (first, *(row for row in others if is_tie(row.records[length], lowest)))
         return found
 
-    def is_best(self, row: Row, length: int) -> bool:
-        """Say whether a row has the lowest perplexity of a column, or ties with it."""
-        return any(one is row for one in self.leaders[length])
-
-    def is_tied(self, row: Row, length: int) -> bool:
-        """Say whether a row has the lowest perplexity of a column together with others."""
-        return len(self.leaders[length]) > 1 and self.is_best(row, length)
-
-    @property
-    def is_paired(self) -> bool:
-        """Whether all ties are found by paired intervals; older records do not have the parts to compare."""
-        return all(record.unit_tokens for row in self.rows for record in row.records.values())
-
     def at_length(self, length: int) -> Record:
         """Return any record of a column; what they share is the same in all."""
-        return next(row.records[length] for row in self.rows if length in row.records)
+        return next(record for record in self.records if record.context_length == length)
+
+
+@dataclass(frozen=True)
+class Grid(_Comparable):
+    """Rows of one task, of the same prompts."""
+
+    task: str
+    rows: tuple[GridRow, ...]
+
+    @property
+    def records(self) -> list[RetrievalRecord]:
+        return [record for row in self.rows for record in row.records]
+
+    @cached_property
+    def depths(self) -> list[float | None]:
+        """Where the needles of prompts are; None alone where they are in parts all over the text."""
+        return sorted({record.depth for record in self.records}, key=lambda depth: -1.0 if depth is None else depth)
+
+    @property
+    def scorings(self) -> list[str]:
+        """How the task was scored; where answers may come in any order, teacher forcing says nothing."""
+        return [by for by in BY if any(record.score(by) is not None for record in self.rows[0].records)]
 
 
 def make_tables(records: Sequence[Record]) -> list[Table]:
@@ -147,52 +192,69 @@ def make_tables(records: Sequence[Record]) -> list[Table]:
     tables, left_out = sort_tables(records)
     if not tables:
         raise InvalidRequestError(" ".join(left_out))
-    return [replace(tables[0], notes=(*tables[0].notes, *left_out)), *tables[1:]]
+    return tables
 
 
 def sort_tables(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
-    """Return the tables, and a sentence for each row that is left out; as ``make_tables``, without its errors."""
+    """Return the tables as ``make_tables`` does, without its errors; if there are none, why each row is left out."""
     protocols: dict[tuple[str, int | None], list[Record]] = {}
     for record in records:
         protocols.setdefault((record.protocol, record.last_k), []).append(record)
-    tables, left_out = [], []
+    tables: list[Table] = []
+    left_out: list[str] = []
     for group in protocols.values():
-        found, notes = _tables_of(group)
-        tables += found
-        left_out += notes
-    return tables, left_out
+        _add_tables(group, tables, left_out)
+    if not tables:
+        return [], left_out
+    return [replace(tables[0], notes=(*tables[0].notes, *left_out)), *tables[1:]], []
 
 
-def _tables_of(records: Sequence[Record]) -> tuple[list[Table], list[str]]:
-    """Return the tables of one protocol, and what is said of rows that are left out."""
-    name_of = _namer(records)
-    left_out, rows = [], []
-    for row in _runs(records):
-        if note := _long_only(row, name_of(row[0])):
+def _add_tables(records: Sequence[Record], tables: list[Table], left_out: list[str]) -> None:
+    """Add the tables of one protocol, and what is said of rows that are left out."""
+    name_of, kept = _namer(records), []
+    for run in _runs(records):
+        name = name_of(run[0])
+        if note := _long_only(run, name):
             left_out.append(note)
         else:
-            rows.append((name_of(row[0]), row))
-    groups = _group(rows, lambda group, row: _difference([*chain(*group), *row], name_of))
-    return [_make_table([*chain(*group)], number, note) for number, (group, note) in enumerate(groups, 1)], left_out
+            kept.append((name, run))
+    names = _protocol_names(records[0])
+    for number, (runs, notes) in enumerate(_apart(kept, lambda runs: _difference([*chain(*runs)], name_of)), 1):
+        tables.append(Table(*_numbered(*names, number), notes, make_rows([*chain(*runs)])))
 
 
-def _group(rows: Iterable[tuple[str, T]], differ: Callable[[Sequence[T], T], str | None]) -> list[tuple[list[T], str]]:
+def _numbered(slug: str, title: str, number: int) -> tuple[str, str]:
+    return (slug, title) if number == 1 else (f"{slug}_{number}", f"{title}, table {number}")
+
+
+def _protocol_names(record: Record) -> tuple[str, str]:
+    """Return a table's name for files and for people."""
+    if record.protocol == "last_k":
+        return f"last_{record.last_k}", f"Last {record.last_k} of N tokens"
+    slug = record.protocol if record.last_k is None else f"{record.protocol}_{record.last_k}"
+    title = _TITLES.get(record.protocol, f"{record.protocol} protocol")
+    return slug, title + (", mean of window means" if record.average == "windows" else "")
+
+
+def _apart(
+    rows: Iterable[tuple[str, T]], differ: Callable[[Sequence[T]], str | None]
+) -> list[tuple[list[T], tuple[str, ...]]]:
     """Put each row into the first group that it can be compared with.
 
     Args:
         rows: Names and rows, in order.
-        differ: Says why a row does not fit a group; None if it does.
+        differ: Says why the last of some rows cannot be compared with the others; None if it can.
 
     Returns:
-        The groups, each with the sentence that says why its first row is not in the first group, empty for that one.
+        The groups, each with the sentence that says why its first row is not in the first group, none for that one.
     """
-    groups: list[tuple[list[T], str]] = []
+    groups: list[tuple[list[T], tuple[str, ...]]] = []
     for name, row in rows:
-        reasons = [differ(group, row) for group, _ in groups]
+        reasons = [differ([*group, row]) for group, _ in groups]
         if None in reasons:
             groups[reasons.index(None)][0].append(row)
         else:
-            groups.append(([row], f"{name} is apart from the first table: {reasons[0]}." if reasons else ""))
+            groups.append(([row], (f"{name} is apart from the first table: {reasons[0]}.",) if reasons else ()))
     return groups
 
 
@@ -213,10 +275,10 @@ def _runs(records: Sequence[Record]) -> list[list[Record]]:
 
 def model_names(records: Iterable[Record | RetrievalRecord]) -> str:
     """Return the models of records by their short names, such as ``small, middle and large``."""
-    return in_a_row(short_model_names(record.model for record in records).values())
+    return listed(short_model_names(record.model for record in records).values())
 
 
-def in_a_row(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
     """Return ``a``, ``a and b`` or ``a, b and c``."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
@@ -230,7 +292,7 @@ def tokens_name(count: int) -> str:
     return str(count)
 
 
-def number_name(value: float) -> str:
+def perplexity_name(value: float) -> str:
     """Return a perplexity with as many digits as are worth reading: 5.73, 28.33, 730.1, 12,345."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
@@ -249,26 +311,6 @@ def rule_name(record: Record | RetrievalRecord) -> str:
     return name
 
 
-def _make_table(records: Sequence[Record], number: int, reason: str) -> Table:
-    lengths = tuple(sorted({record.context_length for record in records}))
-    originals = tuple(
-        sorted({r.original_max_position_embeddings for r in records if r.original_max_position_embeddings})
-    )
-    slug, title = _protocol_names(records[0])
-    if number > 1:
-        slug, title = f"{slug}_{number}", f"{title}, table {number}"
-    return Table(slug, title, lengths, originals, make_rows(records), (reason,) if reason else ())
-
-
-def _protocol_names(record: Record) -> tuple[str, str]:
-    """Return a table's name for files and for people."""
-    if record.protocol == "last_k":
-        return f"last_{record.last_k}", f"Last {record.last_k} of N tokens"
-    slug = record.protocol if record.last_k is None else f"{record.protocol}_{record.last_k}"
-    title = _TITLES.get(record.protocol, f"{record.protocol} protocol")
-    return slug, title + (", mean of window means" if record.average == "windows" else "")
-
-
 def _difference(records: Sequence[Record], name_of: Callable[[Record], str] = rule_name) -> str | None:
     """Return why numbers cannot be in one table, in words: other text, another way, two runs of one row; or None.
 
@@ -276,36 +318,28 @@ def _difference(records: Sequence[Record], name_of: Callable[[Record], str] = ru
         records: In order.
         name_of: Names the row of a record.
     """
-    seen: dict[int, Record] = {}
+    columns: dict[int, Record] = {}
     by_position: dict[int, Record] = {}
     rows: dict[tuple[object, ...], Record] = {}
     for record in records:
-        found = _differing(records[0], record, ("tokenizer_hash", "average"), name_of)
-        other = seen.setdefault(record.context_length, record)
-        found = found or _differing(other, record, _PER_LENGTH, name_of)
-        if record.position_bucket is not None:  # older files have none
-            other = by_position.setdefault(record.context_length, record)
-            found = found or _differing(other, record, ("position_bucket", "position_tokens"), name_of)
-        one = rows.setdefault((*row_key(record), record.context_length), record)
-        if found is None and one.run_key != record.run_key:
-            found = (
-                f"it is another run of the same row: at {record.context_length} tokens ({record.protocol}) one has "
-                f"perplexity {one.perplexity:.6g} and the other {record.perplexity:.6g} on the same text, so weights, "
-                "versions or seed differ. --label or --model-name of hf-posenc eval (label= and model_name= of "
-                "perplexity) tell them apart"
-            )
-        if found is not None:
-            return found
-    return None
-
-
-def _differing(one: Record, other: Record, names: Iterable[str], name_of: Callable[[Record], str]) -> str | None:
-    for name in names:
-        if getattr(one, name) != getattr(other, name):
+        length = record.context_length
+        compared = [(records[0], _ALIKE), (columns.setdefault(length, record), _ALIKE_AT_LENGTH)]
+        if record.position_bucket is not None:  # other protocols have no losses by position
+            compared.append((by_position.setdefault(length, record), _ALIKE_BY_POSITION))
+        for other, alike in compared:
+            for name, words in alike.items():
+                if getattr(other, name) != getattr(record, name):
+                    return (
+                        f"{words} differ: at {length} tokens ({record.protocol}), {name} is {getattr(other, name)!r} "
+                        f"for {name_of(other)} and {getattr(record, name)!r} for {name_of(record)}"
+                    )
+        one = rows.setdefault((*row_key(record), length), record)
+        if one.run_key != record.run_key:
             return (
-                f"{_DIFFERS[name]}: at {other.context_length} tokens ({other.protocol}), {name} is "
-                f"{getattr(one, name)!r} for {name_of(one)} and {getattr(other, name)!r} for "
-                f"{name_of(other)}"
+                f"it is another run of the same row: at {length} tokens ({record.protocol}) one has perplexity "
+                f"{one.perplexity:.6g} and the other {record.perplexity:.6g} on the same text, so weights, versions or "
+                "seed differ. --label or --model-name of hf-posenc eval (label= and model_name= of perplexity) tell "
+                "them apart"
             )
     return None
 
@@ -342,9 +376,7 @@ def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRec
     for record in records:
         groups.setdefault(row_key(record), []).append(record)
     name_of = _namer(records)
-    rows = []
-    for group in groups.values():
-        rows.append((name_of(group[0]), training_words(group[0], tokens_name), group))
+    rows = [(name_of(group[0]), training_words(group[0], tokens_name), group) for group in groups.values()]
     return sorted(rows, key=lambda row: not is_unpatched(row[2][0]))
 
 
@@ -356,83 +388,31 @@ def _namer(records: Sequence[AnyRecord]) -> Callable[[Record | RetrievalRecord],
     models = short_model_names(record.model for record in records)
 
     def name_of(record: Record | RetrievalRecord) -> str:
-        besides: list[str] = [
-            models[record.model] if name == "model" else str(getattr(record, name)) for name in differing
-        ]
-        return " · ".join(part for part in (rule_name(record), record.label, *besides) if part)
+        besides: list[str] = [models[record.model] if name == "model" else getattr(record, name) for name in differing]
+        return " · ".join(filter(None, (rule_name(record), record.label, *besides)))
 
     return name_of
 
 
-def computed_in(records: Sequence[AnyRecord]) -> str:
-    """Return all dtypes and attentions, such as ``float32 (the checkpoint is in bfloat16), sdpa attention``."""
+def all_of(records: Sequence[AnyRecord], name: str) -> str:
+    """Return all values of a field, each once."""
+    return ", ".join(dict.fromkeys(str(getattr(record, name)) for record in records))
+
+
+def computed_with(records: Sequence[AnyRecord]) -> list[tuple[str, str]]:
+    """Return the tokenizer, all dtypes and attentions, and all versions, as pairs of a name and a value."""
 
     def words(record: AnyRecord) -> str:
         narrower = record.checkpoint_dtype not in ("", record.dtype)
         note = f" (the checkpoint is in {record.checkpoint_dtype})" if narrower else ""
         return f"{record.dtype}{note}, {record.attn_implementation} attention"
 
-    return "; ".join(dict.fromkeys(map(words, records)))
-
-
-BY = {"forced": "teacher-forced", "written": "written"}
-
-
-@dataclass(frozen=True)
-class GridRow:
-    """One model, as it was extended and trained, with what came back for its prompts."""
-
-    name: str
-    training: str
-    records: tuple[RetrievalRecord, ...]
-
-    @property
-    def first(self) -> RetrievalRecord:
-        return self.records[0]
-
-    @cached_property
-    def full_name(self) -> str:
-        return ", ".join(filter(None, (self.name, self.training)))
-
-    def scores(self, by: str, length: int, depth: float | str | None = "all") -> list[float]:
-        """Return the scores of the prompts of a length, of one depth or all."""
-        here = [one for one in self.records if one.context_length == length and depth in ("all", one.depth)]
-        return [score for one in here if (score := one.score(by)) is not None]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Rows of one task, of the same prompts; ``note`` says why they are apart from its first grid, ``number`` 1."""
-
-    task: str
-    lengths: tuple[int, ...]
-    depths: tuple[float | None, ...]
-    rows: tuple[GridRow, ...]
-    number: int = 1
-    note: str = ""
-
-    @property
-    def title(self) -> str:
-        return f"Retrieval: {self.task}" + (f", table {self.number}" if self.number > 1 else "")
-
-    @property
-    def slug(self) -> str:
-        return f"retrieval_{self.task}" + (f"_{self.number}" if self.number > 1 else "")
-
-    @property
-    def models(self) -> str:
-        """The models by their short names."""
-        return model_names([row.first for row in self.rows])
-
-    @property
-    def has_depths(self) -> bool:
-        """Whether the needle of a prompt is at one depth, and not in parts all over the text."""
-        return self.depths != (None,)
-
-    @property
-    def scorings(self) -> tuple[str, ...]:
-        """How the task was scored; where answers may come in any order, teacher forcing says nothing."""
-        return tuple(by for by in BY if any(record.score(by) is not None for record in self.rows[0].records))
+    versions = dict.fromkeys(f"{name} {value}" for record in records for name, value in record.versions.items())
+    return [
+        ("Tokenizer hash", records[0].tokenizer_hash),
+        ("Computed in", "; ".join(dict.fromkeys(map(words, records)))),
+        ("Versions", ", ".join(versions)),
+    ]
 
 
 def make_grids(records: Sequence[RetrievalRecord]) -> list[Grid]:
@@ -443,15 +423,15 @@ def make_grids(records: Sequence[RetrievalRecord]) -> list[Grid]:
     tasks: dict[str, dict[str, RetrievalRecord]] = {}
     for record in records:
         tasks.setdefault(record.task, {})[record.run_key] = record
-    return [grid for task, group in tasks.items() for grid in _grids_of(task, list(group.values()))]
-
-
-def _grids_of(task: str, records: list[RetrievalRecord]) -> list[Grid]:
-    rows = [
-        GridRow(name, training, run) for name, training, found in group_rows(records) for run in _prompt_runs(found)
-    ]
-    groups = _group(((row.full_name, row) for row in rows), lambda group, row: _prompt_difference([*group, row]))
-    return [_make_grid(task, group, number, note) for number, (group, note) in enumerate(groups, 1)]
+    grids = []
+    for task, group in tasks.items():
+        every = group_rows(list(group.values()))
+        rows = [GridRow(name, training, run) for name, training, found in every for run in _prompt_runs(found)]
+        apart = _apart([(row.full_name, row) for row in rows], _prompt_difference)
+        for number, (some, notes) in enumerate(apart, 1):
+            names = _numbered(f"retrieval_{task}", f"Retrieval: {task}", number)
+            grids.append(Grid(*names, notes, task, tuple(some)))
+    return grids
 
 
 def _prompt_runs(records: Sequence[RetrievalRecord]) -> list[tuple[RetrievalRecord, ...]]:
@@ -463,13 +443,6 @@ def _prompt_runs(records: Sequence[RetrievalRecord]) -> list[tuple[RetrievalReco
             runs.append({})
         runs[-1][prompt] = record
     return [tuple(run.values()) for run in runs]
-
-
-def _make_grid(task: str, rows: Sequence[GridRow], number: int, note: str) -> Grid:
-    records = [record for row in rows for record in row.records]
-    lengths = tuple(sorted({record.context_length for record in records}))
-    depths = tuple(sorted({record.depth for record in records}, key=lambda depth: -1.0 if depth is None else depth))
-    return Grid(task, lengths, depths, tuple(rows), number, note)
 
 
 def _prompt_difference(rows: Sequence[GridRow]) -> str | None:
@@ -502,7 +475,7 @@ def text_table(records: Sequence[Record | RetrievalRecord]) -> str:
     perplexities = [record for record in records if isinstance(record, Record)]
     retrievals = [record for record in records if isinstance(record, RetrievalRecord)]
     lines = [
-        (f"{protocol}  {row.full_name}", {n: number_name(record.perplexity) for n, record in row.records.items()})
+        (f"{protocol}  {row.full_name}", {n: perplexity_name(record.perplexity) for n, record in row.records.items()})
         for protocol in dict.fromkeys(record.protocol for record in perplexities)
         for row in make_rows([record for record in perplexities if record.protocol == protocol])
     ]

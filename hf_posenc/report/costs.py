@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hf_posenc.evaluation.rows import row_key
-from hf_posenc.report.comparable import Grid, GridRow, Row, Table
+from hf_posenc.report.comparable import Grid, GridRow, Row, Table, model_names
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
-from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.report.plot import Chart, Line, draw_chart, length_ticks
 from hf_posenc.utils.units import length_name
 
 _LEGEND = (
@@ -32,18 +30,25 @@ class Cost:
 
 
 def cost_panel(found: Table | Grid, looks: Looks) -> Panel:
-    """Return the panel of what one table or task took."""
+    """Return the panel of what one table or task took; a chart where a row was timed at two lengths or more."""
     slug, title = f"cost_{found.slug}", f"Time and memory: {found.title}"
+    explained, what = (_PASS, "a pass") if isinstance(found, Table) else (_PROMPT, "a prompt, mean")
     costs = [(row, row_costs(row)) for row in found.rows]
     # Where every number came from the pass of a longer one, a column would be empty.
     lengths = [n for n in found.lengths if any(n in one and one[n].other is None for _, one in costs)]
-    heads = [Cell("method"), *(Cell(length_name(length)) for length in lengths)]
     rows = [[Cell(row.name, (row.training,)), *(_cell(one.get(length)) for length in lengths)] for row, one in costs]
     blocks: list[Block] = [
-        NumberTable(slug + "_table", heads, rows, joint=", "),
-        Paragraph(f"{_PASS if isinstance(found, Table) else _PROMPT} {_LEGEND}", "quiet"),
+        NumberTable(slug + "_table", ["method", *map(length_name, lengths)], rows, joint=", "),
+        Paragraph(f"{explained} {_LEGEND}", "quiet"),
     ]
-    if (chart := _chart(found, costs, looks)) is not None:
+    lines = []
+    for row, one in costs:
+        timed = {length: cost.seconds for length, cost in one.items() if cost.other is None}
+        if len(timed) > 1:
+            lines.append(Line(row.full_name, list(timed), list(timed.values()), looks[row_key(row.first)]))
+    if lines:
+        heading, ticks = f"{model_names(found.records)}: seconds of {what}", length_ticks(found.lengths)
+        chart = Chart(heading, "context length in tokens", "seconds", lines, ticks)
         blocks.insert(0, Figure(draw_chart(chart), slug, f"{title}: seconds by length", alt="Seconds by length"))
     return Panel(slug, title, blocks)
 
@@ -61,14 +66,11 @@ def row_costs(row: Row | GridRow) -> dict[int, Cost]:
             for n, here in by_length.items()
         }
     longest = {record.seconds: length for length, record in row.records.items()}  # lengths rise
-    return {
-        length: Cost(
-            record.seconds,
-            record.peak_memory_bytes,
-            longest[record.seconds] if longest[record.seconds] != length else None,
-        )
-        for length, record in row.records.items()
-    }
+    found = {}
+    for length, record in row.records.items():
+        other = longest[record.seconds]
+        found[length] = Cost(record.seconds, record.peak_memory_bytes, other if other != length else None)
+    return found
 
 
 def seconds_name(seconds: float) -> str:
@@ -89,18 +91,3 @@ def _cell(cost: Cost | None) -> Cell:
     if cost.other is not None:
         return Cell("", (f"in the {length_name(cost.other)} pass",))
     return Cell(seconds_name(cost.seconds), (bytes_name(cost.peak_bytes),), cost.seconds)
-
-
-def _chart(found: Table | Grid, costs: Sequence[tuple[Any, dict[int, Cost]]], looks: Looks) -> Chart | None:
-    """Return the chart of seconds by length; None where no row was timed at two lengths."""
-    lines = []
-    for row, one in costs:
-        timed = {length: cost.seconds for length, cost in one.items() if cost.other is None}
-        if len(timed) > 1:
-            lines.append(Line(row.full_name, list(timed), list(timed.values()), looks[row_key(row.first)]))
-    if not lines:
-        return None
-    what = "a pass" if isinstance(found, Table) else "a prompt, mean"
-    ticks = [(length, length_name(length)) for length in found.lengths]
-    title = f"{found.models}: seconds of {what}"
-    return Chart(title, "context length in tokens", "seconds", lines, ticks)

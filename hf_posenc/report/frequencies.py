@@ -1,4 +1,4 @@
-"""The frequency panel: what each method of a report does to each rotary pair, by the closed forms."""
+"""What methods do to each rotary pair, by their closed forms: as numbers, as a chart, and as a report's panel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import torch
 
 from hf_posenc.attention.staged import Stages
 from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.rows import row_key, short_model_names
 from hf_posenc.methods.base import (
+    STOPPED,
     DistanceMethod,
     Encoding,
     Frequencies,
@@ -24,13 +26,16 @@ from hf_posenc.methods.base import (
 )
 from hf_posenc.methods.registry import make_method
 from hf_posenc.report.comparable import rule_name
+from hf_posenc.report.looks import Looks
+from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
+from hf_posenc.report.plot import Chart, Line, draw_chart
 from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.spec import RopeSpec
+from hf_posenc.utils.units import length_name, number_name
 
-_SAME = (
-    0.005  # relative: a pair stretched by less is kept, one stretched by this much less than the factor has all of it
-)
+_SAME = 0.005  # relative: a pair is kept if stretched by less, and stretched in full if within this of the factor
 _EPSILON = 1e-6  # relative: what rounding may do
+_HEADS = ("method", "angles never trained", "at", "kept", "between", "stretched in full", "attention factor")
 
 
 @dataclass(frozen=True)
@@ -71,8 +76,8 @@ class PairRule:
     @cached_property
     def stretch(self) -> list[float]:
         """How many times longer the wavelength of each rotated pair becomes."""
-        turning = self.spec.rotated_pairs
-        return (self._plain[:turning] / self.frequencies[0][:turning]).tolist()
+        rotated = self.spec.rotated_pairs
+        return (self._plain[:rotated] / self.frequencies[0][:rotated]).tolist()
 
     @property
     def _plain(self) -> torch.Tensor:
@@ -102,24 +107,16 @@ class PairRule:
 
     def incomplete(self) -> tuple[int, int]:
         """Return how many of the rotated pairs complete no turn: in training, and under the rule within ``reach``."""
-        turning = self.spec.rotated_pairs
-        reached = (self.frequencies[0][:turning] * self.reach / (2 * math.pi)).tolist()
-        return sum(turns < 1 for turns in self.turns[:turning]), sum(turns < 1 for turns in reached)
+        rotated = self.spec.rotated_pairs
+        reached = (self.frequencies[0][:rotated] * self.reach / (2 * math.pi)).tolist()
+        return sum(turns < 1 for turns in self.turns[:rotated]), sum(turns < 1 for turns in reached)
 
 
 @dataclass(frozen=True)
 class Rule(PairRule):
-    """A method as a model was extended with it.
-
-    Attributes:
-        first: A record of it.
-    """
+    """A method as a model was extended with it; ``first`` is a record of it."""
 
     first: Record | RetrievalRecord
-
-    @property
-    def full_name(self) -> str:
-        return self.name
 
 
 def wavelengths(spec: RopeSpec) -> list[float]:
@@ -128,10 +125,33 @@ def wavelengths(spec: RopeSpec) -> list[float]:
     return (2 * math.pi / inv_freq).tolist()
 
 
+def stretch_chart(title: str, rule: PairRule, lines: Sequence[Line]) -> Chart:
+    """Return a chart of how far pairs are stretched, the fast ones to the left; those that complete no turn are shaded.
+
+    Args:
+        title: Its title.
+        rule: Any rule of the model.
+        lines: By the turns of each rotated pair.
+    """
+    turns = rule.turns[: rule.spec.rotated_pairs]
+    decades = [10.0**power for power in range(-9, 10) if turns[-1] <= 10.0**power <= turns[0]]
+    has_slow = turns[-1] < 1 < turns[0]
+    return Chart(
+        title,
+        f"turns of the pair within the {length_name(rule.spec.original_max_position_embeddings)} tokens of training",
+        "stretch of its wavelength",
+        lines,
+        [(at, f"{at:,.4g}") for at in decades],
+        [(1.0, "one turn")] if has_slow else [],
+        falls=True,
+        shade=(turns[-1], 1.0) if has_slow else None,
+    )
+
+
 def make_rules(records: Sequence[Record | RetrievalRecord]) -> list[list[Rule]]:
     """Return the rules of each model of a report, in order of appearance, the unpatched one first.
 
-    Records without ``rope`` or original length, as older files have, are left out.
+    Records of models without a rotary embedding or an original length are left out.
     """
     models: dict[tuple[Any, ...], dict[str, Record | RetrievalRecord]] = {}
     longest: dict[tuple[Any, ...], int] = {}
@@ -147,10 +167,97 @@ def make_rules(records: Sequence[Record | RetrievalRecord]) -> list[list[Rule]]:
 
 
 def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:
-    name = rule_name(record)
     original = record.original_max_position_embeddings or 0
     spec = RopeSpec(original_max_position_embeddings=original, **record.rope)
     if record.method == "none":
-        return Rule(name, spec, Unscaled(), longest, record)
+        return Rule(rule_name(record), spec, Unscaled(), longest, record)
     method = make_method(record.method, record.factor, record.options)
-    return Rule(name, spec, method, round(record.factor * original), record)
+    return Rule(rule_name(record), spec, method, round(record.factor * original), record)
+
+
+def frequency_panels(records: Sequence[Record | RetrievalRecord], looks: Looks) -> list[Panel]:
+    """Return a panel for each model whose records say what its frequencies were, which may be none."""
+    models, names = make_rules(records), short_model_names(record.model for record in records)
+    return [
+        _panel(rules, f"frequencies_{at}" if at > 1 else "frequencies", names[rules[0].first.model], len(models), looks)
+        for at, rules in enumerate(models, 1)
+    ]
+
+
+def _panel(rules: list[Rule], slug: str, model: str, num_models: int, looks: Looks) -> Panel:
+    first, shown = rules[0], [rule for rule in rules if not rule.changes_distances]
+    extended = [rule for rule in shown if rule.method.name != "none"]
+    # A pair that is stopped is stretched without end: no chart shows that.
+    drawn = [rule for rule in shown if math.isfinite(max(rule.stretch))]
+    pairs = _pair_rows(first, extended)
+    heads = ["pair", "wavelength in tokens", f"turns in {length_name(first.spec.original_max_position_embeddings)}"]
+    blocks: list[Block] = [
+        Paragraph(_lead(first)),
+        NumberTable(slug + "_methods", _HEADS, [_summary(rule) for rule in rules]),
+        Paragraph(_legend(rules), "quiet"),
+        NumberTable(
+            slug + "_pairs",
+            [*heads, "a whole turn", *(rule.name for rule in extended)],
+            pairs,
+            folded=f"All {len(pairs)} pairs",
+        ),
+    ]
+    if any(rule in extended for rule in drawn):
+        turns = first.turns[: first.spec.rotated_pairs]
+        lines = [Line(rule.name, turns, rule.stretch, looks[row_key(rule.first)]) for rule in drawn]
+        drawing = draw_chart(stretch_chart(f"{model}: how far each pair is stretched", first, lines))
+        label, alt = "How far each method stretches each rotary pair", "How far each pair is stretched"
+        blocks.insert(1, Figure(drawing, slug, label, alt=alt))
+    return Panel(slug, "Frequencies" + (f": {model}" if num_models > 1 else ""), blocks)
+
+
+def _lead(rule: Rule) -> str:
+    spec = rule.spec
+    still = f", and {spec.unrotated_pairs} more are not rotated" if spec.unrotated_pairs else ""
+    count = sum(turns < 1 for turns in rule.turns[: spec.rotated_pairs])
+    never = f"{count} of them never complete" if count != 1 else "One of them never completes"
+    return (
+        f"{spec.rotated_pairs} pairs of features are rotated by the position, at base {spec.rope_theta:g}. {never} "
+        f"a turn within the {length_name(spec.original_max_position_embeddings)} tokens of training{still}."
+    )
+
+
+def _legend(rules: Sequence[Rule]) -> str:
+    text = (
+        "Stretch is how many times longer the wavelength of a pair becomes: 1 is kept, the method's factor or more is "
+        "in full. Angles never trained: pairs that, at the length given, are rotated further than ever in training, "
+        "where they did not complete a turn. By hf_posenc's closed forms, from what the records say."
+    )
+    if any(rule.changes_distances for rule in rules):
+        text += " Where it says distances, the frequencies stay, and far distances are shortened."
+    return text
+
+
+def _summary(rule: Rule) -> list[Cell]:
+    unseen, factor = rule.unseen(), rule.frequencies[1]
+    shares = [Cell(str(count), sort=count) for count in rule.shares()]
+    return [
+        Cell(rule.name),
+        Cell("distances") if unseen is None else Cell(f"{unseen} pairs" if unseen != 1 else "1 pair", sort=unseen),
+        Cell(length_name(rule.reach), sort=rule.reach),
+        *shares,
+        Cell(f"{factor:.4g}", sort=factor),
+    ]
+
+
+def _pair_rows(rule: Rule, extended: Sequence[Rule]) -> list[list[Cell]]:
+    """Return a row for each rotated pair; the methods' cells are its stretch."""
+    rows = []
+    for pair, (tokens, turns) in enumerate(zip(wavelengths(rule.spec), rule.turns, strict=False)):
+        numbers = [
+            Cell(str(pair), sort=pair),
+            Cell(number_name(tokens), sort=tokens),
+            Cell(number_name(turns), sort=turns),
+        ]
+        complete = Cell("never", mark="never") if turns < 1 else Cell("yes")
+        rows.append([*numbers, complete, *(_stretch_cell(one.stretch[pair]) for one in extended)])
+    return rows
+
+
+def _stretch_cell(stretch: float) -> Cell:
+    return Cell("stopped", sort=STOPPED) if math.isinf(stretch) else Cell(f"{stretch:.3f}", sort=stretch)

@@ -1,7 +1,7 @@
-"""What pages are made of: panels of blocks, written as one HTML page that asks no server for anything, and as Markdown.
+"""What pages are made of: panels of blocks, written as one HTML page that loads nothing from a server, and as Markdown.
 
-The HTML, the style sheet, the script and the Markdown are the templates beside this module: a macro for each kind of
-block. All of the page can be read without its script, which only sorts the tables.
+The HTML, the style sheet, the script and the Markdown are the templates beside this module, with a macro for each kind
+of block. All of the page can be read without its script, which only sorts the tables.
 """
 
 from __future__ import annotations
@@ -12,62 +12,65 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK, INK, PAPER
 from hf_posenc.report.plot import Drawing
+from hf_posenc.utils.files import write_whole
+
+
+class Block:
+    """A part of a panel, written by the macro with the name of its class."""
+
+    @property
+    def macro(self) -> str:
+        """The name of its macro in the templates."""
+        return type(self).__name__
+
+    @property
+    def drawings(self) -> dict[str, Drawing]:
+        """What is written beside the page, by the names of files."""
+        return {}
 
 
 @dataclass(frozen=True)
-class Paragraph:
-    """Sentences.
-
-    Attributes:
-        text: The sentences.
-        kind: "" for usual text, "note" for what limits the numbers, "quiet" for what explains them.
-    """
-
-    template: ClassVar[str] = "paragraph"
+class Paragraph(Block):
+    """Sentences; ``kind`` is "note" for what limits the numbers and "quiet" for what explains them, else empty."""
 
     text: str
     kind: str = ""
 
 
 @dataclass(frozen=True)
-class Sentences:
+class Sentences(Block):
     """A list of sentences under a heading; ``lines`` are pairs of how one begins, which is bold, and the rest."""
-
-    template: ClassVar[str] = "sentences"
 
     title: str
     lines: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Facts:
+class Facts(Block):
     """Pairs of a name and a value under a heading."""
-
-    template: ClassVar[str] = "facts"
 
     pairs: Sequence[tuple[str, str]]
     title: str = "How it was measured"
 
 
 @dataclass(frozen=True)
-class Code:
+class Code(Block):
     """Lines to type, below what they are for."""
-
-    template: ClassVar[str] = "code"
 
     text: str
     lines: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Figure:
+class Figure(Block):
     """A drawing: on the page its wide form, and the narrow one that phones show instead; in Markdown its PNG file.
 
     Attributes:
@@ -78,8 +81,6 @@ class Figure:
         alt: The label in Markdown, where that is a shorter one.
     """
 
-    template: ClassVar[str] = "figure"
-
     drawing: Drawing
     slug: str
     label: str
@@ -88,7 +89,6 @@ class Figure:
 
     @property
     def drawings(self) -> dict[str, Drawing]:
-        """What is written beside the page, by the names of files."""
         return {self.slug: self.drawing}
 
     @property
@@ -125,11 +125,6 @@ class Cell:
         """The lines below the text."""
         return [line for line in (self.interval, *self.small) if line]
 
-    @property
-    def small_text(self) -> str:
-        """The same in one line."""
-        return ", ".join(self.small_lines)
-
     def markdown(self, joint: str) -> str:
         """Return the cell in one line, its parts joined by ``joint``."""
         text = f"`{self.text}`" if self.mark == "hash" else f"**{self.text}**" if self.strong else self.text
@@ -138,12 +133,12 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class NumberTable:
+class NumberTable(Block):
     """A table whose headers sort it; the first cell of a row is its name.
 
     Attributes:
         slug: Names it in the page's sort links.
-        heads: Of the columns.
+        heads: Of the columns: cells, or their texts.
         rows: As many cells each.
         small_heads: Names of the columns that the small lines of the first cells have in Markdown; none: they stay in
             the first column.
@@ -151,24 +146,22 @@ class NumberTable:
         folded: On the page, the words to click to see the table, which is hidden before; empty to show it.
     """
 
-    template: ClassVar[str] = "table"
-
     slug: str
-    heads: Sequence[Cell]
+    heads: Sequence[Cell | str]
     rows: Sequence[Sequence[Cell]]
     small_heads: tuple[str, ...] = ()
     joint: str = " "
     folded: str = ""
 
     @property
-    def texts(self) -> int:
-        """How many columns in Markdown are words, from the left; numbers are to the right."""
-        return 1 + len(self.small_heads)
+    def head_cells(self) -> list[Cell]:
+        """The headings."""
+        return [Cell(head) if isinstance(head, str) else head for head in self.heads]
 
     @property
     def markdown_lines(self) -> list[list[str]]:
         """The cells in Markdown, line by line, the headings first."""
-        first, *heads = (head.text for head in self.heads)
+        first, *heads = (head.text for head in self.head_cells)
         lines = [[first, *self.small_heads, *heads]]
         for name, *cells in self.rows:
             names = [name.text, *name.small] if self.small_heads else [name.markdown(self.joint)]
@@ -185,10 +178,8 @@ class HeatMap:
 
 
 @dataclass(frozen=True)
-class HeatMaps:
+class HeatMaps(Block):
     """Heat maps: on the page shaded tables, which may be none; in Markdown the PNG file of their drawing."""
-
-    template: ClassVar[str] = "maps"
 
     slug: str
     drawing: Drawing
@@ -197,32 +188,37 @@ class HeatMaps:
 
     @property
     def drawings(self) -> dict[str, Drawing]:
-        """What is written beside the page, by the names of files."""
         return {self.slug: self.drawing}
-
-
-Block = Paragraph | Sentences | Facts | Code | Figure | NumberTable | HeatMaps
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a page.
-
-    Attributes:
-        slug: Names it in links; no two panels of a page share one.
-        title: Its heading.
-        blocks: What is below the heading, in order.
-    """
+    """A part of a page under its heading; ``slug`` names it in links, and no two panels of a page share one."""
 
     slug: str
     title: str
     blocks: Sequence[Block]
 
-    @property
-    def drawings(self) -> dict[str, Drawing]:
-        """Its drawings by the names of their files, in the order of these."""
-        pairs = (block.drawings for block in self.blocks if isinstance(block, Figure | HeatMaps))
-        return dict(sorted((name, drawing) for found in pairs for name, drawing in found.items()))
+    def write_drawings(self, folder: Path) -> list[Path]:
+        """Write its drawings to a folder, by the names of their files; files of the same name are replaced."""
+        pairs = sorted((name, drawing) for block in self.blocks for name, drawing in block.drawings.items())
+        return [
+            write_whole(folder / f"{name}{suffix}", content)
+            for name, drawing in pairs
+            for suffix, content in drawing.files.items()
+        ]
+
+
+def check_folder(output_dir: str | Path, purpose: str) -> Path:
+    """Return the folder to write to, which may not exist yet; ``purpose`` is what for, in words.
+
+    Raises:
+        ValueError: It is a file.
+    """
+    folder = Path(output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise InvalidRequestError(f"{str(output_dir)!r} is a file. Give a folder for {purpose}.")
+    return folder
 
 
 def html_page(title: str, panels: Sequence[Panel], *, images: bool = False) -> str:

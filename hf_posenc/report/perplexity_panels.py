@@ -5,53 +5,45 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 from hf_posenc.evaluation.pairs import WORTH, is_tie
-from hf_posenc.evaluation.protocols import in_words, rule_of
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.protocols import rule_of
 from hf_posenc.evaluation.rows import row_key
-from hf_posenc.report.comparable import Row, Table, computed_in, in_a_row, number_name
+from hf_posenc.report.comparable import Row, Table, all_of, computed_with, listed, model_names, perplexity_name
 from hf_posenc.report.looks import Looks
-from hf_posenc.report.page import Cell, Facts, Figure, NumberTable, Panel, Paragraph
-from hf_posenc.report.plot import Chart, Line, draw_chart, intervals_words, shows_raw
+from hf_posenc.report.page import Block, Cell, Facts, Figure, NumberTable, Panel, Paragraph
+from hf_posenc.report.plot import Chart, Line, draw_chart, intervals_words, length_ticks, shows_raw
 from hf_posenc.utils.units import length_name
 
 _MOST_POINTS, _MOST_LINES = 256, 16  # of a chart and of a table; neighbours are added up to have no more
 _SMOOTHED = 16  # a running mean is over this part of the length
 
 
-def perplexity_panel(results: Table, looks: Looks) -> Panel:
-    """Return the panel of one table of comparable perplexities."""
+def perplexity_panels(results: Table, looks: Looks) -> list[Panel]:
+    """Return the panel of one table of comparable perplexities, and that of its losses by position where it has any."""
+    by_position = _position_panel(results, looks)
+    return [_by_length_panel(results, looks), *([by_position] if by_position is not None else [])]
+
+
+def _by_length_panel(results: Table, looks: Looks) -> Panel:
     slug, lead = f"perplexity_{results.slug}", headline(results)
     label = f"Perplexity by context length: {results.title}"
     caption = intervals_words(len(results.rows))
-    records = [(length, results.at_length(length)) for length in results.lengths]
-    scored = NumberTable(
-        slug + "_scored",
-        [Cell("length"), Cell("tokens scored"), Cell("text hash", mark="text")],
-        [
-            [
-                Cell(length_name(length), sort=length),
-                Cell(f"{one.n_tokens:,}", sort=one.n_tokens),
-                Cell(one.text_hash, mark="hash"),
-            ]
-            for length, one in records
-        ],
-    )
-    return Panel(
-        slug,
-        f"Perplexity: {results.title}",
-        [
-            *([Paragraph(lead)] if lead else []),
-            *(Paragraph(note, "note") for note in results.notes),
-            Figure(draw_chart(_chart(results, looks)), slug, label, caption, alt="Perplexity by length"),
-            _numbers(results, slug + "_table"),
-            Paragraph(legend(results), "quiet"),
-            Facts(_measured(results)),
-            scored,
-        ],
-    )
+    scored = [
+        [Cell(length_name(n), sort=n), Cell(f"{one.n_tokens:,}", sort=one.n_tokens), Cell(one.text_hash, mark="hash")]
+        for n in results.lengths
+        for one in [results.at_length(n)]
+    ]
+    blocks: list[Block] = [
+        *([Paragraph(lead)] if lead else []),
+        *(Paragraph(note, "note") for note in results.notes),
+        Figure(draw_chart(_chart(results, looks)), slug, label, caption, alt="Perplexity by length"),
+        _numbers(results, slug + "_table"),
+        Paragraph(legend(results), "quiet"),
+        Facts(_measured(results)),
+        NumberTable(slug + "_scored", ["length", "tokens scored", Cell("text hash", mark="text")], scored),
+    ]
+    return Panel(slug, f"Perplexity: {results.title}", blocks)
 
 
 def left_out_panel(notes: Sequence[str]) -> Panel:
@@ -63,38 +55,37 @@ def _chart(results: Table, looks: Looks) -> Chart:
     lines = []
     for row in results.rows:
         records = list(row.records.values())
-        lines.append(
-            Line(
-                f"{row.full_name}  {number_name(records[-1].perplexity)}",
-                list(row.records),
-                [record.perplexity for record in records],
-                looks[row_key(row.first)],
-                [record.ci_low for record in records],
-                [record.ci_high for record in records],
-            )
-        )
+        lows, highs = [record.ci_low for record in records], [record.ci_high for record in records]
+        perplexities = [record.perplexity for record in records]
+        name = f"{row.full_name}  {perplexity_name(perplexities[-1])}"
+        lines.append(Line(name, list(row.records), perplexities, looks[row_key(row.first)], lows, highs))
     return Chart(
-        f"{results.models}: {results.title}",
+        f"{model_names(results.records)}: {results.title}",
         "context length N in tokens",
         "perplexity, lower is better",
         lines,
-        [(length, length_name(length)) for length in results.lengths],
+        length_ticks(results.lengths),
         [(original, f"trained on {length_name(original)}") for original in results.originals],
     )
 
 
 def _numbers(results: Table, slug: str) -> NumberTable:
     marks = {length: "original" if length in results.originals else "" for length in results.lengths}
-    heads = [Cell("method"), *(Cell(_column_name(results, length), mark=mark) for length, mark in marks.items())]
+    heads: list[Cell | str] = [
+        "method",
+        *(Cell(_column_name(results, length), mark=mark) for length, mark in marks.items()),
+    ]
     rows = [
         [Cell(row.name, (row.training,)), *(_cell(results, row, length, mark) for length, mark in marks.items())]
         for row in results.rows
     ]
     costs = [results.short_cost(row) for row in results.rows]
     if any(costs):  # beside the name, where a phone shows it
-        heads.insert(1, Cell("short cost"))
+        heads.insert(1, "short cost")
         for cells, cost in zip(rows, costs, strict=True):
-            cells.insert(1, Cell("") if cost is None else _cost_cell(*cost))
+            change, length = cost or (0.0, 0)
+            small = (f"at {length_name(length)}",)
+            cells.insert(1, Cell(_change_name(change), small, sort=change) if cost else Cell(""))
     return NumberTable(slug, heads, rows, small_heads=("fine-tuning",))
 
 
@@ -107,23 +98,20 @@ def _column_name(results: Table, length: int) -> str:
     return f"{name} (original)" if length == original else f"{name} (x{length / original:.3g})"
 
 
-def _cost_cell(change: float, length: int) -> Cell:
-    return Cell(_change_name(change), (f"at {length_name(length)}",), sort=change)
-
-
 def _cell(results: Table, row: Row, length: int, mark: str) -> Cell:
     record = row.records.get(length)
     if record is None:
         return Cell("", mark=mark)
-    change = results.change(row, length)
+    change, leaders = results.change(row, length), results.leaders[length]
+    is_best = any(one is row for one in leaders)
     return Cell(
-        number_name(record.perplexity),
+        perplexity_name(record.perplexity),
         () if change is None else (_change_name(change),),
         record.perplexity,
         mark,
-        results.is_best(row, length),
-        badge="tie" if results.is_tied(row, length) else "",
-        interval=f"{number_name(record.ci_low)}–{number_name(record.ci_high)}",
+        is_best,
+        badge="tie" if is_best and len(leaders) > 1 else "",
+        interval=f"{perplexity_name(record.ci_low)}–{perplexity_name(record.ci_high)}",
     )
 
 
@@ -140,10 +128,10 @@ def headline(table: Table) -> str:
     length = max(n for n, _ in reached)
     measured = sorted((row for n, row in reached if n == length), key=lambda row: row.records[length].perplexity)
     best, lowest = measured[0], measured[0].records[length]
-    text = f"At {length_name(length)} tokens, {_who(best)} has perplexity {number_name(lowest.perplexity)}"
+    text = f"At {length_name(length)} tokens, {_who(best)} has perplexity {perplexity_name(lowest.perplexity)}"
     base = table.baseline(best)
     if base is not None and length in base.records:
-        text += f" and the unpatched model {number_name(base.records[length].perplexity)}"
+        text += f" and the unpatched model {perplexity_name(base.records[length].perplexity)}"
     short = max((n for n in table.lengths if table.change(best, n) is not None), default=length)
     if base is not None and (change := table.change(best, short)) is not None:
         text += f"; at {length_name(short)} tokens it "
@@ -152,7 +140,7 @@ def headline(table: Table) -> str:
         else:
             text += f"is {abs(change):.1f} % {'worse' if change >= 0 else 'better'} than the unpatched model"
     if tied := [_who(row) for row in measured[1:] if is_tie(row.records[length], lowest)]:
-        text += f". At {length_name(length)} tokens {in_a_row(tied)} {'ties' if len(tied) == 1 else 'tie'} with it"
+        text += f". At {length_name(length)} tokens {listed(tied)} {'ties' if len(tied) == 1 else 'tie'} with it"
     return text + "."
 
 
@@ -171,8 +159,7 @@ def legend(table: Table) -> str:
     if any(len(found) > 1 for found in table.leaders.values()):
         how = "the 95 % interval of their difference on the same text holds zero"
         how += f", or the difference is below {WORTH:g} %"
-        older = ", or, of older records, which do not hold the difference, their own intervals meet"
-        text += f" Rows marked tie cannot be distinguished from the lowest: {how}{'' if table.is_paired else older}."
+        text += f" Rows marked tie cannot be distinguished from the lowest: {how}."
     if any(table.change(row, length) is not None for row in table.rows for length in table.lengths):
         text += (
             " Up to the original length, the percentage says how far a row is above the unpatched model on the same"
@@ -183,34 +170,17 @@ def legend(table: Table) -> str:
 
 def _measured(table: Table) -> list[tuple[str, str]]:
     """Return what has to be the same to measure these numbers again, as pairs of a name and a value."""
-    records = [record for row in table.rows for record in row.records.values()]
-    first, longest = records[0], table.lengths[-1]
-
-    def all_of(name: str) -> str:
-        return ", ".join(dict.fromkeys(str(getattr(record, name)) for record in records))
-
-    versions = dict.fromkeys(f"{name} {value}" for record in records for name, value in record.versions.items())
-    pairs = [
+    first, longest = table.records[0], table.at_length(table.lengths[-1])
+    strides = dict.fromkeys(f"{table.at_length(n).stride} at {length_name(n)}" for n in table.lengths)
+    return [
         ("Protocol", f"{first.protocol}: {rule_of(first.protocol).source}."),
-        (f"At {length_name(longest)} tokens", table.at_length(longest).scored or _in_words(table.at_length(longest))),
-        ("Model", all_of("model")),
-        ("Documents", all_of("num_documents")),
-        ("BOS token", all_of("bos")),
-        ("Tokenizer hash", first.tokenizer_hash),
-        ("Computed in", computed_in(records)),
-        ("Versions", ", ".join(versions)),
+        (f"At {length_name(longest.context_length)} tokens", longest.scored),
+        *([("Stride in tokens", ", ".join(strides))] if first.stride is not None else []),
+        ("Model", all_of(table.records, "model")),
+        ("Documents", all_of(table.records, "num_documents")),
+        ("BOS token", all_of(table.records, "bos")),
+        *computed_with(table.records),
     ]
-    if first.stride is not None:
-        strides = dict.fromkeys(f"{table.at_length(n).stride} at {length_name(n)}" for n in table.lengths)
-        pairs.insert(2, ("Stride in tokens", ", ".join(strides)))
-    return pairs
-
-
-def _in_words(record: Record) -> str:
-    """Say which tokens an older record scored, which does not say it itself."""
-    numbers = {"n": record.context_length, "stride": record.stride, "last_k": record.last_k, "first": None}
-    name, bos, average = cast(Any, (record.protocol, record.bos, record.average))  # one of the known names
-    return in_words(name, bos, average, **numbers)
 
 
 @dataclass(frozen=True)
@@ -251,25 +221,23 @@ class Losses:
         return [(at * self.width, total / count) for at, (total, count) in pairs if count]
 
 
-def losses_of(record: Record) -> Losses | None:
-    """Return a record's losses by position; None of an older one, or of a protocol that has none."""
-    if record.position_bucket is None:
+def _position_panel(results: Table, looks: Looks) -> Panel | None:
+    """Return the panel at the longest length whose records have losses by position; None where none have."""
+    measured = [record for record in results.records if record.position_bucket is not None]
+    if not measured:
         return None
-    return Losses(record.position_bucket, tuple(record.position_nll), tuple(record.position_tokens))
-
-
-def position_panel(results: Table, looks: Looks) -> Panel | None:
-    """Return the panel at the longest length whose records say losses by position; None where none do."""
-    lengths = [n for n in results.lengths if any(_losses_at(row, n) is not None for row in results.rows)]
-    if not lengths:
-        return None
-    length, slug, title = lengths[-1], f"positions_{results.slug}", f"Loss by position: {results.title}"
-    curves = [(row, found) for row in results.rows if (found := _losses_at(row, length)) is not None]
+    length, slug = max(record.context_length for record in measured), f"positions_{results.slug}"
+    title = f"Loss by position: {results.title}"
+    curves = [
+        (row, Losses(one.position_bucket, tuple(one.position_nll), tuple(one.position_tokens)))
+        for row in results.rows
+        if (one := row.records.get(length)) is not None and one.position_bucket is not None
+    ]
     coarse = [losses.merged(_MOST_LINES) for _, losses in curves]
     means, width = [dict(losses.means()) for losses in coarse], coarse[0].width
     numbers = NumberTable(
         slug + "_table",
-        [Cell("tokens"), *(Cell(row.full_name.removesuffix(", zero-shot")) for row, _ in curves)],
+        ["tokens", *(row.full_name.removesuffix(", zero-shot") for row, _ in curves)],
         [
             [Cell(f"{start:,}–{start + width - 1:,}", sort=start), *(_loss_cell(one.get(start)) for one in means)]
             for start in sorted({start for one in means for start in one})
@@ -284,11 +252,6 @@ def position_panel(results: Table, looks: Looks) -> Panel | None:
     label = f"{title}, mean loss by position in the text"
     figure = Figure(draw_chart(chart), slug, label, caption, alt="Loss by position")
     return Panel(slug, title, [figure, numbers, Paragraph(words, "quiet")])
-
-
-def _losses_at(row: Row, length: int) -> Losses | None:
-    record = row.records.get(length)
-    return None if record is None else losses_of(record)
 
 
 def _loss_cell(value: float | None) -> Cell:
@@ -306,12 +269,13 @@ def _position_chart(
         middles, means = zip(*losses.smoothed(buckets), strict=True)
         raw = [(start + losses.width / 2, mean) for start, mean in losses.means()] if buckets > 1 else []
         lines.append(Line(row.full_name, middles, means, looks[row_key(row.first)], raw=raw))
+    step = 2 ** max(0, round(math.log2(length / 4)))  # about five ticks, a power of two apart
     chart = Chart(
-        f"{results.models}: loss by position, {length_name(length)} tokens",
+        f"{model_names(results.records)}: loss by position, {length_name(length)} tokens",
         "position of the token in its document",
         "mean loss in nats, lower is better",
         lines,
-        [(at, length_name(at)) for at in _ticks(length)],
+        length_ticks(range(0, length + 1, step)),
         [(at, f"trained on {length_name(at)}") for at in results.originals if at < length],
         log_x=False,
     )
@@ -326,9 +290,3 @@ def _smoothing_words(buckets: int, width: int, count: int) -> str:
         "ends), of all documents."
     )
     return text + (f" The faint lines are means over {width:,} positions." if shows_raw(count) else "")
-
-
-def _ticks(length: int) -> Sequence[int]:
-    """Return about five positions, a power of two apart."""
-    step = 2 ** max(0, round(math.log2(length / 4)))
-    return range(0, length + 1, step)

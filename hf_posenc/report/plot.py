@@ -1,15 +1,18 @@
-"""Line charts: as PNG and SVG for papers and cards, and once more for the narrow screen of a phone."""
+"""Drawings: line charts as PNG and SVG for papers and cards, and once more for the narrow screen of a phone."""
 
 from __future__ import annotations
 
 import io
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hf_posenc.report.looks import INK, PAPER, Look
+from hf_posenc.utils.units import length_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,19 +22,21 @@ _WHISKER_POINTS = 3.5  # from one line's whiskers to the next one's
 _MARKED = 12  # about how many points of a long line have a marker
 _LABEL_POINTS = 11  # least distance of two labels
 _LOG_FROM = 4.0  # how many times the lowest value the highest is, for a logarithmic y axis
-_WIDE, _NARROW = (7.6, 4.4), (3.5, 3.2)  # inches; a narrow one grows by its legend, a wide one by its labels
-_TEXT_WIDTH = {False: 84, True: 34}  # characters of a line of a title or a label, by whether the chart is narrow
-_LEGEND_WIDTH = {False: 50, True: 36}  # characters of a line of a legend; it has two columns where the chart is wide
 _LONGEST_LABEL = 40  # characters of the longest name that is beside its line: longer ones leave no room for lines
 _BANDS, _WHISKERS = 3, 6  # most lines whose intervals are drawn as bands, and as whiskers
-
-STYLE: dict[str, Any] = {
+COLOUR_MAP = "cividis"  # reads the same with every kind of colour vision
+_SAVED: dict[str, dict[str, Any]] = {"png": {"dpi": 200}, "svg": {"metadata": {"Date": None}, "transparent": True}}
+_STYLE: dict[str, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
@@ -40,12 +45,25 @@ STYLE: dict[str, Any] = {
 }
 
 
+class _Form(NamedTuple):
+    """``width`` and ``height`` in inches, to which a legend adds; the characters of a line of a title and a legend."""
+
+    width: float
+    height: float
+    title: int
+    legend: int
+    legend_columns: int
+
+
+_WIDE, _NARROW = _Form(7.6, 4.4, 84, 50, 2), _Form(3.5, 3.2, 34, 36, 1)
+
+
 @dataclass(frozen=True)
 class Line:
     """One line of a chart.
 
     Attributes:
-        name: Stands where it ends, or in the legend.
+        name: Shown where it ends, or in the legend.
         x, y: Its corners.
         look: How it is drawn.
         low, high: The ends of an interval at each x, or empty.
@@ -66,15 +84,15 @@ class Chart:
     """What a chart shows.
 
     Attributes:
-        title: Stands above it.
+        title: Above it.
         x_label, y_label: With units.
         lines: Named where they end, or in a legend.
         x_ticks: Values on the x axis and their names.
-        marks: Places on the x axis of dashed lines, and the words above them.
+        marks: Values on the x axis with a dashed line, and the words above them.
         log_x: To base 2.
         y_range: Ends of a linear y axis; None for what the values need, logarithmic where they are far apart.
         falls: The x axis falls from left to right.
-        shade: A stretch of the x axis behind which the paper is darker.
+        shade: A part of the x axis behind which the paper is darker.
     """
 
     title: str
@@ -91,7 +109,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart as the content of files: ``narrow`` is an SVG for phones, or empty."""
+    """A drawing as the content of files: ``narrow`` is an SVG for phones, or empty."""
 
     png: bytes
     svg: bytes
@@ -101,6 +119,11 @@ class Drawing:
     def files(self) -> dict[str, bytes]:
         """What is written beside the page, by suffix."""
         return {".png": self.png, ".svg": self.svg}
+
+
+def length_ticks(lengths: Sequence[int]) -> list[tuple[float, str]]:
+    """Return the ticks of an axis of lengths in tokens."""
+    return [(length, length_name(length)) for length in lengths]
 
 
 def intervals_words(count: int) -> str:
@@ -117,55 +140,58 @@ def shows_raw(count: int) -> bool:
     return count <= _BANDS
 
 
-def draw_chart(chart: Chart) -> Drawing:
-    """Draw a chart: each line named where it ends; in a legend below where names are long, and on the narrow form."""
-    wide = _draw(chart, narrow=False)
-    return Drawing(wide[".png"], wide[".svg"], _draw(chart, narrow=True)[".svg"])
-
-
-def _draw(chart: Chart, narrow: bool) -> dict[str, bytes]:
+def draw(wide: Callable[[], Figure], narrow: Callable[[], Figure] | None = None) -> Drawing:
+    """Return the files of figures, which are made in the style of all drawings."""
     import matplotlib
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    width, height = _NARROW if narrow else _WIDE
-    has_legend = narrow or max(len(line.name) for line in chart.lines) > _LONGEST_LABEL
-    names = [textwrap.fill(line.name, _LEGEND_WIDTH[narrow]) if has_legend else line.name for line in chart.lines]
-    columns = 1 if narrow else 2
-    if has_legend:
-        size = (width, height + 0.19 * sum(name.count("\n") + 1 for name in names) / columns)
-    else:
-        size = (width, max(height, 1.2 + 0.16 * len(chart.lines)))
-    with plt.rc_context(cast(Any, STYLE)):  # its stub lists every key
-        figure, axes = plt.subplots(figsize=size, layout="constrained")
-        for at, (line, name) in enumerate(zip(chart.lines, names, strict=True)):
-            _draw_line(axes, replace(line, name=name), at, len(chart.lines))
-        _draw_axes(axes, chart)
-        axes.set_xlabel(textwrap.fill(chart.x_label, _TEXT_WIDTH[narrow]))
-        axes.set_title(textwrap.fill(chart.title, _TEXT_WIDTH[narrow]), loc="left", fontsize=10, pad=16)
-        if has_legend:
-            corner: dict[str, Any] = {"loc": "outside lower left", "ncols": columns, "borderaxespad": 0.1}
-            figure.legend(frameon=False, fontsize=8.5, handlelength=3.5, **corner)
-        else:
-            figure.draw_without_rendering()  # the layout has to be known before labels are spread
-            _label_lines(axes, chart.lines)
-        files = figure_files(figure, (".svg",) if narrow else (".png", ".svg"))
-        plt.close(figure)
-    return files
+    with matplotlib.rc_context(cast(Any, _STYLE)):  # its stub lists every key
+        png, svg = _saved(wide(), "png", "svg")
+        return Drawing(png, svg, *_saved(narrow(), "svg") if narrow else ())
 
 
-def figure_files(figure: Figure, kinds: Sequence[str] = (".png", ".svg")) -> dict[str, bytes]:
-    """Return a figure as file contents, by suffix."""
-    arguments: dict[str, dict[str, Any]]
-    arguments = {".png": {"dpi": 200}, ".svg": {"metadata": {"Date": None}, "transparent": True}}
-    files = {}
-    for suffix in kinds:
+def new_figure(size: tuple[float, float]) -> Figure:
+    """Return a figure of so many inches, which lays out what is put into it and which pyplot does not know."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=size, layout="constrained")
+
+
+def _saved(figure: Figure, *kinds: str) -> list[bytes]:
+    files = []
+    for kind in kinds:
         buffer = io.BytesIO()
-        figure.savefig(buffer, format=suffix[1:], **arguments[suffix])
-        files[suffix] = buffer.getvalue()
+        figure.savefig(buffer, format=kind, **_SAVED[kind])
+        files.append(buffer.getvalue())
         figure.set_layout_engine("none")  # the next one is laid out as this one
     return files
+
+
+def draw_chart(chart: Chart) -> Drawing:
+    """Draw a chart: each line named where it ends; in a legend below where names are long, and on the narrow form."""
+    return draw(partial(_make_figure, chart, _WIDE), partial(_make_figure, chart, _NARROW))
+
+
+def _make_figure(chart: Chart, form: _Form) -> Figure:
+    names, count = [line.name for line in chart.lines], len(chart.lines)
+    if has_legend := form is _NARROW or max(map(len, names)) > _LONGEST_LABEL:
+        names = [textwrap.fill(name, form.legend) for name in names]
+        height = form.height + 0.19 * sum(name.count("\n") + 1 for name in names) / form.legend_columns
+    else:
+        height = max(form.height, 1.2 + 0.16 * count)
+    figure = new_figure((form.width, height))
+    axes = figure.subplots()
+    for at, (line, name) in enumerate(zip(chart.lines, names, strict=True)):
+        _draw_line(axes, replace(line, name=name), at, count)
+    _draw_axes(axes, chart)
+    axes.set_xlabel(textwrap.fill(chart.x_label, form.title))
+    axes.set_title(textwrap.fill(chart.title, form.title), fontsize=10, pad=16)
+    if has_legend:
+        corner: dict[str, Any] = {"loc": "outside lower left", "ncols": form.legend_columns, "borderaxespad": 0.1}
+        figure.legend(handlelength=3.5, **corner)
+    else:
+        figure.draw_without_rendering()  # the layout has to be known before labels are spread
+        _label_lines(axes, chart.lines)
+    return figure
 
 
 def _draw_line(axes: Axes, line: Line, number: int, count: int) -> None:
@@ -179,15 +205,8 @@ def _draw_line(axes: Axes, line: Line, number: int, count: int) -> None:
     if line.raw and shows_raw(count):
         axes.plot(*zip(*line.raw, strict=True), color=colour, alpha=0.3, linewidth=0.7, zorder=1, gid=f"raw-{number}")
     every = max(1, len(line.x) // _MARKED)
-    axes.plot(
-        line.x,
-        line.y,
-        label=line.name,
-        markevery=(number % every, every),  # not where the next line has its own
-        gid=f"line-{number}",
-        zorder=3,
-        **_style(line.look),
-    )
+    at = (number % every, every)  # not where the next line has its own
+    axes.plot(line.x, line.y, label=line.name, markevery=at, gid=f"line-{number}", zorder=3, **_look(line.look))
 
 
 def _draw_whiskers(axes: Axes, line: Line, number: int, steps: float) -> None:
@@ -205,8 +224,8 @@ def _draw_whiskers(axes: Axes, line: Line, number: int, steps: float) -> None:
     bars.set_gid(f"whiskers-{number}")
 
 
-def _style(look: Look) -> dict[str, Any]:
-    """Return matplotlib's words for a look."""
+def _look(look: Look) -> dict[str, Any]:
+    """Return a look as the arguments of ``plot``."""
     return {
         "color": look.colour,
         "linewidth": 2.4 if look.bold else 1.5,
@@ -239,8 +258,7 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}")
     )
-    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
-    axes.set_axisbelow(True)
+    draw_lines_across(axes)
     axes.set_ylabel(chart.y_label)
     if chart.shade is not None:
         axes.axvspan(*chart.shade, color=INK, alpha=0.07, linewidth=0)
@@ -249,6 +267,12 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
         axes.text(at, 1.015, words, ha="center", transform=axes.get_xaxis_transform(), fontsize=8)
     if chart.falls:
         axes.invert_xaxis()
+
+
+def draw_lines_across(axes: Any) -> None:
+    """Draw faint lines at the ticks of the y axis, behind all else."""
+    axes.grid(axis="y", color=INK, alpha=0.12, linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 def _log_ticks(low: float, high: float) -> list[float]:
@@ -286,32 +310,22 @@ def _label_line(axes: Axes, line: Line, up: float) -> None:
         annotation_clip=False,
     )
     end = ScaledTranslation(line.x[-1], line.y[-1], cast(Any, axes.transData))  # its stub wants an affine one
-    axes.plot(
-        [at / 72 for at in (9, 20, 31)],
-        [up / 72] * 3,
-        markevery=[1],
-        transform=axes.figure.dpi_scale_trans + end,
-        clip_on=False,
-        **_style(line.look),
-    )
+    scale = cast(Any, axes.figure).dpi_scale_trans + end
+    x, y = [at / 72 for at in (9, 20, 31)], [up / 72] * 3
+    axes.plot(x, y, markevery=[1], transform=scale, clip_on=False, **_look(line.look))
 
 
 def _spread(positions: Sequence[float], gap: float = _LABEL_POINTS, lowest: float = -math.inf) -> list[float]:
     """Move positions as little as keeps them in order, ``gap`` apart and from ``lowest`` on."""
     order = sorted(range(len(positions)), key=lambda index: positions[index])
-    blocks: list[list[int]] = []
-    centres: list[float] = []
-    for index in order:
-        blocks.append([index])
-        centres.append(positions[index])
-        while len(blocks) > 1 and centres[-1] - centres[-2] < gap * (len(blocks[-1]) + len(blocks[-2])) / 2:
-            merged = blocks[-2] + blocks[-1]
-            blocks[-2:], centres[-2:] = [merged], [sum(positions[i] for i in merged) / len(merged)]
+    blocks: list[list[float]] = []  # of neighbours that touch, which without their gaps are moved to their mean
+    for rank, index in enumerate(order):
+        blocks.append([positions[index] - rank * gap])
+        while len(blocks) > 1 and fmean(blocks[-1]) < fmean(blocks[-2]):
+            blocks[-2:] = [blocks[-2] + blocks[-1]]
+    means = [fmean(block) for block in blocks for _ in block]
     moved = list(positions)
-    for block, centre in zip(blocks, centres, strict=True):
-        for at, index in enumerate(block):
-            moved[index] = centre + gap * (at - (len(block) - 1) / 2)
-    for index in order:
-        moved[index] = max(moved[index], lowest)
+    for rank, (index, mean) in enumerate(zip(order, means, strict=True)):
+        moved[index] = max(mean + rank * gap, lowest)
         lowest = moved[index] + gap
     return moved

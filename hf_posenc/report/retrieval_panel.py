@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.evaluation.rows import row_key
-from hf_posenc.report.comparable import BY, Grid, GridRow, computed_in, share_name
+from hf_posenc.report.comparable import BY, Grid, GridRow, all_of, computed_with, model_names, share_name
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.page import Block, Cell, Facts, Figure, HeatMap, HeatMaps, NumberTable, Panel, Paragraph
-from hf_posenc.report.plot import STYLE, Chart, Drawing, Line, draw_chart, figure_files, intervals_words
+from hf_posenc.report.plot import COLOUR_MAP, Chart, Line, draw, draw_chart, intervals_words, length_ticks, new_figure
 from hf_posenc.retrieval.cell_records import wilson_interval
 from hf_posenc.utils.units import length_name
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as MatplotlibFigure
 
 _EXPLAINED = {
     "forced": (
@@ -24,19 +29,23 @@ _EXPLAINED = {
 
 def grid_panel(grid: Grid, looks: Looks) -> Panel:
     """Return a task's panel: accuracy by length, a map for each row, and how it was measured."""
-    label = f"{grid.title}, percent right by length"
-    caption = intervals_words(len(grid.rows))
-    blocks: list[Block] = [Paragraph(grid.note, "note")] if grid.note else []
+    label, names = f"{grid.title}, percent right by length", [length_name(length) for length in grid.lengths]
+    blocks: list[Block] = [Paragraph(note, "note") for note in grid.notes]
     if len(grid.lengths) > 1:
-        drawing = draw_chart(_chart(grid, looks))
-        blocks.append(Figure(drawing, f"{grid.slug}_by_length", label, caption, alt="Percent right by length"))
+        chart, caption = draw_chart(_chart(grid, looks)), intervals_words(len(grid.rows))
+        blocks.append(Figure(chart, f"{grid.slug}_by_length", label, caption, alt="Percent right by length"))
     how = " ".join(_EXPLAINED[by] for by in grid.scorings)
-    legend = f"Share of the answers that were right, with Wilson's 95 % interval over prompts. {how}"
-    maps = [_map(grid, row, by) for row in grid.rows for by in grid.scorings] if grid.has_depths else []
+    cells = [
+        [Cell(row.name, (row.training, BY[by])), *(_cell(row.scores(by, length)) for length in grid.lengths)]
+        for row in grid.rows
+        for by in grid.scorings
+    ]
+    maps = [_map(grid, row, by) for row in grid.rows for by in grid.scorings]
+    drawing = draw(partial(_map_figure, grid, maps, names))
     blocks += [
-        _by_length(grid),
-        Paragraph(legend, "quiet"),
-        HeatMaps(grid.slug, _draw_maps(grid), [length_name(length) for length in grid.lengths], maps),
+        NumberTable(grid.slug + "_table", ["method", *names], cells, small_heads=("fine-tuning", "scored")),
+        Paragraph(f"Share of the answers that were right, with Wilson's 95 % interval over prompts. {how}", "quiet"),
+        HeatMaps(grid.slug, drawing, names, maps if grid.depths != [None] else []),
         Facts(_measured(grid)),
     ]
     return Panel(grid.slug, grid.title, blocks)
@@ -51,19 +60,8 @@ def _chart(grid: Grid, looks: Looks) -> Chart:
         points, lows, highs = ([100 * one for one in values] for values in (map(_share, every.values()), low, high))
         last = share_name(list(every.values())[-1])
         lines.append(Line(f"{row.full_name}  {last}", list(every), points, looks[row_key(row.first)], lows, highs))
-    title = f"{grid.models}: {grid.task}, {BY[by]}"
-    ticks = [(length, length_name(length)) for length in grid.lengths]
+    title, ticks = f"{model_names(grid.records)}: {grid.task}, {BY[by]}", length_ticks(grid.lengths)
     return Chart(title, "context length in tokens", "percent right", lines, ticks, y_range=(0, 100))
-
-
-def _by_length(grid: Grid) -> NumberTable:
-    heads = [Cell("method"), *(Cell(length_name(length)) for length in grid.lengths)]
-    rows = [
-        [Cell(row.name, (row.training, BY[by])), *(_cell(row.scores(by, length)) for length in grid.lengths)]
-        for row in grid.rows
-        for by in grid.scorings
-    ]
-    return NumberTable(grid.slug + "_table", heads, rows, small_heads=("fine-tuning", "scored"))
 
 
 def _cell(scores: Sequence[float]) -> Cell:
@@ -74,7 +72,7 @@ def _cell(scores: Sequence[float]) -> Cell:
 
 
 def _share(scores: Sequence[float]) -> float:
-    return sum(scores) / len(scores) if scores else float("nan")
+    return sum(scores) / len(scores) if scores else math.nan
 
 
 def _map(grid: Grid, row: GridRow, by: str) -> HeatMap:
@@ -91,69 +89,39 @@ def _depth_name(depth: float | None) -> str:
 
 def _measured(grid: Grid) -> list[tuple[str, str]]:
     """Return what has to be the same to measure these numbers again, as pairs of a name and a value."""
-    records = [record for row in grid.rows for record in row.records]
-
-    def all_of(name: str) -> str:
-        return ", ".join(dict.fromkeys(str(getattr(record, name)) for record in records))
-
-    versions = dict.fromkeys(f"{name} {value}" for record in records for name, value in record.versions.items())
-    depths = ", ".join(map(_depth_name, grid.depths))
-    seeds = sorted({record.seed for record in records})
+    seeds = sorted({record.seed for record in grid.records})
+    depths = f"Of the text before the needle: {', '.join(map(_depth_name, grid.depths))}."
     return [
         ("Protocol", f"{grid.task}. Prompt and longest answer together fill the context length; greedy."),
-        (
-            "Depth",
-            f"Of the text before the needle: {depths}."
-            if grid.has_depths
-            else "What the answer needs is spread over the text.",
-        ),
+        ("Depth", depths if grid.depths != [None] else "What the answer needs is spread over the text."),
         ("Prompts", ", ".join(f"{len(grid.rows[0].scores('written', n))} at {length_name(n)}" for n in grid.lengths)),
         ("Seeds", f"{seeds[0]}–{seeds[-1]}" if len(seeds) > 1 else str(seeds[0])),
-        ("Chat template", "yes" if records[0].chat else "no"),
-        ("Model", all_of("model")),
-        ("Tokenizer hash", records[0].tokenizer_hash),
-        ("Computed in", computed_in(records)),
-        ("Versions", ", ".join(versions)),
+        ("Chat template", "yes" if grid.records[0].chat else "no"),
+        ("Model", all_of(grid.records, "model")),
+        *computed_with(grid.records),
     ]
 
 
-def _draw_maps(grid: Grid) -> Drawing:
-    """Draw a map for each row and scoring; the page has tables instead."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows, scorings = grid.rows, grid.scorings
-    height, width = 1.1 + 0.32 * len(grid.depths), 2.2 + 0.8 * len(grid.lengths)
-    with plt.rc_context(cast(Any, STYLE)):
-        figure, every = plt.subplots(
-            len(rows),
-            len(scorings),
-            figsize=(width * len(scorings), height * len(rows)),
-            layout="constrained",
-            squeeze=False,
-        )
-        for line, row in zip(every, rows, strict=True):
-            for axes, by in zip(line, scorings, strict=True):
-                _draw_row(axes, grid, row, by)
-        figure.supylabel("depth", fontsize=9)
-        figure.supxlabel("context length in tokens", fontsize=9)
-        figure.suptitle(f"{grid.models}: {grid.title}, percent right", x=0.01, ha="left", fontsize=10)
-        files = figure_files(figure)
-        plt.close(figure)
-    return Drawing(files[".png"], files[".svg"])
+def _map_figure(grid: Grid, maps: Sequence[HeatMap], names: Sequence[str]) -> MatplotlibFigure:
+    """Draw the maps, a row of them for each row of the grid; the page has tables instead."""
+    rows, columns = len(grid.rows), len(grid.scorings)
+    figure = new_figure(((2.2 + 0.8 * len(names)) * columns, (1.1 + 0.32 * len(grid.depths)) * rows))
+    for axes, one in zip(figure.subplots(rows, columns, squeeze=False).flat, maps, strict=True):
+        _draw_map(axes, one, names)
+    figure.supylabel("depth", fontsize=9)
+    figure.supxlabel("context length in tokens", fontsize=9)
+    figure.suptitle(f"{model_names(grid.records)}: {grid.title}, percent right", x=0.01, ha="left", fontsize=10)
+    return figure
 
 
-def _draw_row(axes: Any, grid: Grid, row: GridRow, by: str) -> None:
-    shares = [[_share(row.scores(by, length, depth)) for length in grid.lengths] for depth in grid.depths]
-    # cividis reads the same with every kind of colour vision
-    axes.imshow(shares, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+def _draw_map(axes: Any, one: HeatMap, names: Sequence[str]) -> None:
+    shares = [[share for share, _ in shares] for _, shares in one.rows]
+    axes.imshow(shares, cmap=COLOUR_MAP, vmin=0, vmax=1, aspect="auto")
     for y, values in enumerate(shares):
         for x, share in enumerate(values):
-            if share == share:  # not where nothing was measured
+            if not math.isnan(share):  # nothing was measured
                 colour = "black" if share >= 0.5 else "white"
                 axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", color=colour, fontsize=8)
-    axes.set_xticks(range(len(grid.lengths)), [length_name(n) for n in grid.lengths])
-    axes.set_yticks(range(len(grid.depths)), [_depth_name(depth) for depth in grid.depths])
-    axes.set_title(f"{row.full_name}, {BY[by]}", loc="left", fontsize=9)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_yticks(range(len(one.rows)), [depth for depth, _ in one.rows])
+    axes.set_title(one.caption)

@@ -20,10 +20,10 @@ def _axes_of(svg: str, at: int) -> str:
 
 
 def _scale(part: str, axis: str, logarithmic: bool) -> tuple[float, float]:
-    """Slope and offset that make a value (or its logarithm) of a place on an axis, from its first and last tick."""
+    """Slope and offset that make a value (or its logarithm) of a coordinate, from the first and last tick."""
     other = r'[^>]*?x="([\d.-]+)"' if axis == "x" else r'[^>]*?y="([\d.-]+)"'
     found = re.findall(rf'<g id="{axis}tick_\d+">.*?<use xlink:href="#\w+"{other}.*?<!-- (.*?) -->', part, re.DOTALL)
-    ticks = [(float(place), _number(words)) for place, words in found]
+    ticks = [(float(at), _number(words)) for at, words in found]
     (first, low), (last, high) = ticks[0], ticks[-1]
     if logarithmic:
         low, high = math.log(low), math.log(high)
@@ -43,15 +43,15 @@ def line_values(
     part = _axes_of(svg, axes)
     path = re.search(rf'<g id="{re.escape(name)}">\s*<path d="(.*?)"', part, re.DOTALL)
     assert path is not None, f"no line {name!r}"
-    places = [tuple(map(float, pair)) for pair in re.findall(r"[ML] ([\d.-]+) ([\d.-]+)", path[1])]
+    corners = [tuple(map(float, pair)) for pair in re.findall(r"[ML] ([\d.-]+) ([\d.-]+)", path[1])]
     (a, b), (c, d) = _scale(part, "x", log_x), _scale(part, "y", log_y)
-    values = [(a * x + b, c * y + d) for x, y in places]
+    values = [(a * x + b, c * y + d) for x, y in corners]
     return [(math.exp(x) if log_x else x, math.exp(y) if log_y else y) for x, y in values]
 
 
 def heat_maps(svg: str) -> list[numpy.ndarray]:
     """The pixels of each map, RGBA, ``(rows, columns, 4)``; the colour bar's are not among them."""
-    found = re.findall(r'base64,([^"]*)" id="(?:map|told|bias|buckets|table)-', svg)
+    found = re.findall(r'base64,([^"]*)" id="(?:map|bias|buckets|table)-', svg)
     images = [Image.open(io.BytesIO(base64.b64decode(data.strip()))).convert("RGBA") for data in found]
     return [numpy.asarray(image) for image in images]
 

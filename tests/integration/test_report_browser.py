@@ -81,7 +81,7 @@ def has_colour(image: np.ndarray[Any, Any], colour: str, least: int = 20) -> boo
     return int((abs(image - wanted).sum(-1) < 12).sum()) >= least
 
 
-def test_the_browser_shows_what_the_file_says_and_asks_for_nothing(browser: Browser, page: Path) -> None:
+def test_the_browser_shows_what_the_file_says_and_loads_nothing(browser: Browser, page: Path) -> None:
     browser.requests.clear()
     browser.look(1100)
     browser.open(page)

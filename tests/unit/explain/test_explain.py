@@ -125,7 +125,7 @@ def test_part_of_a_head_and_of_the_pairs(explain: Explain, config_only: Callable
 
 
 @pytest.mark.parametrize("length", [2048, 4096])
-def test_transformers_dynamic_rule_is_looked_at_where_it_is_asked_to_reach(
+def test_transformers_dynamic_rule_is_explained_at_the_requested_length(
     explain: Explain, config_only: Callable[..., Path], length: int
 ) -> None:
     argv = ("dynamic", "--option", "scope=sequence", "--context-length", length)
@@ -147,8 +147,8 @@ def test_stages_by_hand(explain: Explain, config_only: Callable[..., Path]) -> N
         tokens = 2 * math.pi * 10000.0 ** (7 / 8) * scale
         expected.append((str(stage), f"{begin} to {end - 1}", scale, 0.1 * math.log(scale) + 1, tokens))
         begin = end
-    for row, (stage, places, *numbers) in zip(rows_below(text, "stage"), expected, strict=True):
-        assert row[:2] == [stage, places]
+    for row, (stage, positions, *numbers) in zip(rows_below(text, "stage"), expected, strict=True):
+        assert row[:2] == [stage, positions]
         assert [number(cell) for cell in row[2:]] == pytest.approx(numbers, rel=5e-4)
     assert "5 stages, the original length included, reach 128 tokens" in joined(text)
     growing = rows_below(explain(*argv, "growth=geometric"), "stage")
@@ -160,15 +160,15 @@ def test_stages_by_hand(explain: Explain, config_only: Callable[..., Path]) -> N
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "dca-sharpen"])
-def test_distances_told_are_the_papers(explain: Explain, config_only: Callable[..., Path], rule: str) -> None:
+def test_distances_are_the_papers(explain: Explain, config_only: Callable[..., Path], rule: str) -> None:
     method, options = RULES[rule]
     argv = [f"{name}={json.dumps(value)}" for name, value in options.items()]
     text = explain(method, "--model", config_only(), "--context-length", 200, "--option", *argv)
     by_hand = relative_positions(rule, 200)
     rows = rows_below(text, "true distance")
     assert len(rows) > 5
-    for distance, told in rows:
-        assert number(told) == pytest.approx(by_hand[199, 199 - int(number(distance))].item())
+    for distance, used in rows:
+        assert number(used) == pytest.approx(by_hand[199, 199 - int(number(distance))].item())
     farthest = by_hand.max().item()
     assert f"the farthest key of all counts as {farthest:,.6g} tokens away, of 64 trained" in joined(text)
     if "log_n" in options:
@@ -340,7 +340,7 @@ def test_the_page_has_every_pair_and_the_pictures_their_values(
         assert shown == pytest.approx((theta / 10000.0) ** (pair / 32), abs=5e-3)
     words = re.findall("<!-- (.*?) -->", svg)
     assert {"ntk x3", "unscaled", "one turn"} <= set(words)
-    explain("dca", "--model", model, "--factor", 4, "--output-dir", folder)  # another one takes its place
+    explain("dca", "--model", model, "--factor", 4, "--output-dir", folder)  # another one replaces it
     assert "pairs_table" not in (folder / "explain.html").read_text()
 
 

@@ -17,7 +17,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from distance_rules import RULES, relative_positions
 from hf_posenc.cli.main import main
-from hf_posenc.explain.canvas import Picture, tokens_name
+from hf_posenc.explain.canvas import Picture, tick_name
 from hf_posenc.explain.encoding_pictures import binned, block_means, encoding_pictures
 from hf_posenc.explain.method_pictures import draw_dials, used_distances
 from hf_posenc.explain.overview import compared_rules, rule_pictures
@@ -151,13 +151,13 @@ def test_rules_side_by_side_are_transformers_own() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_distances_told_are_the_papers_pair_by_pair(rule: str) -> None:
+def test_distances_are_the_papers_pair_by_pair(rule: str) -> None:
     method, options = RULES[rule]
     spec = RopeSpec(rotary_dim=16, rope_theta=10000.0, original_max_position_embeddings=64)
-    places = torch.arange(200)
-    told = used_distances(spec, make_method(method, 8.0, options), places[:, None], places)
-    expected = torch.where(places[:, None] >= places, relative_positions(rule, 200), torch.nan)
-    torch.testing.assert_close(told, expected, equal_nan=True)
+    positions = torch.arange(200)
+    used = used_distances(spec, make_method(method, 8.0, options), positions[:, None], positions)
+    expected = torch.where(positions[:, None] >= positions, relative_positions(rule, 200), torch.nan)
+    torch.testing.assert_close(used, expected, equal_nan=True)
 
 
 def test_dials_take_a_pair_within_a_turn_and_are_not_drawn_where_there_is_none() -> None:
@@ -173,13 +173,13 @@ def test_dials_take_a_pair_within_a_turn_and_are_not_drawn_where_there_is_none()
 
 
 def test_lengths_are_named_as_they_are() -> None:
-    assert [tokens_name(n) for n in (0, 32.5, 500, 1000, 1024, 5000, 10000, 12288, 16384, 12345)] == [
+    assert [tick_name(n) for n in (0, 32.5, 500, 1000, 1024, 5000, 10000, 12288, 16384, 12345)] == [
         *("0", "32.5", "500", "1k", "1k", "5k", "10k", "12k", "16k", "12,345")
     ]
 
 
 @pytest.mark.slow  # half a minute: 68 drawings; the tests above hold each kind of them
-def test_the_gallery_is_one_page_and_asks_for_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gallery_is_one_page_and_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "gallery"
     assert main(["gallery", "--output-dir", str(folder)]) == 0
     written = capsys.readouterr().out.split()

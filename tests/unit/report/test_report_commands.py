@@ -27,11 +27,11 @@ from report_records import make_record, make_retrieval_record
 TEXT = "".join(f"Line {n} of a text that is long enough, {n * n} characters or so. " for n in range(40))
 
 
-def run(command: str, **places: str) -> None:
-    """Run a command as a shell would, with words in the place of those that stand for something."""
+def run(command: str, **values: str) -> None:
+    """Run a command as a shell would, with the names in capitals replaced by what they mean."""
     program, *words = shlex.split(command, comments=True)
     assert program == "hf-posenc"
-    assert main([*(places.get(word, word) for word in words), "--hide-progress"]) == 0
+    assert main([*(values.get(word, word) for word in words), "--hide-progress"]) == 0
 
 
 def keys(records: Any) -> list[tuple[str, float]]:
@@ -62,7 +62,7 @@ def test_a_typed_command_is_kept_and_gives_the_same_records(
     assert "<code>hf-posenc report r.jsonl</code>" in page
 
 
-# What is asked for in Python, and how many commands it takes.
+# What is measured in Python, and how many commands it takes.
 CASES: dict[str, tuple[dict[str, Any], list[dict[str, Any]], int]] = {
     "truncated": ({}, [{}, {"method": "linear", "factor": 2.5}, {"method": "yarn", "factor": 2.5}], 1),
     "options": (
@@ -96,8 +96,8 @@ def test_a_longppl_command_says_how_tokens_are_chosen(
     judge, _ = load_model("judge")
 
     def measured(**chosen: Any) -> list[Record]:
-        told: dict[str, Any] = {"key_tokens": KeyTokens(**chosen), "tokenizer": tokenizer, "progress": False}
-        return perplexity(model, [TEXT], [64, 128], "longppl", **told)
+        settings: dict[str, Any] = {"key_tokens": KeyTokens(**chosen), "tokenizer": tokenizer, "progress": False}
+        return perplexity(model, [TEXT], [64, 128], "longppl", **settings)
 
     records = [
         *measured(evaluator=judge, alpha=0.01, beta=-9.5, short_context=12),
@@ -129,9 +129,9 @@ def test_a_command_put_together_measures_the_same(
     model, tokenizer = load_model(tiny_checkpoint)
     records: list[Record] = []
     for row in rows:
-        told = dict(row)
-        if method := told.pop("method", None):
-            with patched(model, method, **told):
+        request = dict(row)
+        if method := request.pop("method", None):
+            with patched(model, method, **request):
                 records += perplexity(model, [TEXT], [32, 64], tokenizer=tokenizer, progress=False, **settings)
         else:
             records += perplexity(model, [TEXT], [32, 64], tokenizer=tokenizer, progress=False, **settings)
@@ -148,9 +148,9 @@ def test_a_retrieval_command_put_together_asks_the_same(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     model, tokenizer = load_model(tiny_checkpoint)
-    asked: dict[str, Any] = {"tasks": ["passkey", "cwe"], "context_lengths": [2000], "depths": [0, 100], "samples": 2}
+    request: dict[str, Any] = {"tasks": ["passkey", "cwe"], "context_lengths": [2000], "depths": [0, 100], "samples": 2}
     novel = "".join(chr(32 + ord(character) % 95) for character in TEXT * 2)
-    records = retrieval(model, tokenizer, documents=[novel], progress=False, **asked)
+    records = retrieval(model, tokenizer, documents=[novel], progress=False, **request)
     (command,) = make_commands(records).made
     (tmp_path / "novel.txt").write_text(novel)
     run(command + " --documents novel.txt")
@@ -162,8 +162,8 @@ def test_a_retrieval_command_put_together_asks_the_same(
 def test_trained_models_and_mixed_records_have_their_own_lines() -> None:
     trained = [make_record("yarn", n, 30.0, tokens_trained=300_000, model="mine") for n in (128, 256)]
     typed = make_record("none", 256, command="hf-posenc eval mine --method none")
-    asked = make_retrieval_record("none", 256, 50.0, 0, True)
-    commands = make_commands([typed, *trained, asked, typed])
+    answered = make_retrieval_record("none", 256, 50.0, 0, True)
+    commands = make_commands([typed, *trained, answered, typed])
     assert commands.typed == ("hf-posenc eval mine --method none",)
     measured, searched = (line.split() for line in commands.made)
     assert measured[2:5] == ["TRAINED", "--documents", "DOCUMENTS"]
@@ -172,19 +172,27 @@ def test_trained_models_and_mixed_records_have_their_own_lines() -> None:
     assert searched[2:5] == ["tiny", "--tasks", "passkey"]
 
 
-def test_what_is_told_is_no_part_of_the_key_and_older_files_lack_it(
+def test_each_model_has_a_command_of_its_own() -> None:
+    """The unpatched records of two models were in one command, of the last of them."""
+    records = [make_record(method, 256, model=model) for model in ("one", "two") for method in ("none", "yarn")]
+    commands = [line.split() for line in make_commands(records).made]
+    assert [words[2] for words in commands] == ["one", "two"]
+    assert [words[words.index("--method") + 1 :][:2] for words in commands] == [["none", "yarn"]] * 2
+
+
+def test_the_command_and_the_rope_are_no_part_of_the_key(
     tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Path
 ) -> None:
     model, path = tiny_llama(), tmp_path / "r.jsonl"
     (plain,) = perplexity(model, [torch.arange(1, 20)], [10], progress=False)
-    (told,) = perplexity(model, [torch.arange(1, 20)], [10], progress=False, command="hf-posenc eval x", output=path)
-    assert told.run_key == plain.run_key
-    assert (plain.command, told.command) == ("", "hf-posenc eval x")
-    assert read_records(path) == [told]
-    values = {name: value for name, value in json.loads(told.to_json()).items() if name not in ("rope", "command")}
+    (typed,) = perplexity(model, [torch.arange(1, 20)], [10], progress=False, command="hf-posenc eval x", output=path)
+    assert typed.run_key == plain.run_key
+    assert (plain.command, typed.command) == ("", "hf-posenc eval x")
+    assert read_records(path) == [typed]
+    values = {name: value for name, value in json.loads(typed.to_json()).items() if name not in ("rope", "command")}
     path.write_text(json.dumps(values) + "\n")
     (older,) = read_records(path)
-    assert (older.rope, older.command, older.run_key) == ({}, "", told.run_key)
+    assert (older.rope, older.command, older.run_key) == ({}, "", typed.run_key)
 
 
 def test_records_say_what_the_frequencies_were_as_the_model_was_trained(

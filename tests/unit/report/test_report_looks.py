@@ -39,11 +39,11 @@ SEEN_BY = {
 }
 
 
-def placed(method: str, length: int, perplexity: float, **changes: Any) -> Any:
+def with_positions(method: str, length: int, perplexity: float, **changes: Any) -> Any:
     """A record with losses by position."""
     counts = [15] + [16] * (length // 16 - 1)
-    places = {"position_bucket": 16, "position_tokens": counts, "position_nll": [3.0 * n for n in counts]}
-    return make_record(method, length, perplexity, **{**ROPE, **places, **changes})
+    by_position = {"position_bucket": 16, "position_tokens": counts, "position_nll": [3.0 * n for n in counts]}
+    return make_record(method, length, perplexity, **{**ROPE, **by_position, **changes})
 
 
 def drawn(svg: Path) -> list[tuple[str, str]]:
@@ -68,7 +68,7 @@ def test_a_method_looks_the_same_in_every_chart_of_a_report(tmp_path: Path) -> N
     """In each chart colours were counted anew, over the rows that it has."""
     curves = {"none": 50.0, "linear": 90.0, "ntk": 60.0, "yarn": 55.0}
     records: list[Any] = [
-        placed(method, length, perplexity, seconds=length / 100 + perplexity)
+        with_positions(method, length, perplexity, seconds=length / 100 + perplexity)
         for method, perplexity in curves.items()
         for length in (128, 256)
     ]
@@ -110,7 +110,7 @@ def test_a_method_has_its_colour_in_every_report(tmp_path: Path) -> None:
     assert sorted(numbers) == list(range(len(numbers)))  # with a number of another one it would look like that
 
 
-def test_rows_of_a_method_share_colour_and_marker_and_can_be_told_apart() -> None:
+def test_rows_of_a_method_share_colour_and_marker_and_no_two_look_alike() -> None:
     rows = [make_record("yarn", factor=float(factor)) for factor in range(2, 22)]
     rows += [make_record("yarn", factor=4.0, tokens_trained=tokens) for tokens in (1000, 2000)]
     rows += [make_record("none"), make_record("none", model="other"), make_record("none", tokens_trained=1000)]
@@ -151,7 +151,7 @@ def test_a_subclass_of_a_method_does_not_look_like_it(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("colours", "paper", "ink"), [(COLOURS, "#ffffff", INK), (COLOURS_ON_DARK, "#0d1117", "#e6edf3")]
 )
-def test_colours_stand_out_from_the_paper_and_differ_for_every_reader(
+def test_colours_have_contrast_with_the_paper_and_differ_for_every_reader(
     colours: tuple[str, ...], paper: str, ink: str
 ) -> None:
     def linear(colour: str) -> Any:
@@ -193,14 +193,14 @@ def test_intervals_lie_behind_the_lines_and_give_way_where_rows_are_many(tmp_pat
     assert words[kind] in paths.markdown.read_text()
 
 
-def test_whiskers_of_lines_that_meet_stand_side_by_side(tmp_path: Path) -> None:
+def test_whiskers_of_lines_that_meet_are_side_by_side(tmp_path: Path) -> None:
     paths = report([make_record(method) for method in ("none", "linear", "ntk", "yarn")], tmp_path)
     svg = paths.plots[1].read_text()
-    places = [
+    x = [
         float(re.search(rf'<g id="whiskers-{at}">.*?M ([\d.]+) ', svg, re.DOTALL)[1])  # type: ignore[index]
         for at in range(4)
     ]
-    assert np.diff(places) == pytest.approx([3.5] * 3, abs=1e-3)  # points
+    assert np.diff(x) == pytest.approx([3.5] * 3, abs=1e-3)  # points
 
 
 def test_titles_name_every_model(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_titles_name_every_model(tmp_path: Path) -> None:
 
     small, large = {"model": "hub/Small-1B"}, {"model": "/data/Large-7B/"}
     records: list[Any] = [
-        placed(method, n, 40.0, **small, seconds=n) for method in ("none", "yarn") for n in (128, 256)
+        with_positions(method, n, 40.0, **small, seconds=n) for method in ("none", "yarn") for n in (128, 256)
     ]
     records += [make_retrieval_record("none", n, 0.0, 0, True, **small, seconds=n) for n in (128, 256)]
     report(records, tmp_path / "one")

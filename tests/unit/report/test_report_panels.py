@@ -70,13 +70,13 @@ def test_buckets_are_added_up_not_averaged() -> None:
 def test_buckets_of_different_width_are_apart_and_those_measured_again_are_not(tmp_path: Path) -> None:
     def with_buckets(method: str, width: int, **changes: Any) -> Any:
         counts = [width - 1] + [width] * (256 // width - 1)
-        places = {"position_bucket": width, "position_nll": [3.0 * n for n in counts], "position_tokens": counts}
-        return make_record(method, 256, 40.0, **places, **changes)
+        by_position = {"position_bucket": width, "position_nll": [3.0 * n for n in counts], "position_tokens": counts}
+        return make_record(method, 256, 40.0, **by_position, **changes)
 
     _, apart = make_tables([with_buckets("none", 64), with_buckets("yarn", 32)])
     assert "at 256 tokens (truncated), position_bucket is 64 for unpatched and 32 for yarn x4" in apart.notes[0]
     again = [with_buckets("none", 64), with_buckets("none", 32), with_buckets("yarn", 32)]
-    report([*again, make_record("ntk", 256, 41.0)], tmp_path)  # older records have none
+    report([*again, make_record("ntk", 256, 41.0)], tmp_path)  # not every record has them
     tables = read_page((tmp_path / "report.html").read_text()).tables
     assert tables["positions_truncated_table"][0] == ["tokens", "unpatched", "yarn x4"]
     assert tables["positions_truncated_table"][1] == ["0–31", "3.000", "3.000"]
@@ -153,17 +153,17 @@ def test_the_frequency_panel_shows_each_pair_and_each_method(tmp_path: Path) -> 
     assert (tmp_path / "frequencies.svg").exists()
 
 
-def test_models_have_panels_of_their_own_and_older_records_none(tmp_path: Path) -> None:
+def test_models_have_panels_of_their_own_and_those_without_rope_none(tmp_path: Path) -> None:
     other = {**SMOL, "model": "other", "rope": {**ROPE, "rotary_dim": 32, "unrotated_pairs": 4}}
     records = [extended("none", 1.0), extended("yarn", 4.0), make_record("none", 8192, 31.0, **other)]
     tables = read_page(report(records, tmp_path / "two").html.read_text()).tables
     assert len(tables["frequencies_2_pairs"]) == 1 + 12
     assert sorted(path.name for path in (tmp_path / "two").glob("freq*.png")) == ["frequencies.png"]
-    older = [dataclasses.replace(record, rope={}) for record in records[:2]]
-    assert "frequencies" not in report(older, tmp_path / "old").html.read_text()
+    without = [dataclasses.replace(record, rope={}) for record in records[:2]]
+    assert "frequencies" not in report(without, tmp_path / "without").html.read_text()
 
 
-def test_time_stands_where_it_was_spent() -> None:
+def test_time_is_shown_at_the_length_of_its_pass() -> None:
     one_pass = [make_record("none", n, 30.0, seconds=12.5, peak_memory_bytes=3 * 2**29) for n in (64, 128, 256)]
     passes = [make_record("yarn", n, 30.0, seconds=n / 100) for n in (64, 128, 256)]
     (table,) = make_tables([*one_pass, *passes])
@@ -230,8 +230,8 @@ def test_losses_by_position_are_smoothed_and_it_is_said_how(tmp_path: Path) -> N
     sums = {method: [n * (3 + rng.random()) for n in counts] for method in ("none", "linear", "ntk", "yarn")}
 
     def of(method: str) -> Any:
-        places = {"position_bucket": 16, "position_tokens": counts, "position_nll": sums[method]}
-        return [make_record(method, 128, 40.0), make_record(method, 1024, 40.0, **places)]
+        by_position = {"position_bucket": 16, "position_tokens": counts, "position_nll": sums[method]}
+        return [make_record(method, 128, 40.0), make_record(method, 1024, 40.0, **by_position)]
 
     paths = report([*of("none"), *of("yarn")], tmp_path / "two")
     svg = (tmp_path / "two" / "positions_truncated.svg").read_text()

@@ -110,18 +110,19 @@ def test_what_was_not_asked_alike_stands_in_a_table_of_its_own(tmp_path: Path) -
         first, second = make_grids(changed)
         assert [row.name for row in first.rows] == ["unpatched"]
         assert [row.name for row in second.rows] == ["yarn x4"]
-        assert (first.note, first.slug, second.slug) == ("", "retrieval_passkey", "retrieval_passkey_2")
-        assert second.note.startswith(f"yarn x4, zero-shot is apart from the first table: {message}")
+        assert (first.notes, first.slug, second.slug) == ((), "retrieval_passkey", "retrieval_passkey_2")
+        (note,) = second.notes
+        assert note.startswith(f"yarn x4, zero-shot is apart from the first table: {message}")
         paths = report(changed, tmp_path / str(number))
         for text in (paths.markdown.read_text(), unescape(paths.html.read_text())):
-            assert text.index(first.title) < text.index(second.title) < text.index(second.note)
+            assert text.index(first.title) < text.index(second.title) < text.index(note)
 
 
 def test_another_run_of_a_row_is_apart_and_a_repeat_is_none() -> None:
     records = make_records()
     first, second = make_grids([*records, dataclasses.replace(records[-1], run_key="other")])
     assert [row.name for row in first.rows] == ["unpatched", "yarn x4"]
-    assert "it is another run of the same row, so weights, versions or seed differ" in second.note
+    assert "it is another run of the same row, so weights, versions or seed differ" in second.notes[0]
     (only,) = make_grids([*records, records[-1]])
     assert len(only.rows) == 2
 
