@@ -84,7 +84,7 @@ class UnsupportedModelError(HfPosencError, ValueError):
         model_type: Of its config.
         method: The method that it does not support; None if it supports none.
         reason: Why, as the end of a sentence without its full stop.
-        code: The reason's key in ``families.reasons.REASONS``; None if it has none.
+        code: The reason's key in ``families.refusals.REASONS``; None if it has none.
         values: What the reason's text is filled in with.
     """
 
@@ -175,7 +175,7 @@ def argument(name: str, value: Any = _NO_VALUE) -> str:
 
 @contextmanager
 def arguments_named_as_flags() -> Iterator[None]:
-    """While open, ``argument`` writes those that ``add_flags`` was told of as flags."""
+    """While open, ``argument`` writes those that ``add_flags`` was given as flags."""
     global _flags
     before, _flags = _flags, set()
     try:

@@ -39,7 +39,7 @@ def download(folder: Path) -> Path:
 
 def convert(gguf: Path, output_dir: Path) -> None:
     """Write the dequantised model and its tokenizer; the folder appears only when it is whole."""
-    from hf_posenc.checkpoint.extended import CONFIG, both_spellings
+    from hf_posenc.checkpoint.extended import CONFIG, both_serializations
     from hf_posenc.checkpoint.loading import load_model
 
     partial = output_dir.with_name(output_dir.name + ".partial")
@@ -48,7 +48,7 @@ def convert(gguf: Path, output_dir: Path) -> None:
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     config = partial / CONFIG
-    saved = both_spellings(json.loads(config.read_text(encoding="utf-8")))
+    saved = both_serializations(json.loads(config.read_text(encoding="utf-8")))
     config.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if output_dir.exists():
         output_dir.rmdir()  # only if empty: nobody's files are removed

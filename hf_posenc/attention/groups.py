@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class Groups:
-    """Where each slot of a batch stands in the rows of its groups.
+    """The index of each slot of a batch in the rows of its groups.
 
     Attributes:
         taken: int64 ``(places,)``, the slot each place takes its token from, counted through the batch.

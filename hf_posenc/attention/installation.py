@@ -122,14 +122,14 @@ def _code(module: nn.Module) -> dict[str, Any]:
 
 
 def _rotation(rotary: RotaryModel) -> Rotation | None:
-    """Return how a family rotates; as Llama where its code cannot be asked, which the probe then finds out."""
+    """Return how a family rotates; as Llama where its code cannot be called, which the probe then finds out."""
     module, label, prefix = rotary.rotary_module, rotary.label, rotary.prefix
     config: Any = module.config
     try:
         with torch.device("cpu"):
             fresh: Any = rotary_class(module)(config)
-            asked = (torch.zeros(1, 1, 1), torch.arange(4)[None])
-            cos, sin = fresh(*asked) if label is None else fresh(*asked, layer_type=label)
+            arguments = (torch.zeros(1, 1, 1), torch.arange(4)[None])
+            cos, sin = fresh(*arguments) if label is None else fresh(*arguments, layer_type=label)
         apply = _code(fresh)["apply_rotary_pos_emb"]
         return find_rotation(
             apply, cos, sin, getattr(fresh, f"{prefix}inv_freq"), getattr(fresh, f"{prefix}attention_scaling")

@@ -15,7 +15,7 @@ from hf_posenc.attention.masks import PREFIX, inner_name, slot_states
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
 
 # What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
-# positions, or a rotary module of its own); the keys of one that attends to images stand nowhere in the text.
+# positions, or a rotary module of its own); the keys of one that attends to images have no position in the text.
 FULL, PASS, CROSS = "full", "pass", "cross"
 INNER = ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 _ATTENTION = "_hf_posenc_attention"
@@ -125,7 +125,7 @@ def hf_posenc_attention(
     if kwargs.get("position_ids") is None:
         if attention.positions is None:
             raise InvalidRequestError(
-                f"{type(module).__name__} is not told where its queries stand (position_ids), so gradient "
+                f"{type(module).__name__} gets no positions of its queries (position_ids), so gradient "
                 "checkpointing and torch.compile cannot be used with this rule."
             )
         kwargs["position_ids"] = attention.positions

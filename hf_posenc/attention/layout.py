@@ -1,4 +1,4 @@
-"""Where the queries and keys of one forward stand, read once and shared by all layers."""
+"""The positions of the queries and keys of one forward, read once and shared by all layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_posenc.errors import InvalidRequestError
 class Layout:
     """Slots and positions of one forward.
 
-    A key slot is its place in the cache (or in the input, without one); its position is what rotates it.
+    A key slot is its index in the cache (or in the input, without one); its position is what rotates it.
 
     Attributes:
         first_query: Slot of the first query.
@@ -88,7 +88,7 @@ def read_layout(position_ids: torch.Tensor, num_slots: int, states: torch.Tensor
         states: What each holds, ``(batch or 1, num_slots)``; None if every one is a real token.
 
     Raises:
-        ValueError: Positions that do not follow one another, with a KV cache: where its keys stand is not known.
+        ValueError: Positions that do not follow one another, with a KV cache: the positions of its keys are not known.
     """
     queries, num_queries = position_ids.cpu(), position_ids.shape[-1]
     known = None if states is None else states.cpu()

@@ -13,7 +13,7 @@ from hf_posenc.errors import InvalidRequestError
 
 
 class LazyMask:
-    """What Transformers asked a mask function for; the layers of one forward share it.
+    """What Transformers requested of a mask function; the layers of one forward share it.
 
     Args:
         request: The arguments of a mask function.

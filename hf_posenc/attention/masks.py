@@ -68,7 +68,7 @@ def piece_mask(inner: str, num_queries: int, num_keys: int, real: torch.Tensor |
     Args:
         inner: Its name.
         num_queries: Queries of the piece.
-        num_keys: Keys of the piece; the last query stands at the last key.
+        num_keys: Keys of the piece; the last query is at the last key.
         real: bool ``(batch, num_keys)``, False for padding; None if there is none.
         like: The queries, for device and dtype.
     """

@@ -44,7 +44,7 @@ class Pieces:
 
         Args:
             attention: What the model attends by.
-            forward: Where queries and keys stand.
+            forward: The positions of queries and keys.
             module: The attention layer.
             query: As the model rotated them, ``(batch, heads, num_queries, head_dim)``.
             key: The same, ``(batch, kv_heads, num_slots, head_dim)``.
@@ -77,7 +77,7 @@ class Pieces:
         return scores if cap is None else (scores / cap).tanh() * cap
 
     def tempered(self, query: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Multiply queries at ``places``, int64 ``(num_queries,)`` or ``(rows, num_queries)``, as the rule asks."""
+        """Multiply queries at ``places``, int64 ``(num_queries,)`` or ``(rows, num_queries)``, as the rule says."""
         factors = self.attention.query_factors(places)
         if factors is None:
             return query
@@ -114,7 +114,7 @@ class Pieces:
         return self._call(query, keys, self.value, self._whole_mask())
 
     def by_stage(self) -> Output:
-        """Attend stage by stage; rows that stand elsewhere than the others, each alone."""
+        """Attend stage by stage; rows at other positions than the others, each alone."""
         layout, batch = self.forward.layout, len(self.query)
         if "flash" in self.attention.inner and self.dense is None and layout.has_documents():
             raise InvalidRequestError(
@@ -209,7 +209,7 @@ class Pieces:
         index: slice = _ALL,
         of_queries: bool = False,
     ) -> torch.Tensor:
-        """Rotate the states of a range of slots on, of some rows; in stage 0 they stand where they should."""
+        """Rotate the states of a range of slots on, of some rows; in stage 0 they are rotated as they should be."""
         if not any(stages):
             return states[:, :, : stop - start]
         cos, sin = self.attention.tables(self.forward, stages, start, stop, states.device, of_queries)

@@ -24,7 +24,7 @@ def attend_by_distance(pieces: Pieces, rule: Regions) -> Output:
     """Attend with a rule's regions; no score exists for more than a few queries at a time.
 
     Args:
-        pieces: The layer's queries, keys and values, and where they stand.
+        pieces: The layer's queries, keys and values, and their positions.
         rule: The rule.
 
     Returns:

@@ -51,7 +51,7 @@ class Shift:
         self.grouped: set[int] = set()
 
     @contextmanager
-    def rehearsed(self, group: int) -> Iterator[None]:
+    def dry_run(self, group: int) -> Iterator[None]:
         """While open, groups have this many tokens, and those of a model in evaluation mode are the same."""
         before = self.group, self.in_evaluation
         self.group, self.in_evaluation = group, True
@@ -255,9 +255,9 @@ def _try_out(rotary: RotaryModel, shift: Shift) -> None:
     """Read a few tokens, to see that layers attend in groups; where weights are elsewhere that has to wait."""
     if any(parameter.is_meta or not parameter.numel() for parameter in rotary.model.parameters()):
         return
-    reason, cause = "no layer asked for it", None
+    reason, cause = "no layer called it", None
     try:
-        with shift.rehearsed(2):
+        with shift.dry_run(2):
             probe(rotary.model, _TOKENS)
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         reason, cause = f"its layers do something of their own ({error})", error

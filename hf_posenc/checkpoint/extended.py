@@ -1,4 +1,4 @@
-"""Checkpoints that plain Transformers reads, in both its spellings, and the manifest beside them."""
+"""Checkpoints that plain Transformers reads, in both serializations, and the manifest beside them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _CHECKPOINT_FILES = (
 )
 
 
-def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
+def both_serializations(config: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON of a text config with its rotary settings as Transformers 5 and as Transformers 4 read them.
 
     Transformers 4 ignores ``rope_parameters``: a checkpoint saved by 5 loads there with ``rope_theta=10000`` and no
@@ -80,22 +80,22 @@ def both_spellings(config: dict[str, Any]) -> dict[str, Any]:
     full = next((label for label in nested if label in FULL_ATTENTION), "")
     parameters = {k: v for k, v in (nested[full] if full else config["rope_parameters"]).items() if k != "type"}
     family = family_of(config.get("model_type"))
-    spelled = {**config, "rope_parameters": {**config["rope_parameters"], full: parameters} if full else parameters}
+    written = {**config, "rope_parameters": {**config["rope_parameters"], full: parameters} if full else parameters}
     if full and family.layer_types_in_4 is None:  # Transformers 4 does not know the family, or no scaling of it
-        return spelled
+        return written
     for key in ("rope_theta", "partial_rotary_factor"):
         if parameters.get(key) is not None:
-            spelled[family.names_in_4.get(key, key)] = parameters[key]
+            written[family.names_in_4.get(key, key)] = parameters[key]
     if full and (sliding := family.layer_types_in_4):
-        spelled[sliding] = nested["sliding_attention"]["rope_theta"]
+        written[sliding] = nested["sliding_attention"]["rope_theta"]
     rope_type = parameters["rope_type"]
     scaling = {key: value for key, value in parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
     # Qwen2-VL's decoder in Transformers 4 reads mrope_section from here, whatever the rule.
     is_plain = rope_type == "default" and not any(key.startswith("mrope_") for key in scaling)
-    spelled["rope_scaling"] = None if is_plain else {**scaling, "type": rope_type}
+    written["rope_scaling"] = None if is_plain else {**scaling, "type": rope_type}
     if rope_type == "longrope":  # Transformers 4 looks for it here only, and else switches lists at the target
-        spelled["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
-    return spelled
+        written["original_max_position_embeddings"] = parameters["original_max_position_embeddings"]
+    return written
 
 
 def save_extended(
@@ -231,7 +231,7 @@ def raise_tokenizer_limit(folder: Path) -> None:
 def _write_manifest(folder: Path, rotary: RotaryModel, manifest: dict[str, Any], *, adapter: bool) -> None:
     """Write what there is to say of an extension into the config of a model or an adapter, and the manifest, last."""
     if adapter:
-        # PEFT itself warns of a key that it does not know, which is all that those without hf_posenc can be told.
+        # PEFT itself warns of a key that it does not know, which is all that those without hf_posenc see.
         file, mark = folder / ADAPTER_CONFIG, {MARK: {key: manifest[key] for key in Extension.FACTS}}
         said = json.loads(file.read_text(encoding="utf-8")) | mark
         write_whole(file, json.dumps(said, indent=2, sort_keys=True) + "\n")
@@ -282,10 +282,10 @@ def _rewrite_config(file: Path, rotary: RotaryModel, manifest: dict[str, Any]) -
     config, text_config = rotary.model.config, rotary.text_config
     changed = _config_values(rotary, manifest)
     if text_config is config:
-        saved = both_spellings({**saved, **changed})
+        saved = both_serializations({**saved, **changed})
     else:
         name = next(key for key in config.sub_configs if getattr(config, key) is text_config)
-        saved[name] = both_spellings({**saved[name], **changed})
+        saved[name] = both_serializations({**saved[name], **changed})
     write_whole(file, json.dumps(saved, indent=2, sort_keys=True) + "\n")
 
 

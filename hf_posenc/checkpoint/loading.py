@@ -46,7 +46,7 @@ def load_model(
         FileNotFoundError: The path, or the ``config.json`` in it, does not exist.
         ValueError: The Hub has no such model, it cannot be read, or a ``.gguf`` declares a scaling that
             Transformers drops, or weights are missing; or the device is unknown or not there.
-        ImportError: A package that reads the model (``.gguf``, quantised) or the attention asked for is not installed.
+        ImportError: A package that reads the model (``.gguf``, quantised) or the requested attention is not installed.
     """
     path = Path(name_or_path).expanduser()
     parse_dtype(dtype)  # a wrong name is an error before anything is read
@@ -130,7 +130,7 @@ def _in_4bit(source: str, choice: DtypeChoice) -> dict[str, Any]:
 
 
 def in_4bit(dtype: torch.dtype | str) -> dict[str, Any]:
-    """Return what ``from_pretrained`` is told to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
+    """Return what ``from_pretrained`` takes to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
     settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

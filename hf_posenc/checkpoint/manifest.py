@@ -1,4 +1,4 @@
-"""The manifest beside a checkpoint: what was asked of which model, and how a model is patched again as it says."""
+"""The manifest beside a checkpoint: what was requested of which model, and how a model is patched again as it says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEEDED = (*Extension.FACTS, "rope_theta", "base_model", "tokens_trained")
 
 
 def make_manifest(rotary: RotaryModel, *, tokens_trained: int | None, base_model: str | None) -> dict[str, Any]:
-    """Return the manifest: what was asked, of what, how long it was trained, and with which versions.
+    """Return the manifest: what was requested, of which model, how long it was trained, and with which versions.
 
     Args:
         rotary: The extended model.

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 _UPLOAD = "_upload_modified_files"
 _plain: ContextVar[bool] = ContextVar("plain_loading", default=False)
-# The name of a model that TRL asked its config for last, this very object, and that config.
-_asked: ContextVar[tuple[str, Any] | None] = ContextVar("asked_name", default=None)
+# The name of a model that TRL read from a config last, this very object, and that config.
+_named: ContextVar[tuple[str, Any] | None] = ContextVar("named_model", default=None)
 
 
 def install() -> None:
@@ -328,19 +328,19 @@ def _wrap_reference_models(module: ModuleType) -> None:
         name = original(config)
         if isinstance(name, str):
             name = "".join([*name])  # an object of its own, by which the next function knows where it comes from
-            _asked.set((name, config))
+            _named.set((name, config))
         return name
 
     def create(original: Callable[..., Any], model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = _asked.get()
-        if asked is None or asked[0] is not model_id:
+        named = _named.get()
+        if named is None or named[0] is not model_id:
             return original(model_id, *args, **kwargs)
         from hf_posenc.attention.masks import inner_name
 
         if isinstance(kwargs.get("attn_implementation"), str):
             kwargs["attn_implementation"] = inner_name(kwargs["attn_implementation"])
         model = original(model_id, *args, **kwargs)
-        _extend_as(model, asked[1])
+        _extend_as(model, named[1])
         return model
 
     if {"get_config_model_id", "create_model_from_path"} <= vars(module).keys():

@@ -79,8 +79,8 @@ def check_base(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[Findi
     """
     found, expected = read_dialect(config), read_dialect(base)
     if found.rope != expected.rope:
-        what = f"{CONFIG} declares {found.rope or 'no rule that can be told'}, and was saved with {expected.rope}"
-        why = "load_extended puts the manifest's rule in its place; everyone else reads another model than the base."
+        what = f"{CONFIG} declares {found.rope or 'no rule that can be read'}, and was saved with {expected.rope}"
+        why = "load_extended puts the manifest's rule there; everyone else reads another model than the base."
         return [Finding("base-rescaled", "error", what, why)]
     length, saved = (text_config(one)[1].get("max_position_embeddings") for one in (config, base))
     if length == saved:

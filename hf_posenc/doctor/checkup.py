@@ -156,7 +156,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
     dialect = read_dialect(config, known)
     text = text_config(config)[1]
     tokens = f"{dialect.original} tokens, says {dialect.original_from}" if dialect.original else dialect.original_from
-    lines = [("declared", f"{dialect.rope or 'no rule that can be told'}, in {dialect.spelling}")]
+    lines = [("declared", f"{dialect.rope or 'no rule that can be read'}, in {dialect.serialization}")]
     if dialect.rope is None and not dialect.parameters:
         lines = [("declared", "no rotary embedding")]
     else:
@@ -256,7 +256,7 @@ def _of_model(model: nn.Module) -> Diagnosis:
     declared, holds, findings = look_at_modules(rotary)
     said = ", ".join(f"{key} {value}" for key, value in declared.items() if value not in ({}, None))
     loaded = [("loaded", held) for held in held_by_modules(rotary)]
-    lines = (("declared", said or "nothing that can be told"), *loaded, ("holds", holds))
+    lines = (("declared", said or "nothing that can be read"), *loaded, ("holds", holds))
     return Diagnosis(type(rotary.model).__name__, rotary.model_type, lines, (*findings, *check_applied(rotary)))
 
 
@@ -313,7 +313,7 @@ def _make_room(file: Path, is_input: bool) -> None:
         return
     backup = file.with_name(file.name + ".bak")
     if not is_input:
-        raise InvalidRequestError(f"{str(file)!r} is there already. Give another place for the mended config.")
+        raise InvalidRequestError(f"{str(file)!r} is there already. Give another path for the mended config.")
     if backup.exists():
         raise InvalidRequestError(
             f"{str(backup)!r} is there already, so {file.name} is not replaced. Move it away first."

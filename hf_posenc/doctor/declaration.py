@@ -56,7 +56,7 @@ class Facts:
     Attributes:
         text: The JSON of the text config.
         parameters: The rule it means, as one flat dict.
-        source: The dict that declares it, as it stands.
+        source: The dict that declares it, as it is.
         original: Original length in tokens, None if unknown.
         known: What the user says.
         marked: Whether ``save_extended`` noted the rule beside it.
@@ -96,7 +96,7 @@ def source_of(text: Mapping[str, Any]) -> dict[str, Any]:
     return dict(text.get("rope_scaling") or flat_parameters(text))
 
 
-def spelling_name(text: Mapping[str, Any]) -> str:
+def serialization_name(text: Mapping[str, Any]) -> str:
     found = [key for key in ("rope_parameters", "rope_scaling") if text.get(key)]
     words = {"rope_parameters": "rope_parameters (Transformers 5)", "rope_scaling": "rope_scaling (Transformers 4)"}
     return " and ".join(words[key] for key in found) or "the base only, no rule"
@@ -154,7 +154,7 @@ def original_length(
 ) -> tuple[int | None, str]:
     """Return the original length and what says so."""
     length = text.get("max_position_embeddings")
-    places = [
+    sources = [
         (known.original, "you"),
         ((mark or {}).get(ORIGINAL), MARK),
         (text.get(ORIGINAL) if family_of(text["model_type"]).longrope_only else None, f"config.{ORIGINAL}"),
@@ -166,7 +166,7 @@ def original_length(
             "max_position_embeddings",
         ),
     ]
-    found = next(((int(value), place) for value, place in places if value), None)
+    found = next(((int(value), source) for value, source in sources if value), None)
     return found or (None, "nothing: it is not recorded")
 
 
@@ -180,7 +180,7 @@ def _head_dim(text: Mapping[str, Any]) -> int:
 
 
 def from_mark(text: Mapping[str, Any], parameters: Mapping[str, Any], mark: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rule that ``save_extended`` noted beside it, spelled as it spells it."""
+    """Return the rule that ``save_extended`` noted beside it, as it writes it."""
     width, unrotated_pairs = rotary_width(_head_dim(text), parameters)
     spec = RopeSpec(width, float(mark["rope_theta"]), mark[ORIGINAL], unrotated_pairs)
     scaling = make_method(mark["method"], mark["factor"], mark["options"])

@@ -16,8 +16,8 @@ from hf_posenc.doctor.declaration import (
     meant,
     original_length,
     reads_original,
+    serialization_name,
     source_of,
-    spelling_name,
     target_length,
 )
 from hf_posenc.doctor.dialects import Rope
@@ -34,10 +34,10 @@ class Dialect:
 
     Attributes:
         model_type: The family.
-        spelling: Which keys say it.
+        serialization: Which keys say it.
         parameters: The full-attention rule as one flat dict in Transformers' words, mistakes taken out; {} if the
             family has no rotary embedding.
-        rope: The rule it means; None if it has none or it cannot be told.
+        rope: The rule it means; None if it has none or it cannot be read.
         original: Original length in tokens, None if unknown.
         original_from: What says so.
         target: What ``max_position_embeddings`` should say, in tokens.
@@ -46,7 +46,7 @@ class Dialect:
     """
 
     model_type: str
-    spelling: str
+    serialization: str
     parameters: dict[str, Any]
     rope: Rope | None
     original: int | None
@@ -60,7 +60,7 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
     """Return what a config.json means and what is wrong with it.
 
     Args:
-        config: Its JSON, in any spelling.
+        config: Its JSON, in any serialization.
         known: What the user says about the model, which wins.
 
     Raises:
@@ -101,4 +101,6 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
     findings += check_lengths(facts, target)
     if all(finding.mendable for finding in findings):
         findings += check_versions(facts, rope)
-    return Dialect(model_type, spelling_name(text), parameters, rope, original, origin, target, mark, tuple(findings))
+    return Dialect(
+        model_type, serialization_name(text), parameters, rope, original, origin, target, mark, tuple(findings)
+    )

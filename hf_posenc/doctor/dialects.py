@@ -38,7 +38,7 @@ class Rope:
         factor: Target / original length, where the frequencies depend on it.
         original: Original length in tokens, where the rule uses it.
         options: The rule's other numbers, as they take effect.
-        partial: Share of a head that turns; None where only the family says.
+        partial: Share of a head that is rotated; None where only the family says.
         every_layer: Whether the rule is in layers with a sliding window too, where only full attention should have it.
     """
 
@@ -67,7 +67,7 @@ class Refused(ValueError):
     """A version of Transformers cannot build or run a model from a config; the message says why.
 
     Attributes:
-        for_good: Whether no other spelling of the rule helps.
+        for_good: Whether no other serialization of the rule helps.
     """
 
     def __init__(self, message: str, for_good: bool = False) -> None:

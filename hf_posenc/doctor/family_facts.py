@@ -32,7 +32,7 @@ def default_theta(model_type: str) -> float:
 
 
 def text_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the part of a config.json about the language model, and the key it stands under ("" for the top).
+    """Return the part of a config.json about the language model, and its key there ("" for the top).
 
     Family and length, which a published config may leave to Transformers (Gemma 3's do), are filled in there.
     """

@@ -24,7 +24,7 @@ from hf_posenc.methods.registry import method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.extension import SCALING_KEYS
 
-_NO_SPELLING = "No spelling helps there: take Transformers 4.57 or a newer 5."
+_NO_SERIALIZATION = "No serialization helps there: take Transformers 4.57 or a newer 5."
 
 
 @dataclass(frozen=True)
@@ -192,16 +192,16 @@ def _check_temperature(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "temperature-off",
             "note",
-            "attention_factor 1 turns YaRN's temperature off",
+            "attention_factor 1 switches YaRN's temperature off",
             "In YaRN's own code attn_factor 1 leaves it on, and the two are often confused.",
             "Remove it if it was attn_factor.",
         )
-    spelled = {"type", "factor", ORIGINAL} == set(source) and facts.text["model_type"] == "llama"
-    if spelled and facts.known.ramp is None:
+    as_pose = {"type", "factor", ORIGINAL} == set(source) and facts.text["model_type"] == "llama"
+    if as_pose and facts.known.ramp is None:
         yield Finding(
             "pose-curve",
             "note",
-            "PoSE's checkpoints are spelled like this one, and their YaRN has another curve",
+            "PoSE's checkpoints are written like this one, and their YaRN has another curve",
             "Transformers has only the curve of YaRN's authors; a PoSE model reads worse with it.",
             "If it was trained with PoSE: hf-posenc doctor ... --ramp harmonic --fix OUT.",
         )
@@ -238,8 +238,8 @@ def check_lengths(facts: Facts, target: int | None) -> Iterator[Finding]:
     )
 
 
-def _check_spellings(facts: Facts) -> Iterator[Finding]:
-    """Compare the two spellings, where a config has both."""
+def _check_serializations(facts: Facts) -> Iterator[Finding]:
+    """Compare the two serializations, where a config has both."""
     text = facts.text
     if not text.get("rope_scaling") or not flat_parameters(text):
         return
@@ -298,7 +298,7 @@ def check_versions(facts: Facts, rope: Rope | None) -> Iterator[Finding]:
                 severity,
                 f"Transformers {version} cannot load it: {refusal}",
                 "It fails when the model is built or first runs.",
-                _NO_SPELLING if refusal.for_good else Finding.todo,
+                _NO_SERIALIZATION if refusal.for_good else Finding.todo,
             )
             continue
         if read is not None and read.every_layer and replace(read, every_layer=False) == rope:
@@ -307,7 +307,7 @@ def check_versions(facts: Facts, rope: Rope | None) -> Iterator[Finding]:
                 "note",
                 f"Transformers {version} has one rule for all layers of {facts.text['model_type']}: {read}",
                 "Its layers with a sliding window are scaled too, which nothing was trained with.",
-                _NO_SPELLING,
+                _NO_SERIALIZATION,
             )
             continue
         if read is not None and rope is not None and read != rope:
@@ -334,5 +334,5 @@ CHECKS = (
     _check_theta,
     _check_axes,
     _check_temperature,
-    _check_spellings,
+    _check_serializations,
 )

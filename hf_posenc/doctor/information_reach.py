@@ -57,18 +57,18 @@ def chunk_of_rotary_layers(config: PreTrainedConfig) -> int | None:
     kinds = getattr(config, "layer_types", None) or []
     if not chunk or not rotary or len(kinds) != len(rotary):  # no_rope_layers: 1 where a layer is rotary
         return None
-    seen = {kind for kind, turns in zip(kinds, rotary, strict=True) if turns}
+    seen = {kind for kind, is_rotary in zip(kinds, rotary, strict=True) if is_rotary}
     return int(chunk) if seen == {"chunked_attention"} else None
 
 
 def _look_at_chunks(
     chunk: int, config: PreTrainedConfig, target: int, dialect: Dialect
 ) -> tuple[list[tuple[str, str]], list[Finding]]:
-    turning = sum(map(bool, config.no_rope_layers))
+    num_rotary = sum(map(bool, config.no_rope_layers))
     line = (
         "reach",
-        f"chunks of {chunk} tokens in the {turning} rotary layers; the other {len(config.no_rope_layers) - turning} "
-        "read everything, without positions",
+        f"chunks of {chunk} tokens in the {num_rotary} rotary layers; the other "
+        f"{len(config.no_rope_layers) - num_rotary} read everything, without positions",
     )
     if chunk >= target:
         return [line], []

@@ -162,7 +162,7 @@ def _check_modules(rotary: RotaryModel) -> Iterator[Finding]:
                 "rounded",
                 "error",
                 f"{name} holds {str(dtype).removeprefix('torch.')} frequencies",
-                "Rounded frequencies turn wrong by whole radians at long range; .float() does not bring them back.",
+                "Rounded frequencies rotate wrong by whole radians at long range; .float() does not bring them back.",
                 "Load with dtype=..., do not cast after; or call patch_model, whose frequencies stay float32.",
                 False,
             )

@@ -1,4 +1,4 @@
-"""The config.json that a checkpoint should have had: both spellings, whole lengths, nothing that is not read."""
+"""The config.json that a checkpoint should have had: both serializations, whole lengths, nothing that is not read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint.extended import both_spellings
+from hf_posenc.checkpoint.extended import both_serializations
 from hf_posenc.doctor.declaration import Known
 from hf_posenc.doctor.diagnosis import Dialect, read_dialect
 from hf_posenc.doctor.dialects import full_label, is_nested
@@ -31,11 +31,11 @@ def mended(config: Mapping[str, Any], known: Known | None = None) -> dict[str, A
     """Return the JSON of a config that says what the given one means, as Transformers 4.57 and 5 read it.
 
     Args:
-        config: The JSON of a config.json, in any spelling; it is not touched.
+        config: The JSON of a config.json, in any serialization; it is not touched.
         known: What the user says about the model, which wins.
 
     Raises:
-        ValueError: It cannot be told what the config means; the message says what to give.
+        ValueError: What the config means cannot be read; the message says what to give.
     """
     known = known or Known()
     dialect = read_dialect(config, known)
@@ -63,12 +63,12 @@ def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, An
         fixed[_ORIGINAL] = getattr(config, _ORIGINAL)
     if family_of(dialect.model_type).needs_head_dim and text.get("head_dim") is None:
         fixed["head_dim"] = head_dim_of(config)
-    spelled = both_spellings(fixed)
-    axes = {k: v for k, v in spelled["rope_parameters"].items() if k.startswith("mrope_")}
+    written = both_serializations(fixed)
+    axes = {k: v for k, v in written["rope_parameters"].items() if k.startswith("mrope_")}
     several = axes or family_of(dialect.model_type).several_axes_in_module
-    if several and spelled["rope_scaling"] is None:  # where Transformers 4 looks for the axes
-        spelled["rope_scaling"] = {**axes, "rope_type": "default", "type": "default"}
-    return spelled
+    if several and written["rope_scaling"] is None:  # where Transformers 4 looks for the axes
+        written["rope_scaling"] = {**axes, "rope_type": "default", "type": "default"}
+    return written
 
 
 def _request(dialect: Dialect, known: Known) -> tuple[str, float, dict[str, Any]]:
@@ -104,7 +104,7 @@ def plain_config(text: dict[str, Any], dialect: Dialect) -> PreTrainedConfig:
     kept = {k: v for k, v in dialect.parameters.items() if k not in SCALING_KEYS}
     others = ("rope_scaling", "rope_parameters", "vision_config", MARK)
     plain = {k: copy.deepcopy(v) for k, v in text.items() if k not in others}
-    plain["model_type"] = usual.model_type  # Qwen2-VL's text config often stands at the top, under the model's name
+    plain["model_type"] = usual.model_type  # Qwen2-VL's text config is often at the top level, under the model's name
     if dialect.mark is not None:
         kept["rope_theta"] = dialect.mark["rope_theta"]
     flat = {**kept, "rope_type": "default"}

@@ -1,4 +1,4 @@
-"""Positions added to the embeddings: hooks that say where each token stands, and add its vector before layer 0."""
+"""Positions added to the embeddings: hooks that say the position of each token, and add its vector before layer 0."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AbsolutePositions:
         positions = kwargs.get("position_ids")
         if positions is None:
             raise InvalidRequestError(
-                f"{type(layer).__name__} is not told where its tokens stand (position_ids): a learned or sinusoidal "
+                f"{type(layer).__name__} gets no positions of its tokens (position_ids): a learned or sinusoidal "
                 "encoding cannot be added. Take 'alibi' or another that does without."
             )
         if positions.dim() == 3:

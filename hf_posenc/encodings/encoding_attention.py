@@ -31,7 +31,7 @@ class BiasedForward(Forward):
 
 
 class EncodingAttention(PositionalAttention[BiasedForward]):
-    """An encoding that every layer's attention asks, and where the tokens of a forward stand."""
+    """An encoding that every layer's attention asks, and the positions of a forward's tokens."""
 
     def __init__(self, encoding: AddedToLogits | RotatesPairs, inner: str) -> None:
         """Make one; ``inner`` is the attention implementation that was in use."""
@@ -59,8 +59,8 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
             key, value, dense = written_slots(key, value, dense)
         elif dense is not None and self.cache is None and key.shape[2] > query.shape[2] and not _seen(dense[..., -1]):
             raise InvalidRequestError(
-                "a compiled forward does not hand on its static cache, so where its keys stand is not known beside "
-                "sliding windows or packed documents. Take a DynamicCache, or do not compile."
+                "a compiled forward does not hand on its static cache, so the positions of its keys are not known "
+                "beside sliding windows or packed documents. Take a DynamicCache, or do not compile."
             )
         forward = self.read(kwargs["position_ids"], key.shape[2], states)
         layout = forward.layout

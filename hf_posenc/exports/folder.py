@@ -27,7 +27,7 @@ class ExportFolder:
         path: Where it is.
         config: Its config.json.
         manifest: Its context_extension.json.
-        overrides: What ``config`` has that the file has not: the server must be told.
+        overrides: What ``config`` has that the file has not: the server needs them.
     """
 
     path: str

@@ -38,7 +38,7 @@ def refuse_attention_rule(folder: ExportFolder, title: str) -> None:
         )
     if folder.runs_in_attention:
         raise InvalidRequestError(
-            f"{title} cannot run {folder.manifest['method']}: the rule depends on where each query stands, so only "
+            f"{title} cannot run {folder.manifest['method']}: the rule depends on the position of each query, so only "
             f"hf_posenc runs it (load_extended, hf-posenc eval), and {CONFIG} is the base model's. For the nearest "
             "static rule, and what is lost by it: --as yarn (export_command(..., as_method='yarn'))."
         )
@@ -92,8 +92,8 @@ def what_is_lost(folder: ExportFolder, static: ExportFolder) -> list[str]:
     own, other, manifest = folder.manifest["method"], static.manifest["method"], folder.manifest
     method = make_method(own, manifest["factor"], manifest["options"])
     plain = method.regions(static.spec).plain_until if isinstance(method, DistanceMethod) else folder.original
-    asked = ("--method", other, "--context-length", folder.context_length, "--on-scaled", "replace")
-    again = command("hf-posenc", "eval", folder.path, *asked)
+    request = ("--method", other, "--context-length", folder.context_length, "--on-scaled", "replace")
+    again = command("hf-posenc", "eval", folder.path, *request)
     trained = int(folder.manifest.get("tokens_trained") or 0)
     tuned = f"was fine-tuned on {trained:,} tokens with {own}, not with {other}" if trained else "was not fine-tuned"
     return [

@@ -95,7 +95,7 @@ def tgi(folder: ExportFolder) -> list[str]:
             f"Save a model with it: hf-posenc patch {folder.path} OUT --method {folder.manifest['method']} "
             f"--context-length {target} --on-scaled replace."
         )
-    check_one_list(folder, "TGI", "it turns early positions by one list and late ones by the other")
+    check_one_list(folder, "TGI", "it rotates early positions by one list and late ones by the other")
     if folder.rope_type == "linear":
         raise InvalidRequestError(
             "TGI cannot express linear: it accepts rope_type 'linear' and ROPE_SCALING=linear, and divides nothing by "

@@ -20,8 +20,8 @@ _RECORD = "_hf_posenc_patch"
 class RotaryModel:
     """A model, and where it keeps what positions are made of.
 
-    Whatever is read from the modules is read once, when it is first asked for; a model without a rotary embedding can
-    be looked at too, until its rotary modules are asked for.
+    Whatever is read from the modules is read once, when it is first needed; a model without a rotary embedding can
+    be looked at too, until its rotary modules are needed.
 
     Attributes:
         wrapped: What was given: a model, or a wrapper of PEFT, ``torch.compile`` or DistributedDataParallel around it.

@@ -24,12 +24,12 @@ def window_of_all_layers(config: PreTrainedConfig) -> int | None:
     return int(window)
 
 
-def choose_window(config: PreTrainedConfig, asked: str | int, target: int) -> int | None:
+def choose_window(config: PreTrainedConfig, requested: str | int, target: int) -> int | None:
     """Return the window a model is to have: a number of tokens, or None for none.
 
     Args:
         config: The model's text config.
-        asked: ``"keep"``, ``"off"``, or a number of tokens.
+        requested: ``"keep"``, ``"off"``, or a number of tokens.
         target: The length the model is extended to, in tokens.
 
     Raises:
@@ -37,15 +37,15 @@ def choose_window(config: PreTrainedConfig, asked: str | int, target: int) -> in
             as ``target`` through the window that stays: it moves on by one window in each layer.
     """
     window = window_of_all_layers(config)
-    if asked != KEEP and window is None:
+    if requested != KEEP and window is None:
         raise InvalidRequestError(
-            f"{argument('sliding_window', asked)}: model_type {config.model_type!r} has no sliding window on every "
+            f"{argument('sliding_window', requested)}: model_type {config.model_type!r} has no sliding window on every "
             "layer, so "
             "there is nothing to change (layers with a window beside layers that read everything keep theirs)."
         )
-    if asked == OFF:
+    if requested == OFF:
         return None
-    chosen = window if asked == KEEP else int(check_window(asked))
+    chosen = window if requested == KEEP else int(check_window(requested))
     if chosen is None:
         return None
     reach = chosen * int(config.num_hidden_layers)
@@ -57,16 +57,18 @@ def choose_window(config: PreTrainedConfig, asked: str | int, target: int) -> in
     return chosen
 
 
-def check_window(asked: str | int) -> str | int:
+def check_window(requested: str | int) -> str | int:
     """Return ``"keep"``, ``"off"`` or a number of tokens, which may be given as ``"4k"``.
 
     Raises:
         ValueError, TypeError: It is none of them.
     """
-    if asked in (KEEP, OFF):
-        return asked
+    if requested in (KEEP, OFF):
+        return requested
     try:
-        return check_length(argument("sliding_window"), ContextLength(asked) if isinstance(asked, str) else asked)
+        return check_length(
+            argument("sliding_window"), ContextLength(requested) if isinstance(requested, str) else requested
+        )
     except ValueError as error:
         raise InvalidRequestError(
             f"{argument('sliding_window')} must be 'keep', 'off' or a number of tokens: {error}"

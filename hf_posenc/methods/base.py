@@ -232,7 +232,7 @@ class Method(abc.ABC):
         return self
 
     def without_temperature(self) -> Self | None:
-        """Return the method with an attention factor of 1; None if another one was asked for."""
+        """Return the method with an attention factor of 1; None if another one was requested."""
         return self
 
     @classmethod

@@ -40,10 +40,10 @@ class DynamicNtk(StagedMethod):
     aliases: ClassVar[tuple[str, ...]] = ("dynamic_ntk",)
     paper: ClassVar[str] = "emozilla 2023; Peng et al. 2023, arXiv:2309.00071, section 3.3; stages: hf_posenc"
     summary: ClassVar[str] = (
-        "NTK in stages, by where each query stands: exact with a KV cache, nothing lost on short texts."
+        "NTK in stages, by the position of each query: exact with a KV cache, nothing lost on short texts."
     )
     explanation: ClassVar[str] = (
-        "NTK's raised base, but only as far as needed where a query stands: up to the original length the "
+        "NTK's raised base, but only as far as needed at a query's position: up to the original length the "
         "model is left as it is, and past it each stage of tokens has the scale of its own end, for its "
         "queries and all keys they look at."
     )

@@ -19,10 +19,10 @@ class DynamicYarn(YarnOptions, StagedMethod):
     look: ClassVar[int | None] = 3
     paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, sections 3.2 to 3.4; stages: hf_posenc"
     summary: ClassVar[str] = (
-        "YaRN in stages, by where each query stands: exact with a KV cache, nothing lost on short texts."
+        "YaRN in stages, by the position of each query: exact with a KV cache, nothing lost on short texts."
     )
     explanation: ClassVar[str] = (
-        "YaRN, but only as far as needed where a query stands: up to the original length the model is "
+        "YaRN, but only as far as needed at a query's position: up to the original length the model is "
         "left as it is, and past it each stage of tokens has the ramp and the temperature of its own end, "
         "for its queries and all keys they look at."
     )

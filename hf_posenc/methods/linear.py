@@ -22,7 +22,7 @@ class Linear(StaticMethod):
     summary: ClassVar[str] = "Divides all frequencies: squeezes positions into the trained range; wants fine-tuning."
     explanation: ClassVar[str] = (
         "All frequencies are divided by the factor, which is the same as dividing positions: the longer "
-        "text is squeezed into the trained range. No angle is new, but neighbours stand closer than the "
+        "text is squeezed into the trained range. No angle is new, but neighbours are closer than the "
         "model ever saw, in the fast pairs too, which tell them apart. So it wants fine-tuning."
     )
     on_short_texts: ClassVar[str] = (

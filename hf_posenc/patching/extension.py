@@ -41,7 +41,7 @@ SCALING_KEYS = frozenset(
 
 
 def rotary_width(head_dim: int, parameters: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many features of a head turn in ``rope_parameters``, and how many of their pairs never do."""
+    """Return how many features of a head rotate in ``rope_parameters``, and how many of their pairs never do."""
     share = parameters.get("partial_rotary_factor", 1.0)
     if parameters.get("rope_type") == "proportional":
         return head_dim, head_dim // 2 - int(share * head_dim // 2)
@@ -63,7 +63,7 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
         options = {name: value for name, value in mark["options"].items() if name != "temperature"}
         return Extension(spec, make_method(mark["method"], mark["factor"], options), mark["context_length"])
     rope_type = parameters.get("rope_type", "default")
-    if rope_type == "proportional":  # some pairs never turn; a factor divides the others
+    if rope_type == "proportional":  # some pairs never rotate; a factor divides the others
         rope_type = "linear" if (parameters.get("factor") or 1.0) > 1 else "default"
     if rope_type == "default":
         return None

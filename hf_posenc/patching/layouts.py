@@ -19,7 +19,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 HALF_SPLIT, INTERLEAVED = "half_split", "interleaved"
 # Modules whose outputs are rotated, of an attention layer; then those that have nothing to do with it.
-_TURNED = ("q_proj", "k_proj", "q_norm", "k_norm")
+_ROTATED = ("q_proj", "k_proj", "q_norm", "k_norm")
 _OTHERS = ("v_proj", "o_proj")
 _PROBE_TOKENS = 5
 _RTOL = 1e-3  # of the largest logit, in float32: the same sums in another order; a wrong layout is off by more
@@ -103,7 +103,7 @@ def _check(rotary: RotaryModel, to: str) -> None:
     for layer in _layers(base):
         names = {name for name, child in layer.named_children() if any(True for _ in child.parameters())}
         weights = [getattr(getattr(layer, name, None), "weight", None) for name in ("q_proj", "k_proj")]
-        unknown = names - {*_TURNED, *_OTHERS}
+        unknown = names - {*_ROTATED, *_OTHERS}
         if unknown or any(weight is None or not weight.is_floating_point() or weight.dim() != 2 for weight in weights):
             raise InvalidRequestError(
                 f"{type(base).__name__} keeps queries and keys in another way than in plain q_proj and k_proj "
@@ -127,7 +127,7 @@ def _rotary_dim(rotary: RotaryModel) -> int:
 def _move(rotary: RotaryModel, reorder: Any, width: int) -> None:
     head_dim = head_dim_of(rotary.text_config)
     for layer in _layers(rotary.model):
-        for name in _TURNED:
+        for name in _ROTATED:
             for parameter in getattr(layer, name, nn.Identity()).parameters():
                 heads = parameter.view(-1, head_dim, *parameter.shape[1:])
                 parameter.copy_(torch.stack([reorder(head, width) for head in heads]).view_as(parameter))

@@ -28,7 +28,7 @@ class Checkpoint:
         model_type: That of its ``config.json``.
         trained_length: Tokens it was trained on before the scaling it has, if any: what factors count from.
         head_dim: Features of an attention head.
-        rotary_dim: How many of them turn.
+        rotary_dim: How many of them are rotated.
         rope_theta: Base, on layers that read the whole context.
         source: Where the numbers come from.
         declared_length: ``max_position_embeddings`` of its ``config.json``, in tokens; None: no source for it.
@@ -79,11 +79,11 @@ class Preset:
     options: dict[str, Any] = field(default_factory=dict)
     sliding_window: int | None = None
 
-    def window_for(self, config: PreTrainedConfig, asked: str | int) -> str | int:
-        """Return what becomes of a window that every layer has: as asked, or as the checkpoints had it."""
-        if asked == KEEP and self.sliding_window and window_of_all_layers(config):
+    def window_for(self, config: PreTrainedConfig, requested: str | int) -> str | int:
+        """Return what becomes of a window that every layer has: as requested, or as the checkpoints had it."""
+        if requested == KEEP and self.sliding_window and window_of_all_layers(config):
             return self.sliding_window
-        return asked
+        return requested
 
     def refuse_besides(self, **given: Any) -> None:
         """Refuse what a caller gave although the preset decides it; None and an empty dict are not given.
@@ -94,7 +94,7 @@ class Preset:
         if decided := [argument for argument, value in given.items() if value not in (None, {})]:
             raise InvalidRequestError(
                 f"preset {self.name!r} decides {', '.join(decided)} (it is {self.method}, factor {self.factor:g}): "
-                "give the preset alone, or spell its numbers out without it."
+                "give the preset alone, or give its numbers without it."
             )
 
 

@@ -130,7 +130,7 @@ def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Met
         plain = method.without_temperature()
         if plain is None:
             raise InvalidRequestError(
-                f"model_type {config.model_type!r} turns its values with its keys, so a temperature would scale them "
+                f"model_type {config.model_type!r} rotates its values with its keys, so a temperature would scale them "
                 "too: attention_factor can only be 1."
             )
         return plain

@@ -55,13 +55,13 @@ class Request:
         options = given.pop("options", None) or {}
         if given.get("method") is not None:
             given["method"] = get_method(given["method"]).name
-        told = {name: value for name, value in {**given, **options}.items() if value not in (None, {}, [], ())}
+        given_values = {name: value for name, value in {**given, **options}.items() if value not in (None, {}, [], ())}
         says = {
             **{name: getattr(self, name, None) for name in given},
             **{key: self.options.get(key) for key in options},
         }
-        if wrong := [name for name, value in told.items() if value != says[name]]:
-            found = " and ".join(f"{name} {told[name]!r}{_which_is_not(says[name])}" for name in wrong)
+        if wrong := [name for name, value in given_values.items() if value != says[name]]:
+            found = " and ".join(f"{name} {given_values[name]!r}{_which_is_not(says[name])}" for name in wrong)
             raise InvalidRequestError(
                 f"{argument('rope_scaling')} says what the rule is, and {found} "
                 f"{'was' if len(wrong) == 1 else 'were'} given too: "
@@ -69,7 +69,7 @@ class Request:
             )
 
     def check_length_is_said(self, *others: Any) -> None:
-        """Refuse a dictionary that does not say how far, where nothing else does: no default stands for its factor.
+        """Refuse a dictionary that does not say how far, where nothing else does: no default is taken for its factor.
 
         Args:
             *others: What else could say it, such as ``context_length``; None if it was not given.
@@ -97,8 +97,8 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
         ValueError: There is no rule in it, one that we do not have, a value out of range, or a key that the rule does
             not have; with what to write.
     """
-    told = _parsed(given)
-    types = {str(told[key]) for key in _TYPE if told.get(key) is not None}
+    given_values = _parsed(given)
+    types = {str(given_values[key]) for key in _TYPE if given_values.get(key) is not None}
     if len(types) != 1:
         found = f"has {' and '.join(sorted(types))} as its type" if types else "has no rope_type (or type)"
         raise InvalidRequestError(
@@ -114,21 +114,24 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
     assert method is not None, rule
     allowed = method.option_fields()
     names = ("rope_type", "factor", _LENGTH, *allowed)
-    for key in told.keys() - {*_TYPE, *names, *_OWN}:
+    for key in given_values.keys() - {*_TYPE, *names, *_OWN}:
         hint = did_you_mean(key, names)
         raise InvalidRequestError(
             f"{argument('rope_scaling')} of type {rule!r} has no {key!r}.{hint} It has {', '.join(names)}."
         )
-    factor = told.get("factor")
-    length = told.get(_LENGTH)
-    options = {**method.read_options({}), **{key: told[key] for key in allowed if told.get(key) is not None}}
+    factor = given_values.get("factor")
+    length = given_values.get(_LENGTH)
+    options = {
+        **method.read_options({}),
+        **{key: given_values[key] for key in allowed if given_values.get(key) is not None},
+    }
     make_method(method.name, 1.0 if factor is None else factor, options)  # raises on values out of range
     return Request(
         method.name,
         None if factor is None else check_number("factor", factor, at_least=1),
         None if length is None else check_length(_LENGTH, length),
         options,
-        {key: told[key] for key in _OWN if key in told},
+        {key: given_values[key] for key in _OWN if key in given_values},
     )
 
 

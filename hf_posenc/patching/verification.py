@@ -165,7 +165,7 @@ def _relative(name: str, buffer: str, module: nn.Module, expected: torch.Tensor)
             f"{name}.{buffer} holds {live.numel()} frequencies, the config says {expected.numel()} (rotary_dim / 2)."
         )
     error = (live - expected).abs()
-    return float(torch.where(error > 0, error / expected, 0.0).max())  # of a pair that never turns, infinite or none
+    return float(torch.where(error > 0, error / expected, 0.0).max())  # of a pair that never rotates, infinite or none
 
 
 @torch.no_grad()

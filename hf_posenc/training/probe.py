@@ -56,7 +56,7 @@ def probe_isolation(model: Any, batch_size: int = 1, positions: PositionSchedule
     shift = shift_of(base)
     model.eval()
     try:
-        with nullcontext() if shift is None else shift.rehearsed(_GROUP):
+        with nullcontext() if shift is None else shift.dry_run(_GROUP):
             joined = _movement(model, torch.arange(sum(lengths)).repeat(batch_size, 1), _DOCUMENT)
             apart = _movement(model, _drawn(positions, lengths, batch_size), _DOCUMENT)
             if positions is not None and positions.kind != FULL:

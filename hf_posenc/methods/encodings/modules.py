@@ -18,7 +18,7 @@ class AddedToEmbeddings(nn.Module, abc.ABC):
 
 
 class AddedToLogits(nn.Module, abc.ABC):
-    """A bias on each logit, by how far the key stands from the query: the same in every layer."""
+    """A bias on each logit, by how far the key is from the query: the same in every layer."""
 
     @abc.abstractmethod
     def forward(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

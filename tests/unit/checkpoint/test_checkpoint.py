@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc import load_extended, patch_model, save_extended, unpatch_model
-from hf_posenc.checkpoint.extended import both_spellings
+from hf_posenc.checkpoint.extended import both_serializations
 from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
 from hf_posenc.patching.api import describe
 from hf_posenc.patching.verification import RotaryMismatchError
@@ -67,17 +67,17 @@ def test_the_manifest_says_what_was_done(tmp_path: Path) -> None:
     assert set(manifest["versions"]) == {"hf_posenc", "transformers", "torch"}
 
 
-def test_both_spellings() -> None:
+def test_both_serializations() -> None:
     yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
-    spelled = both_spellings({"model_type": "llama", "rope_parameters": yarn})
-    assert spelled["rope_theta"] == 1e6
-    assert spelled["rope_scaling"] == {k: v for k, v in yarn.items() if k != "rope_theta"} | {"type": "yarn"}
-    assert spelled["rope_parameters"] == yarn
-    plain = both_spellings({"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    written = both_serializations({"model_type": "llama", "rope_parameters": yarn})
+    assert written["rope_theta"] == 1e6
+    assert written["rope_scaling"] == {k: v for k, v in yarn.items() if k != "rope_theta"} | {"type": "yarn"}
+    assert written["rope_parameters"] == yarn
+    plain = both_serializations({"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
     assert (plain["rope_scaling"], plain["rope_theta"]) == (None, 1e6)
     neox = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
-    spelled = both_spellings({"model_type": "gpt_neox", "rope_parameters": neox})
-    assert (spelled["rotary_emb_base"], spelled["rotary_pct"]) == (1e6, 0.25)
+    written = both_serializations({"model_type": "gpt_neox", "rope_parameters": neox})
+    assert (written["rotary_emb_base"], written["rotary_pct"]) == (1e6, 0.25)
 
 
 def test_the_tokenizer_is_told_the_length_and_its_own_is_left(tmp_path: Path) -> None:

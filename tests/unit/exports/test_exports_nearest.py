@@ -33,7 +33,7 @@ def live_frequencies(method: str) -> Frequencies:
 @pytest.mark.parametrize("method", ["dynamic", "dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"])
 def test_a_rule_of_the_attention_is_refused_by_every_stack(method: str, tmp_path: Path) -> None:
     path = run_in_attention(tmp_path / "model", method)
-    reason = rf"cannot run {method}: the rule depends on where each query stands, so only hf_posenc.*--as yarn"
+    reason = rf"cannot run {method}: the rule depends on the position of each query, so only hf_posenc.*--as yarn"
     for stack in STACKS:
         with pytest.raises(ValueError, match=reason):
             export_command(path, stack)

@@ -1,4 +1,4 @@
-"""A method is its class: the name of one stands in other files only where there is a reason."""
+"""A method is its class: other files name one only where there is a reason."""
 
 from __future__ import annotations
 

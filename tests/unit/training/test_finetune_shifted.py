@@ -116,7 +116,7 @@ def test_the_trained_model_has_full_attention_again(
     assert merged.config._attn_implementation == "sdpa"
     loaded = load_extended(tmp_path / "run")
     torch.testing.assert_close(logits_of(merged), logits_of(loaded), rtol=0, atol=1e-5)
-    with shifted_sparse_attention(loaded, GROUP) as shift, shift.rehearsed(GROUP):
+    with shifted_sparse_attention(loaded, GROUP) as shift, shift.dry_run(GROUP):
         assert (logits_of(loaded) - logits_of(merged)).abs().max() > 0.1
 
 
