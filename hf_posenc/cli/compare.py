@@ -11,32 +11,31 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.cli.compare_arguments import CompareArguments
 from hf_posenc.cli.shared_arguments import ModelArguments
 from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC
-from hf_posenc.comparing.planning import AnyRecord, Plan, Step, make_plan
+from hf_posenc.comparing.config import CompareConfig
+from hf_posenc.comparing.planning import Plan, Step, make_plan
 from hf_posenc.comparing.recommending import Recommendation, recommend
 from hf_posenc.evaluation import perplexity, reach_lines, read_records
-from hf_posenc.evaluation.records import check_output
-from hf_posenc.evaluation.row_models import as_asked, refuse_extended
-from hf_posenc.evaluation.tallies import default_bucket
+from hf_posenc.evaluation.passes import default_bucket
+from hf_posenc.evaluation.records import AnyRecord, check_output, read_retrieval_records
+from hf_posenc.evaluation.rows import extended_as, refuse_extended
 from hf_posenc.exports import STACKS
 from hf_posenc.patching.rope_scaling import read_rope_scaling
 from hf_posenc.report import text_table
-from hf_posenc.retrieval.cell_records import read_retrieval_records
-from hf_posenc.retrieval.measuring import retrieval
+from hf_posenc.retrieval.measuring_retrieval import retrieval
 from hf_posenc.utils.console import LONG
 from hf_posenc.utils.dtypes import slow_dtype_advice
 from hf_posenc.utils.units import duration_name, length_name
 
 
-def compare(name: str, documents: Sequence[str], what: CompareArguments, loading: ModelArguments) -> None:
+def compare(name: str, documents: Sequence[str], what: CompareConfig, loading: ModelArguments) -> None:
     """Print the plan; unless it is a dry run, measure each row, and print the results and what to take.
 
     Args:
         name: The model: a name on the Hub, a folder or a ``.gguf`` file.
         documents: The user's texts.
-        what: What is asked for.
+        what: The request.
         loading: How the model is loaded.
 
     Raises:
@@ -56,7 +55,8 @@ def compare(name: str, documents: Sequence[str], what: CompareArguments, loading
     print(plan.text(), flush=True)
     if plan.seconds > LONG and what.budget is None:
         advice = (
-            slow_dtype_advice(model) + "--budget 10m leaves out the dearest rows, or give a shorter --context-length"
+            slow_dtype_advice(model)
+            + "--budget 10m leaves out the most expensive rows, or give a shorter --context-length"
         )
         print(f"This takes long on this machine. Shorter: {advice}.", flush=True)
     if what.dry_run:
@@ -64,7 +64,7 @@ def compare(name: str, documents: Sequence[str], what: CompareArguments, loading
     sweep = _Sweep(model, tokenizer, documents, what, plan)
     rows = sweep.measure(None if what.budget is None else what.budget - (time.perf_counter() - began))
     records = [record for row in rows.values() for record in row]
-    print("\n".join(["", text_table(records), "", *reach_lines(records), "", *sweep.told]))
+    print("\n".join(["", text_table(records), "", *reach_lines(records), "", *sweep.notes]))
     taken = recommend(rows, {step.candidate.name: step.candidate.kind for step in plan.steps})
     print("\n".join([*taken.lines, "", *_next(name, what, model, taken)]))
     if what.output is not None:
@@ -79,11 +79,11 @@ class _Sweep:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         documents: Sequence[str],
-        what: CompareArguments,
+        what: CompareConfig,
         plan: Plan,
     ) -> None:
         self.model, self.tokenizer, self.documents, self.what, self.plan = model, tokenizer, documents, what, plan
-        self.told: list[str] = []
+        self.notes: list[str] = []
 
     def measure(self, budget: float | None) -> dict[str, list[AnyRecord]]:
         """Return the records of each row by its name; rows that no longer fit into ``budget`` seconds are left out.
@@ -96,18 +96,18 @@ class _Sweep:
             spent = time.perf_counter() - began
             late = max(spent / promised, 1.0) if promised else 1.0
             if budget is not None and len(rows) >= 2 and spent + late * step.seconds > budget:
-                self.told.append(f"left out, for time is up: {step.name}")
+                self.notes.append(f"left out, for time is up: {step.name}")
                 continue
             rows[step.candidate.name] = self._row(step)
             promised += step.seconds
         took = duration_name(time.perf_counter() - began)
-        self.told.append(f"measured in {took} (estimated {duration_name(promised)})")
+        self.notes.append(f"measured in {took} (estimated {duration_name(promised)})")
         return rows
 
     def _row(self, step: Step) -> list[AnyRecord]:
         what, shared = self.what, self._shared()
         records: list[AnyRecord] = []
-        with as_asked(self.model, step.candidate.row):
+        with extended_as(self.model, step.candidate.row):
             records += perplexity(
                 self.model,
                 self.documents,
@@ -134,7 +134,7 @@ class _Sweep:
         }
 
 
-def _next(name: str, what: CompareArguments, model: PreTrainedModel, taken: Recommendation) -> list[str]:
+def _next(name: str, what: CompareConfig, model: PreTrainedModel, taken: Recommendation) -> list[str]:
     """Return the commands that make, train and serve what is recommended.
 
     For a model that is best as it is: how to ask about longer texts, or, if it does not hold either, how to train it.
@@ -160,7 +160,7 @@ def _next(name: str, what: CompareArguments, model: PreTrainedModel, taken: Reco
     return [first, *(f"  {shlex.join(map(str, words))}" for words in commands)]
 
 
-def _rule(name: str, what: CompareArguments) -> list[Any]:
+def _rule(name: str, what: CompareConfig) -> list[Any]:
     """Return the flags that extend a model as a row was."""
     said = {
         "context_length": int(what.context_length),

@@ -6,17 +6,16 @@ import os
 from typing import Any
 
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.cli.eval_arguments import EvalArguments, RetrievalArguments
-from hf_posenc.cli.request_checks import key_token_settings
+from hf_posenc.cli.eval_arguments import EvalArguments, key_token_settings
 from hf_posenc.cli.shared_arguments import ModelArguments
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import Record, perplexity, reach_lines
 from hf_posenc.evaluation.key_tokens import load_key_tokens
-from hf_posenc.evaluation.records import check_output
-from hf_posenc.evaluation.row_models import as_asked, refuse_extended, try_rows
+from hf_posenc.evaluation.records import RetrievalRecord, check_output
+from hf_posenc.evaluation.rows import extended_as, refuse_extended, try_rows
 from hf_posenc.report import text_table
-from hf_posenc.retrieval.cell_records import RetrievalRecord
-from hf_posenc.retrieval.measuring import retrieval
+from hf_posenc.retrieval.config import RetrievalConfig
+from hf_posenc.retrieval.measuring_retrieval import retrieval
 from hf_posenc.utils.processes import join_processes, leave_processes
 
 
@@ -25,7 +24,7 @@ def evaluate(
     rows: list[dict[str, Any] | None],
     settings: dict[str, Any],
     what: EvalArguments,
-    asked: RetrievalArguments,
+    prompts: RetrievalConfig,
     loading: ModelArguments,
     on_scaled: str,
 ) -> None:
@@ -36,7 +35,7 @@ def evaluate(
         rows: How the model is extended, for each row.
         settings: What ``perplexity`` or ``retrieval`` takes, but for model and tokenizer.
         what: The flags of ``eval``.
-        asked: The flags of retrieval.
+        prompts: The flags of retrieval.
         loading: How the model is loaded.
         on_scaled: ``"replace"`` to measure a model that is scaled already by another rule.
 
@@ -52,13 +51,13 @@ def evaluate(
         refuse_extended(model, model_name, on_scaled)
     try_rows(model, rows)
     settings |= {"tokenizer": tokenizer, "sharded": sharded}
-    if not asked.tasks and "longppl" in what.protocol:
-        told = key_token_settings(what)
-        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **told, **vars(loading))
+    if not prompts.tasks and "longppl" in what.protocol:
+        chosen = key_token_settings(what)
+        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **chosen, **vars(loading))
     records: list[Record | RetrievalRecord] = []
     for row in rows:
-        with as_asked(model, row):
-            records += retrieval(model, **settings) if asked.tasks else perplexity(model, **settings)
+        with extended_as(model, row):
+            records += retrieval(model, **settings) if prompts.tasks else perplexity(model, **settings)
     if sharded:
         leave_processes()
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all

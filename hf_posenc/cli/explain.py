@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from hf_posenc.cli.explain_arguments import ExplainArguments
-from hf_posenc.cli.request_checks import check_request
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.explain.explanations import explain_encoding, explain_method
 from hf_posenc.explain.sections import Explanation, check_output_folder
@@ -14,7 +13,7 @@ from hf_posenc.families.discovery import door_capabilities
 from hf_posenc.families.refusals import TAKE_STATIC
 from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import get_method, make_method
-from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.patching.extension_config import ExtensionConfig, check_request
 from hf_posenc.patching.request import resolve
 
 # Times its length that a model is shown with an encoding, where no length is given.

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any
 
-from hf_posenc.cli.request_checks import in_our_words, rows_to_measure
 from hf_posenc.cli.shared_arguments import ModelArguments, OptionArguments, parse, parse_options
 from hf_posenc.errors import InvalidRequestError, MissingPackageError
-from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.patching.extension_config import ExtensionConfig, resolve_rope_scaling, rows_to_measure
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 
@@ -40,7 +39,7 @@ def run_harness(summary: str, argv: Sequence[str]) -> None:
     places = {"model": "name on the Hub, folder or .gguf file; first, before all flags"}
     given, which, extension, options, loading = parse("lm-eval", summary, ours, known, places)
     named = [] if which.method is None else [which.method]
-    named, extension, rules = in_our_words(named, extension, parse_options(options.option))
+    named, extension, rules = resolve_rope_scaling(named, extension, parse_options(options.option))
     rows_to_measure(named, extension, rules)
     if {"--model", "-M"} & {word.partition("=")[0] for word in theirs}:
         raise InvalidRequestError(

@@ -17,21 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli import shared_arguments as args_
-from hf_posenc.cli.eval_arguments import EvalArguments, RetrievalArguments
-from hf_posenc.cli.request_checks import (
-    check_folder,
-    check_request,
-    check_writable,
-    in_our_words,
-    perplexity_settings,
-    retrieval_settings,
-    rows_to_measure,
-)
+from hf_posenc.cli.eval_arguments import EvalArguments, perplexity_settings, retrieval_settings
+from hf_posenc.cli.request_checks import check_folder, check_writable
 from hf_posenc.cli.shared_arguments import TRACEBACK
 from hf_posenc.cli.sources import read
 from hf_posenc.errors import HfPosencError, MissingFileError, UnknownNameError, arguments_named_as_flags
 from hf_posenc.methods.registry import DEFAULT_METHOD
-from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.patching.extension_config import (
+    ExtensionConfig,
+    check_request,
+    resolve_rope_scaling,
+    rows_to_measure,
+)
+from hf_posenc.retrieval.config import RetrievalConfig
 from hf_posenc.utils.launching import LaunchArguments, launch_words, relaunch
 
 _EXAMPLES = """\
@@ -54,7 +52,7 @@ def patch(argv: Sequence[str]) -> None:
     known = (args_.PatchArguments, ExtensionConfig, args_.OptionArguments, args_.ModelArguments)
     given, which, extension, options, loading = args_.parse("patch", _first_line(patch), argv, known, places)
     named = [which.method] if which.method else []
-    named, extension, rules = in_our_words(named, extension, args_.parse_options(options.option))
+    named, extension, rules = resolve_rope_scaling(named, extension, args_.parse_options(options.option))
     methods = named or ([] if extension.preset else [DEFAULT_METHOD])
     check_request(methods, extension, rules)
     check_folder(given.model, given.output, may_hold_files=False)
@@ -67,7 +65,7 @@ def patch(argv: Sequence[str]) -> None:
 def evaluate(argv: Sequence[str]) -> None:
     """Measure perplexity or retrieval by context length, of a model as it is or extended by one or more methods."""
     known: list[Any] = [EvalArguments, ExtensionConfig, args_.OptionArguments]
-    known += [args_.DocumentArguments, args_.ModelArguments, RetrievalArguments]
+    known += [args_.DocumentArguments, args_.ModelArguments, RetrievalConfig]
     places = {"model": "name on the Hub, folder or .gguf file"}
     parsed = args_.parse("eval", _first_line(evaluate), argv, known, places)
     given, what, extension, options, source, loading, asked = parsed
@@ -82,12 +80,12 @@ def evaluate(argv: Sequence[str]) -> None:
 
 def compare(argv: Sequence[str]) -> None:
     """Measure all methods that suit a model on your own text, with a time estimate first, and recommend one."""
-    from hf_posenc.cli.compare_arguments import CompareArguments, check_comparison
+    from hf_posenc.comparing.config import CompareConfig
 
-    known = (CompareArguments, args_.DocumentArguments, args_.ModelArguments)
+    known = (CompareConfig, args_.DocumentArguments, args_.ModelArguments)
     places = {"model": "name on the Hub, folder or .gguf file"}
     given, what, source, loading = args_.parse("compare", _first_line(compare), argv, known, places)
-    check_comparison(what)
+    what.check()
     documents = read(source)
     from hf_posenc.cli.compare import compare as run
 
@@ -139,9 +137,8 @@ def report(argv: Sequence[str]) -> None:
         if not Path(path).is_file():
             raise MissingFileError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
     check_writable(where.output_dir)
-    from hf_posenc.evaluation import read_records
+    from hf_posenc.evaluation.records import read_records, read_retrieval_records
     from hf_posenc.report import report as write
-    from hf_posenc.retrieval.cell_records import read_retrieval_records
 
     kinds = (read_records, read_retrieval_records)
     records = [record for path in given.results for read in kinds for record in read(path)]

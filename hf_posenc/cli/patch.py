@@ -7,7 +7,7 @@ from typing import Any
 from hf_posenc.checkpoint.extended import save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.shared_arguments import ModelArguments
-from hf_posenc.evaluation.row_models import refuse_extended
+from hf_posenc.evaluation.rows import refuse_extended
 from hf_posenc.patching.api import is_patched, patch_model, unpatch_model, verify_model
 from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.patching.verification import extension_words

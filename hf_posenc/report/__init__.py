@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.effective_length import reach
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.report.commands import command_panel
 from hf_posenc.report.comparable import in_a_row, make_grids, make_tables, sort_tables, text_table
@@ -18,7 +18,6 @@ from hf_posenc.report.looks import make_looks
 from hf_posenc.report.page import Panel, Sentences, html_page, markdown_page
 from hf_posenc.report.perplexity_panels import left_out_panel, perplexity_panel, position_panel
 from hf_posenc.report.retrieval_panel import grid_panel
-from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.utils.files import write_whole
 
 DEFAULT_TITLE = "Results by context length"

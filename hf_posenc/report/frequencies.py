@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_posenc.attention.staged import Stages
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.methods.base import (
     DistanceMethod,
     Encoding,
@@ -24,7 +24,6 @@ from hf_posenc.methods.base import (
 )
 from hf_posenc.methods.registry import make_method
 from hf_posenc.report.comparable import rule_name
-from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.spec import RopeSpec
 
 _SAME = (

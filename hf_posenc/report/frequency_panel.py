@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.evaluation.rows import row_key, short_model_names
 from hf_posenc.methods.base import STOPPED
 from hf_posenc.report.frequencies import Rule, make_rules, wavelengths
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
 from hf_posenc.report.plot import Chart, Line, draw_chart
-from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.utils.units import length_name
 
 _HEADS = ("method", "angles never trained", "at", "kept", "between", "stretched in full", "attention factor")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from hf_posenc.evaluation.pairs import WORTH, is_tie
+from hf_posenc.evaluation.intervals import WORTH, is_tie
 from hf_posenc.evaluation.protocols import in_words, rule_of
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import row_key

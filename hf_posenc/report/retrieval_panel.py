@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from hf_posenc.evaluation.intervals import wilson_interval
 from hf_posenc.evaluation.rows import row_key
 from hf_posenc.report.comparable import BY, Grid, GridRow, computed_in, share_name
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.page import Block, Cell, Facts, Figure, HeatMap, HeatMaps, NumberTable, Panel, Paragraph
 from hf_posenc.report.plot import STYLE, Chart, Drawing, Line, draw_chart, figure_files, intervals_words
-from hf_posenc.retrieval.cell_records import wilson_interval
 from hf_posenc.utils.units import length_name
 
 _EXPLAINED = {

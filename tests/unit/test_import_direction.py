@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "retrieval": "assets families evaluation",
     "training": "methods families data attention encodings patching checkpoint evaluation",
     "planning": "families attention patching checkpoint evaluation training",
-    "report": "methods attention evaluation retrieval",
+    "report": "methods attention evaluation",
     "explain": "methods attention patching planning report",
     "comparing": "methods families patching evaluation retrieval",
     "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieval training planning "
@@ -39,8 +39,6 @@ MAY_IMPORT = {
 }
 _RECORD = "the Extension, its rotary settings and the rotary module are in patching, which calls this to install it"
 _CARRIED = "a patched model has to be saved as one, so patching marks it for Transformers' save_pretrained"
-_CELLS = "its tables are of perplexity and of retrieval, whose records are defined there"
-_REQUEST = "the request is a dataclass of the command line, and its checks are there"
 # Files that import against the direction, with the package and the reason; each is to go when its subject moves.
 EXCEPTIONS = {
     ("attention/footprint.py", "patching"): _RECORD,
@@ -49,12 +47,8 @@ EXCEPTIONS = {
     ("encodings/layouts.py", "patching"): "a layout is converted in a model that may be patched",
     ("patching/api.py", "checkpoint"): _CARRIED,
     ("patching/extension.py", "checkpoint"): _CARRIED,
-    ("evaluation/rows.py", "retrieval"): _CELLS,
-    ("evaluation/effective_length.py", "retrieval"): _CELLS,
-    ("evaluation/lm_eval_model.py", "cli"): _REQUEST,
     ("training/dry_run.py", "planning"): "the dry run builds a model without weights, as a plan does",
     ("planning/planner.py", "cli"): "a size such as 24GB is read by a type of the command's flags",
-    ("comparing/planning.py", "cli"): _REQUEST,
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_posenc.evaluation import paired_interval, perplexity
-from hf_posenc.evaluation.bootstrap import block_totals, bootstrap_interval, resampled_units
+from hf_posenc.evaluation.intervals import block_totals, bootstrap_interval, resampled_units
 
 
 def measure(model, documents, protocol="truncated", **settings):

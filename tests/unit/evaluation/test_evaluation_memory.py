@@ -17,8 +17,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCaus
 
 from hf_posenc import patch_model
 from hf_posenc.evaluation import KeyTokens, perplexity
-from hf_posenc.evaluation.cache import RoomyLayer, make_cache
-from hf_posenc.evaluation.losses import document_losses, memory_need
+from hf_posenc.evaluation.losses import RoomyLayer, document_losses, make_cache, memory_need
 from hf_posenc.evaluation.memory import ModelShape, default_logits_chunk, predict_memory, shape_of
 from hf_posenc.evaluation.plans import Window
 
@@ -36,7 +35,8 @@ SMOLLM2 = ModelShape(  # SmolLM2-135M in bfloat16
 MEASURE = """
 import ctypes, gc, json, sys, torch
 from hf_posenc.assets import tiny_model_path
-from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
+from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
+from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.evaluation.losses import document_losses
 from hf_posenc.evaluation.memory import predict_memory, shape_of
 from hf_posenc.checkpoint.loading import load_model

@@ -18,9 +18,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.evaluation import perplexity, read_records
-from hf_posenc.retrieval.cell_records import RetrievalRecord, read_retrieval_records, wilson_interval
+from hf_posenc.evaluation.intervals import wilson_interval
+from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
 from hf_posenc.retrieval.haystack import read_haystack
-from hf_posenc.retrieval.measuring import retrieval
+from hf_posenc.retrieval.measuring_retrieval import retrieval
 from hf_posenc.retrieval.prompts import PromptMaker
 from hf_posenc.retrieval.scoring import Reply, reply
 from oracles import Oracle
@@ -65,7 +66,7 @@ def test_prompt_and_answer_fill_the_length_to_the_token(words: PreTrainedTokeniz
         assert text.endswith("What is the pass key?<eos>\n<|assistant|>\nThe pass key is") == (chat == "on")
         assert text.startswith("<|user|>\n") == (chat == "on")
         assert words.decode(prompt.answer_ids) == f" {key}"
-        (places,) = prompt.answer_places
+        (places,) = prompt.answer_positions
         assert words.decode([prompt.answer_ids[at] for at in places]).strip() == key
 
 
@@ -225,7 +226,7 @@ def test_a_rerun_asks_only_what_is_missing(
         asked.append(len(args[1]))
         return reply(*args, **kwargs)
 
-    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.measuring"], "reply", counting)
+    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.measuring_retrieval"], "reply", counting)
     again = ask(model, characters, [260, 300], depths=[0, 100], output=output)
 
     def bare(records: list[RetrievalRecord]) -> list[RetrievalRecord]:
@@ -253,7 +254,7 @@ def test_both_kinds_of_records_may_share_a_file(characters: PreTrainedTokenizerF
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tasks": ["passkeys"]}, "unknown task 'passkeys'. Known: passkey, niah"),
+        ({"tasks": ["passkeys"]}, r"unknown task 'passkeys'\. Did you mean 'passkey'\? Known: cwe, fwe, niah"),
         ({"tasks": []}, "tasks is empty"),
         ({"depths": [101]}, "percentage from 0 .* to 100, got 101"),
         ({"depths": [float("nan")]}, "got nan"),
