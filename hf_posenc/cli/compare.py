@@ -21,6 +21,7 @@ from hf_posenc.evaluation.passes import default_bucket
 from hf_posenc.evaluation.records import AnyRecord, check_output, read_retrieval_records
 from hf_posenc.evaluation.rows import extended_as, refuse_extended
 from hf_posenc.exports import STACKS
+from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.patching.rope_scaling import read_rope_scaling
 from hf_posenc.report import text_table
 from hf_posenc.retrieval.measuring_retrieval import retrieval
@@ -118,9 +119,9 @@ class _Sweep:
                 **shared,
             )
             if what.tasks:
-                asked: dict[str, Any] = {"tasks": what.tasks, "depths": what.depths, "samples": what.samples}
-                asked["context_lengths"] = self.plan.retrieval_lengths
-                records += retrieval(self.model, documents=self.documents, **asked, **shared)
+                prompts: dict[str, Any] = {"tasks": what.tasks, "depths": what.depths, "samples": what.samples}
+                prompts["context_lengths"] = self.plan.retrieval_lengths
+                records += retrieval(self.model, documents=self.documents, **prompts, **shared)
         return records
 
     def _shared(self) -> dict[str, Any]:
@@ -147,14 +148,14 @@ def _next(name: str, what: CompareConfig, model: PreTrainedModel, taken: Recomme
         return [f"nothing to do: it reads {length} as it is. For longer texts, compare there:", f"  {words}"]
     if taken.method == "none" and taken.holds is None:
         return ["next: measure on more text, as the table alone does not tell how far it reads"]
-    rule = _rule("yarn" if taken.method == "none" else taken.method, what)
+    rule = _rule(DEFAULT_METHOD if taken.method == "none" else taken.method, what)
     tuned = ["--documents", "TRAINING_TEXTS", *rule, "--output-dir", f"{folder}-tuned"]
     commands = [["hf-posenc", "finetune", name, *tuned]]
     if taken.method != "none":
         commands = [["hf-posenc", "patch", name, folder, *rule], *commands]
         if stack := _stack_for(model):
             served = None if taken.served == ROPE_SCALING else taken.served
-            instead = ["--as", served or "yarn"] if taken.kind > STATIC else []
+            instead = ["--as", served or DEFAULT_METHOD] if taken.kind > STATIC else []
             commands.append(["hf-posenc", "export", folder, "--to", stack, *instead])
     first = "next:" if taken.method != "none" else "no method helps without training; training is what is left:"
     return [first, *(f"  {shlex.join(map(str, words))}" for words in commands)]
@@ -171,8 +172,7 @@ def _rule(name: str, what: CompareConfig) -> list[Any]:
     rule = ["--method", name]
     if name == ROPE_SCALING and what.rope_scaling is not None:
         rule = ["--rope-scaling", what.rope_scaling]
-        asked = read_rope_scaling(what.rope_scaling)
-        if asked.factor is not None:
+        if read_rope_scaling(what.rope_scaling).factor is not None:
             del said["context_length"]
     flags = [(f"--{flag.replace('_', '-')}", value) for flag, value in said.items() if value is not None]
     return [*rule, *(word for pair in flags for word in pair)]

@@ -80,7 +80,7 @@ def find_candidates(
 
     Raises:
         ValueError: An unknown method, or none that suits the model; with the reasons. Or the dictionary does not suit
-            it, or does not go as far as is rule.
+            it, or does not go as far as requested.
     """
     chosen = list(dict.fromkeys(get_method(name).name for name in methods if name != "none"))
     found, left_out, encodings = [Candidate("none", None)], {}, method_names("is_encoding")
@@ -117,7 +117,7 @@ def _of_dictionary(model: PreTrainedModel, shared: Mapping[str, Any], rope_scali
     """Return the row of a dictionary, in our words.
 
     Raises:
-        ValueError: It contradicts the model or the request, or ends before the length asked for.
+        ValueError: It contradicts the model or the request, or ends before the requested length.
     """
     rule = read_rope_scaling(rope_scaling)
     rule.refuse_other(original_max_position_embeddings=shared.get("original_max_position_embeddings"))
@@ -133,7 +133,7 @@ def _of_dictionary(model: PreTrainedModel, shared: Mapping[str, Any], rope_scali
             raise InvalidRequestError(
                 f"{argument('rope_scaling')} goes to {row['context_length']} tokens only (factor {rule.factor:g} of "
                 f"{original}), and --context-length is {least}: raise its factor, or leave the factor out to go as far "
-                "as is rule."
+                "as is asked."
             )
     return Candidate(ROPE_SCALING, row)
 

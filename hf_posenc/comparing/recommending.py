@@ -24,7 +24,7 @@ class Recommendation:
         ties: Methods that tie with the best, itself included.
         served: The method of the lowest perplexity among those that servers run; None if there is none.
         lines: Why, in words.
-        holds: Whether it reads as far as was measured; None where that cannot be told.
+        holds: Whether it reads as far as was measured; None where that is unknown.
         kind: How hard it is to serve, as ``candidates`` has it.
     """
 
@@ -40,8 +40,8 @@ class Recommendation:
 def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] | None = None) -> Recommendation:
     """Choose among methods measured on the same text, by their longest length.
 
-    Rows whose retrieval there is surely worse than the best's (their Wilson intervals do not meet) are out. Of the
-    others, those tie with the lowest perplexity whose paired difference is within the noise, or less than 0.5 %. Of
+    Rows whose retrieval at that length is surely worse than the best's (their Wilson intervals do not meet) are out. Of
+    the others, those tie with the lowest perplexity whose paired difference is within the noise, or less than 0.5 %. Of
     these the model as it is comes before static rules, which can be served everywhere, these before staged ones, and
     these before what changes distances; of one kind the lowest perplexity is taken.
 

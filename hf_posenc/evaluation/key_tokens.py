@@ -21,11 +21,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.config import KeyTokens, check_short_context, short_step
+from hf_posenc.evaluation.config import KeyTokens, short_step
 from hf_posenc.evaluation.documents import hash_tokenizer
 from hf_posenc.evaluation.losses import lay_out
 from hf_posenc.evaluation.model_facts import model_facts
-from hf_posenc.evaluation.plans import Run, Window, grouped
+from hf_posenc.evaluation.plans import Window, grouped
 
 CHOSEN_BY_ITSELF = "the measured model itself"
 LossesOf = Callable[..., torch.Tensor]
@@ -65,25 +65,15 @@ class KeyTokenFinder:
         short, chosen_by = wanted.short_tokens(original_length), _describe(wanted.evaluator if judges else None)
         return cls(losses_of, judges[0] if judges else None, wanted.alpha, wanted.beta, short, chosen_by)
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Raise unless each context length has tokens that can gain from it.
-
-        Raises:
-            ValueError: A short context that is none, or a context length that is not longer.
-        """
-        check_short_context(self.short_context, lengths)
-
-    def describe(self, run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts of a run, with how its tokens are chosen if they are."""
-        if run.protocol != "longppl":
-            return facts
+    def facts(self, scored: str) -> dict[str, Any]:
+        """Return the fields of a record that say how its tokens are chosen, ``scored`` completed by it in words."""
         step = short_step(self.short_context)
         words = (
             f"Key tokens were chosen by {self.chosen_by}: they gain more than {self.alpha:g} nats over a context of "
             f"{self.short_context} to {self.short_context + step - 1} tokens, to a log-probability above {self.beta:g}."
         )
         rule = {"alpha": self.alpha, "beta": self.beta, "short_context": self.short_context, "short_step": step}
-        return {**facts, "scored": f"{facts['scored']} {words}", "key_tokens": {"chosen_by": self.chosen_by, **rule}}
+        return {"scored": f"{scored} {words}", "key_tokens": {"chosen_by": self.chosen_by, **rule}}
 
     def find(self, text: torch.Tensor, num_tokens: int, advance: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses float32 ``(num_tokens,)`` of a text's first tokens, NaN where none is needed, and the keys.

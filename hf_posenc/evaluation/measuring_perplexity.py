@@ -13,11 +13,12 @@ from typing import Any, Literal
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.evaluation.config import EvalConfig, KeyTokens, check_at_least_one
+from hf_posenc.evaluation.config import EvalConfig, KeyTokens, check_at_least_one, check_short_context
 from hf_posenc.evaluation.documents import (
     Document,
     choose_texts,
     count_documents,
+    hash_token_ids,
     hash_tokenizer,
     settle_bos,
     to_token_ids,
@@ -27,7 +28,7 @@ from hf_posenc.evaluation.key_tokens import KeyTokenFinder
 from hf_posenc.evaluation.lm_head import check_head
 from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_types, memory_need, window_losses
 from hf_posenc.evaluation.memory import memory_logged, peak_memory
-from hf_posenc.evaluation.model_facts import hash_weights, identify_run, model_facts
+from hf_posenc.evaluation.model_facts import hash_weights, make_run_key, model_facts
 from hf_posenc.evaluation.passes import Evaluation, default_bucket
 from hf_posenc.evaluation.plans import Pass, Run, plan_passes
 from hf_posenc.evaluation.protocols import Average, ProtocolName
@@ -177,12 +178,15 @@ def perplexity(
         feeding: dict[str, Any] = {name: getattr(config, name) for name in _FEEDING}
         losses_of, *judges = (partial(window_losses, one, **feeding) for one in models)
         finder = KeyTokenFinder.of(key_tokens, losses_of, judges, original)
-        finder.check(longppl)
+        check_short_context(finder.short_context, longppl)
         identities = {}
         for run in runs:
-            described = finder.describe(run, facts | run.facts(count_documents(run, texts[run], ids, config)))
+            found = facts | run.facts(count_documents(run, texts[run], ids, config))
+            found["text_hash"] = hash_token_ids(row[: run.fed(len(row))] for row in texts[run])
+            if run.protocol == "longppl":
+                found |= finder.facts(found["scored"])
             decisive = with_evaluator if run.protocol == "longppl" else settings
-            identities[run] = identify_run(run, texts[run], described, decisive)
+            identities[run] = {**found, "run_key": make_run_key(found, decisive)}
         bucket = position_bucket or default_bucket(original)
         path = None if output is None else Path(output)
         evaluation = Evaluation(finder, texts, bos_id, identities, seed, bucket, path, Processes(sharded))

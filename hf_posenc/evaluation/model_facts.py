@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.masks import inner_name
-from hf_posenc.evaluation.documents import hash_token_ids
-from hf_posenc.evaluation.plans import Run
 from hf_posenc.families.discovery import refuse_family
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.extension import plain_spec
@@ -71,22 +68,6 @@ def rope_facts(model: PreTrainedModel) -> dict[str, Any]:
 def make_run_key(identity: dict[str, Any], settings: Any) -> str:
     """Return a hash of a record's fields except its results, and of what else decides these."""
     return hash_json([{name: value for name, value in identity.items() if name not in _NOT_IN_KEY}, settings])
-
-
-def identify_run(
-    run: Run, ids: Sequence[torch.Tensor], facts: dict[str, Any], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a record's fields except its results; ``run_key`` is a hash of them and of what else decides these."""
-    identity = {
-        **facts,
-        "protocol": run.protocol,
-        "context_length": run.context_length,
-        "window": run.window,
-        "stride": run.stride,
-        "last_k": run.last_k,
-        "text_hash": hash_token_ids(row[: run.fed(len(row))] for row in ids),
-    }
-    return {**identity, "run_key": make_run_key(identity, settings)}
 
 
 @torch.no_grad()

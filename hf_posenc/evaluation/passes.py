@@ -134,13 +134,12 @@ class Evaluation:
         else:
             losses = self._losses(one, text, portion, advance)
             totals = [_run_totals(run, portion.windows, losses, len(text)) for run in one.runs]
-            positions = [self._by_position(run, losses[0]) for run in one.runs]
+            widths = [self.buckets[run] for run in one.runs]
+            positions = [
+                _NO_TOTALS if width is None else _position_totals(losses[0][: run.context_length - 1], 1, width)
+                for run, width in zip(one.runs, widths, strict=True)
+            ]
         return Finished(totals + positions, time.perf_counter() - started)
-
-    def _by_position(self, run: Run, losses: torch.Tensor) -> Totals:
-        """Return the totals of each bucket of positions; ``losses`` are of the text's tokens from the second on."""
-        width = self.buckets[run]
-        return _NO_TOTALS if width is None else _position_totals(losses[: run.context_length - 1], 1, width)
 
     def _losses(self, one: Pass, text: torch.Tensor, portion: Portion, advance: Advance | None) -> list[torch.Tensor]:
         """Return of each window the losses of the tokens it scores; NaN where no run asks for them."""

@@ -159,22 +159,20 @@ class Run:
         """Tokens fed at a time by protocols that move a window; None for those that feed one stretch of a document."""
         return None if self.rule.shape in ("beginning", "end") else self.context_length
 
-    @property
-    def words(self) -> str:
-        """Which tokens are scored, where there is a BOS token, and what is averaged."""
-        return in_words(
-            self.protocol,
-            self.bos,
-            self.average,
-            n=self.context_length,
-            stride=self.stride,
-            last_k=self.last_k,
-            first=self.score_from,
-        )
-
     def facts(self, num_documents: int) -> dict[str, Any]:
-        """Return the fields of a record that say what was measured, next to those ``identify_run`` gives."""
-        return {"bos": self.bos, "average": self.average, "scored": self.words, "num_documents": num_documents}
+        """Return the fields of a record that say what was measured; ``scored`` says it in words."""
+        numbers = {"stride": self.stride, "last_k": self.last_k}
+        words = in_words(self.protocol, self.bos, self.average, n=self.context_length, first=self.score_from, **numbers)
+        return {
+            "protocol": self.protocol,
+            "context_length": self.context_length,
+            "window": self.window,
+            **numbers,
+            "bos": self.bos,
+            "average": self.average,
+            "scored": words,
+            "num_documents": num_documents,
+        }
 
     def fed(self, num_tokens: int) -> int:
         """Return how many of a document's first tokens the number depends on."""
@@ -334,10 +332,6 @@ class Pass:
     def scored(self, num_tokens: int) -> list[range]:
         """Return the positions in a document of ``num_tokens`` tokens that some run scores; only these need a loss."""
         return [run.scored(num_tokens) for run in self.runs]
-
-    def num_tokens_fed(self, num_tokens: int) -> int:
-        """Return the work in tokens on a document of ``num_tokens`` tokens."""
-        return sum(portion.num_tokens_fed for portion in self.portions([num_tokens]))
 
     def portions(self, lengths: Sequence[int]) -> list[Portion]:
         """Return the work on texts of so many tokens: each text by itself, a stream in groups of windows."""

@@ -106,17 +106,17 @@ def resolve_rope_scaling(
         return list(methods), extension, rules
     from hf_posenc.patching.rope_scaling import read_rope_scaling
 
-    asked = read_rope_scaling(extension.rope_scaling)
+    dictionary = read_rope_scaling(extension.rope_scaling)
     named: list[str | None] = [method for method in methods if method != NO_METHOD]
     decided = ("factor", "original_max_position_embeddings", "preset")
     for method in named or [None]:
-        asked.refuse_other(method=method, **{name: getattr(extension, name) for name in decided}, options=rules)
-    asked.check_length_is_said(extension.context_length)
-    known = asked.original_max_position_embeddings
+        dictionary.refuse_other(method=method, **{name: getattr(extension, name) for name in decided}, options=rules)
+    dictionary.check_length_is_said(extension.context_length)
+    known = dictionary.original_max_position_embeddings
     original = None if known is None else ContextLength(known)
     # The dictionary is kept, for what it repeats of the model.
-    extension = dataclasses.replace(extension, factor=asked.factor, original_max_position_embeddings=original)
-    return [*methods, *([] if named else [asked.method])], extension, asked.options
+    extension = dataclasses.replace(extension, factor=dictionary.factor, original_max_position_embeddings=original)
+    return [*methods, *([] if named else [dictionary.method])], extension, dictionary.options
 
 
 def rows_to_measure(

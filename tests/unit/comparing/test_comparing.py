@@ -31,8 +31,8 @@ DOOR = {"dynamic", "dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope
 # What is tried
 
 
-def names(model: Any, *methods: str, **told: Any) -> tuple[list[str], dict[str, str]]:
-    found, left_out = find_candidates(model, {"context_length": 256, **told}, methods)
+def names(model: Any, *methods: str, **more: Any) -> tuple[list[str], dict[str, str]]:
+    found, left_out = find_candidates(model, {"context_length": 256, **more}, methods)
     assert not is_patched(model)
     return [one.method for one in found], left_out
 
@@ -149,7 +149,7 @@ def plan_of(*seconds: float, **changes: Any) -> Plan:
     return replace(plan, **changes)
 
 
-def test_a_budget_drops_the_dearest_rows_and_says_so() -> None:
+def test_a_budget_drops_the_most_expensive_rows_and_says_so() -> None:
     plan = plan_of(60, 60, 200, 500).within(330)
     assert [step.name for step in plan.steps] == ["unpatched", "yarn", "dca"]
     assert plan.left_out["rerope"] == "over the budget of 5.5 min: it takes 8.3 min"
@@ -185,7 +185,7 @@ def test_times_as_people_write_them(text: str, seconds: float) -> None:
     ]
 
 
-def asked(**changes: Any) -> CompareConfig:
+def request(**changes: Any) -> CompareConfig:
     usual: dict[str, Any] = {"context_length": ContextLength(1024), "model_name": "tiny", "hide_progress": True}
     return CompareConfig(**{**usual, **changes})
 
@@ -194,7 +194,7 @@ def asked(**changes: Any) -> CompareConfig:
 def test_the_estimate_is_of_the_right_size() -> None:
     model, tokenizer = load_model(tiny_model_path(), dtype="float32")
     documents = [load_novel(HELD_OUT_NOVEL)[:20_000]]
-    plan = make_plan(model, tokenizer, documents, asked(methods=["yarn", "rerope"]))
+    plan = make_plan(model, tokenizer, documents, request(methods=["yarn", "rerope"]))
     assert plan.timed[1] == 2 * plan.timed[0] <= 1024
     assert plan.lengths == (64, 128, 256, 512, 1024)
     assert [step.name for step in plan.steps[:1]] == ["unpatched"]
@@ -207,15 +207,15 @@ def test_the_estimate_is_of_the_right_size() -> None:
 def test_a_plan_for_what_needs_none_is_refused() -> None:
     model, tokenizer = load_model(tiny_model_path())
     with pytest.raises(ValueError, match="reads 256 tokens as it is, so for 256 nothing has to be extended"):
-        make_plan(model, tokenizer, ["a"], asked(context_length=256))
+        make_plan(model, tokenizer, ["a"], request(context_length=256))
     with pytest.raises(ValueError, match="none of the 1 documents has the 1024 tokens"):
-        make_plan(model, tokenizer, ["a few words"], asked())
+        make_plan(model, tokenizer, ["a few words"], request())
 
 
 def test_when_time_is_up_the_rest_is_left_out() -> None:
     model, tokenizer = load_model(tiny_model_path(), dtype="float32")
     documents = [load_novel(HELD_OUT_NOVEL)[:20_000]]
-    sweep = _Sweep(model, tokenizer, documents, asked(context_length=512), plan_of(1, 1, 1))
+    sweep = _Sweep(model, tokenizer, documents, request(context_length=512), plan_of(1, 1, 1))
     rows = sweep.measure(budget=0.0)
     assert list(rows) == ["none", "yarn"]
     assert sweep.notes[0] == "left out, for time is up: dca"

@@ -59,7 +59,7 @@ def test_a_difference_is_paired() -> None:
     assert (found.value, found.ci_low, found.ci_high) == pytest.approx([math.exp(0.01)] * 3)
     assert str(found) == "+1.0 % (+1.0 to +1.0)"
     assert not found.is_tie
-    # The same 1 % in the mean, of +21 % and -19 % by turns, may be nothing.
+    # The same 1 % in the mean, of +21 % and -19 % alternately, may be nothing.
     noisy = paired_interval(row("yarn", 0.01, 0.01, jitter=0.2)[1], other)
     assert noisy.value == pytest.approx(math.exp(0.01))
     assert noisy.ci_low < 1 < noisy.ci_high

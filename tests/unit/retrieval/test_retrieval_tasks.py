@@ -54,8 +54,8 @@ def test_the_answer_follows_from_the_text_alone(
         assert (found == list(prompt.answers)) if prompt.ordered else (set(found) == set(prompt.answers))
         assert len(prompt.answers) == len(set(prompt.answers)) == NUM_ANSWERS[task]
         assert words.decode(prompt.answer_ids) == " " + ", ".join(prompt.answers)
-        for places, answer in zip(prompt.answer_positions, prompt.answers, strict=True):
-            assert words.decode([prompt.answer_ids[at] for at in places]).strip() == answer
+        for positions, answer in zip(prompt.answer_positions, prompt.answers, strict=True):
+            assert words.decode([prompt.answer_ids[at] for at in positions]).strip() == answer
     assert len({prompt.answers for prompt in prompts}) == 4
     assert prompts == [make(maker, task, length, seed) for seed in range(4)]
 
@@ -76,14 +76,14 @@ def test_needles_are_all_there_at_their_places(maker: PromptMaker, words: PreTra
     for seed in range(6):
         prompt = make(maker, task, 3000, seed, depth=70)
         assert len(prompt.needle_places) == NUM_NEEDLES[task]
-        for place in prompt.needle_places:
-            line = words.decode(prompt.ids[place : place + 40]).split("\n")[1]
+        for position in prompt.needle_places:
+            line = words.decode(prompt.ids[position : position + 40]).split("\n")[1]
             assert re.match(r"The pass key is|One of the secret numbers of|VAR \w{5} = ", line)
         if tasks()[task].has_depth:
             assert abs(prompt.needle_places[0] / 3000 - 0.7) < 0.08
         else:
             assert list(prompt.needle_places) == sorted(prompt.needle_places)
-        spread |= {round(4 * place / 3000) for place in prompt.needle_places}
+        spread |= {round(4 * position / 3000) for position in prompt.needle_places}
     assert len(spread) > 1 or NUM_NEEDLES[task] == 1
 
 
@@ -191,8 +191,8 @@ def test_a_registered_task_is_one_like_the_others(
         with pytest.raises(SystemExit):
             main([command, "--help"])
         assert registered in " ".join(capsys.readouterr().out.split()).partition("one or more of ")[2]
-    asked = ["eval", str(tiny_checkpoint), "--tasks", registered, "--context-lengths", "700", "--depths", "50"]
-    assert main([*asked, "--hide-progress", "--output", str(tmp_path / "r.jsonl")]) == 0
+    argv = ["eval", str(tiny_checkpoint), "--tasks", registered, "--context-lengths", "700", "--depths", "50"]
+    assert main([*argv, "--hide-progress", "--output", str(tmp_path / "r.jsonl")]) == 0
     (record,) = read_retrieval_records(tmp_path / "r.jsonl")
     assert (record.task, record.depth) == (registered, 50)
     assert record.answers[0] in ("red", "green", "blue")
