@@ -24,8 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation import perplexity
-from hf_posenc.evaluation.facts import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.losses import window_losses
+from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.plans import sliding_windows
 
 LENGTHS = [64 * point for point in range(1, 17)]  # tokens

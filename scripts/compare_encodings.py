@@ -26,7 +26,7 @@ from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.planning.tracking import MemoryTracker
 from hf_posenc.report.looks import PLAIN, numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
-from hf_posenc.retrieval.measuring import retrieval
+from hf_posenc.retrieval.measuring_retrieval import retrieval
 from hf_posenc.utils.files import write_whole
 from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer, unfinished_of
 from study_folder import claim, passkeys_right

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.retrieval.cell_records import read_retrieval_records
+from hf_posenc.evaluation.records import read_retrieval_records
 from hf_posenc.utils.files import write_whole
 
 

@@ -146,6 +146,12 @@ def find_manifest(source: str | Path, kwargs: Mapping[str, Any] | None = None) -
     return None if folder is None or manifest is None else (manifest, folder)
 
 
+def tokens_trained(source: str | Path) -> int | None:
+    """Return how many tokens a model was fine-tuned on, as its manifest says; 0 without a manifest, None if unknown."""
+    found = find_manifest(source)
+    return 0 if found is None else found[0]["tokens_trained"]
+
+
 def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
     """Return method, factor, options, original and target length; method ``"none"`` for what is not extended.
 

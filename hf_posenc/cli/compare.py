@@ -1,4 +1,4 @@
-"""``hf-posenc compare``: the plan with its cost, the sweep, the table, what to take, and the next commands."""
+"""``hf-posenc compare``: the plan with its cost, the rows, the table, a recommendation, and the next commands."""
 
 from __future__ import annotations
 
@@ -6,139 +6,74 @@ import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.cli.compare_arguments import CompareArguments
-from hf_posenc.cli.shared_arguments import ModelArguments
-from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC
-from hf_posenc.comparing.planning import AnyRecord, Plan, Step, make_plan
-from hf_posenc.comparing.recommending import Recommendation, recommend
-from hf_posenc.evaluation import perplexity, reach_lines, read_records
-from hf_posenc.evaluation.records import check_output
-from hf_posenc.evaluation.row_models import as_asked, refuse_extended
-from hf_posenc.evaluation.tallies import default_bucket
-from hf_posenc.exports import STACKS
-from hf_posenc.patching.rope_scaling import read_rope_scaling
-from hf_posenc.report import text_table
-from hf_posenc.retrieval.cell_records import read_retrieval_records
-from hf_posenc.retrieval.measuring import retrieval
+from hf_posenc.cli.shared_arguments import MODEL, DocumentArguments, ModelArguments, parse
+from hf_posenc.comparing.config import CompareConfig
+from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.utils.console import LONG
-from hf_posenc.utils.dtypes import slow_dtype_advice
-from hf_posenc.utils.units import duration_name, length_name
+from hf_posenc.utils.units import length_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_posenc.comparing.recommending import Recommendation
+    from hf_posenc.evaluation.records import AnyRecord
 
 
-def compare(name: str, documents: Sequence[str], what: CompareArguments, loading: ModelArguments) -> None:
-    """Print the plan; unless it is a dry run, measure each row, and print the results and what to take.
+def compare(argv: Sequence[str]) -> None:
+    """Measure all methods that suit a model on your own text, with a time estimate first, and recommend one."""
+    known_flags = (CompareConfig, DocumentArguments, ModelArguments)
+    given, what, source, loading = parse("compare", compare.__doc__, argv, known_flags, MODEL)
+    what.check()
+    documents = source.texts()
+    from hf_posenc.checkpoint.loading import load_model
+    from hf_posenc.comparing.planning import make_plan
+    from hf_posenc.comparing.recommending import recommend
+    from hf_posenc.comparing.sweep import Sweep
+    from hf_posenc.evaluation import reach_lines, read_records
+    from hf_posenc.evaluation.records import check_output, read_retrieval_records
+    from hf_posenc.evaluation.rows import refuse_extended
+    from hf_posenc.report import text_table
+    from hf_posenc.utils.dtypes import slow_dtype_advice
 
-    Args:
-        name: The model: a name on the Hub, a folder or a ``.gguf`` file.
-        documents: The user's texts.
-        what: What is asked for.
-        loading: How the model is loaded.
-
-    Raises:
-        ValueError: As ``make_plan``; the budget is too short; or the model is extended already.
-    """
     began = time.perf_counter()
     known: list[AnyRecord] = []
     if what.output is not None:
         check_output(what.output)
         known = [*read_records(what.output), *read_retrieval_records(what.output)]
-    what.model_name = what.model_name or name
-    model, tokenizer = load_model(name, **vars(loading))
-    refuse_extended(model, name, on_scaled="refuse")
+    what.model_name = what.model_name or given.model
+    model, tokenizer = load_model(given.model, **vars(loading))
+    refuse_extended(model, given.model, on_scaled="refuse")
     plan = make_plan(model, tokenizer, documents, what, known)
     if what.budget is not None:
         plan = plan.within(what.budget)
     print(plan.text(), flush=True)
     if plan.seconds > LONG and what.budget is None:
         advice = (
-            slow_dtype_advice(model) + "--budget 10m leaves out the dearest rows, or give a shorter --context-length"
+            slow_dtype_advice(model)
+            + "--budget 10m leaves out the most expensive rows, or give a shorter --context-length"
         )
         print(f"This takes long on this machine. Shorter: {advice}.", flush=True)
     if what.dry_run:
         return
-    sweep = _Sweep(model, tokenizer, documents, what, plan)
+    sweep = Sweep(model, tokenizer, documents, what, plan)
     rows = sweep.measure(None if what.budget is None else what.budget - (time.perf_counter() - began))
     records = [record for row in rows.values() for record in row]
-    print("\n".join(["", text_table(records), "", *reach_lines(records), "", *sweep.told]))
+    print("\n".join(["", text_table(records), "", *reach_lines(records), "", *sweep.notes]))
     taken = recommend(rows, {step.candidate.name: step.candidate.kind for step in plan.steps})
-    print("\n".join([*taken.lines, "", *_next(name, what, model, taken)]))
+    print("\n".join([*taken.lines, "", *_next(given.model, what, model, taken)]))
     if what.output is not None:
         print(f"\nin {what.output}; a page with plots: hf-posenc report {shlex.quote(what.output)} --output-dir report")
 
 
-class _Sweep:
-    """The rows of a plan, measured one after the other."""
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        documents: Sequence[str],
-        what: CompareArguments,
-        plan: Plan,
-    ) -> None:
-        self.model, self.tokenizer, self.documents, self.what, self.plan = model, tokenizer, documents, what, plan
-        self.told: list[str] = []
-
-    def measure(self, budget: float | None) -> dict[str, list[AnyRecord]]:
-        """Return the records of each row by its name; rows that no longer fit into ``budget`` seconds are left out.
-
-        The unpatched model and one method are measured in any case.
-        """
-        began, rows = time.perf_counter(), dict[str, list[AnyRecord]]()
-        promised = 0.0
-        for step in self.plan.steps:
-            spent = time.perf_counter() - began
-            late = max(spent / promised, 1.0) if promised else 1.0
-            if budget is not None and len(rows) >= 2 and spent + late * step.seconds > budget:
-                self.told.append(f"left out, for time is up: {step.name}")
-                continue
-            rows[step.candidate.name] = self._row(step)
-            promised += step.seconds
-        took = duration_name(time.perf_counter() - began)
-        self.told.append(f"measured in {took} (estimated {duration_name(promised)})")
-        return rows
-
-    def _row(self, step: Step) -> list[AnyRecord]:
-        what, shared = self.what, self._shared()
-        records: list[AnyRecord] = []
-        with as_asked(self.model, step.candidate.row):
-            records += perplexity(
-                self.model,
-                self.documents,
-                self.plan.lengths,
-                cut=what.cut,
-                max_documents=what.max_documents,
-                position_bucket=default_bucket(self.plan.original),
-                **shared,
-            )
-            if what.tasks:
-                asked: dict[str, Any] = {"tasks": what.tasks, "depths": what.depths, "samples": what.samples}
-                asked["context_lengths"] = self.plan.retrieval_lengths
-                records += retrieval(self.model, documents=self.documents, **asked, **shared)
-        return records
-
-    def _shared(self) -> dict[str, Any]:
-        what = self.what
-        return {
-            "tokenizer": self.tokenizer,
-            "prefill_chunk": what.prefill_chunk,
-            "output": what.output,
-            "model_name": what.model_name,
-            "progress": not what.hide_progress,
-        }
-
-
-def _next(name: str, what: CompareArguments, model: PreTrainedModel, taken: Recommendation) -> list[str]:
+def _next(name: str, what: CompareConfig, model: PreTrainedModel, taken: Recommendation) -> list[str]:
     """Return the commands that make, train and serve what is recommended.
 
     For a model that is best as it is: how to ask about longer texts, or, if it does not hold either, how to train it.
     """
+    from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC
+
     length = length_name(what.context_length)
     folder = f"{Path(name).name}-{length}"
     if taken.method == "none" and taken.holds:
@@ -147,21 +82,24 @@ def _next(name: str, what: CompareArguments, model: PreTrainedModel, taken: Reco
         return [f"nothing to do: it reads {length} as it is. For longer texts, compare there:", f"  {words}"]
     if taken.method == "none" and taken.holds is None:
         return ["next: measure on more text, as the table alone does not tell how far it reads"]
-    rule = _rule("yarn" if taken.method == "none" else taken.method, what)
+    rule = _rule(DEFAULT_METHOD if taken.method == "none" else taken.method, what)
     tuned = ["--documents", "TRAINING_TEXTS", *rule, "--output-dir", f"{folder}-tuned"]
     commands = [["hf-posenc", "finetune", name, *tuned]]
     if taken.method != "none":
         commands = [["hf-posenc", "patch", name, folder, *rule], *commands]
         if stack := _stack_for(model):
             served = None if taken.served == ROPE_SCALING else taken.served
-            instead = ["--as", served or "yarn"] if taken.kind > STATIC else []
+            instead = ["--as", served or DEFAULT_METHOD] if taken.kind > STATIC else []
             commands.append(["hf-posenc", "export", folder, "--to", stack, *instead])
     first = "next:" if taken.method != "none" else "no method helps without training; training is what is left:"
     return [first, *(f"  {shlex.join(map(str, words))}" for words in commands)]
 
 
-def _rule(name: str, what: CompareArguments) -> list[Any]:
+def _rule(name: str, what: CompareConfig) -> list[Any]:
     """Return the flags that extend a model as a row was."""
+    from hf_posenc.comparing.candidates import ROPE_SCALING
+    from hf_posenc.patching.rope_scaling import read_rope_scaling
+
     said = {
         "context_length": int(what.context_length),
         "original_max_position_embeddings": what.original_max_position_embeddings,
@@ -171,8 +109,7 @@ def _rule(name: str, what: CompareArguments) -> list[Any]:
     rule = ["--method", name]
     if name == ROPE_SCALING and what.rope_scaling is not None:
         rule = ["--rope-scaling", what.rope_scaling]
-        asked = read_rope_scaling(what.rope_scaling)
-        if asked.factor is not None:
+        if read_rope_scaling(what.rope_scaling).factor is not None:
             del said["context_length"]
     flags = [(f"--{flag.replace('_', '-')}", value) for flag, value in said.items() if value is not None]
     return [*rule, *(word for pair in flags for word in pair)]
@@ -180,5 +117,7 @@ def _rule(name: str, what: CompareArguments) -> list[Any]:
 
 def _stack_for(model: PreTrainedModel) -> str | None:
     """Return the first server that is known to run models of this type."""
+    from hf_posenc.exports import STACKS
+
     config = model.config.get_text_config(decoder=True)
     return next((name for name, stack in STACKS.items() if config.model_type in stack.model_types), None)

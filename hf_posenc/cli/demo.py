@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_posenc.cli.request_checks import check_writable
+from hf_posenc.cli.output_folders import check_writable
 from hf_posenc.cli.shared_arguments import parse
 from hf_posenc.utils.units import TokenCount, duration_name
 

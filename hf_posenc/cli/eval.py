@@ -1,64 +1,88 @@
-"""What ``hf-posenc eval`` does once its flags are read: load, measure each row, print."""
+"""``hf-posenc eval``: perplexity or retrieval of each row, as a table and a file of records."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.cli.eval_arguments import EvalArguments, RetrievalArguments
-from hf_posenc.cli.request_checks import key_token_settings
-from hf_posenc.cli.shared_arguments import ModelArguments
+from hf_posenc.cli.shared_arguments import (
+    MODEL,
+    DocumentArguments,
+    ModelArguments,
+    OptionArguments,
+    parse,
+    parse_options,
+)
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation import Record, perplexity, reach_lines
-from hf_posenc.evaluation.key_tokens import load_key_tokens
-from hf_posenc.evaluation.records import check_output
-from hf_posenc.evaluation.row_models import as_asked, refuse_extended, try_rows
-from hf_posenc.report import text_table
-from hf_posenc.retrieval.cell_records import RetrievalRecord
-from hf_posenc.retrieval.measuring import retrieval
-from hf_posenc.utils.processes import join_processes, leave_processes
+from hf_posenc.evaluation.config import EvalConfig, KeyTokens, OutputConfig, check_short_context
+from hf_posenc.patching.extension_config import ExtensionConfig, rows_to_measure
+from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
+from hf_posenc.utils.settings import same_field
+from hf_posenc.utils.units import ContextLength
+
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.records import AnyRecord
+
+KEY_TOKENS = ("evaluator", "alpha", "beta", "short_context")
+_OUTPUT = ("output", "label", "model_name")
 
 
-def evaluate(
-    model_name: str,
-    rows: list[dict[str, Any] | None],
-    settings: dict[str, Any],
-    what: EvalArguments,
-    asked: RetrievalArguments,
-    loading: ModelArguments,
-    on_scaled: str,
-) -> None:
-    """Measure every row and print the table.
+@dataclass
+class EvalArguments(OutputConfig, EvalConfig):
+    """What is measured, and where the numbers go."""
 
-    Args:
-        model_name: What ``load_model`` takes.
-        rows: How the model is extended, for each row.
-        settings: What ``perplexity`` or ``retrieval`` takes, but for model and tokenizer.
-        what: The flags of ``eval``.
-        asked: The flags of retrieval.
-        loading: How the model is loaded.
-        on_scaled: ``"replace"`` to measure a model that is scaled already by another rule.
+    method: list[str] = field(
+        default_factory=list,
+        metadata={"help": "one or more from `hf-posenc methods`, or none: as it is; default: none, or --preset"},
+    )
+    evaluator: str | None = field(
+        default=None,
+        metadata={"help": "model that chooses longppl's key tokens; default: the measured one itself"},
+    )
+    alpha: float = same_field(KeyTokens, "alpha")
+    beta: float = same_field(KeyTokens, "beta")
+    short_context: ContextLength | None = same_field(KeyTokens, "short_context")
 
-    Raises:
-        ValueError: As ``perplexity`` and ``retrieval``, or there is no number to print.
-    """
-    settings["model_name"] = what.model_name or model_name
+
+def evaluate(argv: Sequence[str]) -> None:
+    """Measure perplexity or retrieval by context length, of a model as it is or extended by one or more methods."""
+    known: list[Any] = [EvalArguments, ExtensionConfig, OptionArguments]
+    known += [DocumentArguments, ModelArguments, RetrievalConfig]
+    given, what, extension, options, source, loading, prompts = parse("eval", evaluate.__doc__, argv, known, MODEL)
+    rows = rows_to_measure(what.method, extension, parse_options(options.option))
+    settings = retrieval_settings(what, prompts) if prompts.tasks else perplexity_settings(what, prompts)
+    settings["documents"] = None if prompts.tasks and not source.documents else source.texts()
+    settings["model_name"] = what.model_name or given.model
+    settings["command"] = shlex.join(["hf-posenc", "eval", *argv])
+    from hf_posenc.checkpoint.loading import load_model
+    from hf_posenc.checkpoint.manifest import tokens_trained
+    from hf_posenc.evaluation import perplexity, reach_lines
+    from hf_posenc.evaluation.key_tokens import load_key_tokens
+    from hf_posenc.evaluation.records import check_output
+    from hf_posenc.evaluation.rows import extended_as, refuse_extended, try_rows
+    from hf_posenc.report import text_table
+    from hf_posenc.retrieval.measuring_retrieval import retrieval
+    from hf_posenc.utils.processes import join_processes, leave_processes
+
+    settings["tokens_trained"] = tokens_trained(given.model)
     if what.output is not None:
         check_output(what.output)
     sharded = join_processes(loading.device)  # before loading, which puts the model on this process' GPU
-    model, tokenizer = load_model(model_name, **vars(loading))
+    model, tokenizer = load_model(given.model, **vars(loading))
     if any(rows):
-        refuse_extended(model, model_name, on_scaled)
+        refuse_extended(model, given.model, extension.on_scaled)
     try_rows(model, rows)
     settings |= {"tokenizer": tokenizer, "sharded": sharded}
-    if not asked.tasks and "longppl" in what.protocol:
-        told = key_token_settings(what)
-        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **told, **vars(loading))
-    records: list[Record | RetrievalRecord] = []
+    if not prompts.tasks and "longppl" in what.protocol:
+        chosen = key_token_settings(what)
+        settings["key_tokens"] = load_key_tokens(tokenizer=tokenizer, **chosen, **vars(loading))
+    records: list[AnyRecord] = []
     for row in rows:
-        with as_asked(model, row):
-            records += retrieval(model, **settings) if asked.tasks else perplexity(model, **settings)
+        with extended_as(model, row):
+            records += retrieval(model, **settings) if prompts.tasks else perplexity(model, **settings)
     if sharded:
         leave_processes()
     if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
@@ -71,3 +95,63 @@ def evaluate(
     print("\n".join([text_table(records), "", *reach_lines(records)]))
     if what.output is not None:
         print(f"\nin {what.output}; a page with plots: hf-posenc report {what.output} --output-dir report")
+
+
+def perplexity_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict[str, Any]:
+    """Return the settings for ``perplexity``.
+
+    Raises:
+        ValueError: A length or number that cannot be, or a flag that nothing requested has a use for.
+    """
+    runs = what.runs()
+    key_token_settings(what)
+    if "longppl" in what.protocol and what.short_context is not None:
+        check_short_context(what.short_context, what.context_lengths)
+    refuse_given(retrieval, RetrievalConfig(), ("depths", "samples", "chat"), "is for --tasks; leave it out, or ask")
+    useless = {
+        "stride": all(run.stride is None for run in runs) and "moves a window",
+        "last_k": all(run.last_k is None for run in runs) and "scores the last tokens",
+        "batch_size": all(run.window is None and run.protocol != "longppl" for run in runs) and "has several windows",
+    }
+    for name, does in useless.items():
+        if does and getattr(what, name) is not None:
+            raise InvalidRequestError(
+                f"--{name.replace('_', '-')} is for a --protocol that {does}, not for {', '.join(what.protocol)}; "
+                "leave it out, or measure such a one."
+            )
+    names = (*(one.name for one in fields(EvalConfig)), *_OUTPUT)
+    return {**{name: getattr(what, name) for name in names}, "progress": not what.hide_progress}
+
+
+def retrieval_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict[str, Any]:
+    """Return the settings for ``retrieval``.
+
+    Raises:
+        ValueError: A flag that only perplexity has was given too, or a length, depth or number cannot be.
+    """
+    shared = ("context_lengths", "prefill_chunk")
+    only_perplexity = (*(one.name for one in fields(EvalConfig) if one.name not in shared), *KEY_TOKENS)
+    usual = EvalArguments(context_lengths=what.context_lengths)
+    refuse_given(what, usual, only_perplexity, "says how perplexity is measured; leave it or --tasks out")
+    check_retrieval(retrieval.tasks, what.context_lengths, retrieval.depths, retrieval.samples)
+    own = {name: getattr(what, name) for name in (*shared, *_OUTPUT)}
+    return {**vars(retrieval), **own, "progress": not what.hide_progress}
+
+
+def key_token_settings(what: EvalArguments) -> dict[str, Any]:
+    """Return the settings for ``load_key_tokens``.
+
+    Raises:
+        ValueError: One of the flags was given, but not the protocol they are for.
+    """
+    if "longppl" not in what.protocol:
+        usual = EvalArguments(context_lengths=what.context_lengths)
+        refuse_given(what, usual, KEY_TOKENS, "is for --protocol longppl; leave it out, or measure that")
+    return {name: getattr(what, name) for name in KEY_TOKENS}
+
+
+def refuse_given(what: Any, usual: Any, names: Sequence[str], why: str) -> None:
+    """Raise if one of the flags has another value than the usual one."""
+    for name in names:
+        if getattr(what, name) != getattr(usual, name):
+            raise InvalidRequestError(f"--{name.replace('_', '-')} {why}.")

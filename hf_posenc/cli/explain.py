@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.request_checks import check_request
 from hf_posenc.cli.shared_arguments import OptionArguments, parse, parse_options
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.registry import get_method, make_method
-from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest
+from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest, check_request
 from hf_posenc.utils.console import text_width
 
 if TYPE_CHECKING:

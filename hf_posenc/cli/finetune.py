@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.request_checks import check_folder, tokens_trained
+from hf_posenc.cli.output_folders import check_folder
 from hf_posenc.cli.shared_arguments import (
     MODEL,
     DocumentArguments,
@@ -107,6 +107,7 @@ def run_finetune(
         ValueError, TypeError: Settings, model and texts do not go together.
     """
     from hf_posenc.checkpoint.loading import check_4bit, check_path, load_model
+    from hf_posenc.checkpoint.manifest import tokens_trained
     from hf_posenc.report import text_table
     from hf_posenc.training import finetune as train
     from hf_posenc.training.dry_run import dry_run

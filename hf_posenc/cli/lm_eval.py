@@ -10,10 +10,9 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any
 
-from hf_posenc.cli.request_checks import in_our_words, rows_to_measure
 from hf_posenc.cli.shared_arguments import ModelArguments, OptionArguments, parse, parse_options
 from hf_posenc.errors import InvalidRequestError, MissingPackageError
-from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.patching.extension_config import ExtensionConfig, resolve_rope_scaling, rows_to_measure
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 
@@ -28,8 +27,8 @@ class HarnessArguments:
     )
 
 
-def run_harness(summary: str, argv: Sequence[str]) -> None:
-    """Run lm-eval with the model class ``hf_posenc``; flags that are not ours are lm-eval's.
+def lm_eval(argv: Sequence[str]) -> None:
+    """Run tasks of lm-eval on a model as it is or extended: MODEL, flags as for eval, then any of lm-eval's.
 
     Raises:
         ImportError: lm-eval is not installed.
@@ -37,10 +36,10 @@ def run_harness(summary: str, argv: Sequence[str]) -> None:
     """
     known = (HarnessArguments, ExtensionConfig, OptionArguments, ModelArguments)
     ours, theirs = split_flags(argv, known)
-    places = {"model": "name on the Hub, folder or .gguf file; first, before all flags"}
-    given, which, extension, options, loading = parse("lm-eval", summary, ours, known, places)
+    positional = {"model": "name on the Hub, folder or .gguf file; first, before all flags"}
+    given, which, extension, options, loading = parse("lm-eval", lm_eval.__doc__, ours, known, positional)
     named = [] if which.method is None else [which.method]
-    named, extension, rules = in_our_words(named, extension, parse_options(options.option))
+    named, extension, rules = resolve_rope_scaling(named, extension, parse_options(options.option))
     rows_to_measure(named, extension, rules)
     if {"--model", "-M"} & {word.partition("=")[0] for word in theirs}:
         raise InvalidRequestError(
@@ -48,9 +47,9 @@ def run_harness(summary: str, argv: Sequence[str]) -> None:
         )
     if find_spec("lm_eval") is None:
         raise MissingPackageError("lm-eval is not installed. It comes with: pip install 'hf_posenc[lm-eval]'")
-    told = model_args(given.model, named[0] if named else None, extension, rules, loading)
+    arguments = model_args(given.model, named[0] if named else None, extension, rules, loading)
     device = [] if loading.device in (None, "auto") else ["--device", loading.device]
-    call_lm_eval(["run", "--model", "hf_posenc", "--model_args", json.dumps(told), *device, *theirs])
+    call_lm_eval(["run", "--model", "hf_posenc", "--model_args", json.dumps(arguments), *device, *theirs])
 
 
 def split_flags(argv: Sequence[str], known: Sequence[Any]) -> tuple[list[str], list[str]]:
@@ -71,11 +70,11 @@ def model_args(
 ) -> dict[str, Any]:
     """Return lm-eval's ``model_args``, as JSON can say them, without what is left at its default."""
     usual = vars(ExtensionConfig())
-    told: dict[str, Any] = {"pretrained": model, "method": method, "options": rules or None}
-    told |= {name: value for name, value in vars(extension).items() if value != usual[name]}
-    told |= {"dtype": loading.dtype, "attn_implementation": loading.attn_implementation}
-    told["parallelize"] = True if loading.device == "auto" else None
-    return {name: value for name, value in told.items() if value is not None}
+    arguments: dict[str, Any] = {"pretrained": model, "method": method, "options": rules or None}
+    arguments |= {name: value for name, value in vars(extension).items() if value != usual[name]}
+    arguments |= {"dtype": loading.dtype, "attn_implementation": loading.attn_implementation}
+    arguments["parallelize"] = True if loading.device == "auto" else None
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def call_lm_eval(words: Sequence[str]) -> None:

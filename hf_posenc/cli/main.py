@@ -7,37 +7,25 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
+from hf_posenc.cli.compare import compare
 from hf_posenc.cli.demo import demo
 from hf_posenc.cli.doctor import doctor
-from hf_posenc.cli.eval_arguments import EvalArguments, RetrievalArguments
+from hf_posenc.cli.eval import evaluate
 from hf_posenc.cli.explain import explain
 from hf_posenc.cli.export import export
 from hf_posenc.cli.finetune import finetune
 from hf_posenc.cli.gallery import gallery
 from hf_posenc.cli.listings import methods, presets, recipes
+from hf_posenc.cli.lm_eval import lm_eval
 from hf_posenc.cli.patch import patch
 from hf_posenc.cli.plan import plan
 from hf_posenc.cli.report import report
-from hf_posenc.cli.request_checks import perplexity_settings, retrieval_settings, rows_to_measure, tokens_trained
-from hf_posenc.cli.shared_arguments import (
-    MODEL,
-    TRACEBACK,
-    TRACEBACK_HELP,
-    DocumentArguments,
-    ModelArguments,
-    OptionArguments,
-    first_line,
-    parse,
-    parse_options,
-)
+from hf_posenc.cli.shared_arguments import TRACEBACK, TRACEBACK_HELP, first_line
 from hf_posenc.errors import HfPosencError, UnknownNameError, arguments_named_as_flags
-from hf_posenc.patching.extension_config import ExtensionConfig
 
 _EXAMPLES = """\
 examples:
@@ -51,41 +39,6 @@ examples:
 
 MODEL is a name on the Hugging Face Hub, a folder or a .gguf file. `hf-posenc COMMAND --help` lists a command's flags.
 """
-
-
-def evaluate(argv: Sequence[str]) -> None:
-    """Measure perplexity or retrieval by context length, of a model as it is or extended by one or more methods."""
-    known: list[Any] = [EvalArguments, ExtensionConfig, OptionArguments]
-    known += [DocumentArguments, ModelArguments, RetrievalArguments]
-    parsed = parse("eval", evaluate.__doc__, argv, known, MODEL)
-    given, what, extension, options, source, loading, questions = parsed
-    facts = {"command": shlex.join(["hf-posenc", "eval", *argv]), "tokens_trained": tokens_trained(given.model)}
-    rows = rows_to_measure(what.method, extension, parse_options(options.option))
-    settings = retrieval_settings(what, questions) if questions.tasks else perplexity_settings(what, questions)
-    settings["documents"] = None if questions.tasks and not source.documents else source.texts()
-    from hf_posenc.cli.eval import evaluate as run
-
-    run(given.model, rows, settings | facts, what, questions, loading, on_scaled=extension.on_scaled)
-
-
-def compare(argv: Sequence[str]) -> None:
-    """Measure all methods that suit a model on your own text, with a time estimate first, and recommend one."""
-    from hf_posenc.cli.compare_arguments import CompareArguments, check_comparison
-
-    known = (CompareArguments, DocumentArguments, ModelArguments)
-    given, what, source, loading = parse("compare", compare.__doc__, argv, known, MODEL)
-    check_comparison(what)
-    documents = source.texts()
-    from hf_posenc.cli.compare import compare as run
-
-    run(given.model, documents, what, loading)
-
-
-def lm_eval(argv: Sequence[str]) -> None:
-    """Run tasks of lm-eval on a model as it is or extended: MODEL, flags as for eval, then any of lm-eval's."""
-    from hf_posenc.cli.lm_eval import run_harness
-
-    run_harness(first_line(lm_eval.__doc__), argv)
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {

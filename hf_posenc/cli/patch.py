@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_posenc.cli.request_checks import check_folder, check_request, in_our_words, tokens_trained
+from hf_posenc.cli.output_folders import check_folder
 from hf_posenc.cli.shared_arguments import MODEL, ModelArguments, OptionArguments, parse, parse_options
 from hf_posenc.methods.registry import DEFAULT_METHOD
-from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.patching.extension_config import ExtensionConfig, check_request, resolve_rope_scaling
 
 
 @dataclass
@@ -26,13 +26,14 @@ def patch(argv: Sequence[str]) -> None:
     positional = {**MODEL, "output": "folder to write"}
     given, which, extension, options, loading = parse("patch", patch.__doc__, argv, known, positional)
     named = [which.method] if which.method else []
-    named, extension, rules = in_our_words(named, extension, parse_options(options.option))
+    named, extension, rules = resolve_rope_scaling(named, extension, parse_options(options.option))
     methods = named or ([] if extension.preset else [DEFAULT_METHOD])
     check_request(methods, extension, rules)
     check_folder(given.model, given.output, may_hold_files=False)
     from hf_posenc.checkpoint.extended import save_extended
     from hf_posenc.checkpoint.loading import load_model
-    from hf_posenc.evaluation.row_models import refuse_extended
+    from hf_posenc.checkpoint.manifest import tokens_trained
+    from hf_posenc.evaluation.rows import refuse_extended
     from hf_posenc.patching.api import is_patched, patch_model, unpatch_model, verify_model
     from hf_posenc.patching.verification import extension_words
     from hf_posenc.utils.console import quiet

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_posenc.cli.request_checks import check_writable
+from hf_posenc.cli.output_folders import check_writable
 from hf_posenc.cli.shared_arguments import parse
 from hf_posenc.errors import MissingFileError
 
@@ -32,8 +32,8 @@ def report(argv: Sequence[str]) -> None:
             raise MissingFileError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
     check_writable(where.output_dir)
     from hf_posenc.evaluation import read_records
+    from hf_posenc.evaluation.records import read_retrieval_records
     from hf_posenc.report import report as write
-    from hf_posenc.retrieval.cell_records import read_retrieval_records
 
     kinds = (read_records, read_retrieval_records)
     records = [record for path in given.results for read in kinds for record in read(path)]

@@ -9,8 +9,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import InvalidRequestError, UnsupportedModelError, argument
-from hf_posenc.evaluation.row_models import try_rows
-from hf_posenc.families.discovery import declared_rope, unwrap
+from hf_posenc.evaluation.rows import try_rows
+from hf_posenc.families.discovery import declared_rope
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Method, StagedMethod
 from hf_posenc.methods.registry import get_method, make_method, method_names
 from hf_posenc.methods.registry import methods as all_methods
@@ -29,7 +30,7 @@ class Candidate:
 
     Attributes:
         name: Of the row: the method's, or ``ROPE_SCALING``; "none" for the model as it is.
-        row: What ``patch_model`` is told; None for the model as it is.
+        row: Keywords of ``patch_model``; None for the model as it is.
     """
 
     name: str
@@ -67,23 +68,23 @@ def kind_of(method: str, rule: Method | None = None) -> int:
 
 
 def find_candidates(
-    model: PreTrainedModel, told: Mapping[str, Any], methods: Sequence[str] = (), rope_scaling: str | None = None
+    model: PreTrainedModel, shared: Mapping[str, Any], methods: Sequence[str] = (), rope_scaling: str | None = None
 ) -> tuple[list[Candidate], dict[str, str]]:
     """Return the rows to measure, the unpatched one first, and the reason for each method that is left out.
 
     Args:
         model: A loaded model; patched for each method and unpatched again.
-        told: Keywords of ``patch_model`` that all methods get, such as ``context_length``.
+        shared: Keywords of ``patch_model`` that all methods get, such as ``context_length``.
         methods: Names or aliases; none takes every method that is of use without fine-tuning.
-        rope_scaling: A dictionary for one more row, in the place of the method's own if that is the same.
+        rope_scaling: A dictionary for one more row, instead of the method's own if that is the same.
 
     Raises:
         ValueError: An unknown method, or none that suits the model; with the reasons. Or the dictionary does not suit
-            it, or does not go as far as is asked.
+            it, or does not go as far as requested.
     """
     chosen = list(dict.fromkeys(get_method(name).name for name in methods if name != "none"))
     found, left_out, encodings = [Candidate("none", None)], {}, method_names("is_encoding")
-    theirs = None if rope_scaling is None else _of_dictionary(model, told, rope_scaling)
+    theirs = None if rope_scaling is None else _of_dictionary(model, shared, rope_scaling)
     if theirs is not None:
         try_rows(model, [theirs.row])
         found.append(theirs)
@@ -95,7 +96,7 @@ def find_candidates(
         if not chosen and not all_methods()[name].zero_shot:
             left_out[name] = "wants fine-tuning"
             continue
-        own = Candidate(name, {"method": name, **told})
+        own = Candidate(name, {"method": name, **shared})
         if theirs is not None and own.rule == theirs.rule and _lengths(own) == _lengths(theirs):
             left_out[name] = f"is the same as {ROPE_SCALING}"
             continue
@@ -103,8 +104,8 @@ def find_candidates(
             try_rows(model, [own.row])
             found.append(own)
         except UnsupportedModelError as error:
-            whole = error.method is None  # of the model, whatever the method: the same for all
-            left_out[name] = str(error) if whole else f"model_type {error.model_type!r}: {error.reason}"
+            of_model = error.method is None  # of the model, whatever the method: the same for all
+            left_out[name] = str(error) if of_model else f"model_type {error.model_type!r}: {error.reason}"
         except (ValueError, TypeError) as error:
             left_out[name] = str(error)
     if len(found) == 1:
@@ -112,25 +113,25 @@ def find_candidates(
     return found, left_out
 
 
-def _of_dictionary(model: PreTrainedModel, told: Mapping[str, Any], rope_scaling: str) -> Candidate:
+def _of_dictionary(model: PreTrainedModel, shared: Mapping[str, Any], rope_scaling: str) -> Candidate:
     """Return the row of a dictionary, in our words.
 
     Raises:
-        ValueError: It contradicts the model or the request, or ends before the length asked for.
+        ValueError: It contradicts the model or the request, or ends before the requested length.
     """
-    asked = read_rope_scaling(rope_scaling)
-    asked.refuse_other(original_max_position_embeddings=told.get("original_max_position_embeddings"))
-    check_model_values(asked.model_values, declared_rope(unwrap(model).config.get_text_config(decoder=True)))
-    row = {**told, "method": asked.method, **asked.options}
+    rule = read_rope_scaling(rope_scaling)
+    rule.refuse_other(original_max_position_embeddings=shared.get("original_max_position_embeddings"))
+    check_model_values(rule.model_values, declared_rope(RotaryModel(model).text_config))
+    row = {**shared, "method": rule.method, **rule.options}
     own = describe(model)["original_max_position_embeddings"]
-    if asked.original_max_position_embeddings not in (None, own):
-        row["original_max_position_embeddings"] = asked.original_max_position_embeddings
-    if asked.factor is not None:
-        original, least = row.get("original_max_position_embeddings") or own, int(told["context_length"])
-        row["context_length"] = round(asked.factor * original)
+    if rule.original_max_position_embeddings not in (None, own):
+        row["original_max_position_embeddings"] = rule.original_max_position_embeddings
+    if rule.factor is not None:
+        original, least = row.get("original_max_position_embeddings") or own, int(shared["context_length"])
+        row["context_length"] = round(rule.factor * original)
         if row["context_length"] < least:
             raise InvalidRequestError(
-                f"{argument('rope_scaling')} goes to {row['context_length']} tokens only (factor {asked.factor:g} of "
+                f"{argument('rope_scaling')} goes to {row['context_length']} tokens only (factor {rule.factor:g} of "
                 f"{original}), and --context-length is {least}: raise its factor, or leave the factor out to go as far "
                 "as is asked."
             )

@@ -1,36 +1,47 @@
-"""What will be measured, how long each row takes, and what a time budget leaves out."""
+"""What will be measured, how long each row takes, and what a time budget leaves out.
+
+The time of a pass over a long text is estimated from short passes, timed here, and the law by which they grow.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.cli.compare_arguments import CompareArguments
-from hf_posenc.comparing.candidates import Candidate, find_candidates
-from hf_posenc.comparing.timing import Timings, time_candidates
+from hf_posenc.comparing.candidates import STATIC, Candidate, find_candidates
+from hf_posenc.comparing.config import CompareConfig
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.documents import hash_token_ids, select_documents, to_token_ids
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.losses import document_losses, evaluation_mode
+from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
+from hf_posenc.evaluation.rows import extended_as
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import describe
-from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.prompts import PromptMaker
-from hf_posenc.retrieval.tasks import TASKS
+from hf_posenc.retrieval.scoring import reply
+from hf_posenc.retrieval.tasks import get_task
 from hf_posenc.utils.units import duration_name, length_name
 
-AnyRecord = Record | RetrievalRecord
+_LONG_ENOUGH = 1.0  # seconds of the shorter timed pass: above the noise, and attention has begun to show
+_SHORTEST = 64
+_DECODED = 8
 
 
 @dataclass(frozen=True)
 class Step:
-    """One row: what to measure, and the seconds it will take; 0 where its results are there."""
+    """One row: what to measure, and the seconds it will take; 0 where it has been measured already."""
 
     candidate: Candidate
     seconds: float
-    is_there: bool = False
+    is_measured: bool = False
 
     @property
     def name(self) -> str:
@@ -43,7 +54,7 @@ class Plan:
 
     Attributes:
         original: The original length, in tokens.
-        target: The length asked for.
+        target: The requested length.
         lengths: Context lengths of the perplexity: from a quarter of the original on.
         retrieval_lengths: Those of the retrieval: from the original on.
         num_documents: How many are measured.
@@ -81,7 +92,7 @@ class Plan:
         width = max(len(step.name) for step in self.steps)
         lines += ["", f"estimated time (from passes of {timed} tokens, linear + quadratic in the length):"]
         for step in self.steps:
-            took = "there already" if step.is_there else duration_name(step.seconds)
+            took = "there already" if step.is_measured else duration_name(step.seconds)
             lines.append(f"  {step.name:<{width}}  {took}")
         lines.append(f"  {'total':<{width}}  {duration_name(self.seconds)}")
         if self.left_out:
@@ -100,7 +111,7 @@ class Plan:
         return reasons
 
     def within(self, budget: float) -> Plan:
-        """Return the plan without its dearest rows, so that it takes at most ``budget`` seconds.
+        """Return the plan without its most expensive rows, so that it takes at most ``budget`` seconds.
 
         Raises:
             ValueError: Not even the unpatched model and one method fit.
@@ -113,9 +124,11 @@ class Plan:
                     f"about {duration_name(steps[0].seconds + steps[1].seconds)}. Give more, or a shorter "
                     "--context-length."
                 )
-            dear = max(steps[1:], key=lambda step: step.seconds)
-            steps.remove(dear)
-            left_out[dear.name] = f"over the budget of {duration_name(budget)}: it takes {duration_name(dear.seconds)}"
+            slowest = max(steps[1:], key=lambda step: step.seconds)
+            steps.remove(slowest)
+            left_out[slowest.name] = (
+                f"over the budget of {duration_name(budget)}: it takes {duration_name(slowest.seconds)}"
+            )
         return replace(self, steps=tuple(steps), left_out=left_out)
 
 
@@ -123,7 +136,7 @@ def make_plan(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[str],
-    what: CompareArguments,
+    what: CompareConfig,
     known: Sequence[AnyRecord] = (),
 ) -> Plan:
     """Find the methods that suit a model, and time them.
@@ -132,8 +145,8 @@ def make_plan(
         model: A loaded model, not extended by hf_posenc.
         tokenizer: Its tokenizer.
         documents: Texts to measure on.
-        what: What is asked for.
-        known: Results that are there already.
+        what: The request.
+        known: Earlier results.
 
     Raises:
         ValueError: The length is none to extend to, no document is long enough, or no method suits the model.
@@ -148,9 +161,9 @@ def make_plan(
     ids = select_documents(
         to_token_ids(model, documents, tokenizer), target, cut=what.cut, max_documents=what.max_documents
     )
-    asked = ("context_length", "original_max_position_embeddings", "sliding_window", "on_scaled")
+    shared = ("context_length", "original_max_position_embeddings", "sliding_window", "on_scaled")
     candidates, left_out = find_candidates(
-        model, {name: getattr(what, name) for name in asked}, what.methods, what.rope_scaling
+        model, {name: getattr(what, name) for name in shared}, what.methods, what.rope_scaling
     )
     lengths = [length for length in _doublings(original, target) if what.tasks]
     timings = time_candidates(model, candidates, ids[0], target, original)
@@ -177,14 +190,14 @@ def _doublings(original: int, target: int) -> list[int]:
 
 
 def _prompts(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], what: CompareArguments, lengths: Sequence[int]
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], what: CompareConfig, lengths: Sequence[int]
 ) -> list[tuple[int, int]]:
     """Return the context length of each prompt of a row, and the tokens it has for the answer."""
     if not what.tasks:
         return []
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), "auto")
     each = len(set(what.depths)) * what.samples
-    depths = {task: what.depths[0] if TASKS[task].has_depth else None for task in what.tasks}
+    depths = {task: what.depths[0] if get_task(task).has_depth else None for task in what.tasks}
     answers = {task: maker.make(task, lengths[-1], depth, 0).max_new_tokens for task, depth in depths.items()}
     return [(length, answers[task]) for task in answers for length in lengths for _ in range(each)]
 
@@ -194,18 +207,18 @@ def _step(
     timings: Timings,
     ids: Sequence[torch.Tensor],
     prompts: Sequence[tuple[int, int]],
-    what: CompareArguments,
+    what: CompareConfig,
     known: Sequence[AnyRecord],
 ) -> Step:
-    law, target = timings.laws[one.name], int(what.context_length)
+    cost, target = timings.costs[one.name], int(what.context_length)
     mine = [record for record in known if record.model == what.model_name and _is_of(record, one)]
     text = hash_token_ids(row[:target] for row in ids)
     read = any(isinstance(record, Record) and record.text_hash == text for record in mine)
     answered = sum(isinstance(record, RetrievalRecord) for record in mine)
     todo = prompts[answered:]
-    seconds = 0.0 if read else law.seconds(target) * len(ids)
-    seconds += sum(law.seconds(length) + answer * timings.decode_step for length, answer in todo)
-    return Step(one, seconds, is_there=read and not todo)
+    seconds = 0.0 if read else cost.of(target) * len(ids)
+    seconds += sum(cost.of(length) + answer * timings.decode_step for length, answer in todo)
+    return Step(one, seconds, is_measured=read and not todo)
 
 
 def _is_of(record: AnyRecord, one: Candidate) -> bool:
@@ -216,3 +229,129 @@ def _is_of(record: AnyRecord, one: Candidate) -> bool:
         return True
     reached = round(record.factor * (record.original_max_position_embeddings or 0))
     return record.options == one.rule.changed_options() and reached == one.row["context_length"]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a pass over n tokens costs, in seconds or floating-point operations: ``linear * n + quadratic * n ** 2``."""
+
+    linear: float
+    quadratic: float
+
+    def of(self, num_tokens: int) -> float:
+        """Return the cost of a pass over so many tokens."""
+        return self.linear * num_tokens + self.quadratic * num_tokens**2
+
+
+def work_of(model: PreTrainedModel) -> Cost:
+    """Return the floating-point operations of a model's forward, from its config and the sizes of its weights.
+
+    Two a weight and token, the head on every token included, the embedding's look-up not. Attention: two for each
+    feature of a score and two for each of a value, over half of all pairs of tokens. Of a mixture of experts all
+    weights are counted, and every layer as one that reads everything; ``fit`` needs the ratio as a bound only.
+    """
+    rotary = RotaryModel(model)
+    base, config = rotary.model, rotary.text_config
+    weights = base.num_parameters(exclude_embeddings=True)
+    head = config.vocab_size * config.hidden_size
+    output: Any = base.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    tied = output is None or output.weight is base.get_input_embeddings().weight  # a head of its own is in `weights`
+    width = config.num_attention_heads * (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
+    return Cost(2.0 * (weights + head * tied), 2.0 * width * config.num_hidden_layers)
+
+
+def fit(work: Cost, short: tuple[int, float], long: tuple[int, float]) -> Cost:
+    """Return the seconds of a pass by its length, through two timed passes, each (tokens, seconds).
+
+    Attention does not run faster, by the operation, than products with weights. Where two passes say so all the same,
+    what was timed is the cost of starting operations, and the longer pass is taken to have run both at one speed.
+    """
+    (n1, t1), (n2, t2) = short, long
+    quadratic = (t2 / n2 - t1 / n1) / (n2 - n1)
+    linear = t1 / n1 - quadratic * n1
+    if linear < 0:  # the longer one ran out of a cache, or was disturbed
+        return Cost(0.0, t2 / n2**2)
+    if quadratic * work.linear < linear * work.quadratic:
+        speed = t2 / work.of(n2)
+        return Cost(speed * work.linear, speed * work.quadratic)
+    return Cost(linear, quadratic)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """What was timed: the cost of each row, and seconds of one token written by the unpatched model.
+
+    ``lengths`` are the tokens of the two timed passes.
+    """
+
+    costs: dict[str, Cost]
+    lengths: tuple[int, int]
+    decode_step: float
+
+
+@torch.no_grad()
+def time_candidates(
+    model: PreTrainedModel, candidates: Sequence[Candidate], ids: torch.Tensor, target: int, original: int
+) -> Timings:
+    """Time short passes of each kind of candidate.
+
+    A static rule costs what the unpatched model does. One that runs in attention is timed at a smaller scale: with
+    an original length as much shorter as the pass is, it goes through as many stages or chunks as it will later.
+
+    Args:
+        model: The loaded model.
+        candidates: From ``find_candidates``.
+        ids: int64 ``(num_tokens,)``, of a text; what it says does not matter.
+        target: The length to come, in tokens.
+        original: The original length, in tokens.
+    """
+    work = work_of(model)
+    with evaluation_mode(model):
+        n1 = min(_SHORTEST, target // 2)
+        document_losses(model, ids[:n1])  # the first one warms up
+        while (t1 := _time_pass(model, ids[:n1])) < _LONG_ENOUGH and 4 * n1 <= target:
+            n1 *= 2
+        n2 = 2 * n1
+        t2 = _time_pass(model, ids[:n2])
+        costs = {}
+        for one in candidates:
+            if one.kind > STATIC:
+                times = [(n, _time_smaller(model, one, ids[:n], target, original)) for n in (n1, n2)]
+                costs[one.name] = fit(work, *times)
+        # Again at the end: most rows hang on it, and something else may have run meanwhile.
+        plain = fit(work, *((n, min(t, _time_pass(model, ids[:n]))) for n, t in ((n1, t1), (n2, t2))))
+        costs |= {one.name: plain for one in candidates if one.kind <= STATIC}
+        step = _decode_step(model, ids[:n1])
+    return Timings(costs, (n1, n2), step)
+
+
+def _time_pass(model: PreTrainedModel, ids: torch.Tensor) -> float:
+    return _time(partial(document_losses, model, ids))
+
+
+def _time(run: Callable[[], object]) -> float:
+    """Return the least seconds of three runs, or of fewer that take long: what else the machine does only adds."""
+    times: list[float] = []
+    while len(times) < 3 and sum(times) < 2 * _LONG_ENOUGH:
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _time_smaller(model: PreTrainedModel, one: Candidate, ids: torch.Tensor, target: int, original: int) -> float:
+    row = dict(one.row or {})
+    small = {"original_max_position_embeddings": max(round(original * len(ids) / target), 8)}
+    row |= {**small, "context_length": len(ids), "sliding_window": "keep"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with extended_as(model, row):
+            return _time_pass(model, ids)
+
+
+def _decode_step(model: PreTrainedModel, ids: torch.Tensor) -> float:
+    prompt, answer = ids[:-1].tolist(), ids[-1:].tolist()
+    few, many = (_time(partial(reply, model, prompt, answer, n)) for n in (1, 1 + _DECODED))
+    return max(many - few, 0.0) / _DECODED

@@ -9,37 +9,9 @@ from dataclasses import dataclass
 from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED, kind_of
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.effective_length import LossReach, reach
-from hf_posenc.evaluation.pairs import paired_interval
-from hf_posenc.evaluation.records import Record
-from hf_posenc.retrieval.cell_records import RetrievalRecord, wilson_interval
+from hf_posenc.evaluation.intervals import Ratio, paired_interval, wilson_interval
+from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.utils.units import length_name
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Percent by which a perplexity is above another's on the same tokens, with its 95 % interval.
-
-    ``is_tie`` says that it may be nothing, or is too little to matter.
-    """
-
-    percent: float
-    low: float
-    high: float
-    is_tie: bool
-
-    def __str__(self) -> str:
-        return f"{self.percent:+.1f} % ({self.low:+.1f} to {self.high:+.1f})"
-
-
-def difference(one: Record, other: Record) -> Difference:
-    """Return ``paired_interval`` in percent.
-
-    Raises:
-        ValueError: They are not of the same tokens, or were written before records had their units.
-    """
-    ratio = paired_interval(one, other)
-    percent, low, high = (100 * (value - 1) for value in (ratio.value, ratio.ci_low, ratio.ci_high))
-    return Difference(percent, low, high, ratio.is_tie)
 
 
 @dataclass(frozen=True)
@@ -52,7 +24,7 @@ class Recommendation:
         ties: Methods that tie with the best, itself included.
         served: The method of the lowest perplexity among those that servers run; None if there is none.
         lines: Why, in words.
-        holds: Whether it reads as far as was measured; None where that cannot be told.
+        holds: Whether it reads as far as was measured; None where that is unknown.
         kind: How hard it is to serve, as ``candidates`` has it.
     """
 
@@ -65,14 +37,11 @@ class Recommendation:
     kind: int
 
 
-AnyRecord = Record | RetrievalRecord
-
-
 def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] | None = None) -> Recommendation:
     """Choose among methods measured on the same text, by their longest length.
 
-    Rows whose retrieval there is surely worse than the best's (their Wilson intervals do not meet) are out. Of the
-    others, those tie with the lowest perplexity whose paired difference is within the noise, or less than 0.5 %. Of
+    Rows whose retrieval at that length is surely worse than the best's (their Wilson intervals do not meet) are out. Of
+    the others, those tie with the lowest perplexity whose paired difference is within the noise, or less than 0.5 %. Of
     these the model as it is comes before static rules, which can be served everywhere, these before staged ones, and
     these before what changes distances; of one kind the lowest perplexity is taken.
 
@@ -89,7 +58,7 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] 
     scores = {method: _scores(records) for method, records in rows.items()}
     able = {method: longest[method] for method in _able(scores)}
     best = min(able, key=lambda method: able[method].perplexity)
-    above = {method: difference(record, able[best]) for method, record in able.items()}
+    above = {method: paired_interval(record, able[best]) for method, record in able.items()}
     ties = [method for method in able if method == best or above[method].is_tie]
     taken = min(ties, key=lambda method: (kinds[method], able[method].perplexity))
     static = [method for method in able if kinds[method] == STATIC]
@@ -100,7 +69,7 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] 
     if others := [f"{_name(method)} {above[method]}" for method in ties if method not in (taken, best)]:
         lines.append(f"as good as the lowest within the noise: {', '.join(others)}")
     if kinds[taken] > STATIC and served is not None:
-        less = difference(able[served], able[taken])
+        less = paired_interval(able[served], able[taken])
         lines.append(f"servers cannot run {taken}; of what they can, {served} is the best: {less}")
     if out := [f"{_name(method)} {_share(scores[method])}" for method in rows if method not in able]:
         lines.append(f"not considered, for they retrieve less: {', '.join(out)}")
@@ -143,7 +112,7 @@ def _why(
     best: str,
     kind: int,
     longest: Mapping[str, Record],
-    above: Mapping[str, Difference],
+    above: Mapping[str, Ratio],
     scores: Mapping[str, Sequence[float]],
 ) -> str:
     record = longest[taken]
@@ -166,7 +135,7 @@ _ADVANTAGE = {
 
 
 def _price(taken: str, rows: Mapping[str, Sequence[AnyRecord]]) -> list[str]:
-    """Return what short texts pay, and whether it ends before the length asked for."""
+    """Return what short texts pay, and whether it ends before the requested length."""
     if taken == "none":
         return []
     row = reach([*rows.get("none", ()), *rows[taken]])[-1]

@@ -7,22 +7,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_posenc.evaluation.config import EvalConfig, KeyTokens
     from hf_posenc.evaluation.effective_length import Reach, reach, reach_lines
-    from hf_posenc.evaluation.key_tokens import KeyTokens
+    from hf_posenc.evaluation.intervals import Ratio, paired_interval
     from hf_posenc.evaluation.measuring_perplexity import perplexity
-    from hf_posenc.evaluation.pairs import Ratio, paired_interval
-    from hf_posenc.evaluation.plans import PROTOCOLS
+    from hf_posenc.evaluation.protocols import PROTOCOLS
     from hf_posenc.evaluation.records import Record, read_records
 
 METRIC = str(Path(__file__).with_name("metric.py"))  # for evaluate.load, which takes a file
 
 _MODULES = {
-    "KeyTokens": "key_tokens",
-    "PROTOCOLS": "plans",
-    "Ratio": "pairs",
+    "EvalConfig": "config",
+    "KeyTokens": "config",
+    "PROTOCOLS": "protocols",
+    "Ratio": "intervals",
     "Reach": "effective_length",
     "Record": "records",
-    "paired_interval": "pairs",
+    "paired_interval": "intervals",
     "perplexity": "measuring_perplexity",
     "reach": "effective_length",
     "reach_lines": "effective_length",
@@ -32,6 +33,7 @@ _MODULES = {
 __all__ = [
     "METRIC",
     "PROTOCOLS",
+    "EvalConfig",
     "KeyTokens",
     "Ratio",
     "Reach",

@@ -1,21 +1,27 @@
-"""Which token ids are scored: the same documents at every length, and hashes that say which they were."""
+"""Which token ids are scored: the same texts at every length of a protocol, and hashes that say which they were."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, TypeVar
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
-from hf_posenc.evaluation.plans import spread
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.evaluation.config import EvalConfig
+from hf_posenc.evaluation.plans import Run
+from hf_posenc.families.rotary_model import RotaryModel
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 Document = str | Sequence[int] | torch.Tensor
 
 
@@ -34,7 +40,7 @@ def to_token_ids(
     if len(documents) == 0:
         raise InvalidRequestError("documents is empty: there is nothing to measure on.")
     ids = [_one_row(document, tokenizer) for document in documents]
-    vocab_size = unwrap(model).config.get_text_config().vocab_size
+    vocab_size = RotaryModel(model).text_config.vocab_size
     for row in ids:
         outside = row[(row < 0) | (row >= vocab_size)]
         if len(outside):
@@ -61,7 +67,7 @@ def _one_row(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> t
 def bos_token_id(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, bos: Literal["prepended"] | None
 ) -> int | None:
-    """Return the id to put before every document, or None where no BOS is asked for.
+    """Return the id to put before every document, or None where none was requested.
 
     Raises:
         ValueError: ``bos`` is not "prepended", or neither the tokenizer nor the model has a BOS token.
@@ -72,7 +78,7 @@ def bos_token_id(
         raise InvalidRequestError(f"bos must be None or 'prepended', got {bos!r}.")
     token_id = getattr(tokenizer, "bos_token_id", None)
     if token_id is None:
-        token_id = unwrap(model).config.get_text_config().bos_token_id
+        token_id = RotaryModel(model).text_config.bos_token_id
     if token_id is None:
         raise InvalidRequestError("bos='prepended', but neither the tokenizer nor the model's config has a BOS token.")
     return int(token_id)
@@ -176,3 +182,117 @@ def hash_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> str:
     for passing in ("truncation", "padding"):  # left over from the last call, not a property of the tokenizer
         state.pop(passing, None)
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def spread(items: Sequence[T], count: int | None) -> list[T]:
+    """Return at most ``count`` items, evenly spread over the sequence, in order; None returns all."""
+    if count is None or count >= len(items):
+        return list(items)
+    if count < 1:
+        raise InvalidRequestError(f"{argument('max_documents')} must be at least 1, got {count}.")
+    return [items[index * len(items) // count] for index in range(count)]
+
+
+def settle_bos(
+    runs: Sequence[Run],
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    bos: Literal["prepended"] | None,
+) -> tuple[list[Run], int | None]:
+    """Decide which runs have a BOS token, and where, by the request and by what the protocol's own code does.
+
+    Args:
+        runs: From ``EvalConfig.runs``.
+        model: Its config has the BOS token where there is no tokenizer.
+        tokenizer: The model's own, or None.
+        bos: The request, for protocols that leave it open.
+
+    Returns:
+        The runs, and the id of the token, None where no run has it.
+
+    Raises:
+        ValueError: There is no BOS token where one is needed.
+    """
+    requested = bos_token_id(model, tokenizer, bos)
+    source = RotaryModel(model).text_config if tokenizer is None else tokenizer
+    own_id = getattr(source, "bos_token_id", None)
+    settled = []
+    for run in runs:
+        if run.rule.bos is None:
+            run = replace(run, bos=bos or "none")
+        elif own_id is None:
+            if run.rule.needs_bos:
+                raise InvalidRequestError(
+                    f"protocol {run.protocol!r} puts a BOS token before every window, and there is none."
+                )
+            run = replace(run, bos="none")
+        settled.append(run)
+    return settled, own_id if requested is None else requested
+
+
+def texts_of(
+    run: Run, ids: Sequence[torch.Tensor], longest: int, bos_id: int | None, config: EvalConfig
+) -> list[torch.Tensor]:
+    """Return the token ids int64 ``(num_tokens,)`` of each text a run measures.
+
+    Args:
+        run: The protocol, with its BOS settled.
+        ids: Token ids of each document.
+        longest: The longest context length of all runs.
+        bos_id: Token id of BOS, if there is any.
+        config: What is taken of the documents, checked by its ``runs``.
+
+    Raises:
+        ValueError: No document is long enough.
+    """
+    shape, limit = run.rule.shape, config.max_tokens
+    before = bos_id if run.bos == "prepended" else None
+    if shape == "stream":
+        return [make_stream(ids, max_tokens=limit, bos_id=before, max_documents=config.max_documents)]
+    # A window's own BOS is one of its tokens; what comes after the last token fed is scored at the end of a document.
+    spare = int(shape == "end") - int(run.bos == "each_window")
+    if run.bos == "each_window" and any(len(row) and int(row[0]) == bos_id for row in ids):
+        raise InvalidRequestError(
+            f"protocol {run.protocol!r} puts BOS (token {bos_id}) before every window, but a document already starts "
+            "with it. Give the documents without."
+        )
+    return select_documents(
+        ids,
+        longest + spare,
+        max_tokens=None if limit is None else limit + spare,
+        bos_id=before,
+        cut=config.cut,
+        max_documents=config.max_documents,
+        min_tokens=None if config.min_tokens is None else config.min_tokens + spare,
+        whole=run.rule.whole and not config.cut,
+    )
+
+
+def count_documents(run: Run, texts: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], config: EvalConfig) -> int:
+    """Return how many documents a run's texts are made of."""
+    return len(spread(ids, config.max_documents) if run.rule.shape == "stream" else texts)
+
+
+def choose_texts(
+    runs: list[Run], ids: list[torch.Tensor], bos_id: int | None, config: EvalConfig
+) -> dict[Run, list[torch.Tensor]]:
+    """Return each run's texts, chosen once for all runs that read the same."""
+    longest = max(run.context_length for run in runs)
+    chosen: dict[tuple[object, ...], list[torch.Tensor]] = {}
+    texts = {}
+    for run in runs:
+        reads = (run.rule.shape, run.rule.whole, run.bos)
+        if reads not in chosen:
+            chosen[reads] = texts_of(run, ids, longest, bos_id, config)
+        texts[run] = chosen[reads]
+    return texts
+
+
+def warn_of_averages(runs: Sequence[Run]) -> None:
+    """Say of each protocol whose perplexity is a mean of window means that it is one."""
+    for name in dict.fromkeys(run.protocol for run in runs if run.average == "windows"):
+        logger.warning(
+            "%s: this perplexity is the mean of window means: a window with few tokens counts like a full one, so it "
+            "does not compare with perplexities that weigh all tokens alike.",
+            name,
+        )

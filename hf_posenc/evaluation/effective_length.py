@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hf_posenc.evaluation.curves import Segment, loss_curve
-from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.rows import AnyRecord, is_unpatched, row_key, short_model_names, training_words
-from hf_posenc.retrieval.cell_records import RetrievalRecord, wilson_interval
+from hf_posenc.evaluation.intervals import Z, wilson_interval
+from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
+from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
 from hf_posenc.utils.units import length_name
 
 NOT_MEASURED = "loss not measured"
 RETRIEVED = 0.85  # the share of answers from which a length counts as retrieved
-_Z = 1.959964  # of a normal distribution's central 95 %
 MOST_TOLERATED = 20.0  # percent of perplexity: a verdict that lets more pass as the text's own variation is none
 _LEAST = math.log(1.01)  # nats: less than 1 % of perplexity is no worse, however sure
+_MIN_BUCKETS = 4  # fewer do not say how much they vary
+# Protocols that a curve can be read from; the first of them that was measured is taken.
+_PROTOCOLS = ("truncated", "last_k", "sliding_window")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class LossReach:
     Attributes:
         length: The longest length at which it is no worse, in tokens; None if it is worse at the original already.
         is_longest: Whether nothing longer was measured.
-        by: What it was told from: "loss by position" or "perplexity by length".
+        by: What it was judged by: "loss by position" or "perplexity by length".
         tolerance: Percent of perplexity that is no worse: what the text itself varies by.
         change: Percent of perplexity at that length (or the original) above the reference.
         reference: "unpatched", or "itself" where there is no unpatched row on the same text.
@@ -61,10 +63,9 @@ class RetrievalReach:
 class Reach:
     """One row: a model as it was extended and trained.
 
-    ``target`` is how far it was asked to read, None for a row that was not extended. ``loss`` is a reason in words
-    where it cannot be told. ``short_cost`` is the percent of perplexity above the
-    unpatched row at ``short_length``, the longest up to the original; None where that was not measured, and for the
-    unpatched row itself.
+    ``target`` is how far it was extended to read, None for a row that was not extended. ``loss`` is a reason in words
+    where it cannot be judged. ``short_cost`` is the percent of perplexity above the unpatched row at ``short_length``,
+    the longest up to the original; None where that was not measured, and for the unpatched row itself.
     """
 
     name: str
@@ -100,14 +101,14 @@ def reach(records: Sequence[AnyRecord]) -> list[Reach]:
 
     The loss reaches N tokens if two means are no worse than that of the unpatched model on the same text over the
     second half of its original length: the mean over the last eighth before N, and that over all from the original
-    length to N, so that an easy page does not hide a broken stretch before it. How hard a text is varies from place to
-    place: worse is what exceeds the 95 % interval of that variation (of the buckets' means, or as the records'
+    length to N, so that an easy page does not hide a broken stretch before it. How hard a text is varies along
+    it: worse is what exceeds the 95 % interval of that variation (of the buckets' means, or as the records'
     intervals say it) and 1 % of perplexity. A half, not an eighth, as the reference, for the same reason: one easy
     page would condemn every method.
 
     Retrieval reaches N if at least 85 % of the answers were right there and at every shorter length measured.
 
-    A row that was measured on several texts, or in several ways, is told once for each: losses of different texts make
+    A row that was measured on several texts, or in several ways, has a line for each: losses of different texts make
     no curve.
 
     Args:
@@ -184,32 +185,34 @@ def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], models: 
 
 
 def _target(record: AnyRecord) -> int | None:
-    """Return how far the row was asked to read; None where that is not more than it was trained on, or not known."""
+    """Return how far the row was extended to read; None where that is not more than it was trained on, or not known."""
     original = record.original_max_position_embeddings
     return round(original * record.factor) if original is not None and record.factor > 1 else None
 
 
 def _unpatched_of(own: Sequence[Record], records: Sequence[AnyRecord]) -> list[Record]:
     """Return the unpatched model's records of lengths, protocols and texts that a row has too."""
-    asked = {_asked(record) for record in own}
-    return [one for one in records if isinstance(one, Record) and is_unpatched(one) and _asked(one) in asked]
+    measured = {_text_key(record) for record in own}
+    return [one for one in records if isinstance(one, Record) and is_unpatched(one) and _text_key(one) in measured]
 
 
-def _asked(record: Record) -> tuple[object, ...]:
+def _text_key(record: Record) -> tuple[object, ...]:
     text = (record.model, record.text_hash, record.tokenizer_hash, record.bos, record.n_tokens)
     scored = (record.protocol, record.stride, record.last_k, record.average, json.dumps(record.key_tokens))
     return (*text, record.context_length, *scored)
 
 
 def _short_cost(own: Sequence[Record], base: Sequence[Record]) -> tuple[float | None, int | None]:
-    plain = {_asked(one): one.perplexity for one in base}
+    plain = {_text_key(one): one.perplexity for one in base}
     short = [
-        one for one in own if _asked(one) in plain and one.context_length <= (one.original_max_position_embeddings or 0)
+        one
+        for one in own
+        if _text_key(one) in plain and one.context_length <= (one.original_max_position_embeddings or 0)
     ]
     if not short:
         return None, None
     last = max(short, key=lambda one: one.context_length)
-    return 100 * (last.perplexity / plain[_asked(last)] - 1), last.context_length
+    return 100 * (last.perplexity / plain[_text_key(last)] - 1), last.context_length
 
 
 def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -> LossReach | str:
@@ -249,7 +252,7 @@ def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -
 
 
 def _too_little_text(excused: float, n_tokens: int) -> str:
-    """Say that a text varies too much from place to place, and how much would be enough: noise falls as 1/sqrt(n).
+    """Say that a text varies too much along its length, and how much would be enough: noise falls as 1/sqrt(n).
 
     Args:
         excused: Nats that the text explains.
@@ -269,16 +272,16 @@ class _Judge:
     usual: Segment
     spread: float
 
-    def excess(self, there: Segment) -> float:
+    def excess(self, segment: Segment) -> float:
         """Return nats above the usual."""
-        return there.mean - self.usual.mean
+        return segment.mean - self.usual.mean
 
-    def excused(self, there: Segment) -> float:
+    def excused(self, segment: Segment) -> float:
         """Return the nats that the text explains."""
-        return max(_LEAST, _Z * self.spread * math.sqrt(1 / self.usual.n_tokens + 1 / there.n_tokens))
+        return max(_LEAST, Z * self.spread * math.sqrt(1 / self.usual.n_tokens + 1 / segment.n_tokens))
 
-    def is_no_worse(self, there: Segment) -> bool:
-        return self.excess(there) <= self.excused(there)
+    def is_no_worse(self, segment: Segment) -> bool:
+        return self.excess(segment) <= self.excused(segment)
 
 
 def _retrieval_reach(group: Sequence[AnyRecord]) -> list[RetrievalReach]:
@@ -320,7 +323,7 @@ def _loss_words(row: Reach) -> str:
 
 
 def _of_target(row: Reach, loss: LossReach) -> str:
-    """Say how a verdict relates to how far the row was asked to read."""
+    """Say how a verdict relates to how far the row was extended to read."""
     if row.target is None or loss.length is None or loss.length == row.target:
         return ""
     if loss.length > row.target:
@@ -346,3 +349,115 @@ def _short_words(row: Reach) -> list[str]:
         return ["cost on short texts not measured"]
     cost = round(row.short_cost, 1) + 0.0  # no minus before a zero
     return [f"short texts ({length_name(row.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Losses in nats, summed over tokens at positions ``begin`` to ``end - 1`` of all documents."""
+
+    begin: int
+    end: int
+    nll_sum: float
+    n_tokens: int
+
+    @property
+    def mean(self) -> float:
+        return self.nll_sum / self.n_tokens
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Segments of one row by rising position.
+
+    Attributes:
+        by: "loss by position" or "perplexity by length".
+        segments: What was measured; they need not touch.
+        spread: Nats by which the mean over n tokens varies with the text, times ``sqrt(n)``; 0 where all segments
+            are of the same tokens.
+    """
+
+    by: str
+    segments: tuple[Segment, ...]
+    spread: float
+
+    def between(self, begin: float, end: float) -> Segment | None:
+        """Return all that lies from ``begin`` to ``end``; else the last segment that ends there; else None."""
+        before = [one for one in self.segments if one.end <= end]
+        inside = [one for one in before if one.begin >= begin] or before[-1:]
+        if not inside or inside[-1].end <= begin:
+            return None
+        nll_sum, n_tokens = math.fsum(one.nll_sum for one in inside), sum(one.n_tokens for one in inside)
+        return Segment(inside[0].begin, inside[-1].end, nll_sum, n_tokens)
+
+
+def loss_curve(records: Sequence[Record], original: int) -> Curve | None:
+    """Return the curve of one row.
+
+    From the buckets of its longest record that has them, if an eighth of the original length holds one. Else from its
+    perplexities: the first 16k tokens less the first 8k leave those between; where only the last tokens of each length
+    were scored, or the same ones at every length, each length is a segment of its own.
+
+    Args:
+        records: Of one model, method and training.
+        original: The original length, in tokens.
+
+    Returns:
+        None if no record is of a protocol that tells it.
+    """
+    protocol = next((name for name in _PROTOCOLS if any(one.protocol == name for one in records)), None)
+    if protocol is None:
+        return None
+    lengths = {one.context_length: one for one in records if one.protocol == protocol}
+    rising = [lengths[length] for length in sorted(lengths)]
+    widths = {length: one.position_bucket for length, one in lengths.items() if one.position_bucket}
+    if protocol == "truncated" and widths and widths[max(widths)] <= original / 8:
+        return _from_buckets(lengths[max(widths)], original)
+    near = max((one for one in rising if one.context_length <= original), default=rising[0], key=_length)
+    spread = 0.0 if protocol == "sliding_window" else _spread_of_interval(near)
+    return Curve("perplexity by length", tuple(_segments(rising)), spread)
+
+
+def _length(record: Record) -> int:
+    return record.context_length
+
+
+def _from_buckets(record: Record, original: int) -> Curve:
+    width = record.position_bucket or 0
+    segments = tuple(
+        Segment(at * width, min((at + 1) * width, record.context_length), nll_sum, n_tokens)
+        for at, (nll_sum, n_tokens) in enumerate(zip(record.position_nll, record.position_tokens, strict=True))
+        if n_tokens
+    )
+    segments = (*segments[:-1], _as_far_as_measured(segments[-1], record.num_documents))
+    # Beginnings are hard for want of context, and what is beyond may be broken: neither is the text's own variation.
+    usual = [one for one in segments if one.begin >= original / 4 and one.end <= original]
+    if len(usual) < _MIN_BUCKETS:
+        return Curve("loss by position", segments, _spread_of_interval(record))
+    tokens = statistics.fmean(one.n_tokens for one in usual)
+    return Curve("loss by position", segments, statistics.stdev(one.mean for one in usual) * math.sqrt(tokens))
+
+
+def _as_far_as_measured(last: Segment, num_documents: int) -> Segment:
+    """Return the last bucket, ended where documents surely reach: the bucket is wider than what is left of them."""
+    return replace(last, end=min(last.end, last.begin + math.ceil(last.n_tokens / num_documents)))
+
+
+def _spread_of_interval(record: Record) -> float:
+    error = (math.log(record.ci_high) - math.log(record.ci_low)) / (2 * Z)
+    return error * math.sqrt(record.n_tokens)
+
+
+def _segments(rising: Sequence[Record]) -> list[Segment]:
+    segments: list[Segment] = []
+    nll_sum, n_tokens, begin = 0.0, 0, 0
+    for one in rising:
+        if one.protocol == "truncated":
+            if one.n_tokens > n_tokens:
+                new = (one.nll_sum - nll_sum, one.n_tokens - n_tokens)
+                segments.append(Segment(begin, one.context_length, *new))
+            nll_sum, n_tokens = one.nll_sum, one.n_tokens
+        else:
+            first = begin if one.last_k is None else one.context_length - one.last_k
+            segments.append(Segment(first, one.context_length, one.nll_sum, one.n_tokens))
+        begin = one.context_length
+    return segments

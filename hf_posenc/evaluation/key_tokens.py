@@ -1,4 +1,4 @@
-"""LongPPL: perplexity of the tokens that need a long context, told by how much they lose with a short one.
+"""LongPPL: perplexity of the tokens that need a long context, found by how much they lose with a short one.
 
 A token is a key token if its log-probability after the whole text before it is more than ``alpha`` above that after a
 short context, and is more than ``beta`` in itself. Fang et al. 2024, arXiv:2410.23771; the numbers are those of their
@@ -8,7 +8,7 @@ share.
 Where ours differs: their evaluator may have another tokenizer and finds stretches of text; here both models read the
 same tokens. Over several documents they average each one's perplexity, weighed by its key tokens; here it is one
 exp(nats / tokens), as for every other protocol; of one document they are the same. LongCE, their training loss,
-weighs all tokens by the gain instead of choosing some, and is not here.
+weighs all tokens by the gain instead of choosing some; it is not implemented.
 """
 
 from __future__ import annotations
@@ -20,40 +20,15 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.errors import InvalidRequestError
+from hf_posenc.evaluation.config import KeyTokens, short_step
 from hf_posenc.evaluation.documents import hash_tokenizer
-from hf_posenc.evaluation.facts import model_facts
-from hf_posenc.evaluation.plans import Run
-from hf_posenc.evaluation.windows import Window, grouped, lay_out
+from hf_posenc.evaluation.losses import lay_out
+from hf_posenc.evaluation.model_facts import model_facts
+from hf_posenc.evaluation.plans import Window, grouped
 
-SHORT_CONTEXT = 4096
 CHOSEN_BY_ITSELF = "the measured model itself"
-_SHARES = 4  # a short context serves a quarter as many tokens
 LossesOf = Callable[..., torch.Tensor]
-
-
-@dataclass(frozen=True)
-class KeyTokens:
-    """How tokens that need the long context are found.
-
-    Attributes:
-        evaluator: The model that chooses them, with the same tokenizer; None lets the measured one choose, so that
-            numbers of two models are of different tokens.
-        alpha: Nats that a token gains from the long context, at least.
-        beta: Log-probability of a token after the long context, at least.
-        short_context: Tokens; None takes 4096, or half the original length where that is less.
-    """
-
-    evaluator: PreTrainedModel | None = None
-    alpha: float = 2.0
-    beta: float = -2.0
-    short_context: int | None = None
-
-    def short_tokens(self, original_length: int | None) -> int:
-        """Return the short context in tokens, for a model of so many original tokens."""
-        if self.short_context is not None:
-            return self.short_context
-        return SHORT_CONTEXT if original_length is None else max(_SHARES, min(SHORT_CONTEXT, original_length // 2))
 
 
 def short_windows(num_tokens: int, short_context: int) -> list[Window]:
@@ -62,7 +37,7 @@ def short_windows(num_tokens: int, short_context: int) -> list[Window]:
     A quarter as many tokens share one, as the authors do it. Their first window begins with the text, so its tokens
     gain nothing, and it is left out.
     """
-    step = _step(short_context)
+    step = short_step(short_context)
     starts = range(step, num_tokens - short_context, step)
     return [Window(start, min(start + short_context + step, num_tokens), start + short_context) for start in starts]
 
@@ -90,25 +65,15 @@ class KeyTokenFinder:
         short, chosen_by = wanted.short_tokens(original_length), _describe(wanted.evaluator if judges else None)
         return cls(losses_of, judges[0] if judges else None, wanted.alpha, wanted.beta, short, chosen_by)
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Raise unless each context length has tokens that can gain from it.
-
-        Raises:
-            ValueError: A short context that is none, or a context length that is not longer.
-        """
-        check_short_context(self.short_context, lengths)
-
-    def tell(self, run: Run, facts: dict[str, Any]) -> dict[str, Any]:
-        """Add to the facts of a run how its tokens are chosen, if they are."""
-        if run.protocol != "longppl":
-            return facts
-        step = _step(self.short_context)
+    def facts(self, scored: str) -> dict[str, Any]:
+        """Return the fields of a record that say how its tokens are chosen, ``scored`` completed by it in words."""
+        step = short_step(self.short_context)
         words = (
             f"Key tokens were chosen by {self.chosen_by}: they gain more than {self.alpha:g} nats over a context of "
             f"{self.short_context} to {self.short_context + step - 1} tokens, to a log-probability above {self.beta:g}."
         )
         rule = {"alpha": self.alpha, "beta": self.beta, "short_context": self.short_context, "short_step": step}
-        return {**facts, "scored": f"{facts['scored']} {words}", "key_tokens": {"chosen_by": self.chosen_by, **rule}}
+        return {"scored": f"{scored} {words}", "key_tokens": {"chosen_by": self.chosen_by, **rule}}
 
     def find(self, text: torch.Tensor, num_tokens: int, advance: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the losses float32 ``(num_tokens,)`` of a text's first tokens, NaN where none is needed, and the keys.
@@ -131,7 +96,7 @@ class KeyTokenFinder:
 
     def _long(self, losses_of: LossesOf, text: torch.Tensor, advance: Any) -> torch.Tensor:
         needed = torch.zeros(len(text), dtype=torch.bool)
-        needed[self.short_context + _step(self.short_context) :] = True
+        needed[self.short_context + short_step(self.short_context) :] = True
         return losses_of(text, [Window(0, len(text), 1)], needed, advance=advance)
 
 
@@ -177,23 +142,3 @@ def _describe(evaluator: PreTrainedModel | None) -> str:
     facts = model_facts(evaluator, None, 0, "")
     extended = "" if facts["method"] == "none" else f" ({facts['method']} x{facts['factor']:g})"
     return f"{facts['model']}{extended}"
-
-
-def check_short_context(short: int, lengths: Sequence[int]) -> None:
-    """Raise unless each context length has tokens that can gain from it.
-
-    Raises:
-        ValueError: A short context that is none, or a context length that is not longer.
-    """
-    if short < 1:
-        raise InvalidRequestError(f"{argument('short_context')} must be at least 1 token, got {short}.")
-    step = _step(short)
-    if lengths and min(lengths) <= short + step:
-        raise InvalidRequestError(
-            f"longppl compares with a short context of {short} to {short + step - 1} tokens, so context lengths must "
-            f"be more than {short + step}, got {min(lengths)}. Give longer ones, or a smaller short_context."
-        )
-
-
-def _step(short_context: int) -> int:
-    return max(1, short_context // _SHARES)

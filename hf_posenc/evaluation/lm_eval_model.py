@@ -1,4 +1,4 @@
-"""The model class ``hf_posenc`` of EleutherAI's evaluation harness (lm-eval), there once this module is imported.
+"""The model class ``hf_posenc`` of EleutherAI's evaluation harness (lm-eval); importing this module registers it.
 
 ``lm_eval.simple_evaluate("hf_posenc", {"pretrained": MODEL, "method": "yarn", "factor": 4}, tasks=["piqa"])``; from a
 shell ``hf-posenc lm-eval``. lm-eval has no entry points that would let it find the class by itself.
@@ -18,12 +18,11 @@ from hf_posenc.checkpoint.extended import load_extended, peft_renamed_attribute
 from hf_posenc.checkpoint.loading import check_path, choose_dtype_of, to_device, tokenizer_source, weights_source
 from hf_posenc.checkpoint.manifest import find_manifest, is_saved_by_us
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
-from hf_posenc.cli.request_checks import rows_to_measure
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.row_models import refuse_extended
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.evaluation.rows import refuse_extended
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model
-from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.patching.extension_config import ExtensionConfig, rows_to_measure
 from hf_posenc.utils.dtypes import remember_choice
 from hf_posenc.utils.units import ContextLength
 from hf_posenc.version import __version__
@@ -41,7 +40,7 @@ _REFUSED = {
 
 @register_model("hf_posenc")
 class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed where types are checked
-    """``HFLM`` on a model that is extended as asked, or as its folder's manifest says; else as it is.
+    """``HFLM`` on a model that is extended as requested, or as its folder's manifest says; else as it is.
 
     Longer texts are cut at the extended length. ``results["config"]["hf_posenc"]`` says what was measured.
 
@@ -135,7 +134,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         choice = choose_dtype_of(pretrained, dtype, None if "device_map" in placed else self._device)
         kwargs |= {"dtype": choice.dtype, **placed}
         model: Any = (load_extended if is_saved_by_us(pretrained) else load_weights)(pretrained, **kwargs)
-        remember_choice(unwrap(model), choice)
+        remember_choice(RotaryModel(model).model, choice)
         if peft is not None:
             model = _with_adapter(model, peft)
         manifests = [found[0] for source in (pretrained, peft) if source and (found := find_manifest(source))]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,8 +23,8 @@ def head_logits(model: PreTrainedModel, hidden_states: torch.Tensor) -> torch.Te
     Families differ in what follows the matrix product (Gemma 2 caps, Cohere multiplies, Granite divides);
     ``check_head`` proves that nothing is missing here for the model at hand.
     """
-    base = unwrap(model)
-    config = base.config.get_text_config()
+    rotary = RotaryModel(model)
+    base, config = rotary.model, rotary.text_config
     head: nn.Module = base.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     logits: torch.Tensor = head(hidden_states.to(next(head.parameters()).device)).float()
     if (multiplier := getattr(config, "logit_scale", None)) is not None:
@@ -38,7 +38,7 @@ def head_logits(model: PreTrainedModel, hidden_states: torch.Tensor) -> torch.Te
 
 def decoder_body(model: PreTrainedModel) -> nn.Module:
     """Return the part of a causal language model that makes hidden states: everything but its head."""
-    base = unwrap(model)
+    base = RotaryModel(model).model
     body = base.base_model
     if body is base or base.get_output_embeddings() is None:  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         raise InvalidRequestError(
@@ -54,8 +54,8 @@ def check_head(model: PreTrainedModel, num_tokens: int = 16) -> None:
     Raises:
         ValueError: The logits are not finite, or the model does something to them that ``head_logits`` does not know.
     """
-    base = unwrap(model)
-    vocab_size = base.config.get_text_config().vocab_size
+    rotary = RotaryModel(model)
+    base, vocab_size = rotary.model, rotary.text_config.vocab_size
     input_ids = (torch.arange(num_tokens, device=base.device) * 7919 % vocab_size).unsqueeze(0)
     # accelerate wraps the forward of what it prepares in autocast, but not the body's: Trainer(bf16=True), say.
     forward: Any = vars(base).get("_original_forward", base)

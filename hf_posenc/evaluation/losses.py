@@ -1,4 +1,4 @@
-"""Losses of a document's tokens: the body once, the head in row chunks over the positions that are asked for."""
+"""Losses of a document's tokens: the body once, the head in row chunks over the requested positions only."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
+from hf_posenc.attention.masks import inner_name
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.cache import make_cache
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks, token_losses
 from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predict_memory, shape_of
 from hf_posenc.evaluation.plans import Window
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import patched_extension
 
-Advance = Callable[[int], object]  # told how many tokens have been fed since the last call
+Advance = Callable[[int], object]  # called with the tokens fed since the last call
 _TOKENS_AT_ONCE_CPU, _TOKENS_AT_ONCE = 1024, 8192  # of windows in one batch
 
 
@@ -32,22 +33,22 @@ def document_losses(
     logits_chunk: int | None = None,
     advance: Advance | None = None,
 ) -> torch.Tensor:
-    """Return the loss of each asked token given all tokens before it, from one causal pass.
+    """Return the loss of each requested token given all tokens before it, from one causal pass.
 
     Args:
-        model: A causal language model in evaluation mode, wrapped or not.
+        model: A causal language model in evaluation mode, not wrapped.
         input_ids: int64 ``(num_tokens,)``.
         positions: Rising int64 ``(k,)`` from 1 to ``num_tokens - 1``: the tokens to score. None scores all of them.
         prefill_chunk: Feed this many tokens at a time over a KV cache: the same numbers. Whether that needs less
-            memory, ``memory.predict_memory`` tells. None feeds all at once.
+            memory, ``memory.predict_memory`` says. None feeds all at once.
         logits_chunk: Rows whose logits exist at one time; None takes what fits into 64 MiB in float32.
         advance: Called with the number of tokens after each chunk.
 
     Returns:
         float32 ``(k,)`` on the CPU, in nats.
     """
-    asked = torch.arange(1, len(input_ids)) if positions is None else positions
-    return _batch_losses(model, input_ids.unsqueeze(0), [asked], prefill_chunk, logits_chunk, advance)[0]
+    requested = torch.arange(1, len(input_ids)) if positions is None else positions
+    return _batch_losses(model, input_ids.unsqueeze(0), [requested], prefill_chunk, logits_chunk, advance)[0]
 
 
 def window_losses(
@@ -100,7 +101,7 @@ def default_batch_size(model: PreTrainedModel, window: int) -> int:
 
     On a CPU a few hundred tokens keep the cores busy, and more only leave the cache; a GPU wants thousands.
     """
-    return max(1, (_TOKENS_AT_ONCE_CPU if unwrap(model).device.type == "cpu" else _TOKENS_AT_ONCE) // window)
+    return max(1, (_TOKENS_AT_ONCE_CPU if model.device.type == "cpu" else _TOKENS_AT_ONCE) // window)
 
 
 def memory_need(
@@ -138,15 +139,16 @@ def memory_need(
 @contextmanager
 def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
     """Switch dropout and checkpointing off, and leave no trace in the model: modes and dynamic frequencies go back."""
-    modes = [(module, module.training) for module in unwrap(model).modules()]
-    unwrap(model).train(False)
-    reset_dynamic_frequencies(model)
+    inner = RotaryModel(model).model
+    modes = [(module, module.training) for module in inner.modules()]
+    inner.train(False)
+    reset_dynamic_frequencies(inner)
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
-        reset_dynamic_frequencies(model)
+        reset_dynamic_frequencies(inner)
 
 
 def length_dependent_rope_types(model: PreTrainedModel) -> list[str]:
@@ -174,7 +176,7 @@ def reset_dynamic_frequencies(model: PreTrainedModel) -> None:
 
 def _rotary_states(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, str]]:
     """Yield (module, rope type, prefix of its attributes) for each rotary module and layer type."""
-    for module in unwrap(model).modules():
+    for module in RotaryModel(model).model.modules():
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str):
             yield module, rope_type, ""
@@ -211,11 +213,11 @@ def _batch_losses(
 ) -> list[torch.Tensor]:
     """Return the losses of each row's positions, for int64 ``(batch, num_tokens)``; as ``document_losses``."""
     losses: list[list[torch.Tensor]] = [[torch.empty(0)] for _ in positions]
-    rows_at_once = logits_chunk or default_logits_chunk(unwrap(model).config.get_text_config().vocab_size)
+    rows_at_once = logits_chunk or default_logits_chunk(RotaryModel(model).text_config.vocab_size)
     for start, hidden in _hidden_chunks(model, input_ids, prefill_chunk):
         end = start + hidden.shape[1]
         # The hidden state of token t - 1 predicts token t.
-        here = [asked[(asked > start) & (asked <= end)] for asked in positions]
+        here = [row[(row > start) & (row <= end)] for row in positions]
         rows = [_take_rows(states, at - 1 - start) for states, at in zip(hidden, here, strict=True) if len(at)]
         if rows:
             targets = torch.cat([ids[at] for ids, at in zip(input_ids, here, strict=True)])
@@ -232,8 +234,8 @@ def _hidden_chunks(
     model: PreTrainedModel, input_ids: torch.Tensor, prefill_chunk: int | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield (position of the first row, hidden states ``(batch, rows, hidden_size)``) in order."""
-    body, base = decoder_body(model), unwrap(model)
-    batch = input_ids.to(base.device)
+    body = decoder_body(model)
+    batch = input_ids.to(model.device)
     if prefill_chunk is None or prefill_chunk >= batch.shape[1]:
         yield 0, body(input_ids=batch, use_cache=False).last_hidden_state
         return
@@ -254,5 +256,70 @@ def _refuse_overflow(model: PreTrainedModel, losses: torch.Tensor, scored: torch
     if len(bad):
         raise InvalidRequestError(
             f"the loss of token {int(bad[0])} is {losses[bad[0]].item()}: the model overflows in "
-            f"{unwrap(model).dtype}. Load it in bfloat16 or float32."
+            f"{model.dtype}. Load it in bfloat16 or float32."
         )
+
+
+def lay_out(text: torch.Tensor, windows: Sequence[Window], bos_id: int | None) -> tuple[torch.Tensor, list[Window]]:
+    """Put windows of a text side by side, each with its own BOS if it has one.
+
+    Args:
+        text: int64 ``(num_tokens,)``.
+        windows: Of the text.
+        bos_id: Token id; None where no window has a BOS.
+
+    Returns:
+        int64 ``(all that is fed,)``, and each window's position in it.
+    """
+    parts, placed, at = [], [], 0
+    for window in windows:
+        tokens = text[window.start : window.end]
+        if window.bos:
+            tokens = torch.cat([text.new_tensor([bos_id]), tokens])
+        placed.append(Window(at, at + len(tokens), at + window.bos + window.score_from - window.start))
+        parts.append(tokens)
+        at += len(tokens)
+    return torch.cat(parts), placed
+
+
+class RoomyLayer(DynamicLayer):
+    """A cache layer that writes into room for ``num_tokens`` and gives views of what is filled.
+
+    Transformers' own makes new, longer tensors at each chunk: old and new exist together, and what is freed has holes
+    too small for the next, so that a long text needs much more than its keys and values.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+        self.num_tokens = num_tokens
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add ``(batch, heads, new, head_dim)``; return all keys and values so far."""
+        start = self.get_seq_length()
+        if start == 0:
+            super().update(key_states, value_states, *args, **kwargs)
+            self.room = [self._make_room(states) for states in (key_states, value_states)]
+        end = start + key_states.shape[-2]
+        for room, states in zip(self.room, (key_states, value_states), strict=True):
+            room[:, :, start:end] = states
+        self.keys, self.values = (room[:, :, :end] for room in self.room)
+        return self.keys, self.values
+
+    def _make_room(self, states: torch.Tensor) -> torch.Tensor:
+        batch, heads, _, dim = states.shape
+        return states.new_empty(batch, heads, self.num_tokens, dim)
+
+
+def make_cache(model: PreTrainedModel, num_tokens: int) -> DynamicCache:
+    """Return an empty cache for ``num_tokens`` tokens fed in chunks.
+
+    Layers with a window, recurrent ones, and those of a model whose method runs in attention, which remembers the
+    rotated keys of Transformers' own layers, stay as Transformers makes them.
+    """
+    cache = DynamicCache(config=model.config)
+    implementation = str(model.config._attn_implementation)
+    if inner_name(implementation) == implementation:
+        cache.layers = [RoomyLayer(num_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache

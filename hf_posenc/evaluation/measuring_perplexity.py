@@ -8,40 +8,38 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.evaluation.documents import Document, hash_tokenizer, to_token_ids
-from hf_posenc.evaluation.facts import (
-    hash_weights,
-    identify_run,
-    model_facts,
-    peak_memory,
-)
-from hf_posenc.evaluation.key_tokens import KeyTokenFinder, KeyTokens
-from hf_posenc.evaluation.lm_head import check_head
-from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_types, memory_need, window_losses
-from hf_posenc.evaluation.memory import memory_told
-from hf_posenc.evaluation.plans import Pass, Run, plan_passes, plan_runs
-from hf_posenc.evaluation.protocols import Average, ProtocolName
-from hf_posenc.evaluation.records import Record, check_output
-from hf_posenc.evaluation.tallies import default_bucket
-from hf_posenc.evaluation.texts import (
-    Choice,
-    check_choice,
-    check_sizes,
+from hf_posenc.evaluation.config import EvalConfig, KeyTokens, check_at_least_one, check_short_context
+from hf_posenc.evaluation.documents import (
+    Document,
     choose_texts,
     count_documents,
+    hash_token_ids,
+    hash_tokenizer,
     settle_bos,
-    tell_of_averages,
+    to_token_ids,
+    warn_of_averages,
 )
-from hf_posenc.evaluation.walk import Evaluation
+from hf_posenc.evaluation.key_tokens import KeyTokenFinder
+from hf_posenc.evaluation.lm_head import check_head
+from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_types, memory_need, window_losses
+from hf_posenc.evaluation.memory import memory_logged, peak_memory
+from hf_posenc.evaluation.model_facts import hash_weights, make_run_key, model_facts
+from hf_posenc.evaluation.passes import Evaluation, default_bucket
+from hf_posenc.evaluation.plans import Pass, Run, plan_passes
+from hf_posenc.evaluation.protocols import Average, ProtocolName
+from hf_posenc.evaluation.records import Record, check_output
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.utils.dtypes import slow_dtype_advice
 from hf_posenc.utils.processes import Processes
 
 logger = logging.getLogger(__name__)
+
+_FEEDING = ("prefill_chunk", "logits_chunk", "batch_size")  # settings that ``window_losses`` takes too
 
 
 def perplexity(
@@ -117,7 +115,7 @@ def perplexity(
         tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot, None unknown.
         progress: Show a progress bar with the remaining time.
         seed: Of the bootstrap intervals.
-        position_bucket: Tokens that share a place in the loss by position, which records of ``truncated`` hold; None
+        position_bucket: Tokens that share a value of the loss by position, which records of ``truncated`` hold; None
             takes a 32nd of the original length (at least 16), and 256 where that is unknown.
         min_tokens: Tokens a document needs, where that is less than the longest context length: for protocols whose
             windows end with the document.
@@ -140,19 +138,30 @@ def perplexity(
     """
     if output is not None:
         check_output(output)
-    protocols = [protocol] if isinstance(protocol, str) else list(protocol)
-    runs = plan_runs(protocols, context_lengths, stride, last_k, average)
-    check_sizes(
-        prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, batch_size=batch_size, position_bucket=position_bucket
+    config = EvalConfig(
+        context_lengths=context_lengths,  # type: ignore[arg-type]  # ``runs`` checks it
+        protocol=[protocol] if isinstance(protocol, str) else list(protocol),
+        stride=stride,
+        last_k=last_k,
+        max_tokens=max_tokens,  # type: ignore[arg-type]  # any whole number
+        min_tokens=min_tokens,  # type: ignore[arg-type]
+        average=average,
+        bos=bos,
+        prefill_chunk=prefill_chunk,  # type: ignore[arg-type]
+        logits_chunk=logits_chunk,
+        batch_size=batch_size,
+        max_documents=max_documents,
+        cut=cut,
     )
-    runs, bos_id = settle_bos(runs, model, tokenizer, bos)
-    choice = Choice(max_tokens=max_tokens, min_tokens=min_tokens, cut=cut, max_documents=max_documents)
-    check_choice(runs, choice)
+    check_at_least_one("position_bucket", position_bucket)
+    model = RotaryModel(model).model
+    runs, bos_id = settle_bos(config.runs(), model, tokenizer, bos)
     ids = to_token_ids(model, documents, tokenizer)
-    texts = choose_texts(runs, ids, bos_id, choice)
-    tell_of_averages(runs)
+    texts = choose_texts(runs, ids, bos_id, config)
+    warn_of_averages(runs)
     longppl = [run.context_length for run in runs if run.protocol == "longppl"]
-    evaluator = key_tokens.evaluator if key_tokens is not None and longppl else None
+    key_tokens = key_tokens or KeyTokens()
+    evaluator = RotaryModel(key_tokens.evaluator).model if key_tokens.evaluator is not None and longppl else None
     models = [model] if evaluator is None else [model, evaluator]
     with ExitStack() as stack:
         for one in models:
@@ -161,30 +170,31 @@ def perplexity(
         facts = model_facts(model, model_name, tokens_trained, label, command)
         facts |= {"tokenizer_hash": hash_tokenizer(tokenizer)}
         settings = {"weights": hash_weights(model), "seed": seed}
-        judged = settings
+        with_evaluator = settings
         if evaluator is not None:
             to_token_ids(evaluator, ids, None)  # has these tokens too
-            judged = {**settings, "evaluator": hash_weights(evaluator)}
+            with_evaluator = {**settings, "evaluator": hash_weights(evaluator)}
         original = facts["original_max_position_embeddings"]
-        losses_of, *judges = (
-            partial(window_losses, one, prefill_chunk=prefill_chunk, logits_chunk=logits_chunk, batch_size=batch_size)
-            for one in models
-        )
-        finder = KeyTokenFinder.of(key_tokens or KeyTokens(), losses_of, judges, original)
-        finder.check(longppl)
-        told = {run: finder.tell(run, facts | run.facts(count_documents(run, texts[run], ids, choice))) for run in runs}
-        identities = {
-            run: identify_run(run, texts[run], told[run], judged if run.protocol == "longppl" else settings)
-            for run in runs
-        }
+        feeding: dict[str, Any] = {name: getattr(config, name) for name in _FEEDING}
+        losses_of, *judges = (partial(window_losses, one, **feeding) for one in models)
+        finder = KeyTokenFinder.of(key_tokens, losses_of, judges, original)
+        check_short_context(finder.short_context, longppl)
+        identities = {}
+        for run in runs:
+            found = facts | run.facts(count_documents(run, texts[run], ids, config))
+            found["text_hash"] = hash_token_ids(row[: run.fed(len(row))] for row in texts[run])
+            if run.protocol == "longppl":
+                found |= finder.facts(found["scored"])
+            decisive = with_evaluator if run.protocol == "longppl" else settings
+            identities[run] = {**found, "run_key": make_run_key(found, decisive)}
         bucket = position_bucket or default_bucket(original)
-        where = None if output is None else Path(output)
-        evaluation = Evaluation(finder, texts, bos_id, identities, seed, bucket, where, Processes(sharded))
+        path = None if output is None else Path(output)
+        evaluation = Evaluation(finder, texts, bos_id, identities, seed, bucket, path, Processes(sharded))
         passes = _passes(models, runs, prefill_chunk)
         fed = [windows for one in passes for windows in evaluation.fed(one)]
-        needs = [memory_need(one, fed, prefill_chunk, logits_chunk, batch_size) for one in models]
+        needs = [memory_need(one, fed, **feeding) for one in models]
         need = replace(max(needs, key=lambda one: one.beyond_model), model=sum(one.model for one in needs))
-        with memory_told(model, need, tell=evaluation.processes.is_main and len(evaluation.records) < len(runs)):
+        with memory_logged(model, need, log=evaluation.processes.is_main and len(evaluation.records) < len(runs)):
             shorter = slow_dtype_advice(model) + "fewer documents (--max-documents), or shorter --context-lengths"
             evaluation.measure(passes, partial(peak_memory, model), progress, shorter)
     return [evaluation.records[run] for run in runs if run in evaluation.records]
@@ -198,8 +208,7 @@ def _passes(models: list[PreTrainedModel], runs: list[Run], prefill_chunk: int |
     if prefill_chunk is not None:
         raise InvalidRequestError(
             f"{argument('prefill_chunk')} cannot be used with rope_type {name!r}: its frequencies change with the "
-            "length fed, so "
-            "keys in the cache would be rotated differently from those of one pass. Leave "
+            "length fed, so keys in the cache would be rotated differently from those of one pass. Leave "
             f"{argument('prefill_chunk')} out."
         )
     logger.warning("rope_type %r depends on the length that is fed: one pass for each context length.", name)

@@ -1,18 +1,21 @@
-"""How much memory an evaluation will need, from the numbers of a config, before anything is fed."""
+"""The memory an evaluation needs: predicted from the numbers of a config, and measured."""
 
 from __future__ import annotations
 
 import logging
+import resource
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.footprint import footprint
-from hf_posenc.evaluation.facts import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.api import describe
 
@@ -121,8 +124,8 @@ def _mask_numbers(shape: ModelShape, fed: int, num_tokens: int) -> int:
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """Read the numbers of a model; what a config does not name is taken as LLaMA has it."""
-    base = unwrap(model)
-    config = base.config.get_text_config()
+    rotary = RotaryModel(model)
+    base, config = rotary.model, rotary.text_config
     heads = int(config.num_attention_heads)
     tensors = [*base.parameters(), *base.buffers()]
     return ModelShape(
@@ -146,18 +149,56 @@ def _width(config: object, hidden_size: int) -> int:
 
 
 @contextmanager
-def memory_told(model: PreTrainedModel, need: MemoryNeed, *, tell: bool = True) -> Iterator[None]:
+def memory_logged(model: PreTrainedModel, need: MemoryNeed, *, log: bool = True) -> Iterator[None]:
     """Log the prediction before a piece of work and the measured peak after it, in MB (10^6 bytes)."""
     parts = {"model": need.model, "KV cache": need.kv_cache, "activations": need.activations, "logits": need.logits}
     parts |= {"rule": need.rule} if need.rule else {}
     words = ", ".join(f"{name} {value / 1e6:,.0f}" for name, value in parts.items())
     predicted = (memory_in_use(model) or need.model) + need.beyond_model
     method = describe(model)["method"]
-    where = "" if method == "none" else f", {method}"
-    if tell:
-        logger.info("memory in MB%s: %s; peak of all in use, predicted: %.0f", where, words, predicted / 1e6)
+    rule = "" if method == "none" else f", {method}"
+    if log:
+        logger.info("memory in MB%s: %s; peak of all in use, predicted: %.0f", rule, words, predicted / 1e6)
     reset_peak_memory(model)
     yield
-    if tell:
+    if log:
         measured = peak_memory(model)
-        logger.info("memory in MB%s: peak, measured: %.0f, predicted: %.0f", where, measured / 1e6, predicted / 1e6)
+        logger.info("memory in MB%s: peak, measured: %.0f, predicted: %.0f", rule, measured / 1e6, predicted / 1e6)
+
+
+def reset_peak_memory(model: PreTrainedModel) -> None:
+    """Let the peak start again from what is in use now: the GPU's, and on Linux the process'."""
+    device = RotaryModel(model).device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):  # not Linux, or not allowed: the peak stays that since the start
+            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
+
+
+def peak_memory(model: PreTrainedModel) -> int:
+    """Return the peak in bytes: of the GPU's allocator on CUDA, else of the whole process."""
+    device = RotaryModel(model).device
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if (peak := _process_status("VmHWM")) is not None:
+        return peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
+
+
+def memory_in_use(model: PreTrainedModel) -> int:
+    """Return the bytes in use now, the model's included, of what ``peak_memory`` counts; 0 where nothing tells."""
+    device = RotaryModel(model).device
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return _process_status("VmRSS") or 0
+
+
+def _process_status(name: str) -> int | None:
+    """Return a value of Linux' ``/proc/self/status`` in bytes; None where there is no such file."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":")), None)

@@ -1,38 +1,136 @@
-"""What is fed and which tokens are scored, as pure functions of numbers: no model, no text."""
+"""What is fed and which tokens are scored, as pure functions of numbers: no model, no text, no PyTorch."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.evaluation.protocols import PROTOCOLS, Average, Bos, ProtocolName, Rule, in_words, rule_of
-from hf_posenc.evaluation.windows import (
-    Window,
-    check_stride,
-    grouped,
-    sliding_windows,
-    stepping_windows,
-    whole_windows,
-)
 
-__all__ = [
-    "DEFAULT_LAST_K",
-    "PROTOCOLS",
-    "Pass",
-    "Portion",
-    "Run",
-    "Window",
-    "plan_passes",
-    "plan_runs",
-    "sliding_windows",
-    "spread",
-]
 DEFAULT_STRIDE = 256
 DEFAULT_LAST_K = 256
-T = TypeVar("T")
+_TOKENS_OF_A_GROUP = 2**18
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens ``[start, end)`` are fed together and tokens ``[score_from, end)`` are scored.
+
+    With ``bos``, they have a BOS token of their own before them, so that the first one can be scored too.
+    """
+
+    start: int
+    end: int
+    score_from: int
+    bos: bool = False
+
+
+def sliding_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
+    """Cover a document so that every token but the first is scored exactly once.
+
+    The first window scores all it can; each later one ends ``stride`` tokens further and scores only what is new.
+    The last one is as long as the others, moved back to end with the document, so its tokens miss no context.
+
+    Args:
+        num_tokens: Tokens of the document, at least 2.
+        window: Tokens fed at a time, at least 2.
+        stride: New tokens scored a window, from 1 to ``window - 1``; smaller gives more context and more work.
+
+    Raises:
+        ValueError: One of them is out of its range.
+
+    Reference: Press et al. 2021, arXiv:2012.15832, section 2 ("sliding window" evaluation).
+    """
+    if num_tokens < 2:
+        raise InvalidRequestError(
+            f"a document needs at least 2 tokens, got {num_tokens}: the first one is never scored."
+        )
+    check_stride(window, stride)
+    windows = [Window(0, min(window, num_tokens), 1)]
+    while (done := windows[-1].end) < num_tokens:
+        end = min(done + stride, num_tokens)
+        windows.append(Window(end - window, end, done))
+    return windows
+
+
+def stepping_windows(num_tokens: int, window: int, stride: int, bos: bool = False) -> list[Window]:
+    """Cover a document as YaRN's and PoSE's code does: a window every ``stride`` tokens, each scoring what is new.
+
+    Unlike in ``sliding_windows``, the last one too begins ``stride`` tokens after the one before; it ends with the
+    document, so it is shorter.
+
+    Args:
+        num_tokens: Tokens of the document, without any BOS.
+        window: Tokens fed at a time at most, the BOS included.
+        stride: Tokens from the beginning of a window to that of the next, at most what fits a window.
+        bos: Whether each window has a BOS token before it.
+
+    Raises:
+        ValueError: One of them is out of its range.
+
+    Reference: jquesnelle/yarn, eval/perplexity.py, ``compute_perplexity``.
+    """
+    fits = window - 1 if bos else window
+    check_stride(window, stride)
+    if num_tokens < 2:
+        raise InvalidRequestError(
+            f"a document needs at least 2 tokens, got {num_tokens}: the first one may not be scored."
+        )
+    windows: list[Window] = []
+    start = 0
+    while not windows or windows[-1].end < num_tokens:
+        done = windows[-1].end if windows else 0 if bos else 1
+        windows.append(Window(start, min(start + fits, num_tokens), done, bos))
+        start += stride
+    return windows
+
+
+def whole_windows(num_tokens: int, window: int, stride: int) -> list[Window]:
+    """Take a window of a stream every ``stride`` tokens, each scored whole, as LongLoRA's code does.
+
+    The last window that would fit is left out, and so is one that ends with the stream: both are in that code.
+
+    Raises:
+        ValueError: The stream is too short for one.
+
+    Reference: dvlab-research/LongLoRA, eval.py, ``get_as_batch``; the same in HKUNLP/ChunkLlama, ppl/test_ppl.py.
+    """
+    check_stride(window, stride)
+    windows = [Window(start, start + window, start + 1) for start in range(0, num_tokens - window, stride)][:-1]
+    if not windows:
+        raise InvalidRequestError(
+            f"all documents together have {num_tokens} tokens; windows of {window} every {stride} tokens, of which the "
+            f"last is left out, need {window + stride + 1}. Give more text or shorter context lengths."
+        )
+    return windows
+
+
+def check_stride(window: int, stride: int) -> None:
+    """Raise unless every token can be scored with at least one token before it."""
+    if window < 2:
+        raise InvalidRequestError(f"a window needs at least 2 tokens, got {window}.")
+    if not 1 <= stride < window:
+        raise InvalidRequestError(
+            f"stride must be from 1 to window - 1 = {window - 1}, got {stride}: "
+            "the first token of a window has nothing before it to be predicted from."
+        )
+
+
+def grouped(windows: Sequence[Window]) -> list[list[Window]]:
+    """Split windows into groups of neighbours that are fed at most 262,144 tokens, or are a single one."""
+    groups: list[list[Window]] = []
+    room = 0
+    for window in windows:
+        size = window.end - window.start + window.bos
+        if size > room:
+            groups.append([])
+            room = _TOKENS_OF_A_GROUP
+        groups[-1].append(window)
+        room -= size
+    return groups
 
 
 @dataclass(frozen=True)
@@ -40,7 +138,7 @@ class Run:
     """One number to come: a protocol at one context length (tokens), and what else decides which tokens are scored.
 
     ``stride``, ``last_k`` and ``score_from`` (the first token scored) are None where they have no meaning; ``bos`` says
-    where a BOS token stands and ``average`` what is averaged.
+    where there is a BOS token and ``average`` what is averaged.
     """
 
     protocol: ProtocolName
@@ -61,22 +159,20 @@ class Run:
         """Tokens fed at a time by protocols that move a window; None for those that feed one stretch of a document."""
         return None if self.rule.shape in ("beginning", "end") else self.context_length
 
-    @property
-    def words(self) -> str:
-        """Which tokens are scored, where a BOS token stands, and what is averaged."""
-        return in_words(
-            self.protocol,
-            self.bos,
-            self.average,
-            n=self.context_length,
-            stride=self.stride,
-            last_k=self.last_k,
-            first=self.score_from,
-        )
-
     def facts(self, num_documents: int) -> dict[str, Any]:
-        """Return the fields of a record that say what was measured, next to those ``identify_run`` gives."""
-        return {"bos": self.bos, "average": self.average, "scored": self.words, "num_documents": num_documents}
+        """Return the fields of a record that say what was measured; ``scored`` says it in words."""
+        numbers = {"stride": self.stride, "last_k": self.last_k}
+        words = in_words(self.protocol, self.bos, self.average, n=self.context_length, first=self.score_from, **numbers)
+        return {
+            "protocol": self.protocol,
+            "context_length": self.context_length,
+            "window": self.window,
+            **numbers,
+            "bos": self.bos,
+            "average": self.average,
+            "scored": words,
+            "num_documents": num_documents,
+        }
 
     def fed(self, num_tokens: int) -> int:
         """Return how many of a document's first tokens the number depends on."""
@@ -114,7 +210,7 @@ def plan_runs(
     last_k: int | None = None,
     average: Average | None = None,
 ) -> list[Run]:
-    """Return the runs of each protocol by rising length, each asked for once.
+    """Return the runs of each protocol by rising length, each once.
 
     Args:
         protocols: Names from ``PROTOCOLS``.
@@ -233,13 +329,9 @@ class Pass:
             return self.runs[0].windows(num_tokens)
         return [Window(0, max(run.context_length for run in self.runs), 1)]
 
-    def asked(self, num_tokens: int) -> list[range]:
+    def scored(self, num_tokens: int) -> list[range]:
         """Return the positions in a document of ``num_tokens`` tokens that some run scores; only these need a loss."""
         return [run.scored(num_tokens) for run in self.runs]
-
-    def num_tokens_fed(self, num_tokens: int) -> int:
-        """Return the work in tokens on a document of ``num_tokens`` tokens."""
-        return sum(portion.num_tokens_fed for portion in self.portions([num_tokens]))
 
     def portions(self, lengths: Sequence[int]) -> list[Portion]:
         """Return the work on texts of so many tokens: each text by itself, a stream in groups of windows."""
@@ -267,12 +359,3 @@ def plan_passes(runs: Sequence[Run], causal_in_position: bool) -> list[Pass]:
             key += (run.context_length,)
         groups.setdefault(key, []).append(run)
     return [Pass(tuple(group)) for group in groups.values()]
-
-
-def spread(items: Sequence[T], count: int | None) -> list[T]:
-    """Return at most ``count`` items, evenly spread over the sequence, in order; None returns all."""
-    if count is None or count >= len(items):
-        return list(items)
-    if count < 1:
-        raise InvalidRequestError(f"{argument('max_documents')} must be at least 1, got {count}.")
-    return [items[index * len(items) // count] for index in range(count)]

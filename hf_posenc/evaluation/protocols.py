@@ -1,7 +1,7 @@
 """Ways of measuring perplexity, by name: ours, and the published ones as their authors' code runs them.
 
 What papers call a perplexity at N tokens differs by more than the methods do that they compare: which tokens are
-scored, how much stands before each, whether a BOS token does, and what is averaged. The table is here in one place.
+scored, how much context each has, whether there is a BOS token, and what is averaged. This is the one table of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ProtocolName = Literal[
 ]
 PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)
 Average = Literal["tokens", "windows"]
-# Where a BOS token stands: nowhere, before every document (as one of its tokens), or before every window.
+# Where there is a BOS token: nowhere, before every document (as one of its tokens), or before every window.
 Bos = Literal["none", "prepended", "each_window"]
 # What is fed, and what of it is scored: see ``hf_posenc.evaluation.plans``.
 Shape = Literal["beginning", "sliding", "steps", "stream", "end"]
@@ -48,6 +48,8 @@ class Rule:
         last_k: The published number of tokens scored; None takes ours.
         average: ``windows`` for the mean of window means, where each window counts the same however few its tokens.
         whole: Whether documents are used to their end, unless ``max_tokens`` is given.
+        by_position: Whether each scored token is at its own position of one text, so that records can hold the loss
+            by position.
     """
 
     source: str
@@ -59,6 +61,7 @@ class Rule:
     last_k: int | None = None
     average: Average = "tokens"
     whole: bool = False
+    by_position: bool = False
 
 
 _PRESS = "Press et al. 2021, arXiv:2012.15832, section 2"
@@ -72,7 +75,7 @@ _STEPS = (
     "scores what no window before it scored."
 )
 RULES: dict[ProtocolName, Rule] = {
-    "truncated": Rule("ours; one pass serves all lengths", "beginning", _BEGINNING),
+    "truncated": Rule("ours; one pass serves all lengths", "beginning", _BEGINNING, by_position=True),
     "last_k": Rule(
         "ours",
         "beginning",
@@ -102,6 +105,7 @@ RULES: dict[ProtocolName, Rule] = {
         "beginning",
         _BEGINNING,
         bos="prepended",
+        by_position=True,
     ),
     "yarn_govreport": Rule(
         "YaRN, arXiv:2309.00071, table 4 (GovReport); jquesnelle/yarn, eval/perplexity.py --sliding-window 256",
@@ -175,7 +179,7 @@ def rule_of(name: str) -> Rule:
 
 
 def in_words(name: ProtocolName, bos: Bos, average: Average, **numbers: int | None) -> str:
-    """Say which tokens a number is of, where a BOS token stood, and what was averaged."""
+    """Say which tokens a number is of, where there was a BOS token, and what was averaged."""
     rule = RULES[name]
     where = _BOS_WORDS[bos]
     if rule.shape == "stream" and bos == "prepended":

@@ -1,4 +1,4 @@
-"""One measured number with everything that says how it was measured: a line of JSON."""
+"""What was measured, with everything that says how: one line of JSON for a perplexity, or for a retrieval prompt."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Record(JsonRecord):
 
     ``position_nll`` and ``position_tokens`` are the loss by position, summed over documents: bucket b has the tokens
     at indices ``[b * position_bucket, (b + 1) * position_bucket)`` of what is fed that are scored. The three are None
-    and empty where the tokens of a number do not all stand at their own place of one text (all but ``truncated``), and
-    in records of version 0.1.0's first days.
+    and empty where the tokens of a number are not all at their own position of one text (for all protocols but
+    ``truncated`` and ``yarn``).
 
     ``rope`` has ``rotary_dim``, ``rope_theta`` and ``unrotated_pairs`` of the model as it was trained, and is empty
     where there is no rotary embedding; ``command`` is what was typed, empty from Python; ``checkpoint_dtype`` is what
@@ -124,6 +124,66 @@ class Record(JsonRecord):
     MARK = "perplexity"
 
 
+@dataclass(frozen=True)
+class RetrievalRecord(JsonRecord):
+    """One prompt of a task. ``context_length`` counts prompt and answer together, in tokens.
+
+    ``depth`` is the percent of the free text before the needle, None where needles are spread over it;
+    ``needle_places`` are the positions of their first tokens. ``chat`` says whether the prompt was a user's message in
+    the chat template. Of the ``answers``, ``num_forced`` were right teacher-forced: the likeliest token was the right
+    one wherever a token holds a character of it, which leaves out the word before it (None where the order is free);
+    ``num_written`` are in the greedy answer. ``n_tokens`` are the tokens that hold an answer, ``n_right`` of them were
+    the likeliest, ``nll_sum`` is their loss in nats. ``text_hash`` is of the token ids of prompt and answer;
+    ``run_key`` of all that decides the result, weights included; ``rope``, ``command`` and ``checkpoint_dtype`` as in
+    ``Record``.
+    """
+
+    model: str
+    method: str
+    factor: float
+    options: dict[str, Any]
+    tokens_trained: int | None
+    original_max_position_embeddings: int | None
+    task: str
+    context_length: int
+    depth: float | None
+    seed: int
+    chat: bool
+    num_prompt_tokens: int
+    max_new_tokens: int
+    needle_places: list[int]
+    answers: list[str]
+    num_forced: int | None
+    num_written: int
+    n_tokens: int
+    n_right: int
+    nll_sum: float
+    forced: str
+    written: str
+    tokenizer_hash: str
+    text_hash: str
+    dtype: str
+    attn_implementation: str
+    versions: dict[str, str]
+    seconds: float
+    peak_memory_bytes: int
+    run_key: str = field(repr=False)
+    label: str = ""
+    rope: dict[str, Any] = field(default_factory=dict)
+    command: str = ""
+    checkpoint_dtype: str = ""
+
+    MARK = "task"
+
+    def score(self, by: str = "forced") -> float | None:
+        """Return the share of the answers that were right, by "forced" or "written"."""
+        right = self.num_forced if by == "forced" else self.num_written
+        return None if right is None else right / len(self.answers)
+
+
+AnyRecord = Record | RetrievalRecord
+
+
 def read_records(path: str | Path) -> list[Record]:
     """Read the perplexity records of a file; a last line cut off in the middle of writing is left out.
 
@@ -131,6 +191,15 @@ def read_records(path: str | Path) -> list[Record]:
         ValueError: A line is not a record; the message names it.
     """
     return read_kind(path, Record)
+
+
+def read_retrieval_records(path: str | Path) -> list[RetrievalRecord]:
+    """Read the retrieval records of a file; the perplexities in it are passed over.
+
+    Raises:
+        ValueError: A line is not a record; the message names it.
+    """
+    return read_kind(path, RetrievalRecord)
 
 
 def read_kind(path: str | Path, kind: type[Kind]) -> list[Kind]:

@@ -1,15 +1,21 @@
-"""Which records are of one row of a report: one model, extended and trained in one way."""
+"""A row of numbers: one model, extended and trained in one way. Which records are of it, and how to measure it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
 
-from hf_posenc.evaluation.records import Record
-from hf_posenc.retrieval.cell_records import RetrievalRecord
+from hf_posenc.errors import InvalidRequestError
+from hf_posenc.evaluation.records import AnyRecord
+from hf_posenc.methods.registry import method_names
+from hf_posenc.patching.api import describe, is_patched, patched, unpatched
 
-AnyRecord = Record | RetrievalRecord
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def row_key(record: AnyRecord) -> tuple[object, ...]:
@@ -54,3 +60,41 @@ def training_words(record: AnyRecord, count: Callable[[int], str] = "{:,}".forma
 def is_unpatched(record: AnyRecord) -> bool:
     """Say whether a record is of a model as it was published."""
     return record.method == "none" and record.tokens_trained == 0
+
+
+def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
+    """Raise if loading a folder brought a rule, as its manifest says, that another cannot or is not to replace.
+
+    Raises:
+        ValueError: With what to do.
+    """
+    found = describe(model)
+    if found["method"] in method_names("instead_of_rope"):
+        raise InvalidRequestError(
+            f"{name!r} holds {found['method']} in the place of its RoPE, and its weights suit no other rule. Take it "
+            "as it is: eval and lm-eval without --method."
+        )
+    if is_patched(model) and on_scaled != "replace":
+        raise InvalidRequestError(
+            f"{name!r} is extended already ({found['method']}, factor {found['factor']:g}), and factors do not "
+            "multiply. Give the base model, or pass --on-scaled replace (eval without --method takes it as it is)."
+        )
+
+
+@contextmanager
+def extended_as(model: PreTrainedModel, row: dict[str, Any] | None) -> Iterator[None]:
+    """While open, a model is extended as a row says, instead of what loading brought; None leaves it as it is."""
+    if row is None:
+        yield
+        return
+    with unpatched(model) if is_patched(model) else nullcontext(), patched(model, **row):
+        yield
+
+
+def try_rows(model: PreTrainedModel, rows: Sequence[dict[str, Any] | None]) -> None:
+    """Patch for each row and undo it, so that what a model refuses is found before anything is measured."""
+    for row in rows:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they come when it is patched to be measured
+            with extended_as(model, row):
+                pass

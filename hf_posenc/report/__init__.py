@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_posenc.evaluation.effective_length import reach
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.report.commands import command_panel
 from hf_posenc.report.comparable import listed, make_grids, make_tables, sort_tables, text_table
@@ -17,7 +17,6 @@ from hf_posenc.report.looks import make_looks
 from hf_posenc.report.page import Panel, Sentences, check_folder, html_page, markdown_page
 from hf_posenc.report.perplexity_panels import left_out_panel, perplexity_panels
 from hf_posenc.report.retrieval_panel import grid_panel
-from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.utils.files import write_whole
 
 DEFAULT_TITLE = "Results by context length"

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hf_posenc.evaluation.key_tokens import CHOSEN_BY_ITSELF, KeyTokens
+from hf_posenc.evaluation.config import KeyTokens
+from hf_posenc.evaluation.key_tokens import CHOSEN_BY_ITSELF
 from hf_posenc.evaluation.plans import DEFAULT_STRIDE
 from hf_posenc.evaluation.protocols import rule_of
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.report.page import Code, Panel
-from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 _TYPED = "As they were typed:"
 _MADE = (

@@ -13,10 +13,9 @@ from itertools import chain
 from typing import TypeVar
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.pairs import is_tie
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.intervals import is_tie
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
-from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.utils.units import length_name
 
 # What must be equal among all numbers of a table, and what it is in words; and among those of one column, where the

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_posenc.attention.staged import Stages
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.evaluation.rows import row_key, short_model_names
 from hf_posenc.methods.base import (
     STOPPED,
@@ -29,7 +29,6 @@ from hf_posenc.report.comparable import rule_name
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
 from hf_posenc.report.plot import Chart, Line, draw_chart
-from hf_posenc.retrieval.cell_records import RetrievalRecord
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.units import length_name, number_name
 

@@ -8,10 +8,9 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.evaluation.rows import row_key
 from hf_posenc.methods.registry import methods
-from hf_posenc.retrieval.cell_records import RetrievalRecord
 
 # Chosen by search near Okabe and Ito's, so that each has a contrast of at least 3 with its paper and every two of them
 # differ for readers with any kind of colour vision; theirs have 2.3 on white.

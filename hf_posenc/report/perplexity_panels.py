@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_posenc.evaluation.pairs import WORTH, is_tie
+from hf_posenc.evaluation.intervals import WORTH, is_tie
 from hf_posenc.evaluation.protocols import rule_of
 from hf_posenc.evaluation.rows import row_key
 from hf_posenc.report.comparable import Row, Table, all_of, computed_with, listed, model_names, perplexity_name

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.evaluation.intervals import wilson_interval
 from hf_posenc.evaluation.rows import row_key
 from hf_posenc.report.comparable import BY, Grid, GridRow, all_of, computed_with, model_names, share_name
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.page import Block, Cell, Facts, Figure, HeatMap, HeatMaps, NumberTable, Panel, Paragraph
 from hf_posenc.report.plot import COLOUR_MAP, Chart, Line, draw, draw_chart, intervals_words, length_ticks, new_figure
-from hf_posenc.retrieval.cell_records import wilson_interval
 from hf_posenc.utils.units import length_name
 
 if TYPE_CHECKING:

@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.errors import InvalidRequestError
 
-_FROM_ASKED = 32  # tokens that a place may lie from the asked depth, to be at the end of a sentence
+_NEAR = 32  # tokens that a needle may be from the requested depth, to be at the end of a sentence
 _SENTENCE_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s*$")
 _TITLES = ("Mr", "Mrs", "Dr", "St")  # their full stop ends no sentence
 
 
 @dataclass(frozen=True)
 class Haystack:
-    """Token ids of a text, and the places (rising) that a sentence ends before."""
+    """Token ids of a text, and the positions (rising) that a sentence ends before."""
 
     ids: list[int]
     ends: list[int]
@@ -42,17 +42,17 @@ class Haystack:
         first, end = bisect_right(self.ends, start), bisect_left(self.ends, stop)
         return Haystack(self.ids[start:stop], [at - start for at in self.ends[first:end]])
 
-    def place(self, depth: float) -> int:
+    def position_of(self, depth: float) -> int:
         """Return how many tokens lie before a depth in percent: where the nearest sentence ends, if one is near."""
-        asked = round(len(self.ids) * depth / 100)
-        if asked in (0, len(self.ids)):
-            return asked
-        index = bisect_left(self.ends, asked)
-        near = [at for at in self.ends[max(index - 1, 0) : index + 1] if abs(at - asked) <= _FROM_ASKED]
-        return min(near, key=lambda at: abs(at - asked), default=asked)
+        exact = round(len(self.ids) * depth / 100)
+        if exact in (0, len(self.ids)):
+            return exact
+        index = bisect_left(self.ends, exact)
+        near = [at for at in self.ends[max(index - 1, 0) : index + 1] if abs(at - exact) <= _NEAR]
+        return min(near, key=lambda at: abs(at - exact), default=exact)
 
-    def _sentence_before(self, place: int) -> int:
-        index = bisect_right(self.ends, place)
+    def _sentence_before(self, position: int) -> int:
+        index = bisect_right(self.ends, position)
         return self.ends[index - 1] if index else 0
 
 

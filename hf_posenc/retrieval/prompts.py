@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.retrieval.haystack import Haystack
-from hf_posenc.retrieval.puzzle import Listing, Needle, Puzzle
-from hf_posenc.retrieval.tasks import TASKS
+from hf_posenc.retrieval.tasks import get_task
+from hf_posenc.retrieval.tasks.base import Listing, Needle, Puzzle
 
 Chat = Literal["auto", "on", "off"]
 _MARK = "THE-TEXT-GOES-HERE"
@@ -28,10 +28,10 @@ class Prompt:
         seed: Of everything random.
         ids: The prompt, special tokens and the beginning of the answer included.
         answer_ids: The right answer.
-        answer_places: For each thing to be found, the places in ``answer_ids`` of the tokens that hold it.
+        answer_positions: For each thing to be found, the positions in ``answer_ids`` of the tokens that hold it.
         answers: The same as texts.
         ordered: Whether their order is the only right one.
-        needle_places: Place in ``ids`` of the first token of each needle.
+        needle_places: Position in ``ids`` of the first token of each needle.
         max_new_tokens: Tokens an answer may have.
     """
 
@@ -41,7 +41,7 @@ class Prompt:
     seed: int
     ids: list[int]
     answer_ids: list[int]
-    answer_places: tuple[tuple[int, ...], ...]
+    answer_positions: tuple[tuple[int, ...], ...]
     answers: tuple[str, ...]
     ordered: bool
     needle_places: tuple[int, ...]
@@ -57,7 +57,7 @@ class PromptMaker:
         Args:
             tokenizer: The model's, a fast one.
             haystack: The free text.
-            chat: Whether the prompt is a user's turn in the tokenizer's chat template: on, off, or auto, where there
+            chat: Whether the prompt is a user's message in the tokenizer's chat template: on, off, or auto, where there
                 is one.
 
         Raises:
@@ -72,7 +72,7 @@ class PromptMaker:
             raise InvalidRequestError("chat='on', but the tokenizer has no chat template. Pass chat='off' or 'auto'.")
         self.tokenizer, self.haystack = tokenizer, haystack
         self.in_chat = chat != "off" and bool(tokenizer.chat_template)
-        self._before, self._after = self._turn() if self.in_chat else ("", "")
+        self._before, self._after = self._template() if self.in_chat else ("", "")
 
     def make(self, task: str, context_length: int, depth: float | None, seed: int) -> Prompt:
         """Build a prompt that leaves the room its longest answer needs of ``context_length`` tokens.
@@ -84,9 +84,9 @@ class PromptMaker:
         """
         depth = None if depth is None else float(depth)  # 50 and 50.0 are the same prompt
         rng = Random(f"{task} {context_length} {depth} {seed}")
-        puzzle = TASKS[task].make(rng, context_length)
+        puzzle = get_task(task).make(rng, context_length)
         head = self._head(puzzle)
-        tail, answer_ids, places = self._tail(puzzle)
+        tail, answer_ids, positions = self._tail(puzzle)
         needles = [(needle, self._ids(f"\n{needle.text}\n")) for needle in puzzle.needles]
         max_new_tokens = len(answer_ids) + puzzle.spare_tokens
         fixed = len(head) + sum(len(ids) for _, ids in needles) + len(tail)
@@ -109,10 +109,10 @@ class PromptMaker:
             seed=seed,
             ids=head + body + tail,
             answer_ids=answer_ids,
-            answer_places=places,
+            answer_positions=positions,
             answers=puzzle.answers,
             ordered=puzzle.ordered,
-            needle_places=tuple(len(head) + place for place in at),
+            needle_places=tuple(len(head) + position for position in at),
             max_new_tokens=max_new_tokens,
         )
 
@@ -137,7 +137,7 @@ class PromptMaker:
             )
         return best
 
-    def _turn(self) -> tuple[str, str]:
+    def _template(self) -> tuple[str, str]:
         """Return what the chat template writes before and behind a user's text."""
         messages = [{"role": "user", "content": _MARK}]
         # Without enable_thinking=False some models would think before the answer that is begun for them.
@@ -161,9 +161,9 @@ class PromptMaker:
         return list(full[:start])
 
     def _tail(self, puzzle: Puzzle) -> tuple[list[int], list[int], tuple[tuple[int, ...], ...]]:
-        """Return the tokens of the question, those of the answer, and the places of what is to be found in it."""
-        asked = f"\n\n{puzzle.question}{self._after if self.in_chat else chr(10)}{puzzle.answer_prefix}"
-        text, spans = asked, []
+        """Return the tokens of the question, those of the answer, and the positions of what is to be found in it."""
+        question = f"\n\n{puzzle.question}{self._after if self.in_chat else chr(10)}{puzzle.answer_prefix}"
+        text, spans = question, []
         for index, answer in enumerate(puzzle.answers):
             text += ", " if index else " "
             spans.append((len(text), len(text) + len(answer)))
@@ -171,14 +171,14 @@ class PromptMaker:
         # Together, as a model that writes the answer itself would have it.
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids, offsets = found.input_ids, found.offset_mapping
-        split = next(at for at, (_, stop) in enumerate(offsets) if stop > len(asked))
-        places = tuple(
+        split = next(at for at, (_, stop) in enumerate(offsets) if stop > len(question))
+        positions = tuple(
             tuple(
                 at - split for at, (first, last) in enumerate(offsets) if first < stop and last > start and at >= split
             )
             for start, stop in spans
         )
-        return ids[:split], ids[split:], places
+        return ids[:split], ids[split:], positions
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
@@ -191,14 +191,14 @@ def _hide(
     somewhere = iter(
         sorted(rng.uniform(0, 100) for needle, _ in needles if not (needle.at_depth and depth is not None))
     )
-    asked = [depth if needle.at_depth and depth is not None else next(somewhere) for needle, _ in needles]
-    at = [text.place(each) for each in asked]
+    depths = [depth if needle.at_depth and depth is not None else next(somewhere) for needle, _ in needles]
+    at = [text.position_of(each) for each in depths]
     ids: list[int] = []
-    places = [0] * len(needles)
+    positions = [0] * len(needles)
     done = 0
     for index in sorted(range(len(needles)), key=lambda index: at[index]):
         ids += text.ids[done : at[index]]
         done = at[index]
-        places[index] = len(ids)
+        positions[index] = len(ids)
         ids += needles[index][1]
-    return ids + text.ids[done:], places
+    return ids + text.ids[done:], positions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits, row_chunks
-from hf_posenc.evaluation.losses import length_dependent_rope_types, reset_dynamic_frequencies
-from hf_posenc.families.discovery import unwrap
-
-Advance = Callable[[int], object]
+from hf_posenc.evaluation.losses import Advance, length_dependent_rope_types, reset_dynamic_frequencies
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,7 @@ def reply(
     fed, the prompt is fed a second time. Only rows that predict an answer's token reach the head.
 
     Args:
-        model: A causal language model in evaluation mode, wrapped or not.
+        model: A causal language model in evaluation mode, not wrapped.
         prompt_ids: What is fed before the answer.
         answer_ids: The right answer; at least one token.
         max_new_tokens: Tokens of the greedy answer at most.
@@ -72,9 +69,7 @@ def reply(
         if not _take_back(cache, len(answer_ids) - 1):
             cache, first = _prefill(model, prompt_ids, prefill_chunk, None)
     if not forced.isfinite().all():
-        raise InvalidRequestError(
-            f"logits are not finite in {unwrap(model).dtype}. Load the model in bfloat16 or float32."
-        )
+        raise InvalidRequestError(f"logits are not finite in {model.dtype}. Load the model in bfloat16 or float32.")
     losses = nn.functional.cross_entropy(forced, torch.tensor(answer_ids, device=forced.device), reduction="none")
     written = _write(model, cache, first, max_new_tokens, stop_ids)
     return Reply(forced.argmax(-1).tolist(), losses.tolist(), written)
@@ -84,9 +79,8 @@ def _prefill(
     model: PreTrainedModel, ids: list[int], chunk: int | None, advance: Advance | None
 ) -> tuple[DynamicCache, torch.Tensor]:
     """Return the cache of a prompt, and the logits ``(1, vocab_size)`` of what follows it."""
-    body, base = decoder_body(model), unwrap(model)
-    cache = DynamicCache(config=base.config)
-    batch = torch.tensor([ids], device=base.device)
+    body, cache = decoder_body(model), DynamicCache(config=model.config)
+    batch = torch.tensor([ids], device=model.device)
     for rows in row_chunks(len(ids), chunk or len(ids)):
         hidden = body(input_ids=batch[:, rows], past_key_values=cache, use_cache=True).last_hidden_state
         if advance is not None:
@@ -96,13 +90,13 @@ def _prefill(
 
 def _feed(model: PreTrainedModel, ids: list[int], cache: DynamicCache) -> torch.Tensor:
     """Return the logits ``(len(ids), vocab_size)`` of what follows each token."""
-    batch = torch.tensor([ids], device=unwrap(model).device)
+    batch = torch.tensor([ids], device=model.device)
     hidden = decoder_body(model)(input_ids=batch, past_key_values=cache, use_cache=True).last_hidden_state
     return head_logits(model, hidden[0])
 
 
 def _in_one_pass(model: PreTrainedModel, prompt_ids: list[int], answer_ids: list[int]) -> torch.Tensor:
-    batch = torch.tensor([prompt_ids + answer_ids], device=unwrap(model).device)
+    batch = torch.tensor([prompt_ids + answer_ids], device=model.device)
     hidden = decoder_body(model)(input_ids=batch, use_cache=False).last_hidden_state
     return head_logits(model, hidden[0, len(prompt_ids) - 1 : -1])
 

@@ -18,9 +18,9 @@ from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import Record
-from hf_posenc.evaluation.facts import hash_weights
 from hf_posenc.evaluation.lm_head import check_head
 from hf_posenc.evaluation.losses import evaluation_mode
+from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.families.discovery import unwrap
 from hf_posenc.patching.api import is_patched, unpatch_model, unpatched
 from hf_posenc.training.base_model import find_base_model

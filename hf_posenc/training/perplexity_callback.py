@@ -21,7 +21,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.documents import Document, bos_token_id, select_documents, to_token_ids
-from hf_posenc.evaluation.facts import hash_weights
+from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.evaluation.plans import plan_runs
 from hf_posenc.families.discovery import unwrap
 

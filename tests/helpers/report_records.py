@@ -7,8 +7,7 @@ import math
 from html.parser import HTMLParser
 from typing import Any
 
-from hf_posenc.evaluation.records import Record
-from hf_posenc.retrieval.cell_records import RetrievalRecord
+from hf_posenc.evaluation.records import Record, RetrievalRecord
 
 
 def make_record(method: str = "none", length: int = 256, perplexity: float = 40.0, **changes: Any) -> Record:

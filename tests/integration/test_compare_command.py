@@ -14,12 +14,12 @@ import pytest
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.cli.compare import _next
-from hf_posenc.cli.compare_arguments import CompareArguments
 from hf_posenc.cli.main import main
 from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC, UNPATCHED
+from hf_posenc.comparing.config import CompareConfig
 from hf_posenc.comparing.recommending import Recommendation
 from hf_posenc.evaluation import read_records
-from hf_posenc.retrieval.cell_records import read_retrieval_records
+from hf_posenc.evaluation.records import read_retrieval_records
 from hf_posenc.utils.units import ContextLength
 from tiny_llama import make_tiny_llama
 
@@ -149,7 +149,7 @@ def test_a_dictionary_is_one_more_row(book: Path, tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(("factor", "length"), [({"factor": 4.0}, []), ({}, ["--context-length", "512"])])
 def test_the_commands_after_it_have_the_dictionary(factor: dict[str, float], length: list[str]) -> None:
     dictionary = json.dumps({"rope_type": "yarn", **factor})
-    what = CompareArguments(ContextLength(512), rope_scaling=dictionary)
+    what = CompareConfig(ContextLength(512), rope_scaling=dictionary)
     taken = Recommendation(ROPE_SCALING, ROPE_SCALING, (ROPE_SCALING,), ROPE_SCALING, (), True, STATIC)
     _, patch, finetune, export = _next("my/model", what, make_tiny_llama(), taken)
     assert shlex.split(patch) == ["hf-posenc", "patch", "my/model", "model-512", "--rope-scaling", dictionary, *length]
@@ -166,10 +166,10 @@ def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 def test_mistakes_are_found_before_anything_is_loaded(
     book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_posenc.cli.compare.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_posenc.checkpoint.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     comparison = the_comparison(book)
     assert "Did you mean 'yarn'" in refused(capsys, *comparison, "--methods", "yran")
-    assert "unknown task 'pass'" in refused(capsys, *comparison, "--tasks", "pass")
+    assert "argument --tasks: invalid choice: 'pass'" in refused(capsys, *comparison, "--tasks", "pass")
     assert "expected a time such as 90s, 20m or 1.5h, got 'soon'" in refused(capsys, *comparison, "--budget", "soon")
     assert "--max-documents must be >= 1" in refused(capsys, *comparison, "--max-documents", "0")
     assert "--samples is for --tasks" in refused(capsys, *comparison, "--samples", "3")
@@ -183,7 +183,7 @@ def test_mistakes_are_found_before_anything_is_loaded(
 @pytest.mark.parametrize("holds", [True, False])
 def test_what_comes_next_where_the_model_is_best_as_it_is(holds: bool) -> None:
     taken = Recommendation("none", "none", ("none",), None, (), holds, UNPATCHED)
-    first, command = _next("my/model", CompareArguments(ContextLength("8k")), make_tiny_llama(), taken)
+    first, command = _next("my/model", CompareConfig(ContextLength("8k")), make_tiny_llama(), taken)
     if holds:
         assert first == "nothing to do: it reads 8k as it is. For longer texts, compare there:"
         assert command == "  hf-posenc compare my/model --documents LONGER_TEXTS --context-length 16384"

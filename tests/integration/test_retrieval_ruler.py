@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.prompts import PromptMaker
-from hf_posenc.retrieval.tasks import TASKS
+from hf_posenc.retrieval.tasks import tasks
 from ruler import generate
 
 pytestmark = pytest.mark.slow
@@ -80,7 +80,7 @@ def test_prompts_are_those_of_rulers_definitions(task: str, length: int, tmp_pat
     theirs = generate(kind, length, COUNT, tiny_model_path(), tmp_path, *flags)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, [load_novel(HELD_OUT_NOVEL)]), "off")
-    depth = 40.0 if TASKS[task].has_depth else None
+    depth = 40.0 if tasks()[task].has_depth else None
     ours = [maker.make(task, length, depth, seed) for seed in range(COUNT)]
     seen_theirs = [see(task, one["input"]) for one in theirs]
     seen_ours = [see(task, tokenizer.decode(one.ids)) for one in ours]

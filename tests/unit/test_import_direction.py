@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "retrieval": "assets families evaluation",
     "training": "methods families data attention encodings patching checkpoint evaluation",
     "planning": "methods families attention patching checkpoint evaluation training",
-    "report": "methods attention evaluation retrieval",
+    "report": "methods attention evaluation",
     "explain": "methods families attention patching planning report",
     "comparing": "methods families patching evaluation retrieval",
     "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieval training planning "
@@ -37,15 +37,9 @@ MAY_IMPORT = {
     "__main__": "cli",
     "__init__": "checkpoint",
 }
-_CELLS = "its tables are of perplexity and of retrieval, whose records are defined there"
-_REQUEST = "the request is a dataclass of the command line, and its checks are there"
 # Files that import against the direction, with the package and the reason; each is to go when its subject moves.
 EXCEPTIONS = {
-    ("evaluation/rows.py", "retrieval"): _CELLS,
-    ("evaluation/effective_length.py", "retrieval"): _CELLS,
-    ("evaluation/lm_eval_model.py", "cli"): _REQUEST,
     ("training/dry_run.py", "planning"): "the dry run builds a model without weights, as a plan does",
-    ("comparing/planning.py", "cli"): _REQUEST,
 }
 
 

@@ -16,11 +16,9 @@ from transformers import AutoModelForCausalLM
 from hf_posenc.checkpoint.extended import save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import read_manifest
-from hf_posenc.cli.eval_arguments import PROTOCOLS
 from hf_posenc.cli.main import COMMANDS, main
 from hf_posenc.cli.shared_arguments import parse_options
 from hf_posenc.evaluation import perplexity, read_records
-from hf_posenc.evaluation.plans import PROTOCOLS as KNOWN_PROTOCOLS
 from hf_posenc.families.family_data import attention_capabilities, capabilities
 from hf_posenc.patching.api import describe, patch_model, patched
 from hf_posenc.patching.presets import presets
@@ -237,10 +235,6 @@ def test_options_are_json_or_words() -> None:
     }
     with pytest.raises(ValueError, match="twice"):
         parse_options(["a=1", "a=2"])
-
-
-def test_protocols_are_those_of_the_library() -> None:
-    assert PROTOCOLS == KNOWN_PROTOCOLS
 
 
 HELP = """

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_posenc import FinetuneConfig
-from hf_posenc.cli.eval_arguments import EvalArguments
+from hf_posenc.cli.eval import EvalArguments
 from hf_posenc.cli.main import main
 from hf_posenc.cli.shared_arguments import parse
 from hf_posenc.data.reading import DocumentStream, read_documents

@@ -11,11 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.cli.compare import _Sweep
-from hf_posenc.cli.compare_arguments import CompareArguments
 from hf_posenc.comparing.candidates import Candidate, find_candidates
-from hf_posenc.comparing.planning import Plan, Step, make_plan
-from hf_posenc.comparing.timing import Law, Work, fit, work_of
+from hf_posenc.comparing.config import CompareConfig
+from hf_posenc.comparing.planning import Cost, Plan, Step, fit, make_plan, work_of
+from hf_posenc.comparing.sweep import Sweep
 from hf_posenc.evaluation import perplexity
 from hf_posenc.families.family_data import attention_capabilities
 from hf_posenc.methods.registry import method_names, methods
@@ -32,8 +31,8 @@ DOOR = {"dynamic", "dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope
 # What is tried
 
 
-def names(model: Any, *methods: str, **told: Any) -> tuple[list[str], dict[str, str]]:
-    found, left_out = find_candidates(model, {"context_length": 256, **told}, methods)
+def names(model: Any, *methods: str, **more: Any) -> tuple[list[str], dict[str, str]]:
+    found, left_out = find_candidates(model, {"context_length": 256, **more}, methods)
     assert not is_patched(model)
     return [one.method for one in found], left_out
 
@@ -123,23 +122,23 @@ def test_work_is_what_pytorch_counts() -> None:
             )
 
 
-@pytest.mark.parametrize("law", [Law(1e-3, 1e-6), Law(0.0, 1e-6), Law(5e-4, 2e-7)])
-def test_the_law_of_two_passes_holds_for_a_long_one(law: Law) -> None:
-    work = Work(linear=1000.0, quadratic=0.3)
-    found = fit(work, (512, law.seconds(512)), (1024, law.seconds(1024)))
-    assert found.seconds(32768) == pytest.approx(law.seconds(32768), rel=1e-6)
-    assert found.seconds(65536) > 2 * found.seconds(32768)
+@pytest.mark.parametrize("law", [Cost(1e-3, 1e-6), Cost(0.0, 1e-6), Cost(5e-4, 2e-7)])
+def test_the_law_of_two_passes_holds_for_a_long_one(law: Cost) -> None:
+    work = Cost(linear=1000.0, quadratic=0.3)
+    found = fit(work, (512, law.of(512)), (1024, law.of(1024)))
+    assert found.of(32768) == pytest.approx(law.of(32768), rel=1e-6)
+    assert found.of(65536) > 2 * found.of(32768)
 
 
 def test_what_only_starting_costs_grows_as_the_operations_do() -> None:
     # Both passes take 10 ms: their growth says nothing, and a straight line would miss the attention.
-    work = Work(linear=1000.0, quadratic=0.5)
+    work = Cost(linear=1000.0, quadratic=0.5)
     found = fit(work, (64, 0.010), (128, 0.010))
-    assert found.seconds(128) == pytest.approx(0.010)
+    assert found.of(128) == pytest.approx(0.010)
     # By hand: (1000 x 4096 + 0.5 x 4096 ** 2) / (1000 x 128 + 0.5 x 128 ** 2) = 91.65 times as many operations.
-    assert found.seconds(4096) == pytest.approx(0.9165, rel=1e-3)
+    assert found.of(4096) == pytest.approx(0.9165, rel=1e-3)
     # A longer pass more than four times as slow: all of it is taken to be quadratic.
-    assert fit(work, (64, 0.01), (128, 0.05)).seconds(1024) == pytest.approx(0.05 * 64)
+    assert fit(work, (64, 0.01), (128, 0.05)).of(1024) == pytest.approx(0.05 * 64)
 
 
 def plan_of(*seconds: float, **changes: Any) -> Plan:
@@ -150,7 +149,7 @@ def plan_of(*seconds: float, **changes: Any) -> Plan:
     return replace(plan, **changes)
 
 
-def test_a_budget_drops_the_dearest_rows_and_says_so() -> None:
+def test_a_budget_drops_the_most_expensive_rows_and_says_so() -> None:
     plan = plan_of(60, 60, 200, 500).within(330)
     assert [step.name for step in plan.steps] == ["unpatched", "yarn", "dca"]
     assert plan.left_out["rerope"] == "over the budget of 5.5 min: it takes 8.3 min"
@@ -186,16 +185,16 @@ def test_times_as_people_write_them(text: str, seconds: float) -> None:
     ]
 
 
-def asked(**changes: Any) -> CompareArguments:
+def request(**changes: Any) -> CompareConfig:
     usual: dict[str, Any] = {"context_length": ContextLength(1024), "model_name": "tiny", "hide_progress": True}
-    return CompareArguments(**{**usual, **changes})
+    return CompareConfig(**{**usual, **changes})
 
 
 @pytest.mark.slow  # times passes, so that it wants a quiet machine
 def test_the_estimate_is_of_the_right_size() -> None:
     model, tokenizer = load_model(tiny_model_path(), dtype="float32")
     documents = [load_novel(HELD_OUT_NOVEL)[:20_000]]
-    plan = make_plan(model, tokenizer, documents, asked(methods=["yarn", "rerope"]))
+    plan = make_plan(model, tokenizer, documents, request(methods=["yarn", "rerope"]))
     assert plan.timed[1] == 2 * plan.timed[0] <= 1024
     assert plan.lengths == (64, 128, 256, 512, 1024)
     assert [step.name for step in plan.steps[:1]] == ["unpatched"]
@@ -208,18 +207,18 @@ def test_the_estimate_is_of_the_right_size() -> None:
 def test_a_plan_for_what_needs_none_is_refused() -> None:
     model, tokenizer = load_model(tiny_model_path())
     with pytest.raises(ValueError, match="reads 256 tokens as it is, so for 256 nothing has to be extended"):
-        make_plan(model, tokenizer, ["a"], asked(context_length=256))
+        make_plan(model, tokenizer, ["a"], request(context_length=256))
     with pytest.raises(ValueError, match="none of the 1 documents has the 1024 tokens"):
-        make_plan(model, tokenizer, ["a few words"], asked())
+        make_plan(model, tokenizer, ["a few words"], request())
 
 
 def test_when_time_is_up_the_rest_is_left_out() -> None:
     model, tokenizer = load_model(tiny_model_path(), dtype="float32")
     documents = [load_novel(HELD_OUT_NOVEL)[:20_000]]
-    sweep = _Sweep(model, tokenizer, documents, asked(context_length=512), plan_of(1, 1, 1))
+    sweep = Sweep(model, tokenizer, documents, request(context_length=512), plan_of(1, 1, 1))
     rows = sweep.measure(budget=0.0)
     assert list(rows) == ["none", "yarn"]
-    assert sweep.told[0] == "left out, for time is up: dca"
+    assert sweep.notes[0] == "left out, for time is up: dca"
     assert [record.context_length for record in rows["yarn"]] == [64, 128, 256, 512]
     assert rows["yarn"][0].method == "yarn"
     assert not is_patched(model)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_posenc.comparing.recommending import difference, recommend
-from hf_posenc.evaluation import Record
+from hf_posenc.comparing.recommending import recommend
+from hf_posenc.evaluation import Record, paired_interval
 from report_records import make_record
 from report_records import make_retrieval_record as make_answer
 
@@ -55,21 +55,22 @@ def take(**rows: list[Any]) -> Any:
 def test_a_difference_is_paired() -> None:
     # 1 % on every bucket: the text's own variation, 0.35 nats a bucket, drops out.
     one, other = row("yarn", 0.01, 0.01)[1], row("ntk", 0.0, 0.0)[1]
-    found = difference(one, other)
-    assert (found.percent, found.low, found.high) == pytest.approx([100 * math.expm1(0.01)] * 3)
+    found = paired_interval(one, other)
+    assert (found.value, found.ci_low, found.ci_high) == pytest.approx([math.exp(0.01)] * 3)
+    assert str(found) == "+1.0 % (+1.0 to +1.0)"
     assert not found.is_tie
-    # The same 1 % in the mean, of +21 % and -19 % by turns, may be nothing.
-    noisy = difference(row("yarn", 0.01, 0.01, jitter=0.2)[1], other)
-    assert noisy.percent == pytest.approx(100 * math.expm1(0.01))
-    assert noisy.low < 0 < noisy.high
+    # The same 1 % in the mean, of +21 % and -19 % alternately, may be nothing.
+    noisy = paired_interval(row("yarn", 0.01, 0.01, jitter=0.2)[1], other)
+    assert noisy.value == pytest.approx(math.exp(0.01))
+    assert noisy.ci_low < 1 < noisy.ci_high
     assert noisy.is_tie
     # By hand: 32 units of sd 0.2, so the mean's is 0.2 / sqrt(32) and the interval 1.96 of it on either side.
-    assert noisy.high - noisy.low == pytest.approx(100 * 2 * 1.96 * 0.2 / math.sqrt(32), rel=0.15)
+    assert noisy.ci_high - noisy.ci_low == pytest.approx(2 * 1.96 * 0.2 / math.sqrt(32), rel=0.15)
     with pytest.raises(ValueError, match="not of the same tokens: text_hash"):
-        difference(replace(one, text_hash="other"), other)
+        paired_interval(replace(one, text_hash="other"), other)
     bare = {"unit_nll": [], "unit_tokens": []}
     with pytest.raises(ValueError, match="do not have the parts that are compared"):
-        difference(replace(one, **bare), replace(other, **bare))
+        paired_interval(replace(one, **bare), replace(other, **bare))
 
 
 def test_the_lowest_is_taken_and_what_servers_run_is_named() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_posenc.evaluation import paired_interval, perplexity
-from hf_posenc.evaluation.bootstrap import block_totals, bootstrap_interval, resampled_units
+from hf_posenc.evaluation.intervals import block_totals, bootstrap_interval, resampled_units
 
 
 def measure(model, documents, protocol="truncated", **settings):
@@ -85,7 +85,7 @@ def test_a_shift_that_all_units_share_is_clear_although_the_units_differ(tiny_ll
     record = measure(tiny_llama(), random_documents(6))
     nats = [nll + 0.001 * tokens for nll, tokens in zip(record.unit_nll, record.unit_tokens, strict=True)]
     worse = replace(record, unit_nll=nats, perplexity=record.perplexity * math.exp(0.001))
-    assert worse.perplexity < record.ci_high  # not to be told apart one by one
+    assert worse.perplexity < record.ci_high  # one by one they cannot be distinguished
     ratio = paired_interval(worse, record)
     assert (ratio.ci_low, ratio.value, ratio.ci_high) == pytest.approx([math.exp(0.001)] * 3, rel=1e-9)
     assert ratio.is_clear

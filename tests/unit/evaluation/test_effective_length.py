@@ -23,7 +23,7 @@ ORIGINAL, LONGEST, WIDTH = 8192, 16384, 256
 
 
 def by_position(method: str, loss: Callable[[int], float], **changes: Any) -> list[Record]:
-    """One document's records at 8k and 16k, whose bucket at place p has the mean loss of ``loss(p)``."""
+    """One document's records at 8k and 16k, whose bucket at position p has the mean loss of ``loss(p)``."""
     records = []
     for length in (ORIGINAL, LONGEST):
         counts = [WIDTH - (at == 0) for at in range(length // WIDTH)]
@@ -42,13 +42,13 @@ def by_position(method: str, loss: Callable[[int], float], **changes: Any) -> li
     return records
 
 
-def text(place: int) -> float:
-    """A text whose pages are easy and hard in turn: 2.9 and 3.1 nats."""
-    return 3.0 + (0.1 if place // WIDTH % 2 else -0.1)
+def text(position: int) -> float:
+    """A text whose pages are easy and hard alternately: 2.9 and 3.1 nats."""
+    return 3.0 + (0.1 if position // WIDTH % 2 else -0.1)
 
 
-def unpatched(place: int) -> float:
-    return text(place) + (2.0 if place >= ORIGINAL else 0.0)
+def unpatched(position: int) -> float:
+    return text(position) + (2.0 if position >= ORIGINAL else 0.0)
 
 
 def loss_reach(loss: Callable[[int], float]) -> LossReach:
@@ -77,7 +77,7 @@ def test_where_a_loss_by_position_breaks(loss: Callable[[int], float], length: i
 
 
 def test_what_is_no_worse_follows_from_how_the_buckets_vary() -> None:
-    # 24 buckets of 256 tokens from a quarter of the original on, 2.9 and 3.1 by turns; the second half of the
+    # 24 buckets of 256 tokens from a quarter of the original on, 2.9 and 3.1 alternately; the second half of the
     # original, 4096 tokens, against the eighth before 16k, 2048.
     spread = 0.1 * math.sqrt(24 / 23) * math.sqrt(256)
     noise = 1.959964 * spread * math.sqrt(1 / 4096 + 1 / 2048)
@@ -187,8 +187,8 @@ def test_rows_of_one_method_are_kept_apart() -> None:
 
 def test_losses_of_different_texts_make_no_verdict() -> None:
     plain = by_position("none", unpatched)
-    worse = by_position("yarn", lambda place: text(place) + 0.5, run_key="yarn-1")
-    easy = by_position("yarn", lambda place: text(place) - 0.5, run_key="yarn-2", text_hash="an easier text")
+    worse = by_position("yarn", lambda position: text(position) + 0.5, run_key="yarn-1")
+    easy = by_position("yarn", lambda position: text(position) - 0.5, run_key="yarn-2", text_hash="an easier text")
     (alone,) = reach([*plain, *worse])[1:]
     for records in ([*plain, *worse, *easy], [*easy, *plain, *worse]):
         rows = {row.name: row.loss for row in reach(records)}
@@ -210,8 +210,8 @@ def test_lengths_measured_on_other_documents_make_no_curve() -> None:
     assert [row.name for row in rows] == ["unpatched", "unpatched, run 2"]
 
 
-def answers(length: int, right: int, asked: int = 20, task: str = "passkey") -> list[Any]:
-    return [make_answer("yarn", length, 0.0, seed, seed < right, task=task) for seed in range(asked)]
+def answers(length: int, right: int, num_prompts: int = 20, task: str = "passkey") -> list[Any]:
+    return [make_answer("yarn", length, 0.0, seed, seed < right, task=task) for seed in range(num_prompts)]
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,9 @@ def test_eval_ends_with_how_far_each_row_reaches(tmp_path: Path, capsys: pytest.
     assert main([*argv, "--output", str(tmp_path / "r.jsonl")]) == 0
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if ": " in line and "retrieval not measured" in line]
-    told = re.match(r"unpatched: reads to (\d+) \(loss by position, within", lines[0])
-    assert told is not None
-    assert 256 <= int(told[1]) <= 384  # it was trained on 256, and is lost soon after
+    found = re.match(r"unpatched: reads to (\d+) \(loss by position, within", lines[0])
+    assert found is not None
+    assert 256 <= int(found[1]) <= 384  # it was trained on 256, and is lost soon after
     assert "yarn x4: worse than unpatched at 256 already" in lines[1]  # as the demo shows: it wants fine-tuning
 
 
@@ -268,11 +268,11 @@ def test_with_too_little_text_no_verdict_is_given_and_it_is_said_how_much_is_nee
     little = of_buckets(*[3.0, 4.2] * 16)
     line = reach_lines([little])[0]
     assert "reads to" not in line
-    told = re.search(r"with 512 tokens scored, (\d+) % more or less is chance; about ([\d,]+) tokens are", line)
-    assert told is not None
+    found = re.search(r"with 512 tokens scored, (\d+) % more or less is chance; about ([\d,]+) tokens are", line)
+    assert found is not None
     # By hand: the buckets of the usual stretch have 0.69 nats between them, of 16 tokens each.
-    needed = int(told[2].replace(",", ""))
-    excused = math.log1p(int(told[1]) / 100)
+    needed = int(found[2].replace(",", ""))
+    excused = math.log1p(int(found[1]) / 100)
     assert needed == pytest.approx(512 * (excused / math.log(1.2)) ** 2, rel=0.1)
     enough = of_buckets(*[3.0, 3.1] * 16)
     assert "reads to at least 512" in reach_lines([enough])[0]
@@ -284,14 +284,14 @@ def test_the_verdicts_stand_at_the_top_of_a_report(tmp_path: Path) -> None:
     sentences = ["unpatched: reads to 8k (perplexity by length, within 13 %).", "yarn x2: reads to at least 16k ("]
     for file in (paths.html, paths.markdown):
         text = re.sub("</?strong>", "", file.read_text()).replace("&nbsp;", " ")
-        places = [text.index(words) for words in ("In short", *sentences, "retrieves to at least 256 (passkey")]
-        assert places == sorted(places)
-        assert places[-1] < text.index("Perplexity: ", places[0] + 200)
+        positions = [text.index(words) for words in ("In short", *sentences, "retrieves to at least 256 (passkey")]
+        assert positions == sorted(positions)
+        assert positions[-1] < text.index("Perplexity: ", positions[0] + 200)
     assert "<li><strong>yarn x2</strong>: reads to at least 16k (" in paths.html.read_text()
     only = report(smollm2("none"), tmp_path / "no-retrieval").markdown.read_text()
     assert "How far it retrieves" not in only
-    asked = report(answers(256, 19), tmp_path / "no-perplexity").markdown.read_text()
-    assert "How far it reads" not in asked
+    markdown = report(answers(256, 19), tmp_path / "no-perplexity").markdown.read_text()
+    assert "How far it reads" not in markdown
 
 
 def test_no_verdict_goes_beyond_what_was_measured() -> None:

@@ -17,8 +17,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCaus
 
 from hf_posenc import patch_model
 from hf_posenc.evaluation import KeyTokens, perplexity
-from hf_posenc.evaluation.cache import RoomyLayer, make_cache
-from hf_posenc.evaluation.losses import document_losses, memory_need
+from hf_posenc.evaluation.losses import RoomyLayer, document_losses, make_cache, memory_need
 from hf_posenc.evaluation.memory import ModelShape, default_logits_chunk, predict_memory, shape_of
 from hf_posenc.evaluation.plans import Window
 
@@ -36,7 +35,8 @@ SMOLLM2 = ModelShape(  # SmolLM2-135M in bfloat16
 MEASURE = """
 import ctypes, gc, json, sys, torch
 from hf_posenc.assets import tiny_model_path
-from hf_posenc.evaluation.facts import hash_weights, memory_in_use, peak_memory, reset_peak_memory
+from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
+from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.evaluation.losses import document_losses
 from hf_posenc.evaluation.memory import predict_memory, shape_of
 from hf_posenc.checkpoint.loading import load_model
@@ -134,10 +134,10 @@ def test_documents_are_predicted_one_by_one_and_the_judge_counts(
     judge = tiny_llama(hidden_size=2048, intermediate_size=4096, num_hidden_layers=1)
     chosen = KeyTokens(judge, alpha=-50.0, beta=-50.0, short_context=12)
     need = predict_memory(shape_of(judge), 15, batch_size=28)  # the short contexts, more than the one of 100 tokens
-    told = predicted(1, protocol="longppl", key_tokens=chosen)
+    logged = predicted(1, protocol="longppl", key_tokens=chosen)
     weights = shape_of(judge).weight_bytes + shape_of(model).weight_bytes
-    assert told.startswith(f"memory in MB: model {weights / 1e6:,.0f}, KV cache 0, activations")
-    assert f"activations {need.activations / 1e6:,.0f}" in told
+    assert logged.startswith(f"memory in MB: model {weights / 1e6:,.0f}, KV cache 0, activations")
+    assert f"activations {need.activations / 1e6:,.0f}" in logged
 
 
 def test_predicted_and_measured_are_logged(
@@ -172,7 +172,7 @@ def test_a_cache_with_room_holds_what_transformers_own_does(tiny_llama: Callable
         assert layer.keys.untyped_storage().nbytes() == 2 * 60 * 16 * 4  # heads x tokens x head_dim: no more
 
 
-def test_the_attention_door_keeps_its_own_cache(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+def test_hf_posencs_attention_implementation_keeps_its_own_cache(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     model, ids = tiny_llama(), torch.arange(1, 100)
     patch_model(model, "dynamic_yarn", 4)
     assert not any(isinstance(layer, RoomyLayer) for layer in make_cache(model, 99).layers)

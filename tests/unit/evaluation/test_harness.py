@@ -13,7 +13,7 @@ from hf_posenc.cli.main import main
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words lm-eval is called with."""
     words: list[str] = []
     monkeypatch.setattr(harness, "find_spec", lambda name: ModuleSpec(name, None))
@@ -21,33 +21,33 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return words
 
 
-def test_flags_are_told_apart(told: list[str]) -> None:
+def test_flags_of_both_are_separated(passed: list[str]) -> None:
     ours = ["--method", "yarn", "--context_length=8k", "--option", "beta_fast=16", "ramp=paper", "--device", "cpu"]
     theirs = ["--tasks", "arc_easy", "piqa", "-f", "5", "--limit", "-1", "--model_args", "max_length=4096", "-s"]
     words = ["my-model", *theirs[:3], *ours[:3], *theirs[3:7], *ours[3:], *theirs[7:], "--dtype", "bfloat16"]
     assert main(["lm-eval", *words]) == 0
-    assert told[:4] == ["run", "--model", "hf_posenc", "--model_args"]
-    assert json.loads(told[4]) == {
+    assert passed[:4] == ["run", "--model", "hf_posenc", "--model_args"]
+    assert json.loads(passed[4]) == {
         "pretrained": "my-model",
         "method": "yarn",
         "context_length": 8192,
         "options": {"beta_fast": 16, "ramp": "paper"},
         "dtype": "bfloat16",
     }
-    assert told[5:] == ["--device", "cpu", *theirs]
+    assert passed[5:] == ["--device", "cpu", *theirs]
 
 
-def test_without_a_method_the_model_is_taken_as_it_is(told: list[str]) -> None:
+def test_without_a_method_the_model_is_taken_as_it_is(passed: list[str]) -> None:
     assert main(["lm-eval", "my-model", "--device", "auto", "--tasks", "piqa"]) == 0
-    assert json.loads(told[4]) == {"pretrained": "my-model", "dtype": "auto", "parallelize": True}
-    assert told[5:] == ["--tasks", "piqa"]
+    assert json.loads(passed[4]) == {"pretrained": "my-model", "dtype": "auto", "parallelize": True}
+    assert passed[5:] == ["--tasks", "piqa"]
 
 
-def test_a_dictionary_is_handed_on(told: list[str]) -> None:
+def test_a_dictionary_is_handed_on(passed: list[str]) -> None:
     dictionary = '{"rope_type": "linear", "factor": 2.0}'
     assert main(["lm-eval", "my-model", "--rope-scaling", dictionary, "--tasks", "piqa"]) == 0
     said = {"method": "linear", "factor": 2.0, "rope_scaling": dictionary, "dtype": "auto"}
-    assert json.loads(told[4]) == {"pretrained": "my-model", **said}
+    assert json.loads(passed[4]) == {"pretrained": "my-model", **said}
 
 
 MISTAKES = [
@@ -63,12 +63,12 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[" ".join(words) for words, _ in MISTAKES])
-def test_mistakes(told: list[str], capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str) -> None:
+def test_mistakes(passed: list[str], capsys: pytest.CaptureFixture[str], words: Sequence[str], message: str) -> None:
     assert main(["lm-eval", *words]) == 2
     printed = capsys.readouterr().err
     assert message in printed
     assert printed.count("\n") == 1
-    assert told == []
+    assert passed == []
 
 
 def test_it_says_how_to_install_lm_eval(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

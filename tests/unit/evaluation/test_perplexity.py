@@ -27,8 +27,8 @@ from transformers import (
 from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
 from hf_posenc.evaluation.losses import document_losses
+from hf_posenc.evaluation.passes import default_bucket
 from hf_posenc.evaluation.plans import sliding_windows
-from hf_posenc.evaluation.tallies import default_bucket
 
 VOCAB = 128
 

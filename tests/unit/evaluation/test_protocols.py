@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation import PROTOCOLS, KeyTokens, Record, perplexity, read_records
+from hf_posenc.evaluation.plans import Window, stepping_windows, whole_windows
 from hf_posenc.evaluation.protocols import RULES
-from hf_posenc.evaluation.windows import Window, stepping_windows, whole_windows
 from hf_posenc.report.comparable import make_tables
 from tiny_runs import make_tokenizer
 
@@ -46,7 +46,7 @@ def measure(model: Any, documents: Any, lengths: Sequence[int], protocol: Any, *
 def restated_yarn(
     model: LlamaForCausalLM, texts: list[list[int]], max_length: int, step: int, bos: bool, truncate: bool = False
 ) -> list[tuple[float, int]]:
-    """jquesnelle/yarn, eval/perplexity.py, compute_perplexity: the loss of each window and the tokens it stands for."""
+    """jquesnelle/yarn, eval/perplexity.py, compute_perplexity: the loss of each window and the tokens it scores."""
     room = max_length - 1 if bos else max_length
     if truncate:
         texts, step = [text[:room] for text in texts], room
@@ -118,7 +118,7 @@ def restated_stream(model: LlamaForCausalLM, data: np.ndarray, seq_length: int, 
 def test_longlora_and_dca_score_whole_windows_of_a_stream(
     tiny_llama: Make, protocol: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_posenc.evaluation.windows._TOKENS_OF_A_GROUP", 60)  # as if the stream were long
+    monkeypatch.setattr("hf_posenc.evaluation.plans._TOKENS_OF_A_GROUP", 60)  # as if the stream were long
     model, texts = tiny_llama(), make_texts(*lengths)
     stream = np.concatenate([np.array(text, dtype=np.uint16) for text in texts])
     for record in measure(model, texts, [12, 20], protocol, stride=4):
@@ -127,7 +127,7 @@ def test_longlora_and_dca_score_whole_windows_of_a_stream(
         assert record.n_tokens == (len(range(0, len(stream) - length, 4)) - 1) * (length - 1)
         assert record.ci_low < record.perplexity < record.ci_high
         assert (record.bos, record.num_documents, record.ci_unit) == ("none", len(texts), "blocks")
-        width = math.ceil(len(stream) / 32)  # a token's losses in all windows stand in one block, that of its place
+        width = math.ceil(len(stream) / 32)  # a token's losses in all windows are in one block, that of its position
         scored = [start + at for start in range(0, len(stream) - length, 4)[:-1] for at in range(1, length)]
         blocks = [sum(token // width == block for token in scored) for block in range(32)]
         assert record.unit_tokens == [count for count in blocks if count]
@@ -153,7 +153,7 @@ def test_rerope_scores_the_end_of_every_text(tiny_llama: Make) -> None:
 
 
 def context_of(token: int, num_tokens: int, window: int, stride: int) -> range:
-    """Where a token stands in the first of the windows [0, w), [s, w + s), ... that has it; none runs over the end."""
+    """A token's context in the first of the windows [0, w), [s, w + s), ... that has it; none runs over the end."""
     end = window
     while end <= token:
         end = min(end + stride, num_tokens)
@@ -243,7 +243,7 @@ def test_bos_is_where_the_protocol_wants_it(tiny_llama: Make) -> None:
 def test_an_interrupted_stream_resumes_to_the_same_bits(
     tiny_llama: Make, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_posenc.evaluation.windows._TOKENS_OF_A_GROUP", 60)
+    monkeypatch.setattr("hf_posenc.evaluation.plans._TOKENS_OF_A_GROUP", 60)
     model, texts, path = tiny_llama(), make_texts(50, 40), tmp_path / "results.jsonl"
     (expected,) = measure(model, texts, [20], "longlora", stride=4)
     left = iter(range(2 + 8))  # two of check_head, then windows in groups of three
@@ -320,7 +320,7 @@ def test_the_command_measures_by_name(
     assert len(records) == 4
     for length in (64, 128):
         govreport, pose = records["yarn_govreport", length], records["pose", length]
-        assert govreport.nll_sum == pose.nll_sum  # what is averaged was all that told them apart
+        assert govreport.nll_sum == pose.nll_sum  # what is averaged was all that made them differ
         assert (govreport.average, govreport.num_documents, govreport.n_tokens) == ("tokens", 2, 905)
     assert main([*argv, "--tasks", "passkey"]) == 2
     assert "--protocol says how perplexity is measured" in capsys.readouterr().err

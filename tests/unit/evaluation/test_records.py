@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_posenc.evaluation import Record, perplexity, read_records
-from hf_posenc.evaluation.facts import hash_weights
+from hf_posenc.evaluation.model_facts import hash_weights
 
 Edit = Callable[[torch.Tensor], object]
 

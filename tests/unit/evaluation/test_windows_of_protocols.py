@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_posenc.evaluation.plans import Pass, Run, Window, plan_passes, plan_runs, sliding_windows, spread
+from hf_posenc.evaluation.documents import spread
+from hf_posenc.evaluation.plans import Pass, Run, Window, plan_passes, plan_runs, sliding_windows
 
 
 def test_sliding_windows_by_hand():
@@ -106,7 +107,8 @@ def test_one_pass_serves_all_lengths_of_a_causal_model_only():
     separate = plan_passes(runs, causal_in_position=False)
     assert separate[:2] == [Pass((truncated[0], last_k[0])), Pass((truncated[1], last_k[1]))]
     assert [one.windows(20) for one in separate[:2]] == [[Window(0, 4, 1)], [Window(0, 8, 1)]]
-    assert Pass((sliding[0],)).num_tokens_fed(6) == 8  # [0, 4) and [2, 6)
+    (portion,) = Pass((sliding[0],)).portions([6])
+    assert portion.num_tokens_fed == 8  # [0, 4) and [2, 6)
 
 
 def test_spread_takes_evenly():

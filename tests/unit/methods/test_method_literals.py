@@ -8,8 +8,6 @@ import hf_posenc
 
 PACKAGE = Path(hf_posenc.__file__).parent
 _EXAMPLE = "an example of a request or of a rope_scaling dictionary, in a docstring or message"
-_PROTOCOL = "the name of a protocol of evaluation, after the paper's"
-_DEFAULT = "a default method of the command"
 ALLOWED = {
     "methods/yarn.py": "the method",
     "methods/registry.py": "the default method",
@@ -17,15 +15,10 @@ ALLOWED = {
     "patching/extension_config.py": _EXAMPLE,
     "patching/rope_scaling.py": "the rules that such dictionaries can name, in the order of messages; examples",
     "evaluation/lm_eval_model.py": _EXAMPLE,
-    "evaluation/protocols.py": _PROTOCOL,
-    "evaluation/walk.py": _PROTOCOL,
+    "evaluation/protocols.py": "the name of a protocol of evaluation, after the paper's",
+    "comparing/config.py": _EXAMPLE,
     "training/recipes.py": "the methods of the papers' recipes",
-    "planning/planner.py": "what a plan recommends without a recipe",
-    "planning/rules.py": "what a plan recommends, with its reasons",
-    "cli/compare.py": _DEFAULT,
-    "cli/compare_arguments.py": _EXAMPLE,
     "cli/demo.py": "the methods that the demo shows",
-    "cli/eval_arguments.py": _PROTOCOL,
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_posenc.evaluation.bootstrap import bootstrap_interval
+from hf_posenc.evaluation.intervals import bootstrap_interval
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.report import report, text_table

@@ -16,12 +16,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation import KeyTokens, Record, perplexity, read_records
-from hf_posenc.evaluation.facts import rope_facts
+from hf_posenc.evaluation.model_facts import rope_facts
+from hf_posenc.evaluation.records import read_retrieval_records
 from hf_posenc.patching.api import patched
 from hf_posenc.report import report
 from hf_posenc.report.commands import make_commands
-from hf_posenc.retrieval.cell_records import read_retrieval_records
-from hf_posenc.retrieval.measuring import retrieval
+from hf_posenc.retrieval.measuring_retrieval import retrieval
 from report_records import make_record, make_retrieval_record
 
 TEXT = "".join(f"Line {n} of a text that is long enough, {n * n} characters or so. " for n in range(40))

@@ -18,9 +18,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.evaluation import perplexity, read_records
-from hf_posenc.retrieval.cell_records import RetrievalRecord, read_retrieval_records, wilson_interval
+from hf_posenc.evaluation.intervals import wilson_interval
+from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
 from hf_posenc.retrieval.haystack import read_haystack
-from hf_posenc.retrieval.measuring import retrieval
+from hf_posenc.retrieval.measuring_retrieval import retrieval
 from hf_posenc.retrieval.prompts import PromptMaker
 from hf_posenc.retrieval.scoring import Reply, reply
 from oracles import Oracle
@@ -65,8 +66,8 @@ def test_prompt_and_answer_fill_the_length_to_the_token(words: PreTrainedTokeniz
         assert text.endswith("What is the pass key?<eos>\n<|assistant|>\nThe pass key is") == (chat == "on")
         assert text.startswith("<|user|>\n") == (chat == "on")
         assert words.decode(prompt.answer_ids) == f" {key}"
-        (places,) = prompt.answer_places
-        assert words.decode([prompt.answer_ids[at] for at in places]).strip() == key
+        (positions,) = prompt.answer_positions
+        assert words.decode([prompt.answer_ids[at] for at in positions]).strip() == key
 
 
 def test_the_needle_lies_where_it_is_asked_to(words: PreTrainedTokenizerFast) -> None:
@@ -74,12 +75,12 @@ def test_the_needle_lies_where_it_is_asked_to(words: PreTrainedTokenizerFast) ->
     for seed in range(5):
         for depth in (0, 12.5, 50, 90, 100):
             prompt = maker.make("passkey", 1500, depth, seed)
-            (place,) = prompt.needle_places
+            (position,) = prompt.needle_places
             needle = words(
                 f"\nThe pass key is {prompt.answers[0]}. Remember it. {prompt.answers[0]} is the pass key.\n"
             )
-            stop = place + len(needle.input_ids)
-            assert prompt.ids[place:stop] == needle.input_ids
+            stop = position + len(needle.input_ids)
+            assert prompt.ids[position:stop] == needle.input_ids
             head = len(
                 words(
                     "A pass key is hidden in the long text below. Find it and remember it. "
@@ -88,9 +89,9 @@ def test_the_needle_lies_where_it_is_asked_to(words: PreTrainedTokenizerFast) ->
             )
             tail = len(words("\n\nWhat is the pass key?\nThe pass key is").input_ids)
             free = len(prompt.ids) - head - tail - len(needle.input_ids)
-            assert abs((place - head) - free * depth / 100) <= (0 if depth in (0, 100) else 32.5)
-            before = words.decode(prompt.ids[head:place]).rstrip()
-            assert depth in (0, 100) or before[-1] in ".!?\"')" or abs(place - head - free * depth / 100) <= 0.5
+            assert abs((position - head) - free * depth / 100) <= (0 if depth in (0, 100) else 32.5)
+            before = words.decode(prompt.ids[head:position]).rstrip()
+            assert depth in (0, 100) or before[-1] in ".!?\"')" or abs(position - head - free * depth / 100) <= 0.5
 
 
 def test_a_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
@@ -109,9 +110,9 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
 def test_the_same_seed_gives_the_same_prompts(words: PreTrainedTokenizerFast) -> None:
     one, other = (PromptMaker(words, read_haystack(words, [NOVEL]), "off") for _ in range(2))
     other.make("passkey", 300, 0, 0)  # nothing is left over from another prompt
-    asked = [("passkey", length, depth, seed) for length in (300, 500) for depth in (0, 50) for seed in (0, 1)]
-    prompts = [one.make(*each) for each in asked]
-    assert prompts == [other.make(task, length, float(depth), seed) for task, length, depth, seed in asked]
+    requests = [("passkey", length, depth, seed) for length in (300, 500) for depth in (0, 50) for seed in (0, 1)]
+    prompts = [one.make(*each) for each in requests]
+    assert prompts == [other.make(task, length, float(depth), seed) for task, length, depth, seed in requests]
     assert len({prompt.answers for prompt in prompts}) == len(prompts)
 
 
@@ -219,25 +220,25 @@ def test_a_rerun_asks_only_what_is_missing(
     lines = output.read_text().splitlines(keepends=True)
     assert read_retrieval_records(output) == whole
     output.write_text("".join(lines[:2]) + lines[2][:50])  # killed while it wrote the third
-    asked: list[int] = []
+    requests: list[int] = []
 
     def counting(*args: Any, **kwargs: Any) -> Reply:
-        asked.append(len(args[1]))
+        requests.append(len(args[1]))
         return reply(*args, **kwargs)
 
-    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.measuring"], "reply", counting)
+    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.measuring_retrieval"], "reply", counting)
     again = ask(model, characters, [260, 300], depths=[0, 100], output=output)
 
     def bare(records: list[RetrievalRecord]) -> list[RetrievalRecord]:
         return [dataclasses.replace(one, seconds=0, peak_memory_bytes=0) for one in records]
 
     assert bare(again) == bare(whole)
-    assert len(asked) == 2
+    assert len(requests) == 2
     assert read_retrieval_records(output) == again
     with torch.no_grad():
         model.lm_head.weight[5] += 1
     ask(model, characters, [260], depths=[0], output=output)
-    assert len(asked) == 3
+    assert len(requests) == 3
 
 
 def test_both_kinds_of_records_may_share_a_file(characters: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -253,7 +254,7 @@ def test_both_kinds_of_records_may_share_a_file(characters: PreTrainedTokenizerF
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tasks": ["passkeys"]}, "unknown task 'passkeys'. Known: passkey, niah"),
+        ({"tasks": ["passkeys"]}, r"unknown task 'passkeys'\. Did you mean 'passkey'\? Known: cwe, fwe, niah"),
         ({"tasks": []}, "tasks is empty"),
         ({"depths": [101]}, "percentage from 0 .* to 100, got 101"),
         ({"depths": [float("nan")]}, "got nan"),

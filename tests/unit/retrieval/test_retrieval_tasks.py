@@ -5,22 +5,26 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.cli.main import main
+from hf_posenc.evaluation.records import read_retrieval_records
 from hf_posenc.retrieval.haystack import read_haystack
-from hf_posenc.retrieval.measuring import _has_word, retrieval
+from hf_posenc.retrieval.measuring_retrieval import _has_word, retrieval
 from hf_posenc.retrieval.prompts import Prompt, PromptMaker
-from hf_posenc.retrieval.tasks import TASKS
-from hf_posenc.retrieval.vocabulary import vocabulary
+from hf_posenc.retrieval.tasks import get_task, register_task, tasks
+from hf_posenc.retrieval.tasks.base import Needle, Puzzle, vocabulary
 from oracles import Oracle, solve
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
 
 NOVEL = load_novel(HELD_OUT_NOVEL)[2000:60_000]
-NUM_ANSWERS = dict.fromkeys(TASKS, 1) | {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
+NUM_ANSWERS = dict.fromkeys(tasks(), 1) | {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}
 NUM_NEEDLES = {"passkey": 1, "niah_single": 1, "niah_multikey": 4, "niah_multivalue": 4, "niah_multiquery": 4, "vt": 5}
 
 
@@ -35,11 +39,11 @@ def maker(words: PreTrainedTokenizerFast) -> PromptMaker:
 
 
 def make(maker: PromptMaker, task: str, length: int, seed: int, depth: float = 50) -> Prompt:
-    return maker.make(task, length, depth if TASKS[task].has_depth else None, seed)
+    return maker.make(task, length, depth if tasks()[task].has_depth else None, seed)
 
 
 @pytest.mark.parametrize("length", [2000, 5000])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", tasks())
 def test_the_answer_follows_from_the_text_alone(
     maker: PromptMaker, words: PreTrainedTokenizerFast, task: str, length: int
 ) -> None:
@@ -50,13 +54,13 @@ def test_the_answer_follows_from_the_text_alone(
         assert (found == list(prompt.answers)) if prompt.ordered else (set(found) == set(prompt.answers))
         assert len(prompt.answers) == len(set(prompt.answers)) == NUM_ANSWERS[task]
         assert words.decode(prompt.answer_ids) == " " + ", ".join(prompt.answers)
-        for places, answer in zip(prompt.answer_places, prompt.answers, strict=True):
-            assert words.decode([prompt.answer_ids[at] for at in places]).strip() == answer
+        for positions, answer in zip(prompt.answer_positions, prompt.answers, strict=True):
+            assert words.decode([prompt.answer_ids[at] for at in positions]).strip() == answer
     assert len({prompt.answers for prompt in prompts}) == 4
     assert prompts == [make(maker, task, length, seed) for seed in range(4)]
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", tasks())
 def test_prompts_fill_their_budget_and_never_pass_it(maker: PromptMaker, task: str) -> None:
     for length in (1500, 1777, 4096, 6000):
         prompt = make(maker, task, length, seed=1)
@@ -72,14 +76,14 @@ def test_needles_are_all_there_at_their_places(maker: PromptMaker, words: PreTra
     for seed in range(6):
         prompt = make(maker, task, 3000, seed, depth=70)
         assert len(prompt.needle_places) == NUM_NEEDLES[task]
-        for place in prompt.needle_places:
-            line = words.decode(prompt.ids[place : place + 40]).split("\n")[1]
+        for position in prompt.needle_places:
+            line = words.decode(prompt.ids[position : position + 40]).split("\n")[1]
             assert re.match(r"The pass key is|One of the secret numbers of|VAR \w{5} = ", line)
-        if TASKS[task].has_depth:
+        if tasks()[task].has_depth:
             assert abs(prompt.needle_places[0] / 3000 - 0.7) < 0.08
         else:
             assert list(prompt.needle_places) == sorted(prompt.needle_places)
-        spread |= {round(4 * place / 3000) for place in prompt.needle_places}
+        spread |= {round(4 * position / 3000) for position in prompt.needle_places}
     assert len(spread) > 1 or NUM_NEEDLES[task] == 1
 
 
@@ -113,7 +117,7 @@ def test_frequent_words_fall_with_the_square_of_their_rank(maker: PromptMaker, w
         assert abs(count - counts[0][1] / rank**2) <= 1
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", tasks())
 def test_an_oracle_scores_one(task: str) -> None:
     characters = make_tiny_tokenizer()
     model = make_tiny_llama(max_position_embeddings=8192)
@@ -130,7 +134,7 @@ def test_an_oracle_scores_one(task: str) -> None:
     )
     assert record.score("written") == 1
     assert record.score("forced") == (None if task in ("cwe", "niah_multivalue") else 1)
-    assert record.depth == (50 if TASKS[task].has_depth else None)
+    assert record.depth == (50 if tasks()[task].has_depth else None)
     assert sorted(record.written.strip(" .").split(", ")) == sorted(record.answers)
 
 
@@ -158,6 +162,46 @@ def test_a_length_without_room_or_words_is_refused(maker: PromptMaker, monkeypat
         with pytest.raises(ValueError, match=rf"'{task}' does not fit into 80 tokens: .* the shortest text \d+"):
             make(maker, task, 80, 0)
     few = tuple(Random(0).sample(vocabulary(), 60))
-    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.vocabulary"], "vocabulary", lambda: few)
+    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.tasks.common_words"], "vocabulary", lambda: few)
     with pytest.raises(ValueError, match=r"there are words for \d+ tokens only, and room for \d+"):
         make(maker, "cwe", 3000, 0)
+
+
+@pytest.fixture
+def registered() -> Iterator[str]:
+    """A task that this test registers, and takes back: its name."""
+    before = dict(tasks())
+
+    @register_task("colour", has_depth=True, source="this test")
+    def colour(rng: Random, context_length: int) -> Puzzle:
+        """One colour, hidden once."""
+        found = rng.choice(["red", "green", "blue"])
+        needles = (Needle(f"The colour is {found}.", at_depth=True),)
+        return Puzzle("A colour is hidden below.", "Which colour is it?", "The colour is", (found,), needles)
+
+    yield "colour"
+    del tasks()["colour"]
+    assert tasks() == before
+
+
+def test_a_registered_task_is_one_like_the_others(
+    registered: str, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("eval", "compare"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert registered in " ".join(capsys.readouterr().out.split()).partition("one or more of ")[2]
+    argv = ["eval", str(tiny_checkpoint), "--tasks", registered, "--context-lengths", "700", "--depths", "50"]
+    assert main([*argv, "--hide-progress", "--output", str(tmp_path / "r.jsonl")]) == 0
+    (record,) = read_retrieval_records(tmp_path / "r.jsonl")
+    assert (record.task, record.depth) == (registered, 50)
+    assert record.answers[0] in ("red", "green", "blue")
+    assert f"{registered} " in capsys.readouterr().out
+    assert (tasks()[registered].measures, tasks()[registered].source) == ("One colour, hidden once.", "this test")
+
+
+def test_a_name_is_registered_once() -> None:
+    with pytest.raises(ValueError, match=r"task 'passkey' is registered already, from Mohtashami and Jaggi"):
+        register_task("passkey", has_depth=True, source="another")(tasks()["vt"].make)
+    with pytest.raises(ValueError, match=r"unknown task 'passkye'. Did you mean 'passkey'\? Known: "):
+        get_task("passkye")

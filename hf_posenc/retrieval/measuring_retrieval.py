@@ -14,25 +14,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
-from hf_posenc.evaluation.facts import hash_weights, make_run_key, model_facts, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.lm_head import check_head
 from hf_posenc.evaluation.losses import Advance, evaluation_mode, length_dependent_rope_types
-from hf_posenc.evaluation.records import append_line, check_output
-from hf_posenc.families.discovery import unwrap
-from hf_posenc.retrieval.cell_records import RetrievalRecord, read_retrieval_records
+from hf_posenc.evaluation.memory import peak_memory, reset_peak_memory
+from hf_posenc.evaluation.model_facts import hash_weights, make_run_key, model_facts
+from hf_posenc.evaluation.records import RetrievalRecord, append_line, check_output, read_retrieval_records
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.retrieval.config import DEFAULT_DEPTHS, check_retrieval
 from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.prompts import Chat, Prompt, PromptMaker
 from hf_posenc.retrieval.scoring import Reply, reply
-from hf_posenc.retrieval.tasks import TASKS
+from hf_posenc.retrieval.tasks import get_task
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.dtypes import slow_dtype_advice
 from hf_posenc.utils.processes import Processes
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
 
 
 def retrieval(
@@ -64,17 +63,17 @@ def retrieval(
     Args:
         model: A causal language model, patched or not, wrapped by PEFT or not.
         tokenizer: Its tokenizer, a fast one.
-        tasks: Names from ``TASKS``.
+        tasks: Names of ``hf_posenc.retrieval.tasks.tasks()``.
         context_lengths: Tokens of prompt and answer together.
         depths: Where needles are hidden, in percent of the text before them.
         samples: Prompts of each task, length and depth; their seeds are ``seed``, ``seed + 1``, ... A task with nothing
             at one depth gets as many prompts as the others.
         documents: The texts to hide things in; None takes the novels in the package.
-        chat: Whether a prompt is a user's turn in the tokenizer's chat template: "on", "off", or "auto", where there is
-            a template.
-        seed: Of the first sample. The same seed gives the same prompts, whatever else is asked for.
+        chat: Whether a prompt is a user's message in the tokenizer's chat template: "on", "off", or "auto", where there
+            is a template.
+        seed: Of the first sample. The same seed gives the same prompts, whatever else is measured.
         prefill_chunk: Feed a prompt in chunks of so many tokens: less memory for activations.
-        output: JSON-lines file the records are appended to; prompts whose records are there are not asked again.
+        output: JSON-lines file the records are appended to; prompts whose records are in it are not repeated.
         label: Free words for the records.
         model_name: The records' model; None takes the path or name the model was loaded from.
         tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot, None unknown.
@@ -87,15 +86,16 @@ def retrieval(
 
     Raises:
         ValueError: A task, length, depth or number that cannot be; a length too short for a task, with the counts;
-            documents too short; a chat template asked for and not there; ``output`` is a folder; a model whose head
-            cannot be trusted.
+            documents too short; a chat template that is required and missing; ``output`` is a folder; a model whose
+            head cannot be trusted.
     """
     if output is not None:
         check_output(output)
+    model = RotaryModel(model).model
     lengths = check_retrieval(tasks, context_lengths, depths, samples)
     _check_chunk(model, prefill_chunk)
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), chat)
-    # Made again when asked: many long prompts would fill the memory.
+    # Each is made when it is needed: many long prompts would fill the memory.
     prompts = [
         partial(maker.make, task, length, depth, one)
         for task in dict.fromkeys(tasks)
@@ -109,12 +109,12 @@ def retrieval(
         weights = hash_weights(model)
         identities = [_identify(make(), facts, weights) for make in prompts]
         processes = Processes(sharded)
-        asking = _Asking(model, tokenizer, prefill_chunk, None if output is None else Path(output), processes)
-        return asking.ask(prompts, identities, progress)
+        prompting = _Prompting(model, tokenizer, prefill_chunk, None if output is None else Path(output), processes)
+        return prompting.answer_all(prompts, identities, progress)
 
 
-class _Asking:
-    """A model that is asked, and the file its replies go to."""
+class _Prompting:
+    """A model to put prompts to, and the file its replies go to."""
 
     def __init__(
         self,
@@ -128,25 +128,25 @@ class _Asking:
         self.processes = processes
         self.stop_ids = _stop_ids(model, tokenizer)
 
-    def ask(
+    def answer_all(
         self, prompts: Sequence[Callable[[], Prompt]], identities: list[dict[str, Any]], progress: bool
     ) -> list[RetrievalRecord]:
-        """Return the records of all prompts, asking those that are not in the file."""
+        """Return the records of all prompts; those in the file are not repeated."""
         written = self.processes.from_main(lambda: [] if self.output is None else read_retrieval_records(self.output))
         self.processes.agree([identity["run_key"] for identity in identities])
         known = {one.run_key: one for one in written}
         todo = [at for at, identity in enumerate(identities) if identity["run_key"] not in known]
         if len(todo) < len(prompts):
-            there = len(prompts) - len(todo)
-            logger.warning("%d of %d results are already in %s: not repeated.", there, len(prompts), self.output)
+            found = len(prompts) - len(todo)
+            logger.warning("%d of %d results are already in %s: not repeated.", found, len(prompts), self.output)
         reset_peak_memory(self.model)
         total = sum(identities[at]["num_prompt_tokens"] for at in todo)
         shown, alone = progress and self.processes.is_main, self.processes.count == 1
         shorter = slow_dtype_advice(self.model) + "fewer --samples or --depths, or shorter --context-lengths"
         with Progress("retrieval", total, shown=shown, shorter=shorter) as bar:
             inside = bar.update if alone else None
-            asked = self.processes.share(todo, lambda at: self._ask_one(prompts[at](), identities[at], inside))
-            for at, record in asked:
+            answered = self.processes.share(todo, lambda at: self._answer(prompts[at](), identities[at], inside))
+            for at, record in answered:
                 known[record.run_key] = record
                 if self.output is not None and self.processes.is_main:
                     append_line(self.output, record.to_json())
@@ -154,7 +154,7 @@ class _Asking:
                     bar.update(identities[at]["num_prompt_tokens"])
         return [known[identity["run_key"]] for identity in identities]
 
-    def _ask_one(self, prompt: Prompt, identity: dict[str, Any], advance: Advance | None) -> RetrievalRecord:
+    def _answer(self, prompt: Prompt, identity: dict[str, Any], advance: Advance | None) -> RetrievalRecord:
         started = time.perf_counter()
         got = reply(
             self.model,
@@ -176,33 +176,6 @@ class _Asking:
         )
 
 
-def check_retrieval(
-    tasks: Sequence[str], context_lengths: Sequence[int], depths: Sequence[float], samples: int
-) -> list[int]:
-    """Return the lengths, rising and each once.
-
-    Raises:
-        ValueError: A task is unknown, a length is not positive, a depth not in percent, or one of them is missing.
-    """
-    if isinstance(tasks, str):
-        raise InvalidTypeError(f"tasks must be a list of names; put a single one in a list: [{tasks!r}].")
-    for task in tasks:
-        if task not in TASKS:
-            raise InvalidRequestError(f"unknown task {task!r}. Known: {', '.join(TASKS)}.")
-    for name, values in (("tasks", tasks), ("context_lengths", context_lengths), ("depths", depths)):
-        if len(values) == 0:
-            raise InvalidRequestError(f"{argument(name)} is empty: give at least one.")
-    for depth in depths:
-        if not 0 <= depth <= 100:
-            raise InvalidRequestError(
-                f"a depth is a percentage from 0 (the beginning of the text) to 100, got {depth:g}."
-            )
-    for name, number in (("a context length", min(context_lengths)), ("samples", samples)):
-        if number < 1:
-            raise InvalidRequestError(f"{name} must be at least 1, got {number}.")
-    return sorted(set(context_lengths))
-
-
 def _check_chunk(model: PreTrainedModel, prefill_chunk: int | None) -> None:
     if prefill_chunk is None:
         return
@@ -211,8 +184,7 @@ def _check_chunk(model: PreTrainedModel, prefill_chunk: int | None) -> None:
     if rope_types := length_dependent_rope_types(model):
         raise InvalidRequestError(
             f"{argument('prefill_chunk')} cannot be used with rope_type {' and '.join(rope_types)!r}: its "
-            "frequencies change with "
-            f"the length fed. Leave {argument('prefill_chunk')} out."
+            f"frequencies change with the length fed. Leave {argument('prefill_chunk')} out."
         )
 
 
@@ -235,13 +207,15 @@ def _identify(prompt: Prompt, facts: dict[str, Any], weights: str) -> dict[str, 
 
 def _score(prompt: Prompt, got: Reply, written: str) -> dict[str, Any]:
     right = [choice == token for choice, token in zip(got.choices, prompt.answer_ids, strict=True)]
-    places = [at for span in prompt.answer_places for at in span]
+    positions = [at for span in prompt.answer_positions for at in span]
     return {
-        "num_forced": sum(all(right[at] for at in span) for span in prompt.answer_places) if prompt.ordered else None,
+        "num_forced": sum(all(right[at] for at in span) for span in prompt.answer_positions)
+        if prompt.ordered
+        else None,
         "num_written": sum(_has_word(written, answer) for answer in prompt.answers),
-        "n_tokens": len(places),
-        "n_right": sum(right[at] for at in places),
-        "nll_sum": math.fsum(got.losses[at] for at in places),
+        "n_tokens": len(positions),
+        "n_right": sum(right[at] for at in positions),
+        "nll_sum": math.fsum(got.losses[at] for at in positions),
     }
 
 
@@ -251,14 +225,14 @@ def _has_word(text: str, word: str) -> bool:
 
 def _depths_and_seeds(task: str, depths: Sequence[float], seed: int, samples: int) -> list[tuple[float | None, int]]:
     each = sorted(set(depths))
-    if TASKS[task].has_depth:
+    if get_task(task).has_depth:
         return [(depth, one) for depth in each for one in range(seed, seed + samples)]
     return [(None, one) for one in range(seed, seed + samples * len(each))]
 
 
 def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end an answer, as the tokenizer and the generation config have them."""
-    config = getattr(unwrap(model), "generation_config", None)
+    config = getattr(model, "generation_config", None)
     found = getattr(config, "eos_token_id", None)
     several = found if isinstance(found, list) else [found]
     return frozenset(int(one) for one in (*several, tokenizer.eos_token_id) if one is not None)

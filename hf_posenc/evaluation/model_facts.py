@@ -1,14 +1,9 @@
-"""Everything about a number that is not the number: which model, which texts, which software, how much memory."""
+"""What a record says besides its number: which model, which texts, which software; and the keys made of these."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import resource
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +11,8 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.masks import inner_name
-from hf_posenc.evaluation.documents import hash_token_ids
-from hf_posenc.evaluation.plans import Run
-from hf_posenc.families.discovery import refuse_family, unwrap
+from hf_posenc.families.discovery import refuse_family
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.extension import plain_spec
 from hf_posenc.utils.dtypes import dtype_name, dtype_of_checkpoint
 from hf_posenc.version import __version__
@@ -27,8 +21,8 @@ _ROW_BYTES = 8192
 _ROWS_AT_ONCE = 1024  # 8 MB: what is computed on the way needs no more memory than a few of these
 
 
-# Told for the reader and no part of what decides a number: a result is the same one whatever they say.
-_TOLD = ("rope", "command", "checkpoint_dtype")
+# For the reader; they do not decide a number, so the key leaves them out.
+_NOT_IN_KEY = ("rope", "command", "checkpoint_dtype")
 
 
 def model_facts(
@@ -37,7 +31,7 @@ def model_facts(
     """Return the fields of a record that belong to the model and the software."""
     from hf_posenc.patching.api import describe
 
-    base, description = unwrap(model), describe(model)
+    base, description = RotaryModel(model).model, describe(model)
     shared = ("method", "factor", "options", "original_max_position_embeddings")
     return {
         "model": model_name or base.config.name_or_path or type(base).__name__,
@@ -61,7 +55,7 @@ def rope_facts(model: PreTrainedModel) -> dict[str, Any]:
     """Return what the frequencies of a model were as it was trained; empty for one without a rotary embedding."""
     from hf_posenc.patching.api import extension_of
 
-    config = unwrap(model).config.get_text_config(decoder=True)
+    config = RotaryModel(model).text_config
     try:
         refuse_family(config)
         extension = extension_of(model)
@@ -73,23 +67,7 @@ def rope_facts(model: PreTrainedModel) -> dict[str, Any]:
 
 def make_run_key(identity: dict[str, Any], settings: Any) -> str:
     """Return a hash of a record's fields except its results, and of what else decides these."""
-    return hash_json([{name: value for name, value in identity.items() if name not in _TOLD}, settings])
-
-
-def identify_run(
-    run: Run, ids: Sequence[torch.Tensor], facts: dict[str, Any], settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Return a record's fields except its results; ``run_key`` is a hash of them and of what else decides these."""
-    identity = {
-        **facts,
-        "protocol": run.protocol,
-        "context_length": run.context_length,
-        "window": run.window,
-        "stride": run.stride,
-        "last_k": run.last_k,
-        "text_hash": hash_token_ids(row[: run.fed(len(row))] for row in ids),
-    }
-    return {**identity, "run_key": make_run_key(identity, settings)}
+    return hash_json([{name: value for name, value in identity.items() if name not in _NOT_IN_KEY}, settings])
 
 
 @torch.no_grad()
@@ -101,7 +79,7 @@ def hash_weights(model: PreTrainedModel) -> str:
     keeps as parameters and buffers, so not scales that are plain attributes.
     """
     digest = hashlib.sha256()
-    base = unwrap(model)
+    base = RotaryModel(model).model
     for name, tensor in sorted([*base.named_parameters(), *base.named_buffers()], key=lambda pair: pair[0]):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         if not tensor.is_meta and tensor.numel():
@@ -133,41 +111,3 @@ def _checksums(tensor: torch.Tensor) -> list[torch.Tensor]:
 def hash_json(value: Any) -> str:
     """Return a short hash of anything JSON can write, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def reset_peak_memory(model: PreTrainedModel) -> None:
-    """Let the peak start again from what is in use now: the GPU's, and on Linux the process'."""
-    device = unwrap(model).device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        with suppress(OSError):  # not Linux, or not allowed: the peak stays that since the start
-            Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
-
-
-def peak_memory(model: PreTrainedModel) -> int:
-    """Return the peak in bytes: of the GPU's allocator on CUDA, else of the whole process."""
-    device = unwrap(model).device
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    if (peak := _process_status("VmHWM")) is not None:
-        return peak
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
-
-
-def memory_in_use(model: PreTrainedModel) -> int:
-    """Return the bytes in use now, the model's included, of what ``peak_memory`` counts; 0 where nothing tells."""
-    device = unwrap(model).device
-    if device.type == "cuda":
-        return int(torch.cuda.memory_allocated(device))
-    return _process_status("VmRSS") or 0
-
-
-def _process_status(name: str) -> int | None:
-    """Return a value of Linux' ``/proc/self/status`` in bytes; None where there is no such file."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":")), None)

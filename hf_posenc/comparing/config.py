@@ -1,0 +1,78 @@
+"""What a comparison is of, on how much text and for how long; imports no PyTorch, so that help answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.evaluation.config import EvalConfig, OutputConfig
+from hf_posenc.patching.extension_config import ExtensionConfig
+from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
+from hf_posenc.utils.settings import same_field
+from hf_posenc.utils.units import ContextLength, Duration
+
+
+@dataclass
+class CompareConfig:
+    """What is compared, on how much text, and for how long."""
+
+    context_length: ContextLength = field(metadata={"help": "tokens the model is to read (32k = 32768)"})
+    methods: list[str] = field(
+        default_factory=list, metadata={"help": "from `hf-posenc methods`; default: all that suit the model zero-shot"}
+    )
+    rope_scaling: str | None = same_field(
+        ExtensionConfig,
+        "rope_scaling",
+        help="one more row: a dictionary as vLLM, LLaMA-Factory and Transformers take it, such as "
+        """'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'; without a factor """
+        "it goes as far as --context-length",
+    )
+    tasks: list[str] = same_field(
+        RetrievalConfig, "tasks", help="measure retrieval in the documents too: one or more of %(choices)s"
+    )
+    depths: list[float] = same_field(RetrievalConfig, "depths")
+    samples: int = same_field(RetrievalConfig, "samples")
+    output: str | None = same_field(OutputConfig, "output")
+    budget: Duration | None = field(
+        default=None, metadata={"help": "time to take at most (90s, 20m, 1.5h): the most expensive rows are left out"}
+    )
+    dry_run: bool = field(default=False, metadata={"help": "only say what would be measured, and how long it takes"})
+    max_documents: int = same_field(EvalConfig, "max_documents", default=1)
+    cut: bool = same_field(EvalConfig, "cut")
+    prefill_chunk: ContextLength | None = same_field(EvalConfig, "prefill_chunk")
+    original_max_position_embeddings: ContextLength | None = same_field(
+        ExtensionConfig, "original_max_position_embeddings"
+    )
+    sliding_window: str = same_field(ExtensionConfig, "sliding_window")
+    on_scaled: Literal["refuse", "replace"] = same_field(ExtensionConfig, "on_scaled")
+    model_name: str | None = same_field(OutputConfig, "model_name")
+    hide_progress: bool = same_field(OutputConfig, "hide_progress")
+
+    def check(self) -> None:
+        """Check what can be checked before a model is loaded.
+
+        Raises:
+            ValueError, TypeError: An unknown method or task, a value out of range, or a flag without a use.
+        """
+        from hf_posenc.families.sliding_window import check_window
+        from hf_posenc.methods.registry import get_method
+        from hf_posenc.patching.rope_scaling import read_rope_scaling
+        from hf_posenc.spec import check_length
+
+        for name in self.methods:
+            if name != "none":
+                get_method(name)
+        if self.rope_scaling is not None:
+            original = self.original_max_position_embeddings
+            read_rope_scaling(self.rope_scaling).refuse_other(original_max_position_embeddings=original)
+        for name in ("context_length", "max_documents", "original_max_position_embeddings"):
+            if getattr(self, name) is not None:
+                check_length(argument(name), getattr(self, name))
+        check_window(self.sliding_window)
+        if self.tasks:
+            check_retrieval(self.tasks, [self.context_length], self.depths, self.samples)
+            return
+        for name in ("depths", "samples"):
+            if getattr(self, name) != getattr(RetrievalConfig(), name):
+                raise InvalidRequestError(f"--{name} is for --tasks; leave it out, or ask.")

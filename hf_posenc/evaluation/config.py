@@ -1,0 +1,184 @@
+"""How perplexity is measured: the one place where these settings, their defaults and help texts are declared.
+
+Imports no PyTorch, so that the command line can show its help and refuse mistakes at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.evaluation.plans import Run, plan_runs
+from hf_posenc.evaluation.protocols import PROTOCOLS, Average
+from hf_posenc.utils.units import ContextLength
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHORT_CONTEXT = 4096
+_SHARES = 4  # a short context serves a quarter as many tokens
+
+
+@dataclass
+class EvalConfig:
+    """What is measured, and how.
+
+    The names are those of ``perplexity``. Each help text is the documentation.
+    """
+
+    context_lengths: list[ContextLength] = field(metadata={"help": "tokens fed at a time: 512 2k 32k"})
+    protocol: list[str] = field(
+        default_factory=lambda: ["truncated"],
+        metadata={
+            "help": "which tokens are scored, one or more of " + ", ".join(PROTOCOLS) + "; results say it in words",
+            "choices": PROTOCOLS,
+            "metavar": "PROTOCOL",
+        },
+    )
+    stride: int | None = field(
+        default=None, metadata={"help": "new tokens of a window; default: the published number, else 256"}
+    )
+    last_k: int | None = field(default=None, metadata={"help": "tokens scored by last_k (256) and rerope (4096)"})
+    max_tokens: ContextLength | None = field(
+        default=None,
+        metadata={"help": "tokens of a document that windows cover; default: the longest length, or as published"},
+    )
+    min_tokens: ContextLength | None = field(
+        default=None, metadata={"help": "take documents from so many tokens on; default: the longest length"}
+    )
+    average: Literal["tokens", "windows"] | None = field(
+        default=None, metadata={"help": "windows: mean of window means, as in some papers; default: the protocol's own"}
+    )
+    bos: Literal["prepended"] | None = field(default=None, metadata={"help": "put a BOS token before every document"})
+    prefill_chunk: ContextLength | None = field(
+        default=None,
+        metadata={"help": "feed so many tokens at a time over a KV cache: same numbers; the log tells the memory"},
+    )
+    logits_chunk: int | None = field(
+        default=None, metadata={"help": "rows whose logits exist at one time; default: what fits into 64 MiB"}
+    )
+    batch_size: int | None = field(
+        default=None, metadata={"help": "sliding windows fed together; default: by their length, 1 for long ones"}
+    )
+    max_documents: int | None = field(default=None, metadata={"help": "at most so many documents, evenly spread"})
+    cut: bool = field(default=False, metadata={"help": "cut long documents into pieces of the longest length"})
+
+    def runs(self) -> list[Run]:
+        """Return the numbers to measure, each setting checked as far as it goes without a model and texts.
+
+        Raises:
+            TypeError: ``context_lengths`` is not a list of whole numbers.
+            ValueError: A setting is out of its range, or has no meaning for a protocol.
+        """
+        average: Average | None = self.average
+        runs = plan_runs(self.protocol, self.context_lengths, self.stride, self.last_k, average)
+        for name in ("prefill_chunk", "logits_chunk", "batch_size", "max_tokens", "min_tokens", "max_documents"):
+            check_at_least_one(name, getattr(self, name))
+        self._check_documents(runs)
+        if self.bos is not None and (own := [run.protocol for run in runs if run.rule.bos is not None]):
+            raise InvalidRequestError(
+                f"protocol {own[0]!r} has a rule of its own for BOS tokens, so bos={self.bos!r} cannot be asked for. "
+                "Leave bos out, or measure the other protocols in a call of their own."
+            )
+        return runs
+
+    def _check_documents(self, runs: Sequence[Run]) -> None:
+        """Check what is to be taken of the documents."""
+        if self.cut and self.min_tokens is not None:
+            raise InvalidRequestError(
+                f"{argument('cut')} makes pieces of one length, so {argument('min_tokens')} has no meaning there. "
+                "Leave one of them out."
+            )
+        longest = max(run.context_length for run in runs)
+        by_document = [run for run in runs if run.rule.shape != "stream"]
+        if self.max_tokens is not None and self.max_tokens < longest and by_document:
+            raise InvalidRequestError(
+                f"{argument('max_tokens')} ({self.max_tokens}) must not be less than the longest context length "
+                f"({longest})."
+            )
+        for run in runs:
+            if run.rule.shape == "stream" and (self.cut or self.min_tokens is not None):
+                raise InvalidRequestError(
+                    f"protocol {run.protocol!r} joins all documents: leave {argument('cut')} and "
+                    f"{argument('min_tokens')} out."
+                )
+            if run.rule.shape == "beginning" and (self.min_tokens or longest) < longest:
+                raise InvalidRequestError(
+                    f"{argument('min_tokens')} ({self.min_tokens}) is less than the longest context length "
+                    f"({longest}), all of which protocol {run.protocol!r} reads of every document. Leave "
+                    f"{argument('min_tokens')} out."
+                )
+
+
+@dataclass
+class OutputConfig:
+    """Where results go, and under which names."""
+
+    output: str | None = field(
+        default=None, metadata={"help": "append results to this .jsonl file, and resume from it"}
+    )
+    label: str = field(default="", metadata={"help": "words for the row in a report"})
+    model_name: str | None = field(
+        default=None,
+        metadata={"help": "the model's name in results, where rows of one name are compared; default: as given"},
+    )
+    hide_progress: bool = field(default=False, metadata={"help": "no progress bar"})
+
+
+def check_at_least_one(name: str, value: int | None) -> None:
+    """Raise unless a number, where one is given, is at least 1.
+
+    Raises:
+        ValueError: It is less.
+    """
+    if value is not None and value < 1:
+        raise InvalidRequestError(f"{argument(name)} must be at least 1, got {value}.")
+
+
+@dataclass(frozen=True)
+class KeyTokens:
+    """How ``longppl`` finds the tokens that need the long context.
+
+    Attributes:
+        evaluator: The model that chooses them, with the same tokenizer; None lets the measured one choose, so that
+            numbers of two models are of different tokens.
+        alpha: Nats that a token gains from the long context, at least.
+        beta: Log-probability of a token after the long context, at least.
+        short_context: Tokens; None takes 4096, or half the original length where that is less.
+    """
+
+    evaluator: PreTrainedModel | None = None
+    alpha: float = field(default=2.0, metadata={"help": "nats a key token of longppl gains from the long context"})
+    beta: float = field(default=-2.0, metadata={"help": "log-probability a key token of longppl has after it"})
+    short_context: int | None = field(
+        default=None, metadata={"help": "tokens longppl compares with; default: 4096, at most half the original length"}
+    )
+
+    def short_tokens(self, original_length: int | None) -> int:
+        """Return the short context in tokens, for a model of so many original tokens."""
+        if self.short_context is not None:
+            return self.short_context
+        return SHORT_CONTEXT if original_length is None else max(_SHARES, min(SHORT_CONTEXT, original_length // 2))
+
+
+def short_step(short_context: int) -> int:
+    """Return how many tokens share one short context."""
+    return max(1, short_context // _SHARES)
+
+
+def check_short_context(short: int, lengths: Sequence[int]) -> None:
+    """Raise unless each context length has tokens that can gain from it.
+
+    Raises:
+        ValueError: A short context below one token, or a context length that is not longer.
+    """
+    if short < 1:
+        raise InvalidRequestError(f"{argument('short_context')} must be at least 1 token, got {short}.")
+    step = short_step(short)
+    if lengths and min(lengths) <= short + step:
+        raise InvalidRequestError(
+            f"longppl compares with a short context of {short} to {short + step - 1} tokens, so context lengths must "
+            f"be more than {short + step}, got {min(lengths)}. Give longer ones, or a smaller short_context."
+        )
