@@ -26,9 +26,7 @@ def text_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make loading a model fail the test."""
-    # Where it is imported as a module begins, first: imported while it is replaced, it would stay so for other tests.
-    for module in ("cli.eval", "checkpoint.loading"):
-        monkeypatch.setattr(f"hf_posenc.{module}.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_posenc.checkpoint.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from hf_posenc.cli.main import main
 def test_flags_are_checked_before_a_model_is_loaded(
     flags: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_posenc.cli.eval.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_posenc.checkpoint.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / "text.txt").write_text("A text.")
     words = ["eval", "model", "--documents", str(tmp_path / "text.txt"), "--context-lengths", "128", "512"]
     assert main([*words, *flags.split()]) == 2

@@ -282,7 +282,7 @@ def test_commands_that_read_configs_say_that_there_is_no_rope(command: str, tmp_
     save_extended(encoded("alibi"), tmp_path / "saved")
     words = ["yarn", "--model", str(tmp_path / "saved")] if command == "explain" else [str(tmp_path / "saved")]
     assert main([command, *words, "--context-length", "256"]) == 2
-    assert "was trained with alibi in place of RoPE: there is nothing to extend" in capsys.readouterr().err
+    assert "was trained with alibi instead of RoPE, so it has nothing to extend" in capsys.readouterr().err
 
 
 def test_copies_and_pickles_keep_the_encoding() -> None:

@@ -141,5 +141,5 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason() -> None:
         patch_model(tiny_model("gemma4_text"), "yarn", 4)
     with pytest.raises(ValueError, match="dynamic rule rotates every pair"):
         patch_model(tiny_model("lfm3"), "dynamic", 4, scope="sequence")
-    with pytest.raises(ValueError, match="turns its values with its keys"):
+    with pytest.raises(ValueError, match="rotates its values with its keys"):
         patch_model(tiny_model("deepseek_v4"), "yarn", 4, attention_factor=1.2)
