@@ -17,10 +17,10 @@ from hf_posenc.cli.sources import read_examples, stream
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.report import text_table
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.dry_run import dry_run
 from hf_posenc.training.examples import ExampleTokenizer
+from hf_posenc.training.extending import dry_run
 from hf_posenc.training.fine_tuning import finetune
-from hf_posenc.training.levers import check_levers
+from hf_posenc.training.setting_checks import check_combination
 from hf_posenc.training.texts import to_token_ids
 from hf_posenc.utils.launching import own_device
 
@@ -46,7 +46,7 @@ def run_finetune(
     Raises:
         ValueError, TypeError: Settings, model and texts do not go together.
     """
-    check_levers(config, attention=loading.attn_implementation, quantised=loading.load_in_4bit or None)
+    check_combination(config, attention=loading.attn_implementation, quantised=loading.load_in_4bit or None)
     told = {**vars(source), **vars(loading)}
     if config.use_cpu:
         loading.device = "cpu"

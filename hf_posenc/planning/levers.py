@@ -17,10 +17,9 @@ from hf_posenc.planning.training_memory import (
 )
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.levers import check_levers
 from hf_posenc.training.positions import has_windows
 from hf_posenc.training.recipes import get_recipe
-from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
+from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW, check_combination
 
 # Names of levers; the order is that of TRL's guide to long contexts: logits, precision, activations, weights, devices.
 AS_ASKED, BF16, CHECKPOINTING, NO_MASK = "as asked", "bf16", "gradient checkpointing", "no mask"
@@ -209,7 +208,7 @@ def shared(config: PreTrainedConfig, lever: Lever, gpus: int) -> Iterator[Lever]
 def _goes(lever: Lever, launch: Launch) -> bool:
     """Say whether ``finetune`` starts a run so."""
     try:
-        check_levers(lever.run, launch, quantised=lever.load_in_4bit, seq_len=lever.seq_len)
+        check_combination(lever.run, launch, quantised=lever.load_in_4bit, seq_len=lever.seq_len)
     except (ValueError, ImportError):
         return False
     return True
@@ -231,7 +230,7 @@ def shard(lever: Lever, gpu_memory: int, num_layers: int) -> Sharding | None:
     """Estimate on how many devices a full-length way to train fits (``spread``); None if not on 64.
 
     Before they are spread each device holds all weights for a moment, as they are trained
-    (``hf_posenc.training.sharding``).
+    (``hf_posenc.training.weights``).
     """
     if lever.memory.weights > usable(gpu_memory):
         return None

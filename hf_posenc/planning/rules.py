@@ -14,7 +14,7 @@ from hf_posenc.planning.levers import (
     POSE_8BIT,
     POSE_LORA,
 )
-from hf_posenc.training.fitting import ONE_STAGE_FACTOR
+from hf_posenc.training.recipes import ONE_STAGE_FACTOR
 from hf_posenc.utils.units import length_name
 
 # Factors up to this were measured to be of use without training (README, "Longer, without a price for short texts").

@@ -52,7 +52,7 @@ EXCEPTIONS = {
     ("evaluation/rows.py", "retrieval"): _CELLS,
     ("evaluation/effective_length.py", "retrieval"): _CELLS,
     ("evaluation/lm_eval_model.py", "cli"): _REQUEST,
-    ("training/dry_run.py", "planning"): "the dry run builds a model without weights, as a plan does",
+    ("training/extending.py", "planning"): "the dry run builds a model without weights, as a plan does",
     ("planning/planner.py", "cli"): "a size such as 24GB is read by a type of the command's flags",
     ("comparing/planning.py", "cli"): _REQUEST,
 }

@@ -25,6 +25,7 @@ import hf_posenc
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli.main import main
 from hf_posenc.cli.plan_arguments import MemorySize
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.planning import plan, plan_text
 from hf_posenc.planning.facts import kv_cache, model_facts
 from hf_posenc.planning.finetune_command import finetune_words, flags_of
@@ -35,8 +36,7 @@ from hf_posenc.planning.rules import Situation, advise
 from hf_posenc.planning.training_memory import TrainingMemory, predict_training_memory
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.fitting import fit_recipe
-from hf_posenc.training.recipes import RECIPES
+from hf_posenc.training.recipes import RECIPES, fit_recipe
 from tiny_llama import TINY_SIZES
 from tiny_models import recompute_activations
 
@@ -202,7 +202,7 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
     run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=256)
     in_4bit = bool(RECIPES[recipe].loading.get("load_in_4bit"))
     first = plan(model.config, 256, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).levers[0]
-    fitted = fit_recipe(model, run)
+    fitted = fit_recipe(RotaryModel(model), run)
     assert first.seq_len == (fitted.seq_len or (256 if fitted.position_schedule == "full" else 64))
     assert (first.run, first.load_in_4bit) == (run, in_4bit)
 
