@@ -153,6 +153,10 @@ def chunked_lm_loss(
             "config.output_router_logits is on, but the loss in chunks has no router loss. Set it to False to train."
         )
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def compute_loss(*args: Any) -> CausalLMOutputWithPast:  # whose gradients, taken here, torch.compile cannot trace
+        return CausalLMOutputWithPast(loss=chunked_causal_lm_loss(base, *args, chunks=chunks))
+
     def forward(
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
@@ -174,13 +178,11 @@ def chunked_lm_loss(
             masks = finished_masks(config, shape, position_ids)
             given = {} if masks is None else {"attention_mask": masks}
             hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **given).last_hidden_state
-        loss = chunked_causal_lm_loss(
-            base, hidden, labels, num_items_in_batch, rows_per_chunk, shift_labels, chunks=chunks
-        )
-        return CausalLMOutputWithPast(loss=loss)
+        output: CausalLMOutputWithPast = compute_loss(hidden, labels, num_items_in_batch, rows_per_chunk, shift_labels)
+        return output
 
     with _attributes_kept(base), _attributes_kept(model):
-        vars(base)["forward"] = forward
+        vars(base)["forward"] = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         vars(base)["accepts_loss_kwargs"] = True  # Trainer then hands over num_items_in_batch
         yield
 

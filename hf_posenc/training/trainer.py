@@ -233,12 +233,17 @@ class BlockTrainer(Trainer):
 
     It checks what it feeds, and moves a checkpoint into place when all processes are through with it. Trainer itself
     writes in place, its state last, and finds a checkpoint by its name: one that is being written when the process is
-    killed, or the disk is full, is taken for whole by ``resume_from_checkpoint=True``.
+    killed, or the disk is full, is taken for intact by ``resume_from_checkpoint=True``.
 
     Under FSDP2 with ``FULL_STATE_DICT`` a checkpoint has the files of a run in one process, ``model.safetensors`` and
     ``optimizer.pt``: either kind of run resumes the other's. The first process holds all of it in CPU memory while it
     writes (12 bytes a trained parameter), and every process while it reads. ``SHARDED_STATE_DICT`` needs no such
     memory, and only FSDP2 reads it.
+
+    Private methods of Trainer are overridden where it has no public ones: ``_get_output_dir`` and ``_save_checkpoint``
+    write aside and move into place; ``_save`` keeps tied weights of a gathered model from being written twice;
+    ``_save_optimizer_and_scheduler``, ``_load_from_checkpoint`` and ``_load_optimizer_and_scheduler`` are those files
+    of FSDP2.
 
     Attributes:
         checks_positions: Before the first step, see that positions reach the model.

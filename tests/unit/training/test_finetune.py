@@ -265,6 +265,8 @@ def test_the_probe_and_the_packing_are_logged(
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # it looks at it
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
 def test_a_compiled_run_has_the_losses_of_one_that_is_not(
     tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
