@@ -110,11 +110,11 @@ def run_finetune(
     from hf_posenc.checkpoint.manifest import tokens_trained
     from hf_posenc.report import text_table
     from hf_posenc.training import finetune as train
-    from hf_posenc.training.dry_run import dry_run
-    from hf_posenc.training.levers import check_levers
+    from hf_posenc.training.extending import dry_run
+    from hf_posenc.training.setting_checks import check_combination
     from hf_posenc.utils.launching import own_device
 
-    check_levers(config, attention=loading.attn_implementation, quantised=loading.load_in_4bit or None)
+    check_combination(config, attention=loading.attn_implementation, quantised=loading.load_in_4bit or None)
     as_given = {**vars(source), **vars(loading)}
     if config.use_cpu:
         loading.device = "cpu"

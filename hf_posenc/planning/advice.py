@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.planning.training_options import ADAPTERS, LORA, LORA_4BIT, POSE, POSE_4BIT, POSE_8BIT, POSE_LORA
-from hf_posenc.training.fitting import ONE_STAGE_FACTOR
+from hf_posenc.training.recipes import ONE_STAGE_FACTOR
 from hf_posenc.utils.units import length_name
 
 # Factors up to this were measured to be of use without training (README, "Longer, without a price for short texts").

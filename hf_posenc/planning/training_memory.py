@@ -20,13 +20,11 @@ from hf_posenc.evaluation.lm_head import decoder_body, row_chunks
 from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
 from hf_posenc.planning.shapes import fill_with_fake, for_all_layers, meta_model, text_config, without_data
 from hf_posenc.planning.tracking import GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES, MemoryTracker
-from hf_posenc.training import chunked_loss as loss_in_chunks
-from hf_posenc.training import positions
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
-from hf_posenc.training.precision import float32_weights
 from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
+from hf_posenc.training.weights import float32_weights
 from hf_posenc.utils.dtypes import HALF, config_dtype
 
 _STATES = 2  # of AdamW, in the weights' own dtype
@@ -162,10 +160,10 @@ def _run(
     """Return the bytes that stay, and the peak of each phase of a forward and backward pass."""
     base, model = _model_to_train(config, run, load_in_4bit)
     bf16 = computes_in_half(config, run)
-    with without_data(config), whole_blocks(not packed), few_chunks():
+    with without_data(config):
         fill_with_fake(model)
         with float32_weights(model, frozen=not bf16):
-            return {**_sizes(model, run), **_peaks(base, model, run, seq_len, bf16, chunked_loss)}
+            return {**_sizes(model, run), **_peaks(base, model, run, seq_len, packed, bf16, chunked_loss)}
 
 
 def _model_to_train(config: PreTrainedConfig, run: FinetuneConfig, load_in_4bit: bool) -> tuple[PreTrainedModel, Any]:
@@ -210,14 +208,18 @@ def _sizes(model: Any, run: FinetuneConfig) -> dict[Part, int]:
 
 
 def _peaks(
-    base: PreTrainedModel, model: Any, run: FinetuneConfig, seq_len: int, bf16: bool, chunked_loss: bool
+    base: PreTrainedModel, model: Any, run: FinetuneConfig, seq_len: int, packed: bool, bf16: bool, chunked_loss: bool
 ) -> dict[Part, int]:
     vocab_size = int(text_config(base.config).vocab_size)
     input_ids = torch.zeros(run.per_device_train_batch_size, seq_len, dtype=torch.int64)
     position_ids = torch.arange(seq_len).expand(run.per_device_train_batch_size, -1)
     with MemoryTracker(model.parameters(), vocab_size, seq_len) as tracker, _phases(base, tracker):
         for _ in range(min(run.gradient_accumulation_steps, 2)):  # from the second on, gradients exist before
-            in_chunks = chunked_lm_loss(model, run.logits_chunk) if chunked_loss else contextlib.nullcontext()
+            in_chunks: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if chunked_loss:  # positions have no values here, so that they cannot say how many documents a block has
+                in_chunks = chunked_lm_loss(
+                    model, run.logits_chunk, chunks=first_and_last_chunks, one_document=not packed
+                )
             with in_chunks, _autocast(bf16):
                 loss = model(input_ids=input_ids, position_ids=position_ids, labels=input_ids).loss
             tracker.phase = LOSS_BACKWARD
@@ -259,38 +261,10 @@ def _phases(base: PreTrainedModel, tracker: MemoryTracker) -> Iterator[None]:
             hook.remove()
 
 
-@contextlib.contextmanager
-def whole_blocks(whole: bool) -> Iterator[None]:
-    """While open and ``whole``, the training forward takes blocks for one document each, as it does for real ones.
-
-    It decides by the positions' values, and where there are none, as here, takes any block for packed.
-    """
-
-    def one_document(position_ids: torch.Tensor, *, skips_matter: bool) -> None:
-        return None
-
-    found = positions.find_documents
-    if whole:
-        positions.find_documents = one_document
-    try:
-        yield
-    finally:
-        positions.find_documents = found
-
-
-@contextlib.contextmanager
-def few_chunks() -> Iterator[None]:
-    """While open, the loss takes its first chunks of rows and the last: those between hold the same at every moment.
+def first_and_last_chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
+    """Yield the loss's first chunks of rows and the last: those between hold the same at every moment.
 
     A block of 131,072 tokens has 128 chunks, and tracing them all took three quarters of the time of a prediction.
     """
-
-    def first_and_last(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
-        chunks = list(row_chunks(num_rows, rows_per_chunk))
-        yield from chunks if len(chunks) <= _TRACED_CHUNKS else (*chunks[: _TRACED_CHUNKS - 1], chunks[-1])
-
-    vars(loss_in_chunks)["row_chunks"] = first_and_last
-    try:
-        yield
-    finally:
-        vars(loss_in_chunks)["row_chunks"] = row_chunks
+    chunks = list(row_chunks(num_rows, rows_per_chunk))
+    yield from chunks if len(chunks) <= _TRACED_CHUNKS else (*chunks[: _TRACED_CHUNKS - 1], chunks[-1])

@@ -19,10 +19,9 @@ from hf_posenc.planning.training_memory import (
 )
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.levers import check_levers
 from hf_posenc.training.positions import has_windows
 from hf_posenc.training.recipes import get_recipe
-from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
+from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW, check_combination
 
 # Names of options; the order is that of TRL's guide to long contexts: logits, precision, activations, weights, devices.
 AS_REQUESTED, BF16, CHECKPOINTING, NO_MASK = "as requested", "bf16", "gradient checkpointing", "no mask"
@@ -233,7 +232,7 @@ def shared_out(option: TrainingOption, num_layers: int, gpus: int) -> Iterator[T
 def _can_start(option: TrainingOption, launch: Launch) -> bool:
     """Say whether ``finetune`` starts a run so."""
     try:
-        check_levers(option.run, launch, quantised=option.load_in_4bit, seq_len=option.seq_len)
+        check_combination(option.run, launch, quantised=option.load_in_4bit, seq_len=option.seq_len)
     except (ValueError, ImportError):
         return False
     return True
@@ -243,7 +242,7 @@ def fewest_devices(option: TrainingOption, gpu_memory: int, num_layers: int) -> 
     """Estimate on how many devices a full-length way to train fits (``Sharding.of``); None if not on 64.
 
     Before they are spread each device holds all weights for a moment, as they are trained
-    (``hf_posenc.training.sharding``).
+    (``hf_posenc.training.weights``).
     """
     if option.memory.weights > usable(gpu_memory):
         return None

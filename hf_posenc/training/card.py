@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+from hf_posenc.checkpoint.manifest import runs_in_attention
 from hf_posenc.evaluation.records import Record
 from hf_posenc.methods.registry import get_method, method_names
-from hf_posenc.training.base_model import BaseModel
-from hf_posenc.training.card_loading import loading_section
-from hf_posenc.training.document_source import DocumentSource
+from hf_posenc.training.provenance import BaseModel, DocumentSource
 
 _HUB = "https://huggingface.co"
+_FOLDER = '"path/of/this/folder"'  # or the name that it gets on the Hub
 _TASKS = {"AutoModelForCausalLM": "text-generation", "AutoModelForImageTextToText": "image-text-to-text"}
 
 
@@ -100,7 +100,7 @@ def model_card(run: TrainedRun) -> str:
         "",
         "## Loading",
         "",
-        *loading_section(run.description, run.base, run.auto_class, is_adapter=run.is_adapter),
+        *_loading(run),
         "",
         "## Training",
         "",
@@ -277,3 +277,71 @@ def _licence(card: Mapping[str, Any]) -> str:
     name = card.get("license_name", card["license"])
     link = card.get("license_link")
     return f"`{name}`{f' ({link})' if link else ''}, as the card of the base model has it."
+
+
+def _loading(run: TrainedRun) -> list[str]:
+    """Return how the model is loaded, with hf_posenc and without it; each block of code is complete in itself."""
+    if run.is_adapter:
+        return _loading_adapter(run)
+    if run.method in method_names("is_encoding"):
+        return [
+            f"`{run.method}` takes the place of RoPE, which Transformers alone cannot run, and no server does:",
+            "",
+            *_code(
+                "from hf_posenc import load_extended",
+                "from transformers import AutoTokenizer",
+                f'model = load_extended({_FOLDER}, dtype="auto")',
+                f"tokenizer = AutoTokenizer.from_pretrained({_FOLDER})",
+            ),
+        ]
+    plain = [
+        f"from transformers import {run.auto_class}, AutoTokenizer",
+        f'model = {run.auto_class}.from_pretrained({_FOLDER}, dtype="auto")',
+        f"tokenizer = AutoTokenizer.from_pretrained({_FOLDER})",
+    ]
+    if runs_in_attention(dict(run.description)) or run.description["options"].get("temperature") == "logits":
+        return [
+            f"No config can say this rule whole (`{run.method}`): hf_posenc (`pip install hf_posenc`) puts it in while "
+            "Transformers loads, from the manifest beside the weights. Without the import the model is another one.",
+            "",
+            *_code("import hf_posenc", *plain),
+            "",
+            _servers(" --as yarn", ", with a static rule in its place"),
+        ]
+    return ["Plain Transformers is enough:", "", *_code(*plain), "", _servers("", "")]
+
+
+def _loading_adapter(run: TrainedRun) -> list[str]:
+    name = f'"{run.base.hub_id}"' if run.base.is_exact else '"path/of/the/base/model"'
+    return [
+        "The adapter needs its base model extended as it was in training. While hf_posenc (`pip install hf_posenc`) is "
+        "imported, PEFT sees to it; the base is loaded as it was published:",
+        "",
+        *_code(
+            "import hf_posenc",
+            "from peft import PeftModel",
+            f"from transformers import {run.auto_class}, AutoTokenizer",
+            f'base = {run.auto_class}.from_pretrained({name}, dtype="auto")',
+            f"model = PeftModel.from_pretrained(base, {_FOLDER})",
+            f"tokenizer = AutoTokenizer.from_pretrained({_FOLDER})",
+        ),
+        "",
+        "For servers, and for Transformers without hf_posenc, merge it and save the whole model:",
+        "",
+        *_code(
+            "from hf_posenc import save_extended",
+            'save_extended(model.merge_and_unload(), "path/of/a/new/folder", tokenizer)',
+        ),
+    ]
+
+
+def _servers(more: str, how: str) -> str:
+    command = f"hf-posenc export path/of/this/folder --to vllm{more}"
+    return (
+        f"For vLLM, SGLang, llama.cpp and TGI `{command}` (or another name) prints the command that runs it{how}, or "
+        "says why it cannot."
+    )
+
+
+def _code(*lines: str) -> list[str]:
+    return ["```python", *lines, "```"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.packing import IGNORED
 from hf_posenc.training.positions import documents_start_at_zero, finished_masks
+
+Chunks = Callable[[int, int], Iterable[slice]]  # of a number of rows, each of at most so many rows
 
 
 def chunked_causal_lm_loss(
@@ -27,6 +29,8 @@ def chunked_causal_lm_loss(
     num_items: torch.Tensor | int | None = None,
     rows_per_chunk: int = DEFAULT_ROWS_PER_CHUNK,
     shift_labels: torch.Tensor | None = None,
+    *,
+    chunks: Chunks = row_chunks,
 ) -> torch.Tensor:
     """Return the mean loss in nats, with gradients, holding the logits of one chunk of rows at a time.
 
@@ -43,6 +47,8 @@ def chunked_causal_lm_loss(
         rows_per_chunk: Rows whose logits exist at one time; memory is this x vocabulary x about 8 bytes.
         shift_labels: ``(batch, seq_len)``, what each row predicts, instead of ``labels``: where processes share a
             sequence, the label of a shard's last row is in another shard.
+        chunks: Which slices of the rows are computed, by their number and ``rows_per_chunk``. A memory prediction,
+            which needs no right loss, computes fewer than all.
     """
     if shift_labels is None:
         hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
@@ -56,15 +62,15 @@ def chunked_causal_lm_loss(
         nll = nn.functional.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED, reduction="sum")
         return nll / items.to(nll.device)  # here, so that gradients are rounded as those of a mean are
 
-    if torch.is_grad_enabled() and not _is_whole_only_when_called(model):
-        head: Any = unwrap(model).get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    if torch.is_grad_enabled() and not _gathers_weights_when_called(model):
+        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         trained = [weight for weight in head.parameters() if weight.requires_grad]
         return _GradientsAtOnce.apply(  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
-            chunk_loss, rows_per_chunk, targets, rows, *trained
+            chunk_loss, chunks(len(targets), rows_per_chunk), targets, rows, *trained
         )
     losses: list[torch.Tensor] = [
         checkpoint(chunk_loss, rows[chunk], targets[chunk], use_reentrant=False, preserve_rng_state=False)
-        for chunk in row_chunks(len(targets), rows_per_chunk)
+        for chunk in chunks(len(targets), rows_per_chunk)
     ]
     return torch.stack(losses).sum()
 
@@ -76,14 +82,14 @@ class _GradientsAtOnce(torch.autograd.Function):
     def forward(
         ctx: Any,
         loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-        rows_per_chunk: int,
+        chunks: Iterable[slice],
         targets: torch.Tensor,
         rows: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
         total = torch.zeros((), device=rows.device)
         of_rows, of_weights = torch.empty_like(rows), [torch.zeros_like(weight) for weight in weights]
-        for chunk in row_chunks(len(targets), rows_per_chunk):
+        for chunk in chunks:
             of_rows[chunk], loss = _add_gradients(loss_of, rows[chunk], targets[chunk], weights, of_weights)
             total += loss
         ctx.save_for_backward(of_rows, *of_weights)
@@ -112,30 +118,71 @@ def _add_gradients(
     return of_rows, loss.detach().to(rows.device)
 
 
-def _is_whole_only_when_called(model: PreTrainedModel) -> bool:
+def _gathers_weights_when_called(model: PreTrainedModel) -> bool:
     """Say whether FSDP2 or ZeRO-3 gathers weights only while their module runs, and autograd in between would fail."""
-    base = unwrap(model)
-    sharded = any(isinstance(module, FSDPModule) for module in base.modules())
-    return sharded or any(hasattr(weight, "ds_id") for weight in base.parameters())
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    return sharded or any(hasattr(weight, "ds_id") for weight in model.parameters())
 
 
 @contextmanager
-def chunked_lm_loss(model: Any, rows_per_chunk: int = DEFAULT_ROWS_PER_CHUNK) -> Iterator[None]:
+def chunked_lm_loss(
+    model: Any,
+    rows_per_chunk: int = DEFAULT_ROWS_PER_CHUNK,
+    *,
+    chunks: Chunks = row_chunks,
+    one_document: bool = False,
+) -> Iterator[None]:
     """While open, the causal language model inside ``model`` returns only the loss, computed in chunks.
 
     The loss belongs inside the model's forward: there DistributedDataParallel, PEFT and mixed precision see
     it. Only this instance changes, and only until the block ends.
 
+    Args:
+        model: Wrapped by PEFT or not.
+        rows_per_chunk, chunks: As for ``chunked_causal_lm_loss``.
+        one_document: As for ``documents_start_at_zero``.
+
     Raises:
         ValueError: The head is not separable, or the model is set to add a router loss, which would be lost.
     """
-    base = unwrap(model)
-    if getattr(base.config.get_text_config(), "output_router_logits", False):
+    rotary = RotaryModel(model)
+    base, config = rotary.model, rotary.text_config
+    body = decoder_body(base)
+    if getattr(config, "output_router_logits", False):
         raise InvalidRequestError(
             "config.output_router_logits is on, but the loss in chunks has no router loss. Set it to False to train."
         )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def compute_loss(*args: Any) -> CausalLMOutputWithPast:  # whose gradients, taken here, torch.compile cannot trace
+        return CausalLMOutputWithPast(loss=chunked_causal_lm_loss(base, *args, chunks=chunks))
+
+    def forward(
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        shift_labels: torch.Tensor | None = None,
+        **unused: Any,
+    ) -> CausalLMOutputWithPast:
+        if labels is None:
+            raise InvalidRequestError("the training forward needs labels; it returns the loss and no logits.")
+        if attention_mask is not None:
+            raise InvalidRequestError(
+                "an attention mask came with packed documents: Transformers would let them see each other. "
+                "Pass position_ids only."
+            )
+        with documents_start_at_zero(config, one_document=one_document):
+            shape = torch.empty(*input_ids.shape, 0, dtype=base.dtype, device=input_ids.device)
+            masks = finished_masks(config, shape, position_ids)
+            given = {} if masks is None else {"attention_mask": masks}
+            hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **given).last_hidden_state
+        output: CausalLMOutputWithPast = compute_loss(hidden, labels, num_items_in_batch, rows_per_chunk, shift_labels)
+        return output
+
     with _attributes_kept(base), _attributes_kept(model):
-        vars(base)["forward"] = _loss_forward(base, decoder_body(base), rows_per_chunk)
+        vars(base)["forward"] = torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         vars(base)["accepts_loss_kwargs"] = True  # Trainer then hands over num_items_in_batch
         yield
 
@@ -154,33 +201,3 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
         for name in names:
             vars(module).pop(name, None)
         vars(module).update(before)
-
-
-def _loss_forward(base: PreTrainedModel, body: nn.Module, rows_per_chunk: int) -> Callable[..., CausalLMOutputWithPast]:
-    config = base.config.get_text_config()
-
-    def forward(
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        shift_labels: torch.Tensor | None = None,
-        **unused: Any,
-    ) -> CausalLMOutputWithPast:
-        if labels is None:
-            raise InvalidRequestError("the training forward needs labels; it returns the loss and no logits.")
-        if attention_mask is not None:
-            raise InvalidRequestError(
-                "an attention mask came with packed documents: Transformers would let them see each other. "
-                "Pass position_ids only."
-            )
-        with documents_start_at_zero(config):
-            shape = torch.empty(*input_ids.shape, 0, dtype=base.dtype, device=input_ids.device)
-            masks = finished_masks(config, shape, position_ids)
-            given = {} if masks is None else {"attention_mask": masks}
-            hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **given).last_hidden_state
-        loss = chunked_causal_lm_loss(base, hidden, labels, num_items_in_batch, rows_per_chunk, shift_labels)
-        return CausalLMOutputWithPast(loss=loss)
-
-    return forward

@@ -29,10 +29,8 @@ from hf_posenc.training.setting_checks import (
     check_trainer_options,
     check_words,
     decided_options,
-    whole_numbers,
 )
-from hf_posenc.training.stage_list import parse_stages
-from hf_posenc.utils.units import ContextLength, TokenCount
+from hf_posenc.utils.units import ContextLength, TokenCount, length_name
 
 # What may differ between a run and its continuation: none of it changes what is trained or held out.
 # A step's blocks may be shared out otherwise, among other numbers of processes: their number is held fixed instead.
@@ -49,6 +47,26 @@ _RENAMED = {
 _TRAINER_GROUP = "Other options of Transformers' Trainer (TrainingArguments)"
 
 
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a run.
+
+    Attributes:
+        number: From 1.
+        length: Target length, in tokens.
+        token_budget: Tokens it is trained on at most.
+    """
+
+    number: int
+    length: int
+    token_budget: int
+
+    @property
+    def name(self) -> str:
+        """Its folder's name."""
+        return f"stage-{self.number}-{length_name(self.length)}"
+
+
 @dataclass(repr=False)  # that of TrainingArguments leaves tokens out
 class FinetuneConfig(ExtensionConfig, TrainingArguments):
     """A fine-tuning run: every option of TrainingArguments under its own name, and ours.
@@ -61,7 +79,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         ValueError, TypeError: A value is out of range, unknown, contradicts another, or is one that hf_posenc decides.
     """
 
-    # Headings of ``hf-posenc finetune --help``; every field stands under one.
+    # Headings of ``hf-posenc finetune --help``; every field is under one.
     HELP_GROUPS: ClassVar[dict[str, tuple[str, ...]]] = {
         "The run": (
             *("output_dir", "recipe", "seed", "resume_from_checkpoint", "save_steps", "save_total_limit"),
@@ -202,7 +220,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     resume_from_checkpoint: str | None = field(
         default=None,
         metadata={
-            "help": "go on from the last whole checkpoint in the output folder, or from the one that is named",
+            "help": "go on from the last intact checkpoint in the output folder, or from the one that is named",
             "nargs": "?",
             "const": "true",
         },
@@ -250,15 +268,18 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
             self._read_rope_scaling()
         self._check_method()
         self._take_first_names()
-        for checked in (whole_numbers, check_numbers):
-            vars(self).update(checked(vars(self)))
+        vars(self).update(check_numbers(vars(self)))
         vars(self).update(check_trainer_options(self))
-        check_words(vars(self))
+        check_words(self)
         check_rule(self.position_schedule, self.method)
         check_trackers(self.report_to)
         self._check_resuming()
         self._check_recipe()
-        self._check_stages()
+        if self.stages is not None:
+            self.target_stages()
+            decided = ("factor", "context_length", "preset")
+            if given := [name for name in decided if getattr(self, name) is not None]:
+                raise InvalidRequestError(f"stages say the target lengths: leave out {' and '.join(given)}.")
         if self.seq_len is not None:
             self.group(self.seq_len)
 
@@ -322,11 +343,11 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
             raise InvalidRequestError("stages go on by themselves: give resume_from_checkpoint=True, without a folder.")
 
     def _read_rope_scaling(self) -> None:
-        asked = read_rope_scaling(self.rope_scaling)  # type: ignore[arg-type]  # it is there
+        request = read_rope_scaling(self.rope_scaling)  # type: ignore[arg-type]  # it is not None
         decided = ("method", "factor", "original_max_position_embeddings", "preset", "options")
-        asked.refuse_other(**{name: getattr(self, name) for name in decided})
-        asked.check_length_is_said(self.context_length, self.stages)
-        for name, value in {**dataclasses.asdict(asked), "rope_scaling": None}.items():
+        request.refuse_other(**{name: getattr(self, name) for name in decided})
+        request.check_length_is_said(self.context_length, self.stages)
+        for name, value in {**dataclasses.asdict(request), "rope_scaling": None}.items():
             setattr(self, name, value)
 
     def _check_method(self) -> None:
@@ -366,13 +387,34 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
                 f"{recipe.name!r}, output_dir=...) sets them."
             )
 
-    def _check_stages(self) -> None:
-        if self.stages is None:
-            return
-        parse_stages(self.stages, self.token_budget)
-        decided = ("factor", "context_length", "preset")
-        if given := [name for name in decided if getattr(self, name) is not None]:
-            raise InvalidRequestError(f"stages say the target lengths: leave out {' and '.join(given)}.")
+    def target_stages(self) -> list[Stage]:
+        """Return what ``stages`` says: each word is ``LENGTH:BUDGET``, or ``LENGTH`` for equal shares of the budget.
+
+        Raises:
+            TypeError: It is not a list of words.
+            ValueError: A word that cannot be read, budgets for some only, or lengths that do not rise.
+        """
+        words = self.stages
+        if not words or isinstance(words, str) or not all(isinstance(word, str) for word in words):
+            raise InvalidTypeError(
+                f'stages must be a list of LENGTH:BUDGET, such as ["16k:500k", "32k:500k"], got {words!r}.'
+            )
+        if len({":" in word for word in words}) > 1:
+            raise InvalidRequestError(f"stages: give every stage a budget or none, got {' '.join(words)!r}.")
+        stages = []
+        for number, word in enumerate(words, 1):
+            length, colon, budget = word.partition(":")
+            try:
+                tokens = TokenCount(budget) if colon else self.token_budget // len(words)
+                stages.append(Stage(number, ContextLength(length), tokens))
+            except ValueError as error:
+                raise InvalidRequestError(
+                    f"stages: {word!r} is not LENGTH:BUDGET, such as 16k:500k ({error})."
+                ) from None
+        lengths = [stage.length for stage in stages]
+        if lengths != sorted(set(lengths)) or lengths[0] < 1:
+            raise InvalidRequestError(f"stages: the lengths must rise, got {', '.join(map(str, lengths))} tokens.")
+        return stages
 
     def group(self, seq_len: int) -> int | None:
         """Return the tokens of a group of shifted sparse attention, for blocks of ``seq_len``; None for no groups.

@@ -27,10 +27,10 @@ _TEMPLATES = "TRL's get_training_chat_template(tokenizer) has one with it for ma
 
 
 class ExampleTokenizer:
-    """Turns documents into token ids, whole, and says which of them count in the loss, as TRL's SFTTrainer does.
+    """Makes token ids of whole documents, and says which of them count in the loss, as TRL's SFTTrainer does.
 
     A text gets no special tokens (its EOS comes when it is packed), and all of it counts. A chat is what the chat
-    template makes of it, and all of it counts, or with ``assistant_only_loss`` the assistant's turns: what stands
+    template makes of it, and all of it counts, or with ``assistant_only_loss`` the assistant's turns: what is
     within the template's ``{% generation %}``, or, where it has none, what each of these turns adds to the chat before
     it. Prompt and answer are joined as they are, with the special tokens that the tokenizer puts around a text and EOS
     at the end; or put through the chat template, where they are messages. Of them the answer counts, from where
@@ -91,8 +91,7 @@ class ExampleTokenizer:
         if self.assistant_only and not is_chat:
             raise InvalidRequestError(
                 f"{argument('assistant_only_loss')} counts the assistant's turns of chats, and {where} is no chat. "
-                "Leave it out, or "
-                "give chats: a column of messages."
+                "Leave it out, or give chats: a column of messages."
             )
         if self.completion_only and not has_prompt:
             raise InvalidRequestError(
@@ -157,12 +156,12 @@ class ExampleTokenizer:
     def _uncounted_end(self, tokens: MaskedTokens) -> str | None:
         """Return the special token after a turn that counts and ends with none, as GLM's template has it."""
         ids, counted = tokens.ids.tolist(), tokens.counted.tolist()
-        for place in range(1, len(ids)):
-            if counted[place - 1] and not counted[place] and ids[place] in self._special:
-                turn = itertools.takewhile(lambda before: counted[before], range(place - 1, -1, -1))
+        for index in range(1, len(ids)):
+            if counted[index - 1] and not counted[index] and ids[index] in self._special:
+                turn = itertools.takewhile(lambda before: counted[before], range(index - 1, -1, -1))
                 last = next((ids[one] for one in turn if str(self.tokenizer.decode(ids[one])).strip()), None)
                 if last not in self._special:
-                    return str(self.tokenizer.decode(ids[place]))
+                    return str(self.tokenizer.decode(ids[index]))
         return None
 
     def _by_what_turns_add(self, document: Mapping[str, Any], messages: list[Any], where: str) -> MaskedTokens:
@@ -195,14 +194,14 @@ class ExampleTokenizer:
                 counted[ends[0] : ends[1] + 1] = True
         return MaskedTokens(torch.tensor(tokens["input_ids"]), counted)
 
-    def _applied(self, document: Mapping[str, Any], messages: list[Any], where: str, **told: Any) -> Any:
+    def _applied(self, document: Mapping[str, Any], messages: list[Any], where: str, **options: Any) -> Any:
         """Return what the chat template makes of messages: tokens, or with ``tokenize=False`` their text."""
         template, tools = self._template(document, where), _tools(document, where)
-        if told.get("tokenize", True):
-            told |= {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
-        told |= document.get("chat_template_kwargs") or {}
+        if options.get("tokenize", True):
+            options |= {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}
+        options |= document.get("chat_template_kwargs") or {}
         try:
-            return self.tokenizer.apply_chat_template(messages, chat_template=template, tools=tools, **told)
+            return self.tokenizer.apply_chat_template(messages, chat_template=template, tools=tools, **options)
         except Exception as error:  # whatever a template raises
             raise InvalidRequestError(
                 f"{where}: the tokenizer's chat template cannot render this chat: {error} Its turns: "
@@ -228,7 +227,7 @@ class ExampleTokenizer:
 def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many tokens, or characters, two rows of them begin with alike."""
     pairs = zip(one, other, strict=False)
-    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
 def _read(row: Mapping[str, Any], where: str) -> Any:

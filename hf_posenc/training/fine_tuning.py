@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,42 +14,43 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from hf_posenc.checkpoint.extended import partial_of, save_extended
+from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation import Record
+from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.lm_head import check_head
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_weights
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import is_patched, unpatch_model, unpatched
-from hf_posenc.training.base_model import find_base_model
 from hf_posenc.training.card import TrainedRun, TrainedStage, model_card
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.document_source import document_source, said_of
-from hf_posenc.training.extending import begin, check_model_levers
-from hf_posenc.training.fitting import fit_recipe
+from hf_posenc.training.extending import begin, check_with_model
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
-from hf_posenc.training.measure import measure
 from hf_posenc.training.packing import PackedDataset
-from hf_posenc.training.publishing import make_repo, push
-from hf_posenc.training.run_folder import check_not_the_models_own, open_run
-from hf_posenc.training.stage_list import parse_stages
-from hf_posenc.training.stages import (
-    Place,
-    StageResult,
-    load_finished,
-    original_length,
-    refuse_staged_run,
-    train_stages,
+from hf_posenc.training.provenance import document_source, find_base_model, source_settings
+from hf_posenc.training.recipes import fit_recipe
+from hf_posenc.training.run_folder import (
+    LOSS_LOG,
+    check_not_the_models_own,
+    make_repo,
+    open_run,
+    push,
+    read_log,
+    saved_bytes,
+    says_how_to_go_on,
+    writing,
 )
+from hf_posenc.training.stages import load_finished, original_length, refuse_other_kind, settings_of_stages
 from hf_posenc.training.texts import Documents, Texts, prepare_texts, read_stream, to_token_ids
 from hf_posenc.training.toml_config import RUN_FILE, write_run
-from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
+from hf_posenc.training.train_log import LossLog
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
-from hf_posenc.training.writing import saved_bytes, says_how_to_go_on, writing
 from hf_posenc.utils.processes import from_main
 from hf_posenc.utils.units import TokenCount
+
+logger = logging.getLogger(__name__)
 
 RESULTS = "results.jsonl"
 _LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets", "lora_embeddings")
@@ -66,7 +67,7 @@ class FinetuneResult:
         steps: Optimizer steps of this run, over all resumed parts.
         train_loss: Mean of the losses of its steps, nats per token.
         records: Perplexities of the model without its extension (``method`` is "none"), where it was the base model;
-            then those of the extended model before and after, told apart by ``tokens_trained``.
+            then those of the extended model before and after, distinguished by ``tokens_trained``.
         seconds: Of training, over all resumed parts.
     """
 
@@ -117,229 +118,271 @@ def finetune(
     """
     if isinstance(tokens_trained, bool) or not isinstance(tokens_trained, int) or tokens_trained < 0:
         raise InvalidRequestError(f"tokens_trained must be a whole number >= 0, got {tokens_trained!r}.")
-    folder = Path(str(config.output_dir))
-    told = {**config.settings(), **said_of(documents), **(source or {})}
-    check_not_the_models_own(folder, _name(model))
-    config = fit_recipe(model, config)
-    check_model_levers(model, config)
+    rotary, folder = RotaryModel(model), Path(str(config.output_dir))
+    settings = {**config.settings(), **source_settings(documents), **(source or {})}
+    check_not_the_models_own(folder, _name(rotary))
+    config = fit_recipe(rotary, config)
+    check_with_model(rotary, config)
     repo_id = from_main(lambda: make_repo(config))
-    if config.stages is not None and not isinstance(documents, Sequence):
-        # Once, for all stages: each then trains on, and holds out, the same documents.
-        longest = max(stage.token_budget for stage in parse_stages(config.stages, config.token_budget))
-        whole = dataclasses.replace(config, stages=None, token_budget=TokenCount(longest))
-        holds_out = config.eval_documents > 0 and eval_documents is None
-        documents = read_stream(tokenizer, documents, original_length(model, config), whole, holds_out)
+    refuse_other_kind(folder, staged=config.stages is not None)
+    stages = [config]
     if config.stages is not None:
+        stages = settings_of_stages(rotary, config)
+        if not isinstance(documents, Sequence):
+            # Once, for all stages: each then trains on, and holds out, the same documents.
+            longest = dataclasses.replace(
+                config, stages=None, token_budget=TokenCount(max(one.token_budget for one in stages))
+            )
+            holds_out = config.eval_documents > 0 and eval_documents is None
+            documents = read_stream(tokenizer, documents, original_length(rotary, config), longest, holds_out)
         # Once too: each stage is checked and trained on the same tokens.
         documents = to_token_ids(tokenizer, documents, config)
         eval_documents = None if eval_documents is None else to_token_ids(tokenizer, eval_documents, None)
-        texts = (tokenizer, documents, eval_documents)
-        done = train_stages(
-            partial(_train, *texts), partial(_check, *texts), model, config, told=told, tokens_trained=tokens_trained
-        )
-    else:
-        refuse_staged_run(folder)
-        place = Place(folder, folder, told)
-        done = _train(tokenizer, documents, eval_documents, model, config, place, tokens_trained)
+    run = _Run(folder, settings, tokenizer, documents, eval_documents, tokens_trained)
+    for number, one in enumerate(stages[1:], 2):
+        run.check_stage(rotary, one, f"{number} of {len(stages)}")
+    trained: Any = model
+    for number, one in enumerate(stages, 1):
+        if config.stages is not None:
+            found = (number, len(stages), one.context_length, one.token_budget)
+            logger.info("stage %d of %d: %d tokens, trained on %d", *found)
+        if number > 1 and is_patched(trained):
+            unpatch_model(trained)
+        trained = run.train(trained, one, saved_to=folder if one is stages[-1] else Path(one.output_dir))
     if repo_id is not None:
         from_main(lambda: push(config, repo_id))
-    found = {one.name: getattr(done, one.name) for one in dataclasses.fields(done)}
-    return FinetuneResult(
-        output_dir=folder, records=found.pop("unextended") + found.pop("before") + found.pop("after"), **found
-    )
+    return run.result(trained)
 
 
-def _name(model: PreTrainedModel) -> str:
-    return str(unwrap(model).config.name_or_path or "")
+def _name(rotary: RotaryModel) -> str:
+    return str(rotary.model.config.name_or_path or "")
 
 
-def _prepare(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Documents,
-    eval_documents: Documents | None,
-    model: PreTrainedModel,
-    config: FinetuneConfig,
-) -> tuple[dict[str, Any], Texts]:
-    """Extend the model and make blocks of the texts; whatever does not go together is refused here."""
-    description, positions = begin(model, config)
-    with evaluation_mode(model):
-        check_head(model)
-    return description, prepare_texts(model, tokenizer, documents, eval_documents, config, positions)
+class _Run:
+    """One call of ``finetune``: what its stages share, and what they have given so far.
 
+    Args:
+        folder: Gets ``results.jsonl``, ``run.toml`` and the trained model.
+        settings: What ``run.toml`` says.
+        tokenizer, documents, eval_documents, tokens_trained: As for ``finetune``.
+    """
 
-def _check(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Documents,
-    eval_documents: Documents | None,
-    model: PreTrainedModel,
-    config: FinetuneConfig,
-) -> None:
-    """Raise what a stage would raise when it begins; the model is left as it came, or without an extension of ours."""
-    try:
-        _prepare(tokenizer, documents, eval_documents, model, config)
-    finally:
-        if is_patched(model):
-            unpatch_model(model)
+    def __init__(
+        self,
+        folder: Path,
+        settings: dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        documents: Documents,
+        eval_documents: Documents | None,
+        tokens_trained: int,
+    ) -> None:
+        self.folder, self.settings = folder, settings
+        self.tokenizer, self.documents, self.eval_documents = tokenizer, documents, eval_documents
+        self.tokens_trained = tokens_trained
+        self.unextended: list[Record] = []
+        self.before: list[Record] = []
+        self.after: list[Record] = []
+        self.stages: list[TrainedStage] = []
+        self.losses: list[float] = []  # the mean of each stage
+        self.seconds: list[float] = []
 
+    def result(self, model: Any) -> FinetuneResult:
+        """Return what all stages gave together."""
+        steps = sum(stage.steps for stage in self.stages)
+        weighted = math.fsum(loss * stage.steps for loss, stage in zip(self.losses, self.stages, strict=True))
+        return FinetuneResult(
+            output_dir=self.folder,
+            model=model,
+            tokens_trained=self.tokens_trained,
+            steps=steps,
+            train_loss=self.losses[0] if len(self.losses) == 1 else weighted / steps,
+            records=self.unextended + self.before + self.after,
+            seconds=sum(self.seconds),
+        )
 
-def _train(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Documents,
-    eval_documents: Documents | None,
-    model: PreTrainedModel,
-    config: FinetuneConfig,
-    place: Place,
-    tokens_trained: int,
-) -> StageResult:
-    """Do one run, or one stage of one: arguments as for ``finetune``; nothing is trained where it was already."""
-    folder, base_model = Path(str(config.output_dir)), _name(model)
-    check_trainable(model, config.lora and not place.goes_on)
-    refuse_laid_out(model, "the model cannot be fine-tuned")
-    keep_layout(model)  # checkpoints are written between forwards
-    set_seed(config.seed)
-    description, texts = _prepare(tokenizer, documents, eval_documents, model, config)
-    args = training_arguments(model, config, texts.packed)
-    if args.world_size > 1 and getattr(unwrap(model), "hf_device_map", None) is None:
-        model.to(args.device)  # type: ignore[arg-type]  # every process to its own GPU, before the first forward
+    def check_stage(self, rotary: RotaryModel, config: FinetuneConfig, which: str) -> None:
+        """Raise what a later stage would raise when it begins, before the first one trains.
 
-    facts = {"tokens_trained_before": tokens_trained, "base_weights": hash_weights(model)}
-    facts["tokens_per_step"] = tokens_per_step(args, texts.packed)
-    settings = {**config.fixed_settings(), "data": texts.packed.fingerprint(), **facts}
-    checkpoint = from_main(lambda: open_run(folder, settings, resume=config.resumes, named=config.named_checkpoint))
-    from_main(lambda: write_run(place.root / RUN_FILE, place.told))
-    results = place.root / RESULTS
-    unextended, before = place.unextended, place.before
-    if before is None:
-        unextended = _measure_unextended(model, tokenizer, texts, config, args, tokens_trained, results)
-        before = _measure(model, tokenizer, texts, config, args, tokens_trained, results)
-    trained = add_lora(model, config) if config.lora and not is_adapted(model) else model
-    loss_log = LossLog(folder / LOSS_LOG, tokens_per_step(args, texts.packed), tokens_trained)
-    total = tokens_trained + args.max_steps * loss_log.tokens_per_step
-    staged = place.root != folder
-    finished = staged and config.resumes and from_main(lambda: place.is_finished(folder, total))
-    if finished:
-        load_finished(trained, place.model)
-    else:
-        known = min((math.log(record.perplexity) for record in before), default=None)
-        train(trained, args, texts.packed, config, loss_log, checkpoint, base_model, tokens_trained, known)
-    after = _measure(trained, tokenizer, texts, config, args, total, results)
+        The model is left as it came, or without an extension of ours.
+        """
+        logger.info("checking stage %s: %d tokens", which, config.context_length)
+        try:
+            self._prepare(rotary, config)
+        except ValueError as error:
+            raise InvalidRequestError(
+                f"stages: the stage of {config.context_length} tokens cannot be trained: {error}"
+            ) from error
+        finally:
+            if is_patched(rotary.model):
+                unpatch_model(rotary.model)
 
-    def save() -> list[dict[str, Any]]:
-        card = model_card(
-            TrainedRun(
+    def _prepare(self, rotary: RotaryModel, config: FinetuneConfig) -> tuple[dict[str, Any], Texts]:
+        """Extend the model and make blocks of the texts; whatever does not go together is refused here."""
+        description, positions = begin(rotary, config)
+        with evaluation_mode(rotary.model):
+            check_head(rotary.model)
+        texts = prepare_texts(rotary, self.tokenizer, self.documents, self.eval_documents, config, positions)
+        return description, texts
+
+    def train(self, model: Any, config: FinetuneConfig, saved_to: Path) -> Any:
+        """Do one run, or one stage of one, and save its model; nothing is trained where it was already.
+
+        Args:
+            model: Trained by the stages before.
+            config: The stage; its ``output_dir`` gets logs and checkpoints.
+            saved_to: Gets the trained model and its card.
+
+        Returns:
+            The trained model, PEFT-wrapped for LoRA.
+        """
+        rotary, folder = RotaryModel(model), Path(str(config.output_dir))
+        base_model = _name(rotary)
+        check_trainable(model, config.lora and not self.stages)
+        refuse_laid_out(model, "the model cannot be fine-tuned")
+        keep_layout(model)  # checkpoints are written between forwards
+        set_seed(config.seed)
+        description, texts = self._prepare(rotary, config)
+        args = training_arguments(model, config, texts.packed)
+        if args.world_size > 1 and getattr(rotary.model, "hf_device_map", None) is None:
+            model.to(args.device)  # every process to its own GPU, before the first forward
+
+        per_step = tokens_per_step(args, texts.packed)
+        decides = {
+            **config.fixed_settings(),
+            "data": texts.packed.fingerprint(),
+            "tokens_trained_before": self.tokens_trained,
+            "base_weights": hash_weights(model),
+            "tokens_per_step": per_step,
+        }
+        checkpoint = from_main(lambda: open_run(folder, decides, resume=config.resumes, named=config.named_checkpoint))
+        from_main(lambda: write_run(self.folder / RUN_FILE, self.settings))
+        if not self.stages:
+            self.unextended = self._measure_unextended(model, texts, config, args)
+            self.before = self._measure(model, texts, config, args)
+        trained = add_lora(model, config) if config.lora and not is_adapted(model) else model
+        loss_log = LossLog(folder / LOSS_LOG, per_step, self.tokens_trained)
+        this_stage = TrainedStage(description["context_length"], args.max_steps, args.max_steps * per_step)
+        total = self.tokens_trained + this_stage.tokens
+
+        def is_finished() -> bool:
+            manifest = read_manifest(saved_to)
+            return manifest is not None and manifest["tokens_trained"] == total and bool(read_log(loss_log.path))
+
+        finished = folder != self.folder and config.resumes and from_main(is_finished)
+        if finished:
+            load_finished(trained, saved_to)
+        else:
+            known = min((math.log(record.perplexity) for record in self.before), default=None)
+            train(trained, args, texts.packed, config, loss_log, checkpoint, base_model, self.tokens_trained, known)
+        self.stages.append(this_stage)
+        self.tokens_trained = total
+        after = self._measure(trained, texts, config, args)
+        self.after += after
+
+        def save() -> list[dict[str, Any]]:
+            run = TrainedRun(
                 description,
                 find_base_model(base_model),
                 auto_class_of(model),
-                document_source(place.told),
-                held_out=eval_documents is None,
+                document_source(self.settings),
+                held_out=self.eval_documents is None,
                 tokens_trained=total,
-                settings=_read(place.told, texts.packed) | _card_settings(config, texts.packed, args),
-                stages=[
-                    *place.earlier,
-                    TrainedStage(description["context_length"], args.max_steps, total - tokens_trained),
-                ],
+                settings=_what_was_read(self.settings, texts.packed) | _card_settings(config, texts.packed, args),
+                stages=list(self.stages),
                 lengths=texts.lengths,
-                unextended=unextended,
-                before=before,
+                unextended=self.unextended,
+                before=self.before,
                 after=after,
                 is_adapter=is_adapted(trained),
             )
+            with base_not_looked_up():
+                save_extended(
+                    trained, saved_to, self.tokenizer, tokens_trained=total, base_model=base_model, card=model_card(run)
+                )
+            return read_log(loss_log.path)
+
+        with writing("the trained model", saved_to, saved_bytes(trained), leftovers=partial_of(saved_to)):
+            lines = from_main((lambda: read_log(loss_log.path)) if finished else save)
+        self.losses.append(math.fsum(line["loss"] for line in lines) / max(len(lines), 1))
+        self.seconds.append(lines[-1]["seconds"] if lines else 0.0)
+        return trained
+
+    def _measure_unextended(
+        self, model: Any, texts: Texts, config: FinetuneConfig, args: TrainingArguments
+    ) -> list[Record]:
+        """Measure the model as it is without its extension; nothing where that is not the base model any more."""
+        if config.eval_documents == 0 or self.tokens_trained or not is_patched(model):
+            return []
+        devices = [args.device] if args.device.type == "cuda" else []
+        with torch.random.fork_rng(devices), unpatched(model):  # what it is trained to must not depend on this
+            return self._measure(model, texts, config, args)
+
+    def _measure(self, model: Any, texts: Texts, config: FinetuneConfig, args: TrainingArguments) -> list[Record]:
+        """Measure perplexity at the lengths that a held-out text reaches, and append it to the results.
+
+        Texts are cut in pieces of the longest length, so that short lengths are scored on many texts too. Every process
+        measures, so that none waits for another; the first writes the records and shows progress.
+        """
+        if config.eval_documents == 0:
+            return []
+        longest = max((len(document) for document in texts.held_out), default=0)
+        reached = [length for length in texts.lengths if length <= longest]
+        if len(reached) < len(texts.lengths):
+            logger.warning(
+                "the longest held-out text has %d tokens, so perplexity at %s is not measured. Pass longer "
+                "eval_documents.",
+                longest,
+                ", ".join(str(length) for length in texts.lengths if length > longest),
+            )
+        if not reached:
+            return []
+        main = args.process_index == 0
+        return perplexity(
+            model,
+            [document for document in texts.held_out if len(document) >= max(reached)],
+            reached,
+            tokenizer=self.tokenizer,
+            cut=True,
+            max_documents=config.eval_documents,
+            logits_chunk=config.logits_chunk,
+            output=self.folder / RESULTS if main else None,
+            tokens_trained=self.tokens_trained,
+            progress=main,
         )
-        with base_not_looked_up():
-            save_extended(trained, place.model, tokenizer, tokens_trained=total, base_model=base_model, card=card)
-        return read_log(loss_log.path)
-
-    with writing("the trained model", place.model, saved_bytes(trained), leftovers=partial_of(place.model)):
-        lines = from_main((lambda: read_log(loss_log.path)) if finished else save)
-    return StageResult(
-        model=trained,
-        tokens_trained=total,
-        steps=args.max_steps,
-        train_loss=math.fsum(line["loss"] for line in lines) / max(len(lines), 1),
-        unextended=unextended,
-        before=before,
-        after=after,
-        seconds=lines[-1]["seconds"] if lines else 0.0,
-    )
 
 
-def _measure(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Texts,
-    config: FinetuneConfig,
-    args: TrainingArguments,
-    tokens_trained: int,
-    results: Path,
-) -> list[Record]:
-    """Measure in every process, so that none waits for another; the first writes the records and shows progress."""
-    main = args.process_index == 0
-    return measure(
-        model,
-        tokenizer,
-        texts.held_out,
-        texts.lengths,
-        config,
-        tokens_trained=tokens_trained,
-        output=results if main else None,
-        progress=main,
-    )
-
-
-def _measure_unextended(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Texts,
-    config: FinetuneConfig,
-    args: TrainingArguments,
-    tokens_trained: int,
-    results: Path,
-) -> list[Record]:
-    """Measure the model as it is without its extension; nothing where that is not the base model any more."""
-    if config.eval_documents == 0 or tokens_trained or not is_patched(model):
-        return []
-    devices = [args.device] if args.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), unpatched(model):  # what it is trained to must not depend on this
-        return _measure(model, tokenizer, texts, config, args, 0, results)
-
-
-def _read(told: Mapping[str, Any], packed: PackedDataset) -> dict[str, Any]:
+def _what_was_read(settings: Mapping[str, Any], packed: PackedDataset) -> dict[str, Any]:
     """Return which columns of the documents were read, and what of their tokens counted, where that is not all."""
-    columns = told.get("text_field") or ()
+    columns = settings.get("text_field") or ()
     columns = [columns] if isinstance(columns, str) else columns
     counted = 100 * packed.counted.double().mean().item()
-    return {
-        **({"columns": ", ".join(f"`{name}`" for name in columns)} if columns else {}),
-        **({"template": f"`{told['template']!r}`"} if told.get("template") else {}),
-        **(
-            {"counted in the loss": f"answers or turns of the assistant, {counted:.1f} % of the tokens"}
-            if counted < 100
-            else {}
-        ),
-    }
+    read: dict[str, Any] = {}
+    if columns:
+        read["columns"] = ", ".join(f"`{name}`" for name in columns)
+    if settings.get("template"):
+        read["template"] = f"`{settings['template']!r}`"
+    if counted < 100:
+        read["counted in the loss"] = f"answers or turns of the assistant, {counted:.1f} % of the tokens"
+    return read
 
 
 def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: TrainingArguments) -> dict[str, Any]:
+    usual, group = config.defaults(), config.group(packed.seq_len)
+    positions = ("position_schedule", "pose_chunks", "short_share", "length_upsampling")
+    unusual = [
+        name
+        for name in (*positions, "assistant_only_loss", "completion_only_loss")
+        if getattr(config, name) != usual[name]
+    ]
     shown = ("lora", "learning_rate", "lr_scheduler_type", "weight_decay", "seed")
-    group = config.group(packed.seq_len)
     return {
         **({"recipe": config.recipe} if config.recipe is not None else {}),
         "seq_len": packed.seq_len,
         "steps": args.max_steps,
         "tokens_per_step": tokens_per_step(args, packed),
-        **_unusual_settings(config),
-        **{name: getattr(config, name) for name in shown},
-        **({name: getattr(config, name) for name in _LORA_SETTINGS} if config.lora else {}),
+        **{name: getattr(config, name) for name in (*unusual, *shown, *(_LORA_SETTINGS if config.lora else ()))},
         **({"shifted sparse attention while training, tokens of a group": group} if group is not None else {}),
         "warmup_steps": args.warmup_steps,
         "computed in": "bfloat16, float32 weights" if args.bf16 else "float32",
         "data": packed.fingerprint(),
     }
-
-
-def _unusual_settings(config: FinetuneConfig) -> dict[str, Any]:
-    """Return how blocks were read and what of them counted, where that is not every token, one after the other."""
-    plain = FinetuneConfig(config.output_dir)
-    positions = ("position_schedule", "pose_chunks", "short_share", "length_upsampling")
-    names = (*positions, "assistant_only_loss", "completion_only_loss")
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(plain, name)}

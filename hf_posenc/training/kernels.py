@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
 from transformers.utils.import_utils import is_flash_attn_2_available, is_liger_kernel_available
 
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import runs_in_attention
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
@@ -30,22 +29,22 @@ LIGER = {
 }
 
 
-def liger_arguments(model: Any) -> dict[str, Any]:
-    """Return what TrainingArguments is told so that Trainer puts Liger's kernels in; empty off a GPU or without it."""
-    if not _on_gpu(model) or not is_liger_kernel_available():
+def liger_arguments(rotary: RotaryModel) -> dict[str, Any]:
+    """Return the TrainingArguments with which Trainer puts Liger's kernels in; empty off a GPU or without it."""
+    if not _on_gpu(rotary) or not is_liger_kernel_available():
         return {}
     logger.info("norms and MLPs by liger-kernel, where it knows the family")
     return {"use_liger_kernel": True, "liger_kernel_config": dict(LIGER)}
 
 
-def flash_reason(model: Any, config: FinetuneConfig, *, bf16: bool) -> str | None:
-    """Return why FlashAttention is not put in the place of sdpa; None if it is.
+def flash_reason(rotary: RotaryModel, config: FinetuneConfig, *, bf16: bool) -> str | None:
+    """Return why FlashAttention does not replace sdpa; None if it does.
 
     Transformers tells packed documents apart by their positions there, and only in a batch of one.
     """
-    base = unwrap(model)
+    base = rotary.model
     reasons = {
-        "the model is not on a GPU": not _on_gpu(model),
+        "the model is not on a GPU": not _on_gpu(rotary),
         "flash-attn is not installed": not is_flash_attn_2_available(),
         "it wants half precision (bf16)": not bf16,
         "per_device_train_batch_size is not 1": config.per_device_train_batch_size != 1,
@@ -59,15 +58,15 @@ def flash_reason(model: Any, config: FinetuneConfig, *, bf16: bool) -> str | Non
 
 
 @contextmanager
-def training_kernels(model: Any, config: FinetuneConfig, *, bf16: bool) -> Iterator[None]:
+def training_kernels(rotary: RotaryModel, config: FinetuneConfig, *, bf16: bool) -> Iterator[None]:
     """While open, attention is FlashAttention where it can be; afterwards it, and what Liger bound, are taken out.
 
     FlashAttention needs no mask to keep packed documents apart: with sdpa that is block x block numbers in each layer.
     """
-    base = unwrap(model)
+    base = rotary.model
     before = base.config._attn_implementation
-    flash = flash_reason(model, config, bf16=bf16) is None
-    bound = {module: set(vars(module)) for module in model.modules()}
+    flash = flash_reason(rotary, config, bf16=bf16) is None
+    bound = {module: set(vars(module)) for module in rotary.wrapped.modules()}
     if flash:
         logger.info("attention by %s while training", FLASH)
         base.set_attn_implementation(FLASH)
@@ -76,16 +75,10 @@ def training_kernels(model: Any, config: FinetuneConfig, *, bf16: bool) -> Itera
     finally:
         if flash:
             base.set_attn_implementation(before)
-        for module, names in bound.items():
-            _unbind(module, names)
+        for module, kept in bound.items():
+            for name in {"forward", "extra_repr", "_get_name"} & vars(module).keys() - kept:
+                delattr(module, name)  # bound by Liger; the method of the class is found again
 
 
-def _unbind(module: nn.Module, kept: set[str]) -> None:
-    """Remove the methods that Liger bound to a module; the class' own show again."""
-    for name in ("forward", "extra_repr", "_get_name"):
-        if name in vars(module) and name not in kept:
-            del vars(module)[name]
-
-
-def _on_gpu(model: Any) -> bool:
-    return unwrap(model).device.type == "cuda"
+def _on_gpu(rotary: RotaryModel) -> bool:
+    return rotary.device.type == "cuda"

@@ -21,7 +21,7 @@ class Launch:
         wraps_layers: FSDP is to checkpoint activations itself.
         cp_size: Processes that share each sequence by context parallelism (torch).
         sp_size: Those that share it by Ulysses (DeepSpeed).
-        sp_attention: Attention that Ulysses is to run; empty if it is not told.
+        sp_attention: Attention that Ulysses is to run; empty if nothing says it.
         tp_size: Those that share each matrix.
     """
 

@@ -16,7 +16,7 @@ from hf_posenc.training.config import FinetuneConfig
 
 
 def add_lora(model: PreTrainedModel, settings: FinetuneConfig) -> Any:
-    """Wrap a model by PEFT so that linear layers get adapters, and its embedding and norms are trained if asked for.
+    """Give linear layers adapters by PEFT, and train the embedding and norms if the settings say so.
 
     A head that is tied to the embedding stays tied: it uses the trained embedding, and merging keeps it so.
 
@@ -50,7 +50,7 @@ def add_lora(model: PreTrainedModel, settings: FinetuneConfig) -> Any:
 
 
 def check_trainable(model: Any, lora: bool) -> None:
-    """Refuse a model that nothing can be trained of, or that has adapters where new ones are asked for.
+    """Refuse a model that nothing can be trained of, or that has adapters where new ones are to be added.
 
     Args:
         model: What is to be trained, PEFT-wrapped or not.

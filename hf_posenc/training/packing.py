@@ -56,7 +56,7 @@ class PackingSummary:
         num_blocks: Blocks that are trained on, those of later passes counted again.
         num_trained: Tokens of these blocks.
         num_masked: Those of them that are left out of the loss because of what they are: of a prompt, or a user's.
-        num_left_out: Tokens of the documents that are in no block of any pass (``WholeBlocks``).
+        num_left_out: Tokens of the documents that are in no block of any pass (``SingleDocumentBlocks``).
         num_unused: Tokens of the documents that a pass holds and none of these blocks: the budget ends before them.
         num_short: Blocks that are read as windows of the original length.
         num_pieces: Runs of tokens that see each other: documents, cut where a block or a window ends.
@@ -129,8 +129,8 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _leave_out_masked(self) -> None:
         """Keep the blocks with something to learn: a step of others would have no loss."""
-        places = torch.arange(self.num_cut * self.seq_len) % len(self.stream)
-        labelled = (self.counted & ~self.starts_document)[places].view(-1, self.seq_len)[:, 1:]
+        indices = torch.arange(self.num_cut * self.seq_len) % len(self.stream)
+        labelled = (self.counted & ~self.starts_document)[indices].view(-1, self.seq_len)[:, 1:]
         self.kept = labelled.any(1).nonzero().flatten().tolist()
         if not self.kept:
             raise InvalidRequestError(
@@ -155,13 +155,13 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     def block(self, index: int, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a block whose tokens have these positions, int64 ``(seq_len,)``."""
-        places = self.where(index)
-        input_ids = self.stream[places]
-        labels = input_ids.masked_fill((position_ids == 0) | ~self.counted[places], IGNORED)
+        where = self.where(index)
+        input_ids = self.stream[where]
+        labels = input_ids.masked_fill((position_ids == 0) | ~self.counted[where], IGNORED)
         return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
 
     def where(self, index: int) -> torch.Tensor:
-        """Return the places of a block's tokens in the stream, int64 ``(seq_len,)``."""
+        """Return the indices of a block's tokens in the stream, int64 ``(seq_len,)``."""
         start = self.kept[index] * self.seq_len
         return torch.arange(start, start + self.seq_len) % len(self.stream)
 
@@ -206,7 +206,7 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
         return self.packed.block(self.order[index], self.position_ids(index))
 
     def position_ids(self, index: int) -> torch.Tensor:
-        """Return the positions of a block by its place in the order of training, int64 ``(seq_len,)``."""
+        """Return the positions of a block by its index in the order of training, int64 ``(seq_len,)``."""
         return self.packed.positions.of(index, self.packed.pieces(self.order[index]))
 
     def summary(self, group: int | None = None) -> PackingSummary:
@@ -246,10 +246,10 @@ def _farthest(position_ids: torch.Tensor, group: int | None) -> torch.Tensor:
     """Return the distance to the first token that each token of a block sees, int64 like its positions."""
     if group is None or group >= len(position_ids):
         return position_ids  # documents start at 0
-    places = torch.arange(len(position_ids))
-    document = torch.where(position_ids == 0, places, 0).cummax(0).values
+    indices = torch.arange(len(position_ids))
+    document = torch.where(position_ids == 0, indices, 0).cummax(0).values
     on = group - group // 2  # the first of the groups that are shifted is group // 2 tokens long
-    of_group = torch.minimum(places // group * group, (places + on) // group * group - on)
+    of_group = torch.minimum(indices // group * group, (indices + on) // group * group - on)
     return position_ids - position_ids[torch.maximum(document, of_group)]
 
 
@@ -358,3 +358,34 @@ def _warn_about_distances(summary: PackingSummary, original_length: int, group: 
             100 * summary.share_beyond_original,
             original_length,
         )
+
+
+class SingleDocumentBlocks(PackedDataset):
+    """Those blocks of a packed dataset that hold a piece of one document only.
+
+    torch's context parallelism knows no mask but the causal one: accelerate drops the mask that keeps packed documents
+    apart (``_attach_context_parallel_hooks``), and tokens would see other documents.
+
+    Args:
+        packed: The blocks.
+
+    Raises:
+        ValueError: There is no such block.
+    """
+
+    def __init__(self, packed: PackedDataset) -> None:
+        vars(self).update(vars(packed))
+        self.kept = [packed.kept[index] for index in range(len(packed)) if len(packed.pieces(index)) == 1]
+        if not self.kept:
+            raise InvalidRequestError(
+                f"context parallelism cannot keep packed documents apart, and none of the {len(packed)} blocks of "
+                f"{packed.seq_len} tokens holds a piece of one document only. Train on documents of at least twice "
+                "seq_len, lower seq_len, or launch without context parallelism (--accelerate-config fsdp2)."
+            )
+        if len(self.kept) < len(packed):
+            logger.warning(
+                "context parallelism cannot keep packed documents apart: %d of %d blocks, which hold pieces of several "
+                "documents, are left out",
+                len(packed) - len(self.kept),
+                len(packed),
+            )

@@ -23,7 +23,7 @@ from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.documents import Document, bos_token_id, select_documents, to_token_ids
 from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.evaluation.plans import plan_runs
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 
 logger = logging.getLogger(__name__)
 
@@ -89,16 +89,16 @@ class PerplexityCallback(TrainerCallback):
 
     def _check(self, context_lengths: Sequence[int]) -> list[int]:
         """Find now what ``perplexity`` would refuse at the first evaluation, hours later."""
-        told = self.settings
-        windows = {name: told[name] for name in ("stride", "last_k") if name in told}
-        lengths = [run.context_length for run in plan_runs([told["protocol"]], context_lengths, **windows)]
+        settings = self.settings
+        windows = {name: settings[name] for name in ("stride", "last_k") if name in settings}
+        lengths = [run.context_length for run in plan_runs([settings["protocol"]], context_lengths, **windows)]
         select_documents(
             self.documents,
             max(lengths),
-            max_tokens=told.get("max_tokens"),
-            bos_id=bos_token_id(self.trainer.model, self.tokenizer, told.get("bos")),  # type: ignore[arg-type]  # Trainer types it as any module or None
-            cut=told.get("cut", False),
-            max_documents=told.get("max_documents"),
+            max_tokens=settings.get("max_tokens"),
+            bos_id=bos_token_id(self.trainer.model, self.tokenizer, settings.get("bos")),  # type: ignore[arg-type]  # Trainer types it as any module or None
+            cut=settings.get("cut", False),
+            max_documents=settings.get("max_documents"),
         )
         return lengths
 
@@ -138,7 +138,7 @@ class PerplexityCallback(TrainerCallback):
 
     def _measure(self, state: TrainerState) -> list[Record]:
         model: Any = self.trainer.model
-        device, sharded = unwrap(model).device, self._all_hold_the_same(model)
+        device, sharded = RotaryModel(model).device, self._all_hold_the_same(model)
         random = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with random, self.trainer.accelerator.autocast():
             records = perplexity(

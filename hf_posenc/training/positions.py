@@ -1,4 +1,4 @@
-"""Where the tokens of a training block stand: one after the other, skipped apart (PoSE), or in short windows."""
+"""The positions of the tokens of a training block: one after the other, skipped apart (PoSE), or in short windows."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PositionSchedule:
     running on, its v = 0, makes little difference. Measured on the tiny model, 160k tokens of yarn x4, one
     seed: perplexity 38.1 at the target running on, 38.5 drawn apart, 38.3 with v = u, 37.7 with full blocks.
 
-    In each document they start at 0 and rise; that is how documents are told apart. What is drawn belongs to the seed
-    and to the block's place in the order of training, so that it is new in every pass, and the same in any number of
+    In each document they start at 0 and rise; which separates the documents. What is drawn belongs to the seed
+    and to the block's index in the order of training, so that it is new in every pass, and the same in any number of
     processes and in a resumed run.
 
     Attributes:
@@ -66,14 +66,14 @@ class PositionSchedule:
             )
 
     def is_short(self, index: int) -> bool:
-        """Return whether a block, by its place in the order of training, is read as short windows; evenly spread."""
+        """Return whether a block, by its index in the order of training, is read as short windows; evenly spread."""
         return int((index + 1) * self.short_share) > int(index * self.short_share)
 
     def of(self, index: int, lengths: Sequence[int]) -> torch.Tensor:
         """Return the positions of a block.
 
         Args:
-            index: Its place in the order of training.
+            index: In the order of training.
             lengths: Of the documents, or parts of documents, in it.
 
         Returns:
@@ -99,7 +99,7 @@ def pose_positions(length: int, target: int, chunks: int, generator: torch.Gener
 
     A chunk's skipping bias lies between that of the chunk before and ``target - length``, all alike likely, as in the
     paper. Of two chunks the first is at most half as long as both, as in the authors' code (``train_pose.py``): more
-    tokens stand behind the skip than before it. Of N, the last has at least an Nth.
+    tokens come after the skip than before it. Of N, the last has at least an Nth.
 
     Args:
         length: Tokens of the document's part, at most ``target``.
@@ -176,7 +176,7 @@ def make_position_schedule(
     if kind != FULL and window is not None and window < target:
         raise InvalidRequestError(
             f"position_schedule {kind!r} skips positions, and every layer has a sliding window of {window} tokens: "
-            "what stands before a longer skip would never be seen. Take position_schedule 'full', or sliding_window "
+            "what comes before a longer skip would never be seen. Take position_schedule 'full', or sliding_window "
             "'off'."
         )
     schedule = PositionSchedule(kind, original, target, config.pose_chunks, config.short_share, config.seed)
@@ -197,12 +197,12 @@ def make_position_schedule(
 
 
 def block_length(config: FinetuneConfig, schedule: PositionSchedule) -> int:
-    """Return the tokens of a block: as asked, or the target length, or with skipped positions the original one."""
+    """Return the tokens of a block: ``seq_len``, or the target length, or with skipped positions the original one."""
     return config.seq_len or (schedule.target_length if schedule.kind == FULL else schedule.original_length)
 
 
 @contextmanager
-def documents_start_at_zero(config: PreTrainedConfig) -> Iterator[None]:
+def documents_start_at_zero(config: PreTrainedConfig, *, one_document: bool = False) -> Iterator[None]:
     """While open, Transformers' masks take a new document to begin where positions fall, not where they skip.
 
     Its masks begin one at every position that is not the last plus one, and would keep PoSE's chunks apart. All else is
@@ -211,11 +211,14 @@ def documents_start_at_zero(config: PreTrainedConfig) -> Iterator[None]:
 
     Args:
         config: The model's text config.
+        one_document: Take each row for one document without looking at its positions, as where they have no values (on
+            the meta device, and while operations are traced).
     """
     from transformers import masking_utils  # brings torch's compiler, which `finetune --help` would wait for
 
     theirs = masking_utils.find_packed_sequence_indices
-    masking_utils.find_packed_sequence_indices = partial(find_documents, skips_matter=has_windows(config))
+    find = partial(find_documents, skips_matter=has_windows(config))
+    masking_utils.find_packed_sequence_indices = (lambda position_ids: None) if one_document else find
     try:
         yield
     finally:
@@ -242,7 +245,7 @@ _TAKES_ONE_MASK, _TAKES_A_MASK_PER_KIND = ("falcon",), ("gpt_oss",)
 
 
 def finished_masks(config: PreTrainedConfig, embedded: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
-    """Return what to pass as ``attention_mask``, with documents told apart; None where the decoder does that itself.
+    """Return what to pass as ``attention_mask``, that keeps documents apart; None where the decoder does that itself.
 
     Transformers' own masks, for the attention implementation in use.
 
@@ -253,19 +256,19 @@ def finished_masks(config: PreTrainedConfig, embedded: torch.Tensor, position_id
     """
     from transformers import masking_utils
 
-    told: dict[str, Any] = {"config": config, "inputs_embeds": embedded, "position_ids": position_ids}
-    told |= {"attention_mask": None, "past_key_values": None}
+    given: dict[str, Any] = {"config": config, "inputs_embeds": embedded, "position_ids": position_ids}
+    given |= {"attention_mask": None, "past_key_values": None}
     if "cache_position" in inspect.signature(masking_utils.create_causal_mask).parameters:  # Transformers 5.0
         order = torch.arange(embedded.shape[1], device=embedded.device)
-        told |= {"input_embeds": told.pop("inputs_embeds"), "cache_position": order}
+        given |= {"input_embeds": given.pop("inputs_embeds"), "cache_position": order}
     if position_ids is None or getattr(config, "alibi", False):  # alibi makes its bias of the mask
         return None
     if config.model_type in _TAKES_ONE_MASK:
-        return masking_utils.create_causal_mask(**told)
+        return masking_utils.create_causal_mask(**given)
     if config.model_type in _TAKES_A_MASK_PER_KIND:
         return {
-            "full_attention": masking_utils.create_causal_mask(**told),
-            "sliding_attention": masking_utils.create_sliding_window_causal_mask(**told),
+            "full_attention": masking_utils.create_causal_mask(**given),
+            "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
         }
     return None
 

@@ -1,17 +1,25 @@
-"""Published ways to fine-tune for longer contexts, as one table: the settings each paper gives, and what it leaves.
-
-A value is here only if the paper, or its authors' code, says it. Where they say nothing, hf_posenc's default stands.
-"""
+"""Published ways to fine-tune for longer contexts, as one table: the settings each paper gives, and what it leaves."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_posenc.errors import UnknownNameError
+from hf_posenc.errors import InvalidRequestError, UnknownNameError
+from hf_posenc.methods.registry import DEFAULT_METHOD, get_method
+from hf_posenc.utils.units import ContextLength, length_name
+
+if TYPE_CHECKING:  # they bring PyTorch, which `hf-posenc recipes` does without
+    from hf_posenc.families.rotary_model import RotaryModel
+    from hf_posenc.training.config import FinetuneConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -25,7 +33,8 @@ class Recipe:
         values: Fields of ``FinetuneConfig`` with the paper's values.
         left: What of the paper is left to the user, or is not as published.
         loading: How the command line loads the model for it: fields of ``FinetuneModelArguments``.
-        by_model: What is chosen when the model and the target are known (see ``fitting.fit_recipe``), in words.
+        by_model: What ``fit`` chooses, in words.
+        fit: Returns a run with what is chosen by the model, its original length and the target length; None: nothing.
     """
 
     name: str
@@ -35,10 +44,94 @@ class Recipe:
     left: str
     loading: Mapping[str, Any] = field(default_factory=dict)
     by_model: str = ""
+    fit: Callable[[RotaryModel, FinetuneConfig, int, int], FinetuneConfig] | None = None
 
     def __post_init__(self) -> None:
         for name in ("values", "loading"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+
+# YaRN trained 16 times the original length in one stage (section 4.1); LongRoPE grew in steps beyond (section 3.3).
+ONE_STAGE_FACTOR = 16
+
+
+class Base(NamedTuple):
+    """A base that a model was trained with to read ``length`` tokens, coming from ``before``."""
+
+    length: int
+    before: float
+    rope_theta: float
+    source: str
+
+
+# EasyContext: train_scripts/EasyContext-1M-Llama-2-7B.sh, the last base of each length.
+BASES = (
+    Base(32768, 1e4, 5e5, "Llama 2 Long, arXiv:2309.16039, section 2.1"),
+    Base(32768, 1e4, 1e6, "EasyContext"),
+    Base(65536, 5e5, 8e6, "ProLong, arXiv:2410.02660"),
+    Base(65536, 1e4, 5e6, "EasyContext"),
+    Base(256000, 1e4, 5e7, "EasyContext"),
+    Base(512000, 1e4, 2.5e8, "EasyContext"),
+    Base(524288, 5e5, 1.28e8, "ProLong, arXiv:2410.02660"),
+    Base(1000000, 1e4, 1e9, "EasyContext, not trained further"),
+)
+
+
+def choose_base(target: int, rope_theta: float) -> Base:
+    """Return the published base for a target length: of the nearest length that is no shorter.
+
+    Of several for one length, that of the model whose own base was nearest.
+
+    Args:
+        target: In tokens.
+        rope_theta: The base the model was trained with; the new one has to be larger.
+
+    Raises:
+        ValueError: None was published for so long a target, or none larger.
+    """
+    fit = [base for base in BASES if base.length >= target and base.rope_theta > rope_theta]
+    if not fit:
+        raise InvalidRequestError(
+            f"no base was published for {target} tokens and a model of base {rope_theta:g} (the longest: "
+            f"{BASES[-1].length} tokens, {BASES[-1].rope_theta:g}). Give it: --option rope_theta=..."
+        )
+    return min(fit, key=lambda base: (base.length, abs(math.log(base.before / rope_theta))))
+
+
+def _with_base(rotary: RotaryModel, config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
+    from hf_posenc.patching.api import extension_of
+    from hf_posenc.patching.extension import plain_spec
+
+    extension, is_fixed = extension_of(rotary.model), "rope_theta" in config.options or config.method != "abf"
+    if is_fixed or (extension is not None and config.on_scaled == "refuse"):
+        return config
+    spec = plain_spec(rotary.text_config) if extension is None else extension.spec
+    base = choose_base(target, spec.rope_theta)
+    found = (base.rope_theta, target, length_name(base.length), base.source)
+    logger.info("abf: rope_theta %g for %d tokens, published for %s (%s)", *found)
+    return dataclasses.replace(config, options={**config.options, "rope_theta": base.rope_theta})
+
+
+def _in_stages(rotary: RotaryModel, config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
+    """Double up to the target, from half of it, or from the longest such length that YaRN reached in one stage."""
+    if config.stages:
+        return config
+    lengths = [target // 2, target]
+    while lengths[0] > ONE_STAGE_FACTOR * original:
+        lengths.insert(0, lengths[0] // 2)
+    if lengths[0] <= original:
+        logger.info("progressive: one stage, as half of %d tokens is not beyond the original %d", target, original)
+        return config
+    later = config.token_budget // 3 // (len(lengths) - 1)
+    first = config.token_budget - later * (len(lengths) - 1)
+    stages = [f"{lengths[0]}:{first}", *(f"{length}:{later}" for length in lengths[1:])]
+    changes: dict[str, Any] = {"stages": stages, "factor": None, "context_length": None}
+    logger.info("progressive: stages %s", " ".join(stages))
+    return dataclasses.replace(config, **changes)
+
+
+def _in_original_blocks(rotary: RotaryModel, config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
+    return config if config.seq_len is not None else dataclasses.replace(config, seq_len=ContextLength(original))
 
 
 _YARN = "Peng et al. 2023, arXiv:2309.00071, section 4.1"
@@ -156,6 +249,7 @@ _ALL = (
         left="5000 steps of 4M tokens, warm-up over a tenth of the steps, decay to a tenth of the rate (here to 0). "
         "--option rope_theta=... takes another base.",
         by_model="rope_theta: that of the nearest published target length that is no shorter (`BASES`)",
+        fit=_with_base,
     ),
     Recipe(
         name="longrope2-mixed",
@@ -175,6 +269,7 @@ _ALL = (
         f"{_64_BLOCKS}. --stages takes others.",
         by_model="stages: half the target on two thirds of --token-budget, then the target on the rest; beyond 32 "
         "times the original length more of them, each twice the one before, the first at most 16 times the original",
+        fit=_in_stages,
     ),
     Recipe(
         name="drope",
@@ -183,6 +278,7 @@ _ALL = (
         values={"method": "nope", "learning_rate": 3e-4, "warmup_steps": 100},
         left="15k steps, 30 B tokens: far more than the other recipes. Schedule and weight decay are ours.",
         by_model="seq_len: the original length",
+        fit=_in_original_blocks,
     ),
 )
 
@@ -201,18 +297,49 @@ def get_recipe(name: str) -> Recipe:
     return RECIPES[key]
 
 
-def recipe_values(name: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a recipe that hold beside what was told.
+def recipe_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a recipe together with those that were given.
 
     Args:
         name: The recipe.
-        told: What wins over it. Another method than the recipe's, or a preset, brings its own options.
+        given: What wins over it. Another method than the recipe's, or a preset, brings its own options.
     """
     recipe = get_recipe(name)
-    values: dict[str, Any] = {"recipe": recipe.name, **copy.deepcopy(dict(recipe.values))}
-    if told.get("preset") is not None:
+    values: dict[str, Any] = copy.deepcopy(dict(recipe.values))
+    if given.get("preset") is not None:
         values.pop("method", None)
         values.pop("options", None)
-    elif told.get("method") not in (None, values.get("method")):
+    elif given.get("method") not in (None, values.get("method")):
         values.pop("options", None)
-    return {**values, **told, "recipe": recipe.name}
+    return {**values, **given, "recipe": recipe.name}
+
+
+def fit_recipe(rotary: RotaryModel, config: FinetuneConfig) -> FinetuneConfig:
+    """Return a run with what its recipe chooses by the model and the target; what was given stays.
+
+    Args:
+        rotary: The model, not extended by this run yet.
+        config: The run.
+
+    Raises:
+        ValueError: No published base suits (``abf``).
+    """
+    from hf_posenc.patching.api import describe
+
+    fit = None if config.recipe is None else get_recipe(config.recipe).fit
+    if fit is None or config.preset is not None:
+        return config
+    description = describe(rotary.model)
+    original = config.original_max_position_embeddings or description["original_max_position_embeddings"]
+    if original is None:  # the model does not say it, which extending it refuses
+        return config
+    if description["method"] != "none" and config.on_scaled == "refuse":
+        target = description["context_length"]
+    elif config.stages:
+        target = config.target_stages()[-1].length
+    elif config.context_length:
+        target = config.context_length
+    else:
+        method = get_method(config.method or DEFAULT_METHOD)
+        target = round((method.default_factor if config.factor is None else config.factor) * original)
+    return fit(rotary, config, int(original), int(target))

@@ -1,19 +1,25 @@
-"""Single settings of a run: which numbers, switches and words each may be."""
+"""The settings of a run, checked: what each may be, and which do not go together."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError, argument
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, UnknownNameError, argument
+from hf_posenc.methods.registry import make_method, method_names
 from hf_posenc.spec import check_number
+from hf_posenc.training.launch import Launch
+from hf_posenc.training.run_folder import last_checkpoint
 
 if TYPE_CHECKING:
     from hf_posenc.training.config import FinetuneConfig
@@ -25,29 +31,15 @@ _WHOLE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "l
 _WHOLE |= {"save_steps": 1, "logging_steps": 1, "logits_chunk": 1, "pose_chunks": 2, "eval_documents": 0, "seed": 0}
 _NUMBERS = ("weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2")
 _SHARES = ("short_share", "group_share")
-_SWITCHES = (
-    "lora",
-    "lora_embeddings",
-    "shifted_sparse_attention",
-    "gradient_checkpointing",
-    "check_first_loss",
-    "assistant_only_loss",
-)
-_SWITCHES_OR_NONE = ("bf16", "completion_only_loss")
 # Where the package that is imported is not called as the tracker is; any one of them will do.
 _IMPORTED = {
     "azure_ml": ("azureml",),
     "flyte": ("flytekit",),
     "tensorboard": ("tensorboard", "tensorboardX"),
-    "kubeflow": (),  # no package: it is told where to report by the cluster
+    "kubeflow": (),  # no package: the cluster says where to report
 }
 # Where `pip install` wants another name.
 _INSTALLED = {"azure_ml": "azureml-core", "comet_ml": "comet-ml", "flyte": "flytekit"}
-_CHOICES = {
-    "on_scaled": ("refuse", "replace"),
-    "position_schedule": ("full", "pose", "random"),
-    "lora_targets": ("attention", "all-linear"),
-}
 # Options of TrainingArguments whose values are those of an enumeration.
 _ENUMS: dict[str, type[Enum]] = {
     "lr_scheduler_type": SchedulerType,
@@ -97,8 +89,10 @@ def check_count(name: str, value: Any, kind: type[int]) -> int:
     """
     try:
         number = kind(value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{argument(name)}: {error}") from None
+    except TypeError as error:
+        raise InvalidTypeError(f"{argument(name)}: {error}") from None
+    except (ValueError, OverflowError) as error:
+        raise InvalidRequestError(f"{argument(name)}: {error}") from None
     if number != value and not isinstance(value, str):
         raise InvalidRequestError(f"{argument(name)} must be a whole number of tokens, got {value!r}.")
     if number < 1:
@@ -158,12 +152,6 @@ def check_trainer_options(config: FinetuneConfig) -> dict[str, Any]:
     return found
 
 
-def whole_numbers(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return as whole numbers what TrainingArguments holds as floats, where it is whole."""
-    floats = {name: settings[name] for name in (*_WHOLE, "warmup_steps") if isinstance(settings[name], float)}
-    return {name: int(value) for name, value in floats.items() if value.is_integer()}
-
-
 def check_numbers(settings: Mapping[str, Any]) -> dict[str, float]:
     """Check the numbers of a run.
 
@@ -171,13 +159,15 @@ def check_numbers(settings: Mapping[str, Any]) -> dict[str, float]:
         settings: All settings by name.
 
     Returns:
-        Those that are not whole numbers by nature, as floats.
+        What to put in their places: whole numbers where TrainingArguments holds floats, and floats elsewhere.
 
     Raises:
         TypeError, ValueError: One is no number, or out of its range.
     """
+    floats = {name: settings[name] for name in (*_WHOLE, "warmup_steps") if isinstance(settings[name], float)}
+    numbers: dict[str, float] = {name: int(value) for name, value in floats.items() if value.is_integer()}
     for name, least in _WHOLE.items():
-        value = settings[name]
+        value = numbers.get(name, settings[name])
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InvalidRequestError(f"{argument(name)} must be a whole number >= {least}, got {value!r}.")
     warmup = check_number(argument("warmup_steps"), settings["warmup_steps"], at_least=0)
@@ -190,36 +180,34 @@ def check_numbers(settings: Mapping[str, Any]) -> dict[str, float]:
         raise InvalidRequestError(
             f"{argument('save_total_limit')} must be a whole number >= 1, or None to keep all, got {limit!r}."
         )
-    numbers = {name: check_number(argument(name), settings[name], at_least=0) for name in (*_NUMBERS, *_SHARES)}
+    numbers |= {name: check_number(argument(name), settings[name], at_least=0) for name in (*_NUMBERS, *_SHARES)}
     for name in _SHARES:
         if numbers[name] > 1 or (name == "group_share" and numbers[name] == 0):
             raise InvalidRequestError(f"{argument(name)} must be a share between 0 and 1, got {numbers[name]}.")
-    numbers["length_upsampling"] = check_number(
-        argument("length_upsampling"), settings["length_upsampling"], at_least=1
-    )
+    upsampling = settings["length_upsampling"]
+    numbers["length_upsampling"] = check_number(argument("length_upsampling"), upsampling, at_least=1)
     for name in ("adam_beta1", "adam_beta2"):
         if not numbers[name] < 1:
             raise InvalidRequestError(f"{argument(name)} must be in [0, 1), got {numbers[name]!r}.")
-    try:
-        numbers["learning_rate"] = check_number(argument("learning_rate"), settings["learning_rate"], above=0)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{error} YaRN and PI use 2e-5.") from None
+    rate, hint = settings["learning_rate"], "YaRN and PI use 2e-5."
+    numbers["learning_rate"] = check_number(argument("learning_rate"), rate, above=0, hint=hint)
     return numbers
 
 
-def check_words(settings: Mapping[str, Any]) -> None:
-    """Check the switches of a run, and the words that stand for one of several ways.
+def check_words(config: FinetuneConfig) -> None:
+    """Check the fields of ours that are True or False, and those that are one of several words.
 
     Raises:
-        TypeError: A switch that is not True or False.
+        TypeError: A field that is not True or False.
         ValueError: An unknown word.
     """
-    for name in (*_SWITCHES, *(name for name in _SWITCHES_OR_NONE if settings[name] is not None)):
-        if not isinstance(settings[name], bool):
-            raise InvalidTypeError(f"{argument(name)} must be True or False, got {settings[name]!r}.")
-    for name, known in _CHOICES.items():
-        if (word := settings[name]) not in known:
-            raise InvalidRequestError(f"unknown {name} {word!r}. Known: {', '.join(filter(None, known))}.")
+    hints = get_type_hints(type(config))
+    for name in (*type(config).__annotations__, "on_scaled"):
+        value, hint = getattr(config, name), hints[name]
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            raise UnknownNameError(name, value, get_args(hint))
+        if hint in (bool, bool | None) and not isinstance(value, (bool, *get_args(hint)[1:])):
+            raise InvalidTypeError(f"{argument(name)} must be True or False, got {value!r}.")
 
 
 def check_trackers(report_to: str | list[str] | None) -> None:
@@ -234,17 +222,241 @@ def check_trackers(report_to: str | list[str] | None) -> None:
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     for name in [report_to] if isinstance(report_to, str) else report_to or ():
-        if name not in ("none", "all"):
-            _check_tracker(name, INTEGRATION_TO_CALLBACK)
+        if name in ("none", "all"):
+            continue
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise UnknownNameError("report_to", name, ("none", "all", *INTEGRATION_TO_CALLBACK))
+        packages = _IMPORTED.get(name, (name,))
+        if packages and not any(find_spec(package) for package in packages):
+            raise InvalidRequestError(
+                f"{argument('report_to')} {name!r} needs a package that is not installed: pip install "
+                f"{_INSTALLED.get(name, name)}"
+            )
 
 
-def _check_tracker(name: str, trackers: Collection[str]) -> None:
-    if name not in trackers:
-        known = ", ".join(("none", "all", *trackers))
-        raise InvalidRequestError(f"unknown report_to {name!r}. Known: {known}.")
-    packages = _IMPORTED.get(name, (name,))
-    if packages and not any(find_spec(package) for package in packages):
-        raise InvalidRequestError(
-            f"{argument('report_to')} {name!r} needs a package that is not installed: pip install "
-            f"{_INSTALLED.get(name, name)}"
+_FLASH = ("flash_attention_2", "flash_attention_3")
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The settings of a run, and what it runs on: what conflicts are looked for in.
+
+    Attributes:
+        config: The run.
+        launch: How its processes were started.
+        attention: ``attn_implementation``; None if that is left to Transformers, which takes SDPA.
+        quantised: The model's weights are; None if that is not known yet.
+        seq_len: Tokens of a block; None if that is not known before the model's config is read.
+        runs_in_attention: The model's rule is in its attention, whatever ``config`` names.
+    """
+
+    config: FinetuneConfig
+    launch: Launch
+    attention: str | None = None
+    quantised: bool | None = None
+    seq_len: int | None = None
+    runs_in_attention: bool = False
+
+    @property
+    def changes_attention(self) -> bool:
+        """Whether the method changes the attention itself, as ``dynamic`` and ``self_extend`` do."""
+        method = self.config.method
+        return self.runs_in_attention or (method is not None and make_method(method, 2.0, {}).runs_in_attention)
+
+    @property
+    def inner_attention(self) -> str:
+        """The implementation that computes the attention, whatever hf_posenc put around it."""
+        from hf_posenc.attention.masks import inner_name  # brings torch's compiler, which --help would wait for
+
+        return inner_name(self.attention or "sdpa")
+
+    @cached_property  # several conflicts look at it, and finding it reads every file of a checkpoint
+    def checkpoint(self) -> Path | None:
+        """The checkpoint that the run resumes from; None if it begins."""
+        if not self.config.resumes:
+            return None
+        named = self.config.named_checkpoint
+        return named or last_checkpoint(Path(str(self.config.output_dir)), contents=False)[0]
+
+    def checkpoint_has(self, pattern: str) -> bool:
+        """Return whether the run resumes from a checkpoint with such a file or folder."""
+        return self.checkpoint is not None and any(self.checkpoint.glob(pattern))
+
+
+class Conflict(NamedTuple):
+    """Settings that do not go together: a limit of PyTorch, accelerate, DeepSpeed or this package.
+
+    Found late it costs a loaded model, and some would never be found: the run would train on wrong positions or masks.
+
+    Attributes:
+        name: Short, for the tests.
+        holds: Whether a run has it.
+        message: What does not go together and what to do; formatted with ``config``, ``launch``, ``attention``,
+            ``seq_len`` and ``method``.
+    """
+
+    name: str
+    holds: Callable[[Combination], bool]
+    message: str
+
+
+_FSDP_SHARDS, _DEEPSPEED_FILES = "pytorch_model_fsdp_*", "global_step*"  # in a checkpoint
+CONFLICTS = (
+    Conflict(
+        "fsdp1",
+        lambda s: s.launch.fsdp == 1,
+        "FSDP version 1 casts buffers under mixed precision, so it rounds the rotary frequencies. Use FSDP2: "
+        "--accelerate-config fsdp2 (fsdp_version: 2).",
+    ),
+    Conflict(
+        "fsdp and its own activation checkpointing",
+        lambda s: s.launch.fsdp > 0 and s.launch.wraps_layers,
+        "fsdp_activation_checkpointing wraps the layers, whose names then fit no checkpoint. Set it to false and pass "
+        "gradient_checkpointing=True (--gradient-checkpointing).",
+    ),
+    Conflict(
+        "tensor parallelism",
+        lambda s: s.launch.tp_size > 1,
+        "tensor parallelism (parallelism_config_tp_size {launch.tp_size}) is not supported: the loss in chunks needs "
+        "the whole head. Share out the weights by --accelerate-config fsdp2.",
+    ),
+    Conflict(
+        "groups and processes",
+        lambda s: s.launch.processes % (s.launch.cp_size * s.launch.sp_size) != 0,
+        "{launch.processes} processes cannot form groups of {launch.cp_size} x {launch.sp_size} (cp_size x sp_size). "
+        "Start a multiple of that (--num-processes).",
+    ),
+    Conflict(
+        "cp and sp",
+        lambda s: s.launch.cp_size > 1 and s.launch.sp_size > 1,
+        "context parallelism (cp_size {launch.cp_size}) and Ulysses (sp_size {launch.sp_size}) both cut sequences. "
+        "Set one of the sizes to 1.",
+    ),
+    Conflict(
+        "cp without fsdp2",
+        lambda s: s.launch.cp_size > 1 and s.launch.fsdp != 2,
+        "context parallelism (cp_size {launch.cp_size}) needs FSDP2: --accelerate-config context_parallel_2gpu, or "
+        "fsdp_version: 2 in a file of your own.",
+    ),
+    Conflict(
+        "cp and attention",
+        lambda s: s.launch.cp_size > 1 and s.attention not in (None, "sdpa"),
+        "context parallelism passes keys around in SDPA only, and attn_implementation is {attention!r}. Leave it out, "
+        "or give sdpa.",
+    ),
+    Conflict(
+        "cp and seq_len",
+        lambda s: s.launch.cp_size > 1 and s.seq_len is not None and s.seq_len % (2 * s.launch.cp_size) != 0,
+        "context parallelism cuts a block into 2 x cp_size = 2 x {launch.cp_size} chunks, and seq_len {seq_len} is "
+        "not divisible by that. Choose another seq_len (--seq-len).",
+    ),
+    Conflict(
+        "sp without deepspeed",
+        lambda s: s.launch.sp_size > 1 and s.launch.zero is None,
+        "Ulysses (sp_size {launch.sp_size}) needs DeepSpeed: --accelerate-config alst_ulysses_4gpu, or "
+        "distributed_type: DEEPSPEED in a file of your own.",
+    ),
+    Conflict(
+        "sp and attention",
+        lambda s: s.launch.sp_size > 1 and (s.attention or s.launch.sp_attention) not in _FLASH,
+        "Ulysses keeps packed documents apart with FlashAttention only (SDPA takes a block for one text): give "
+        "attn_implementation flash_attention_2, and parallelism_config_sp_attn_implementation the same.",
+    ),
+    Conflict(
+        "sp and seq_len",
+        lambda s: s.launch.sp_size > 1 and s.seq_len is not None and s.seq_len % s.launch.sp_size != 0,
+        "Ulysses cuts a block into sp_size = {launch.sp_size} parts, and seq_len {seq_len} is not divisible by that. "
+        "Choose another seq_len (--seq-len).",
+    ),
+    Conflict(
+        "cp and short windows",
+        lambda s: s.launch.cp_size > 1 and s.config.short_share > 0,
+        "context parallelism knows no mask but the causal one, and short_share {config.short_share} reads blocks as "
+        "several windows, which would see each other. Leave it out, or launch with --accelerate-config fsdp2.",
+    ),
+    Conflict(
+        "shared sequences and a method in the attention",
+        lambda s: s.launch.shares_sequences and s.changes_attention,
+        "{method} changes the attention itself, which then sees one process' part of a sequence only. Train it "
+        "without context or sequence parallelism: --accelerate-config fsdp2.",
+    ),
+    Conflict(
+        "shifted attention and shared sequences",
+        lambda s: s.launch.shares_sequences and s.config.shifted_sparse_attention,
+        "shifted_sparse_attention groups the tokens of a whole block, and context or sequence parallelism shows each "
+        "process a part of it. Use one of the two.",
+    ),
+    Conflict(
+        "shifted attention and flash",
+        lambda s: s.config.shifted_sparse_attention and s.inner_attention not in ("sdpa", "eager"),
+        "shifted_sparse_attention computes its groups with SDPA, and attn_implementation is {attention!r}. Leave it "
+        "out, or give sdpa.",
+    ),
+    Conflict(
+        "lora and the parameters of an encoding",
+        lambda s: s.config.lora and s.config.method in method_names("has_parameters"),
+        "{config.method} has parameters, which an adapter does not hold: PEFT saves its own alone. Train without LoRA.",
+    ),
+    Conflict(
+        "quantised and shared out",
+        lambda s: bool(s.quantised) and (s.launch.fsdp > 0 or s.launch.zero == 3),
+        "quantised weights cannot be shared out by FSDP2 or ZeRO-3 and put together again. Launch with "
+        "--accelerate-config multi_gpu, which keeps the small model whole on each GPU.",
+    ),
+    Conflict(
+        "8-bit states shared out",
+        lambda s: is_of_bitsandbytes(str(s.config.optim)) and (s.launch.fsdp > 0 or s.launch.zero is not None),
+        "optim {config.optim} keeps its states in blocks of whole weights, which FSDP2 and DeepSpeed share out. Launch "
+        "with --accelerate-config multi_gpu, or leave optim out.",
+    ),
+    Conflict(
+        "a sharded checkpoint elsewhere",
+        lambda s: s.checkpoint_has(_FSDP_SHARDS) and (s.launch.fsdp != 2 or "SHARDED" not in s.launch.state_dict),
+        "the checkpoint in {config.output_dir} is FSDP2's SHARDED_STATE_DICT, which only the same kind of launch "
+        "reads. Resume with it (fsdp_state_dict_type: SHARDED_STATE_DICT), or begin in another output_dir.",
+    ),
+    Conflict(
+        "a deepspeed checkpoint elsewhere",
+        lambda s: s.checkpoint_has(_DEEPSPEED_FILES) and s.launch.zero is None,
+        "the checkpoint in {config.output_dir} is DeepSpeed's, which no other launch reads. Resume with the "
+        "configuration it was begun with, or begin in another output_dir.",
+    ),
+    Conflict(
+        "another checkpoint under deepspeed",
+        lambda s: s.launch.zero is not None and s.checkpoint is not None and not s.checkpoint_has(_DEEPSPEED_FILES),
+        "the checkpoint in {config.output_dir} was not written by DeepSpeed, which reads its own only. Resume without "
+        "DeepSpeed, or begin in another output_dir.",
+    ),
+)
+
+
+def check_combination(
+    config: FinetuneConfig,
+    launch: Launch | None = None,
+    *,
+    attention: str | None = None,
+    quantised: bool | None = None,
+    seq_len: int | None = None,
+    runs_in_attention: bool = False,
+) -> None:
+    """Refuse a run whose settings do not go together, before any weights are loaded.
+
+    Args:
+        config: The run.
+        launch: How its processes were started; None reads the environment.
+        attention, quantised, runs_in_attention: As in ``Combination``.
+        seq_len: Tokens of a block, once they are known; None takes those of ``config``.
+
+    Raises:
+        ValueError: The message of the first conflict.
+        ImportError: The optimizer is of a package that is not installed.
+    """
+    if is_of_bitsandbytes(str(config.optim)) and find_spec("bitsandbytes") is None:
+        raise MissingPackageError(
+            f"--optim {config.optim} needs a package that is not installed: pip install bitsandbytes"
         )
+    known = seq_len or config.seq_len or config.context_length
+    run = Combination(config, launch or Launch.from_environment(), attention, quantised, known, runs_in_attention)
+    for conflict in CONFLICTS:
+        if conflict.holds(run):
+            raise InvalidRequestError(conflict.message.format(method=config.method or "the model's rule", **vars(run)))

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
-from hf_posenc.families.discovery import unwrap
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.examples import ExampleTokenizer
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.measure import default_lengths, hold_out, num_held_out
-from hf_posenc.training.packing import MaskedTokens, PackedDataset, Tokens, check_ids, ids_of
+from hf_posenc.training.packing import MaskedTokens, PackedDataset, SingleDocumentBlocks, Tokens, check_ids, ids_of
 from hf_posenc.training.positions import PositionSchedule, block_length
-from hf_posenc.training.shared_sequences import WholeBlocks
 
 logger = logging.getLogger(__name__)
+
+_HELD_OUT = 20  # one part in so many
 
 # Texts, token ids, or rows of a dataset. What is no sequence is a stream: read until the token budget is filled.
 Documents = Iterable[str] | Iterable[Tokens] | Iterable[Mapping[str, Any]] | Iterable[str | dict[str, Any]]
@@ -42,7 +42,7 @@ class Texts:
 
 
 def prepare_texts(
-    model: PreTrainedModel,
+    rotary: RotaryModel,
     tokenizer: PreTrainedTokenizerBase,
     documents: Documents,
     eval_documents: Documents | None,
@@ -52,7 +52,7 @@ def prepare_texts(
     """Tokenize, check, hold out and pack.
 
     Args:
-        model: For its vocabulary.
+        rotary: The model, for its vocabulary.
         tokenizer: Its EOS ends each document.
         documents, eval_documents: As for ``finetune``.
         config: The run.
@@ -63,7 +63,7 @@ def prepare_texts(
     """
     original, target = positions.original_length, positions.target_length
     lengths = sorted(set(config.eval_lengths or default_lengths(original, target)))
-    vocab_size = unwrap(model).config.get_text_config().vocab_size
+    vocab_size = rotary.text_config.vocab_size
     eos = _eos(tokenizer, vocab_size)
     train, held_out = _split(tokenizer, documents, eval_documents, max(lengths), original, config)
     check_ids([ids_of(document) for document in train], vocab_size)
@@ -78,8 +78,36 @@ def prepare_texts(
         positions=positions,
     )
     if Launch.from_environment().cp_size > 1:
-        packed = WholeBlocks(packed)
+        packed = SingleDocumentBlocks(packed)
     return Texts(packed, held_out, lengths)
+
+
+def num_held_out(num_documents: int) -> int:
+    """Return how many of several documents are held out: the last twentieth, one at least."""
+    return max(1, round(num_documents / _HELD_OUT))
+
+
+def hold_out(documents: Sequence[Tokens], longest: int) -> tuple[list[Tokens], list[Tokens]]:
+    """Split documents into those to train on and the last twentieth, to measure on.
+
+    Of a single document the tail is held out: a twentieth, but at least ``longest`` tokens where that is no more than a
+    quarter. Where it is more, a twentieth has to do, and ``longest`` is not measured.
+
+    Args:
+        documents: Token ids, 1-D.
+        longest: The longest length to be measured, in tokens.
+    """
+    if len(documents) > 1:
+        num_held = num_held_out(len(documents))
+        return list(documents[:-num_held]), list(documents[-num_held:])
+    (only,) = documents
+    tail = max(len(only) // _HELD_OUT, longest if longest <= len(only) // 4 else 0)
+    return [only[: len(only) - tail]], [only[len(only) - tail :]]
+
+
+def default_lengths(original: int, target: int) -> list[int]:
+    """Half the original length, the original, the target."""
+    return sorted({max(2, original // 2), original, target})
 
 
 def upsample(documents: Sequence[Tokens], longer_than: int, times: float, seed: int) -> list[Tokens]:

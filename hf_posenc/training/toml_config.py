@@ -56,11 +56,16 @@ def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
     for key, value in given.items():
         name = key.replace("-", "_")
         if name in found:
-            raise InvalidRequestError(f"{path}: {name} is there twice.")
+            raise InvalidRequestError(f"{path}: {name} is given twice.")
         if name == "options":
-            found[name] = _options(value, path)
+            if not isinstance(value, dict):
+                raise InvalidTypeError(
+                    f"{path}: options must be a table, [options], of the method's options, got {value!r}."
+                )
+            found[name] = {option.replace("-", "_"): one for option, one in value.items()}
         elif name not in fields:
-            raise InvalidRequestError(f"{path}: unknown key {key!r}.{_hint(name, fields)}")
+            rest = f" Options of the method are under [options]. Known: {', '.join(sorted(fields))}."
+            raise InvalidRequestError(f"{path}: unknown key {key!r}.{did_you_mean(name, fields, most=2) or rest}")
         else:
             found[name] = _value(value, hints[name], name, path)
     return found
@@ -104,17 +109,6 @@ def _toml_key(name: str) -> str:
     return name if name.isidentifier() and name.isascii() else _toml(name)
 
 
-def _hint(name: str, fields: set[str]) -> str:
-    rest = f" Options of the method stand under [options]. Known: {', '.join(sorted(fields))}."
-    return did_you_mean(name, fields, most=2) or rest
-
-
-def _options(value: Any, path: str | Path) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidTypeError(f"{path}: options must be a table, [options], of the method's options, got {value!r}.")
-    return {name.replace("-", "_"): one for name, one in value.items()}
-
-
 def _value(value: Any, hint: Any, name: str, path: str | Path) -> Any:
     if name == "sliding_window" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
@@ -124,8 +118,10 @@ def _value(value: Any, hint: Any, name: str, path: str | Path) -> Any:
         return str(value).lower()
     try:
         return _as(hint, value)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{path}: {name} {error}") from None
+    except InvalidTypeError as error:
+        raise InvalidTypeError(f"{path}: {name} {error}") from None
+    except ValueError as error:
+        raise InvalidRequestError(f"{path}: {name} {error}") from None
 
 
 def _as(hint: Any, value: Any) -> Any:
@@ -158,17 +154,17 @@ def _as(hint: Any, value: Any) -> Any:
     raise InvalidTypeError(f"must be {words.get(hint, _TOKENS)}, got {value!r}.")
 
 
-def settings_besides_flags(told: argparse.Namespace, known: Sequence[type]) -> dict[str, Any]:
+def settings_besides_flags(given: argparse.Namespace, known: Sequence[type]) -> dict[str, Any]:
     """Return values for flags that were not given: those of ``--config``, which win over those of ``--recipe``.
 
     Args:
-        told: What the flags say, and nothing else.
+        given: What the flags say, and nothing else.
         known: Dataclasses whose fields a file may set.
 
     Raises:
         FileNotFoundError, ValueError, TypeError: The recipe is unknown, or the file cannot be read.
     """
-    flags = vars(told)
+    flags = vars(given)
     values = read_run(flags["config"], known) if flags.get("config") else {}
     if any(name in flags for name in _TARGET):  # each says how far, so that another one must not say it too
         values = {name: value for name, value in values.items() if name not in _TARGET}

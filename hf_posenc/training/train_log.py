@@ -11,11 +11,10 @@ from typing import Any
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posenc.errors import RunStoppedError
-from hf_posenc.training.writing import how_to_go_on
+from hf_posenc.training.run_folder import how_to_go_on, read_log
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_whole
 
-LOSS_LOG = "train_log.jsonl"
 ADVICE_NOT_FINITE = "Start again in another output_dir with a lower learning_rate, a longer warm-up, or bf16=False. {}"
 
 
@@ -123,17 +122,6 @@ class Console(ProgressCallback):
             super().on_log(args, state, control, logs=logs, **kwargs)  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
 
     def close(self) -> None:
-        """End the line of a bar that an error or Ctrl-C left open, so that the message stands on its own."""
+        """End the line of a bar that an error or Ctrl-C left open, so that the message begins a line."""
         if self.progress is not None:
             self.progress.close()
-
-
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a loss log; one that a kill cut off in the middle is left out."""
-    lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            lines.append(json.loads(text))
-        except ValueError:
-            continue
-    return lines

@@ -1,37 +1,61 @@
-"""Transformers' Trainer as a run needs it: its settings, the order of its data, what its checkpoints say."""
+"""Transformers' Trainer as a run needs it: its settings, the order of its data, and checkpoints that can be resumed."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, ProgressCallback, TrainerCallback, TrainingArguments
+from accelerate.utils import gather_object  # type: ignore[import-untyped]  # accelerate ships no types
+from peft import PeftModel, get_peft_model_state_dict
+from peft.utils import SAFETENSORS_WEIGHTS_NAME as ADAPTER_FILE
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint.extended import write_extension
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, RunStoppedError
 from hf_posenc.evaluation.losses import length_dependent_rope_types
-from hf_posenc.families.discovery import unwrap
-from hf_posenc.training.block_trainer import BlockTrainer
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.first_loss import FirstLossCheck, expected_first_loss, tolerance_of
 from hf_posenc.training.kernels import liger_arguments, training_kernels
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.lora import base_not_looked_up
 from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
-from hf_posenc.training.precision import float32_weights, is_half
-from hf_posenc.training.probe import probe_isolation
-from hf_posenc.training.sharding import make_whole, remember_modules
-from hf_posenc.training.train_log import Console
-from hf_posenc.training.writing import warn_if_too_small
+from hf_posenc.training.run_folder import (
+    PARTIAL,
+    checkpoint_bytes,
+    clear_partial,
+    how_to_go_on,
+    move_into_place,
+    warn_if_too_small,
+    writing,
+)
+from hf_posenc.training.start_checks import (
+    FirstLossCheck,
+    check_positions_arrive,
+    expected_first_loss,
+    probe_isolation,
+    tolerance_of,
+)
+from hf_posenc.training.train_log import ADVICE_NOT_FINITE, Console
+from hf_posenc.training.weights import float32_weights, is_half, load_shards, remember_modules, shard_like, unshard
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import computes_natively, round_to_stored
+from hf_posenc.utils.processes import from_main
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +66,9 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
     if "activation_checkpointing" in values:  # Transformers 5.23 warns of the older name
         for kind in ("", "_kwargs"):
             values[f"activation_checkpointing{kind}"] = values.pop(f"gradient_checkpointing{kind}")
-    device = unwrap(model).device
-    on_cpu = device.type == "cpu"
-    in_bf16 = is_half(model) and computes_natively(torch.bfloat16, device)
+    rotary = RotaryModel(model)
+    on_cpu = rotary.device.type == "cpu"
+    in_bf16 = is_half(model) and computes_natively(torch.bfloat16, rotary.device)
     values |= {
         "max_steps": 1,  # set when the number of devices is known
         "bf16": in_bf16 if config.bf16 is None else config.bf16,
@@ -58,7 +82,7 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
         "hub_token": None,
         "resume_from_checkpoint": None,
     }
-    values |= liger_arguments(model)
+    values |= liger_arguments(rotary)
     args = TrainingArguments(**values)
     if args.n_gpu > 1:
         logger.warning(
@@ -130,19 +154,20 @@ def train(
         base_model, tokens_before: For the manifests of the checkpoints: the latter counts the tokens of earlier runs.
         known_loss: Of the model on other texts, nats per token; for ``FirstLossCheck``.
     """
+    rotary = RotaryModel(model)
 
     def mark(folder: Path, step: int) -> None:
         trained = tokens_before + step * tokens_per_step(args, packed)
         adapter = hasattr(model, "peft_config")
-        write_extension(unwrap(model), folder, adapter=adapter, tokens_trained=trained, base_model=base_model)
+        write_extension(rotary.model, folder, adapter=adapter, tokens_trained=trained, base_model=base_model)
 
     group = config.group(packed.seq_len)
     schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
     if args.should_save:
         warn_if_too_small(Path(str(config.output_dir)), model, args.save_total_limit)
-    base = unwrap(model)
+    base = rotary.model
     use_cache = base.config.use_cache
-    autocast = torch.autocast(base.device.type, torch.bfloat16) if args.bf16 else nullcontext()
+    autocast = torch.autocast(rotary.device.type, torch.bfloat16) if args.bf16 else nullcontext()
     console = Console(int(config.logging_steps), _shorter(config, args))
     began = time.perf_counter()
     sparse = nullcontext() if group is None else shifted_sparse_attention(model, group)
@@ -150,12 +175,12 @@ def train(
         with (
             sparse,
             float32_weights(model, frozen=not args.bf16) as dtypes,
-            training_kernels(model, config, bf16=args.bf16),
+            training_kernels(rotary, config, bf16=args.bf16),
             chunked_lm_loss(model, config.logits_chunk),
         ):
             with autocast:
-                probe_isolation(model, args.train_batch_size, packed.positions)
-                check = _first_loss_check(model, args, schedule, config, checkpoint, known_loss)
+                probe_isolation(rotary, args.train_batch_size, packed.positions)
+                check = _first_loss_check(rotary, args, schedule, config, checkpoint, known_loss)
             modules = remember_modules(model)
             callbacks = [watch, check]
             trainer = BlockTrainer(model=model, args=args, train_dataset=schedule, callbacks=callbacks, mark=mark)
@@ -165,7 +190,7 @@ def train(
                 trainer.add_callback(console)
             with base_not_looked_up(), without_weight_bars():
                 trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint is not None else None)
-            make_whole(model, modules, dtypes)
+            unshard(model, modules, dtypes)
     finally:
         console.close()
         base.config.use_cache = use_cache  # Trainer may switch it off for checkpointing
@@ -185,7 +210,7 @@ def _shorter(config: FinetuneConfig, args: TrainingArguments) -> str:
 
 
 def _first_loss_check(
-    model: Any,
+    rotary: RotaryModel,
     args: TrainingArguments,
     schedule: BlockSchedule,
     config: FinetuneConfig,
@@ -194,10 +219,166 @@ def _first_loss_check(
 ) -> FirstLossCheck:
     """Return the check, with the loss of the first step's blocks where it can be known before training."""
     expected = None
-    another_attention = config.shifted_sparse_attention or length_dependent_rope_types(unwrap(model))
+    another_attention = config.shifted_sparse_attention or length_dependent_rope_types(rotary.model)
     another_loss = another_attention or config.neftune_noise_alpha is not None  # noise is added to the embedding
     if config.check_first_loss and checkpoint is None and not another_loss:
         own = range(args.process_index, _blocks_per_step(args), args.world_size)
-        expected = expected_first_loss(model, (schedule[index] for index in own), config.logits_chunk)
-    tolerance = tolerance_of(model, autocast=args.bf16)
-    return FirstLossCheck(model, expected, known_loss, tolerance, judges=config.check_first_loss)
+        expected = expected_first_loss(rotary, (schedule[index] for index in own), config.logits_chunk)
+    tolerance = tolerance_of(rotary, autocast=args.bf16)
+    return FirstLossCheck(rotary, expected, known_loss, tolerance, judges=config.check_first_loss)
+
+
+class BlockTrainer(Trainer):
+    """Trainer over a dataset that is already in the order of training; ``mark`` completes its checkpoints.
+
+    It checks what it feeds, and moves a checkpoint into place when all processes are through with it. Trainer itself
+    writes in place, its state last, and finds a checkpoint by its name: one that is being written when the process is
+    killed, or the disk is full, is taken for intact by ``resume_from_checkpoint=True``.
+
+    Under FSDP2 with ``FULL_STATE_DICT`` a checkpoint has the files of a run in one process, ``model.safetensors`` and
+    ``optimizer.pt``: either kind of run resumes the other's. The first process holds all of it in CPU memory while it
+    writes (12 bytes a trained parameter), and every process while it reads. ``SHARDED_STATE_DICT`` needs no such
+    memory, and only FSDP2 reads it.
+
+    Private methods of Trainer are overridden where it has no public ones: ``_get_output_dir`` and ``_save_checkpoint``
+    write aside and move into place; ``_save`` keeps tied weights of a gathered model from being written twice;
+    ``_save_optimizer_and_scheduler``, ``_load_from_checkpoint`` and ``_load_optimizer_and_scheduler`` are those files
+    of FSDP2.
+
+    Attributes:
+        checks_positions: Before the first step, see that positions reach the model.
+    """
+
+    checks_positions = True
+
+    def __init__(self, *args: Any, mark: Callable[[Path, int], None], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.mark = mark
+        launch = Launch.from_environment()
+        if launch.fsdp and launch.processes > 1 and not self.is_fsdp_enabled:
+            raise InvalidRequestError(
+                f"the launch asks for FSDP, but accelerate shares out no weights on {self.args.device.type}. Launch "
+                "with --accelerate-config multi_gpu there."
+            )
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        self.writes_full_state = plugin is not None and "FULL" in str(plugin.state_dict_type)
+        if plugin is not None and self.args.bf16:
+            # accelerate's own policy also sums gradients in bfloat16 and rounds the loss to it
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the blocks in their order; Trainer's own loader would shuffle them."""
+        args, dataset = self.args, cast("Dataset[Any]", self.train_dataset)
+        names = (
+            "num_workers",
+            "pin_memory",
+            "persistent_workers",
+            "prefetch_factor",
+            "multiprocessing_context",
+            "in_order",
+        )
+        options = {name: getattr(args, f"dataloader_{name}") for name in names if hasattr(args, f"dataloader_{name}")}
+        loader = DataLoader(dataset, batch_size=args.train_batch_size, collate_fn=self.data_collator, **options)
+        return cast("DataLoader[Any]", self.accelerator.prepare(loader))
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.checks_positions:
+            check_positions_arrive(self, model, inputs)
+            self.checks_positions = False
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        return loss
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return os.path.join(super()._get_output_dir(trial), PARTIAL)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder, step = Path(str(self.args.output_dir)), self.state.global_step
+        refuse_not_finite(model, folder, step)
+        from_main(lambda: clear_partial(folder))
+        with writing(f"the checkpoint of step {step}", folder, checkpoint_bytes(model), leftovers=folder / PARTIAL):
+            super()._save_checkpoint(model, trial)
+            if self.args.should_save and (self.writes_full_state or not self.is_fsdp_enabled):
+                self.mark(folder / PARTIAL / f"checkpoint-{step}", step)
+            self.accelerator.wait_for_everyone()
+            from_main(lambda: move_into_place(folder, step, self.args.save_total_limit))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
+        if state_dict:  # gathered: tied weights as copies, which would be written twice
+            first: dict[int, str] = {}
+            model: Any = self.model
+            for name, parameter in model.named_parameters(remove_duplicate=False):
+                tied = first.setdefault(id(parameter), name)
+                if {name, tied} <= state_dict.keys():
+                    state_dict[name] = state_dict[tied]
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.writes_full_state:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        optimizer: Any = self.optimizer
+        scheduler: Any = self.lr_scheduler
+        state = optimizer.state_dict()
+        whole = {  # a collective call, in the same order everywhere
+            index: {key: v.full_tensor().cpu() if isinstance(v, DTensor) else v for key, v in values.items()}
+            for index, values in state["state"].items()
+        }
+        if self.args.should_save:
+            torch.save({**state, "state": whole}, Path(output_dir) / OPTIMIZER_NAME)
+            torch.save(scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        inside: Any = self.model if model is None else model
+        adapted = isinstance(inside, PeftModel)
+        file = folder / (ADAPTER_FILE if adapted else SAFE_WEIGHTS_NAME)
+        if not self.is_fsdp_enabled or not file.is_file():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        weights = load_file(file)
+        if adapted:  # the file leaves the adapter's name out
+            with base_not_looked_up():
+                saved = get_peft_model_state_dict(inside, state_dict=inside.state_dict(keep_vars=True))
+            names = {id(parameter): name for name, parameter in inside.named_parameters()}
+            weights = {names[id(parameter)]: weights[key] for key, parameter in saved.items() if key in weights}
+        if missing := load_shards(inside, weights):
+            raise InvalidRequestError(f"{file} lacks {', '.join(missing[:3])}: it was written for another model.")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        file = None if checkpoint is None else Path(checkpoint) / OPTIMIZER_NAME
+        if not self.is_fsdp_enabled or file is None or not file.is_file():
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        state = torch.load(file, map_location="cpu", weights_only=True)
+        optimizer: Any = self.optimizer
+        scheduler: Any = self.lr_scheduler
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for index, values in state["state"].items():
+            for key, value in values.items():
+                if value.shape == parameters[index].shape:  # not the count of steps
+                    values[key] = shard_like(value, parameters[index])
+        optimizer.load_state_dict(state)
+        scheduler.load_state_dict(torch.load(file.with_name(SCHEDULER_NAME), weights_only=True))
+
+
+@torch.no_grad()
+def refuse_not_finite(model: nn.Module, folder: Path, step: int) -> None:
+    """Refuse to save weights that can only give NaN: the loss of a step says what they were before it, not after.
+
+    Args:
+        model: Sharded or not; each process looks at what it holds.
+        folder: Of the run, for the message.
+        step: That was just done.
+
+    Raises:
+        RuntimeError: A trained weight is NaN or infinite, in every process.
+    """
+    trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
+    held = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in trained)
+    bad = next((name for name, values in held if not values.isfinite().all()), None)
+    found = [name for name in gather_object([bad]) if name is not None]
+    if found:
+        raise RunStoppedError(
+            f"weights are not finite after step {step}, {found[0]} first, so no checkpoint of it was written. "
+            + ADVICE_NOT_FINITE.format(how_to_go_on(folder, "If the cause is mended otherwise, run"))
+        )

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedToken
 
 from hf_posenc.evaluation import read_records
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
+from hf_posenc.training.run_folder import LOSS_LOG, read_log
+from hf_posenc.training.train_log import LossLog
 
 SEQ = 128  # factor 2 of the fixture's 64
 Build = Callable[..., LlamaForCausalLM]

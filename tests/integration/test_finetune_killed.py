@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from folders import HELPERS, ROOT
 from hf_posenc.cli.main import main
-from hf_posenc.training.checkpoints import PARTIAL
+from hf_posenc.training.run_folder import PARTIAL
 from killed_runs import EVERY, STEPS
 from killed_runs import command as words
 from tiny_runs import assert_same_run

@@ -19,7 +19,7 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.training import finetune
-from hf_posenc.training.train_log import read_log
+from hf_posenc.training.run_folder import read_log
 from tiny_models import logits
 from tiny_runs import SEQ, Build, config
 

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posenc import FinetuneConfig, describe, extend_config, patch_model, patched
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation import read_records
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.extending import extend
 from hf_posenc.utils.units import ContextLength
 from tiny_llama import TINY_SIZES, make_tiny_llama
@@ -58,7 +59,7 @@ def test_what_it_repeats_of_the_model_is_no_error() -> None:
     repeating = {**YARN, "rope_theta": 10000}
     model = patch_model(make_tiny_llama(), rope_scaling=repeating)
     assert describe(model) == extend(
-        make_tiny_llama(), FinetuneConfig(output_dir="x", rope_scaling=json.dumps(repeating))
+        RotaryModel(make_tiny_llama()), FinetuneConfig(output_dir="x", rope_scaling=json.dumps(repeating))
     )
 
 
@@ -73,7 +74,7 @@ def test_what_it_has_of_the_model_otherwise_is_refused_with_both_values(key: str
     run = FinetuneConfig(output_dir="x", rope_scaling=json.dumps(other))
     for same in (run, dataclasses.replace(run, seed=3)):
         with pytest.raises(ValueError, match=rf"rope_scaling has {key} 500000.0, and the model has {theirs}:"):
-            extend(make_tiny_llama(), same)
+            extend(RotaryModel(make_tiny_llama()), same)
 
 
 def test_it_counts_from_its_own_original_length() -> None:

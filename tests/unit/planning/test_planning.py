@@ -35,8 +35,7 @@ from hf_posenc.planning.training_memory import TrainingMemory, predict_training_
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.fitting import fit_recipe
-from hf_posenc.training.recipes import RECIPES
+from hf_posenc.training.recipes import RECIPES, fit_recipe
 from hf_posenc.utils.units import MemorySize
 from tiny_llama import TINY_SIZES
 from tiny_models import recompute_activations

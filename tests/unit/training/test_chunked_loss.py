@@ -17,8 +17,9 @@ from transformers.models.granite import GraniteConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mixtral import MixtralConfig
 
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.chunked_loss import chunked_lm_loss
-from hf_posenc.training.probe import probe_isolation
+from hf_posenc.training.start_checks import probe_isolation
 from tiny_models import recompute_activations
 
 SMALL: dict[str, Any] = {
@@ -162,7 +163,7 @@ def test_a_mask_and_a_router_loss_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_probe_finds_documents_isolated(attention: str, batch_size: int, dtype: torch.dtype):
     model = build(LlamaConfig(**SMALL), attn_implementation=attention).to(dtype).train()
-    assert probe_isolation(model, batch_size) <= 1e-6
+    assert probe_isolation(RotaryModel(model), batch_size) <= 1e-6
     assert model.training
 
 
@@ -180,7 +181,7 @@ def test_probe_fails_when_a_mask_or_a_cache_is_added(spoil: Callable[..., Any], 
     model = build(LlamaConfig(**SMALL), attn_implementation=attention)
     model.model.register_forward_pre_hook(spoil, with_kwargs=True)
     with pytest.raises(RuntimeError, match=f"packed documents see each other with attn_implementation '{attention}'"):
-        probe_isolation(model)
+        probe_isolation(RotaryModel(model))
 
 
 def test_probe_names_an_attention_that_ignores_position_ids():
@@ -190,4 +191,4 @@ def test_probe_names_an_attention_that_ignores_position_ids():
     AttentionInterface.register("deaf", deaf)
     model = build(LlamaConfig(**SMALL), attn_implementation="deaf")
     with pytest.raises(RuntimeError, match="attn_implementation 'deaf'"):
-        probe_isolation(model)
+        probe_isolation(RotaryModel(model))

@@ -15,9 +15,9 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.checkpoint.pretrained import load_tokenizer
 from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.dry_run import dry_run
+from hf_posenc.training.extending import dry_run
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.levers import check_levers
+from hf_posenc.training.setting_checks import check_combination
 from older_transformers import IS_5_0
 
 
@@ -92,8 +92,8 @@ def test_an_extended_model_is_gone_through_as_it_is(tmp_path: Path, caplog: pyte
 def test_a_rule_that_a_model_brings_is_refused_for_what_it_is():
     shared = Launch(processes=2, fsdp=2, cp_size=2)
     with pytest.raises(ValueError, match="the model's rule changes the attention itself"):
-        check_levers(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512, runs_in_attention=True)
-    check_levers(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512)
+        check_combination(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512, runs_in_attention=True)
+    check_combination(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512)
 
 
 def test_what_no_config_can_say_of_an_extended_model_is_known(tmp_path: Path):

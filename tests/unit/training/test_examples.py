@@ -108,10 +108,10 @@ def test_a_template_that_does_not_say_which_tokens_are_the_assistants() -> None:
         *WITH_TOOLS,
         {"messages": [*turns("a", "b"), {"role": "assistant", "content": "c"}, *turns("d", "e")]},
     ]
-    told, found = (
+    given, found = (
         rows_of(tokens_of(rows, make_tokenizer(template), assistant_only_loss=True)) for template in (TAGGED, PLAIN)
     )
-    assert found == told
+    assert found == given
     assert all(-100 in labels and max(labels) > 0 for _, labels in found)
 
 
@@ -159,11 +159,11 @@ def test_what_a_turn_adds_is_what_trl_marks_in_its_copies_of_published_templates
         return
     published, marked = (file.read_text(encoding="utf-8") for file in files)
     assert not re.search("{%-? *generation", published)
-    told, found = (
+    given, found = (
         rows_of(tokens_of(CHATS[:1], make_tokenizer(template), assistant_only_loss=True))
         for template in (marked, published)
     )
-    assert found == told
+    assert found == given
 
 
 def test_an_end_of_turn_that_does_not_count(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from hf_posenc.evaluation import read_records
 from hf_posenc.patching.api import patch_model, verify_model
 from hf_posenc.training import finetune
 from hf_posenc.training.lora import attention_linears, norm_names
-from hf_posenc.training.measure import hold_out
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
-from hf_posenc.training.precision import float32_weights
-from hf_posenc.training.train_log import read_log
-from tiny_runs import SEQ, Build, config, load_as_the_card_says, logits_of
+from hf_posenc.training.run_folder import read_log
+from hf_posenc.training.texts import hold_out
+from hf_posenc.training.weights import float32_weights
+from tiny_runs import SEQ, Build, config, load, load_as_the_card_says, logits_of, losses
 
 
 def test_thirty_steps_lower_the_loss_and_everything_is_written(
@@ -261,3 +262,23 @@ def test_the_probe_and_the_packing_are_logged(
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path, token_budget=2 * SEQ, eval_documents=0))
     assert "packed documents are isolated (attn_implementation 'sdpa', 2 blocks per step)" in caplog.text
     assert "are not trained on: the token budget ends before them" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # torch's compiler
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # it looks at it
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_run_has_the_losses_of_one_that_is_not(
+    tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor]
+):
+    plain, compiled = tmp_path / "plain", tmp_path / "compiled"
+    short = {"token_budget": 3 * 2 * SEQ, "eval_documents": 0}
+    finetune(tiny_llama(), tokenizer, documents, config(plain, **short))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = finetune(tiny_llama(), tokenizer, documents, config(compiled, torch_compile=True, **short)).model
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
+    assert len(losses(plain)) == 3
+    verify_model(model)
+    torch.testing.assert_close(logits_of(load(compiled)), logits_of(load(plain)), rtol=1e-3, atol=1e-3)

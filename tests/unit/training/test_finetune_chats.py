@@ -1,4 +1,4 @@
-"""Fine-tuning on chats and on prompts with answers: what counts is weighed right, and mistakes are told at once."""
+"""Fine-tuning on chats and on prompts with answers: what counts is weighed right, and mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hf_posenc.cli.main import main
 from hf_posenc.patching.api import patch_model
 from hf_posenc.training import finetune
 from hf_posenc.training.chunked_loss import chunked_lm_loss
-from hf_posenc.training.first_loss import documents_of
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
+from hf_posenc.training.start_checks import documents_of
 from hf_posenc.training.texts import to_token_ids
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
 from tiny_runs import SEQ, Killed, assert_same_run, config, kill_at, losses
@@ -83,8 +83,8 @@ def test_a_batch_without_counted_tokens_has_no_loss_and_no_gradient() -> None:
     for number in (None, torch.tensor(0)):
         model.zero_grad()
         with chunked_lm_loss(model, 7):
-            told = {"input_ids": ids, "labels": torch.full_like(ids, -100), "num_items_in_batch": number}
-            loss = model(**told, position_ids=torch.arange(16).expand(2, -1)).loss
+            given = {"input_ids": ids, "labels": torch.full_like(ids, -100), "num_items_in_batch": number}
+            loss = model(**given, position_ids=torch.arange(16).expand(2, -1)).loss
         loss.backward()
         assert loss.item() == 0
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
@@ -117,11 +117,11 @@ def test_the_loss_of_a_step_is_the_mean_over_its_counted_tokens(
 @pytest.mark.parametrize("template", [TAGGED, PLAIN])
 def test_a_resumed_run_on_chats_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
     make_tiny_llama().save_pretrained(tmp_path / "base")
-    told = {**ASSISTANT, "eval_lengths": [64], "token_budget": 8 * 2 * SEQ, "save_steps": 3}
+    given = {**ASSISTANT, "eval_lengths": [64], "token_budget": 8 * 2 * SEQ, "save_steps": 3}
 
     def run(folder: str, **changes: Any) -> None:
         base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-        finetune(base, make_tokenizer(template), chats(), config(tmp_path / folder, **{**told, **changes}))
+        finetune(base, make_tokenizer(template), chats(), config(tmp_path / folder, **{**given, **changes}))
 
     run("straight")
     with monkeypatch.context() as patch:
@@ -137,7 +137,7 @@ def test_a_resumed_run_on_chats_ends_the_same(tmp_path: Path, monkeypatch: pytes
 
 
 def test_stages_and_a_stream_of_rows_read_chats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = {
+    given = {
         **ASSISTANT,
         "factor": None,
         "stages": ["96:384", "128:512"],
@@ -145,7 +145,7 @@ def test_stages_and_a_stream_of_rows_read_chats(tmp_path: Path, caplog: pytest.L
         "per_device_train_batch_size": 1,
     }
     with caplog.at_level(logging.INFO):
-        finetune(make_tiny_llama(), make_tokenizer(), Dataset.from_list(chats()), config(tmp_path, **told))
+        finetune(make_tiny_llama(), make_tokenizer(), Dataset.from_list(chats()), config(tmp_path, **given))
     assert [len(losses(path.parent)) for path in sorted(tmp_path.glob("stage-*/train_log.jsonl"))] == [4, 4]
     assert "count in the loss; the others are prompts and turns of others than the assistant" in caplog.text
 
@@ -155,24 +155,24 @@ def test_prompts_learn_nothing_and_answers_do(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     noise = torch.randint(97, 123, (40, 60), generator=generator).tolist()
     rows = [{"prompt": "".join(map(chr, row)) + "\n", "completion": "yes" * 10} for row in noise]
-    told = {"token_budget": 16 * 2 * SEQ, "eval_documents": 0, "learning_rate": 1e-2}
+    given = {"token_budget": 16 * 2 * SEQ, "eval_documents": 0, "learning_rate": 1e-2}
     for name, options in (("answers", {}), ("all", {"completion_only_loss": False})):
-        finetune(make_tiny_llama(), make_tokenizer(None), rows, config(tmp_path / name, **told, **options))
+        finetune(make_tiny_llama(), make_tokenizer(None), rows, config(tmp_path / name, **given, **options))
     assert losses(tmp_path / "answers")[-1] < 0.3
     assert losses(tmp_path / "all")[-1] > 1
 
 
 def test_counted_tokens_that_no_change_of_positions_reaches(tmp_path: Path) -> None:
-    """All that counts stands at the beginning of its block: that positions arrive is seen by the other tokens."""
+    """All that counts is at the beginning of its block: that positions arrive is seen by the other tokens."""
     rows = [{"messages": turns("a", "bcdef" * 4, "g" * 300)}]
-    told = {
+    given = {
         **ASSISTANT,
         "token_budget": 2 * 256,
         "context_length": 256,
         "factor": None,
         "per_device_train_batch_size": 1,
     }
-    finetune(make_tiny_llama(), make_tokenizer(), rows * 3, config(tmp_path, **told, eval_documents=0))
+    finetune(make_tiny_llama(), make_tokenizer(), rows * 3, config(tmp_path, **given, eval_documents=0))
     assert len(losses(tmp_path)) == 2
 
 
@@ -183,8 +183,8 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def words(base: Path, source: Path, folder: Path, *flags: str) -> list[str]:
-    told = ["finetune", str(base), "--documents", str(source), "--output-dir", str(folder), "--factor", "2"]
-    return [*told, "--token-budget", "512", "--eval-documents", "0", *flags]
+    given = ["finetune", str(base), "--documents", str(source), "--output-dir", str(folder), "--factor", "2"]
+    return [*given, "--token-budget", "512", "--eval-documents", "0", *flags]
 
 
 def said(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:

@@ -22,9 +22,8 @@ from transformers import Trainer
 from folders import HELPERS, ROOT
 from hf_posenc.cli.main import main
 from hf_posenc.training import finetune as finetune_function
-from hf_posenc.training.checkpoints import PARTIAL, SEAL, last_checkpoint, problem_of, seal
-from hf_posenc.training.run_folder import open_run
-from hf_posenc.training.train_log import LOSS_LOG, LossLog, read_log
+from hf_posenc.training.run_folder import LOSS_LOG, PARTIAL, SEAL, last_checkpoint, open_run, problem_of, read_log, seal
+from hf_posenc.training.train_log import LossLog
 from killed_runs import STEPS, command
 from tiny_runs import Killed, assert_same_run, kill_at
 
@@ -33,7 +32,7 @@ FINETUNE = sys.modules[finetune_function.__module__]
 
 @pytest.fixture(scope="session")
 def stopped_run(run_base: Path) -> Path:
-    """A run that died in step 10, with whole checkpoints of steps 4 and 8."""
+    """A run that died in step 10, with intact checkpoints of steps 4 and 8."""
     folder = run_base.with_name("stopped")
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, 10)
@@ -130,7 +129,7 @@ def test_no_room_for_logs_and_results(
 ) -> None:
     file, whole = run / name, (run / name).read_bytes()
     owner: Any = LossLog if name == LOSS_LOG else FINETUNE
-    write = "_write" if name == LOSS_LOG else "_measure"
+    write = "_write" if name == LOSS_LOG else "perplexity"
     with monkeypatch.context() as patch:
         patch.setattr(owner, write, limited(getattr(owner, write), lambda: file.stat().st_size + 40))
         said = refused(capsys, run_base, run, "--resume-from-checkpoint")
@@ -152,7 +151,7 @@ sys.path.insert(0, str(tests))
 from killed_runs import command
 from tiny_runs import assert_same_run
 from hf_posenc.cli.main import main
-from hf_posenc.training.checkpoints import last_checkpoint
+from hf_posenc.training.run_folder import last_checkpoint
 torch.set_num_threads(2)
 run = disk / "run"
 (disk / "ballast").write_bytes(bytes(1_000_000))
@@ -225,7 +224,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     assert f"Going on from {run}/checkpoint-4 instead" in caplog.text
     damage(run / "checkpoint-4" / name) if damage is not cut else os.truncate(run / "checkpoint-4" / name, 50)
     with pytest.raises(
-        ValueError, match=rf"no checkpoint in .* is whole: .*checkpoint-8 \({problem}.*; .*checkpoint-4 \("
+        ValueError, match=rf"no checkpoint in .* is intact: .*checkpoint-8 \({problem}.*; .*checkpoint-4 \("
     ):
         open_run(run, settings, resume=True)
 
@@ -237,9 +236,9 @@ def test_one_byte_in_the_middle_of_the_weights_is_noticed(tmp_path: Path) -> Non
     weights.write_bytes(bytes(40_000_000))  # more than is read at once
     seal(checkpoint)
     assert problem_of(checkpoint) is None
-    for place in (5_000_000, 20_000_000, 39_000_000):
+    for index in (5_000_000, 20_000_000, 39_000_000):
         with weights.open("rb+") as opened:
-            opened.seek(place)
+            opened.seek(index)
             opened.write(b"\1")
         assert problem_of(checkpoint) == "model.safetensors is not what was written"
         assert last_checkpoint(tmp_path)[0] is None
@@ -262,7 +261,7 @@ def test_a_run_whose_last_checkpoint_is_damaged_ends_the_same(
     for checkpoint in run.glob("checkpoint-*"):
         cut(checkpoint / "model.safetensors")
     said = refused(capsys, run_base, run, "--resume-from-checkpoint")
-    assert f"no checkpoint in {run} is whole: " in said
+    assert f"no checkpoint in {run} is intact: " in said
     assert "Delete them to train from the beginning with --resume-from-checkpoint" in said
 
 

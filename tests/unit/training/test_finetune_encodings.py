@@ -1,4 +1,4 @@
-"""Fine-tuning another encoding in the place of RoPE: resumed to the same losses, its parameters trained and saved."""
+"""Fine-tuning another encoding instead of RoPE: resumed to the same losses, its parameters trained and saved."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def test_adapters_that_would_lose_the_encoding_are_refused_before_training(
     loaded_with_it: bool, base_folder: Path, tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]
 ) -> None:
     model = load(base_folder)
-    told: dict[str, Any] = {"lora": True, "method": "t5_bias"}
+    given: dict[str, Any] = {"lora": True, "method": "t5_bias"}
     if loaded_with_it:
         patch_model(model, "t5_bias")
-        told |= {"method": None, "factor": None}
+        given |= {"method": None, "factor": None}
     with pytest.raises(ValueError, match=r"an adapter does not hold.*Train without LoRA"):
-        finetune(model, tokenizer, documents, encoded(tmp_path / "run", **told))
+        finetune(model, tokenizer, documents, encoded(tmp_path / "run", **given))
     assert not list(tmp_path.glob("run/*"))
-    told = {"lora": True, "method": "alibi"}  # which has none
-    trained = finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "alibi", **told)).model
+    given = {"lora": True, "method": "alibi"}  # which has none
+    trained = finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "alibi", **given)).model
     again = load_extended(tmp_path / "alibi", base=load(base_folder))
     torch.testing.assert_close(logits_of(again, LENGTH), logits_of(trained, LENGTH), rtol=0, atol=1e-5)
 
@@ -90,4 +90,4 @@ def test_replacing_an_encoding_says_what_the_weights_know(
 ) -> None:
     model = patch_model(load(base_folder), "alibi")
     finetune(model, tokenizer, documents, encoded(tmp_path / "run", "yarn", factor=2.0, on_scaled="replace"))
-    assert "the weights were made for alibi in the place of RoPE; yarn they have to learn" in caplog.text
+    assert "the weights were made for alibi instead of RoPE; yarn they have to learn" in caplog.text

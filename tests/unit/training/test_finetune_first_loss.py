@@ -15,17 +15,18 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
 from hf_posenc.assets import TRAIN_NOVELS, load_novel, tiny_model_path
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import patch_model
 from hf_posenc.patching.verification import RotaryMismatchError
 from hf_posenc.training import chunked_loss, finetune
-from hf_posenc.training.first_loss import (
+from hf_posenc.training.run_folder import read_log
+from hf_posenc.training.start_checks import (
     check_first_loss,
     documents_of,
     expected_first_loss,
-    tell_first_loss,
+    log_first_loss,
     tolerance_of,
 )
-from hf_posenc.training.train_log import read_log
 from tiny_runs import SEQ, Build, config
 
 LONG = 512  # factor 2 of the pretrained tiny model's 256
@@ -54,7 +55,7 @@ def first_loss(folder: Path) -> float:
 def test_a_right_run_goes_on(tmp_path: Path, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="hf_posenc"):
         train_pretrained(tmp_path, dtype)
-    (said,) = [record for record in caplog.records if record.name.endswith("first_loss")]
+    (said,) = [record for record in caplog.records if "first loss" in record.getMessage()]
     loss, expected = said.args  # type: ignore[misc]  # a record's may be a mapping
     assert loss == first_loss(tmp_path)
     assert isinstance(expected, float)
@@ -118,8 +119,8 @@ def positions_dropped(patch: pytest.MonkeyPatch) -> None:
 def labels_shifted_twice(patch: pytest.MonkeyPatch) -> None:
     loss = chunked_loss.chunked_causal_lm_loss
 
-    def sabotaged(model: Any, hidden: Any, labels: torch.Tensor, *args: Any) -> torch.Tensor:
-        return loss(model, hidden, nn.functional.pad(labels[:, 1:], (0, 1), value=-100), *args)
+    def sabotaged(model: Any, hidden: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss(model, hidden, nn.functional.pad(labels[:, 1:], (0, 1), value=-100), *args, **kwargs)
 
     patch.setattr(chunked_loss, "chunked_causal_lm_loss", sabotaged)
 
@@ -210,9 +211,9 @@ def test_the_expected_loss_is_that_of_transformers_own_forward(tiny_llama: Build
             number = int((fed["labels"][:, 1:] != -100).sum())
             mask = torch.ones_like(fed["input_ids"])
             total, count = total + number * model(**fed, attention_mask=mask).loss.item(), count + number
-    assert expected_first_loss(model, blocks, 7) == pytest.approx(total / count, rel=1e-6)
+    assert expected_first_loss(RotaryModel(model), blocks, 7) == pytest.approx(total / count, rel=1e-6)
     skipped = [{**blocks[0], "position_ids": torch.cat([torch.arange(21), torch.arange(19)])}, blocks[1]]
-    assert abs(expected_first_loss(model, skipped, 7) - total / count) > 1e-5  # the skip counts
+    assert abs(expected_first_loss(RotaryModel(model), skipped, 7) - total / count) > 1e-5  # the skip counts
 
 
 def test_what_stops_and_what_does_not() -> None:
@@ -233,9 +234,9 @@ def test_what_stops_and_what_does_not() -> None:
 
 def test_what_is_said_of_a_first_loss_that_was_not_refused(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="hf_posenc")
-    tell_first_loss(4.0, 4.001, 32000)
-    tell_first_loss(4.0, None, 32000)
-    tell_first_loss(10.1, 10.1, 32000)
+    log_first_loss(4.0, 4.001, 32000)
+    log_first_loss(4.0, None, 32000)
+    log_first_loss(10.1, 10.1, 32000)
     outside, alone, _, guessing = caplog.records
     assert "outside of the trainer the same tokens give 4.0010" in outside.getMessage()
     assert f"guessing would give {math.log(32000):.4f}" in alone.getMessage()
@@ -244,9 +245,12 @@ def test_what_is_said_of_a_first_loss_that_was_not_refused(caplog: pytest.LogCap
 
 
 def test_dropout_widens_the_tolerance(tiny_llama: Build) -> None:
-    exact, half = tolerance_of(tiny_llama(), autocast=False), tolerance_of(tiny_llama(), autocast=True)
-    assert exact < half < tolerance_of(tiny_llama(attention_dropout=0.1), autocast=False)
-    assert tolerance_of(tiny_llama().bfloat16(), autocast=False) == half
+    exact, half = (
+        tolerance_of(RotaryModel(tiny_llama()), autocast=False),
+        tolerance_of(RotaryModel(tiny_llama()), autocast=True),
+    )
+    assert exact < half < tolerance_of(RotaryModel(tiny_llama(attention_dropout=0.1)), autocast=False)
+    assert tolerance_of(RotaryModel(tiny_llama().bfloat16()), autocast=False) == half
 
 
 def test_a_run_with_dropout_is_not_stopped(
@@ -255,7 +259,7 @@ def test_a_run_with_dropout_is_not_stopped(
     settings = config(tmp_path, token_budget=2 * SEQ, eval_documents=0)
     with caplog.at_level(logging.INFO, logger="hf_posenc"):
         finetune(tiny_llama(attention_dropout=0.3), tokenizer, documents, settings)
-    said, guesses = [record for record in caplog.records if record.name.endswith("first_loss")]
+    said, guesses = [record for record in caplog.records if "first loss" in record.getMessage()]
     assert guesses.levelname == "WARNING"  # as random weights do
     loss, expected = said.args  # type: ignore[misc]  # a record's may be a mapping
     assert loss != pytest.approx(expected, rel=1e-6)  # the training forward drops, the other does not

@@ -19,11 +19,12 @@ from torch.nn.functional import cross_entropy
 
 from folders import ROOT
 from hf_posenc.assets import tiny_model_path
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import patch_model
 from hf_posenc.training import chunked_loss, finetune, positions
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.positions import PositionSchedule
-from hf_posenc.training.probe import probe_isolation
+from hf_posenc.training.start_checks import probe_isolation
 from hf_posenc.training.texts import upsample
 from tiny_models import make_model
 from tiny_runs import Build, Killed, config, kill_at, losses
@@ -60,10 +61,10 @@ def mean_loss(model: Any, blocks: list[dict[str, torch.Tensor]]) -> float:
     for block in blocks:
         bounds = [*(block["position_ids"] == 0).nonzero()[:, 0].tolist(), ORIGINAL]
         for start, end in itertools.pairwise(bounds):
-            ids, places = block["input_ids"][None, start:end], block["position_ids"][None, start:end]
+            ids, positions = block["input_ids"][None, start:end], block["position_ids"][None, start:end]
             mask = torch.ones(end - start, end - start).tril().bool()[None, None]
             if end - start > 1:
-                logits = model(ids, position_ids=places, attention_mask=mask, use_cache=False).logits
+                logits = model(ids, position_ids=positions, attention_mask=mask, use_cache=False).logits
                 total += cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").item()
                 count += end - start - 1
     return total / count
@@ -98,7 +99,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_positions(
 def test_the_probe_sees_documents_apart_and_chunks_together(tiny_llama: Build, method: str, kind: str):
     model = patch_model(tiny_llama(), method, 4.0)
     schedule = PositionSchedule(kind, ORIGINAL, TARGET, short_share=0.9)
-    assert probe_isolation(model, 2, schedule) <= 1e-6
+    assert probe_isolation(RotaryModel(model), 2, schedule) <= 1e-6
 
 
 def test_the_probe_stops_a_run_whose_chunks_or_documents_are_mixed_up(
@@ -106,13 +107,13 @@ def test_the_probe_stops_a_run_whose_chunks_or_documents_are_mixed_up(
 ):
     model, schedule = patch_model(tiny_llama(), "yarn", 4.0), PositionSchedule("pose", ORIGINAL, TARGET)
     with monkeypatch.context() as patch:  # as Transformers reads positions that skip
-        patch.setattr(chunked_loss, "documents_start_at_zero", lambda config: nullcontext())
+        patch.setattr(chunked_loss, "documents_start_at_zero", lambda *args, **kwargs: nullcontext())
         with pytest.raises(RuntimeError, match=r"does not see the tokens of its own document .* before a skip"):
-            probe_isolation(model, 1, schedule)
-        assert probe_isolation(model, 1) <= 1e-6  # nothing is wrong where nothing skips
+            probe_isolation(RotaryModel(model), 1, schedule)
+        assert probe_isolation(RotaryModel(model), 1) <= 1e-6  # nothing is wrong where nothing skips
     monkeypatch.setattr(positions, "find_documents", lambda position_ids, skips_matter: None)
     with pytest.raises(RuntimeError, match="packed documents see each other"):
-        probe_isolation(model, 1, schedule)
+        probe_isolation(RotaryModel(model), 1, schedule)
 
 
 @pytest.mark.parametrize(
@@ -136,20 +137,20 @@ def test_a_window_on_every_layer_is_refused_where_a_skip_passes_it(
     settings = config(tmp_path / "run", **POSE)
     with (
         pytest.warns(UserWarning, match="each layer looks back 128 tokens"),
-        pytest.raises(ValueError, match="every layer has a sliding window of 128 tokens: what stands before a longer"),
+        pytest.raises(ValueError, match="every layer has a sliding window of 128 tokens: what comes before a longer"),
     ):
         finetune(make_model("Mistral", sliding_window=128), tokenizer, documents, settings)
 
 
 class Stream:
-    """Documents without end, which counts those that are asked for."""
+    """Documents without end, which counts those that are read."""
 
     def __init__(self, length: int) -> None:
-        self.length, self.asked = length, 0
+        self.length, self.read = length, 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         for number in itertools.count():
-            self.asked += 1
+            self.read += 1
             yield torch.full((self.length,), 1 + number % 100)
 
 
@@ -166,7 +167,7 @@ def test_a_stream_is_read_until_the_budget_and_the_held_out_are_filled(
     settings = {**POSE, "token_budget": BUDGET, "eval_documents": held_out, "eval_lengths": [32]}
     with caplog.at_level(logging.INFO):
         finetune(tiny_llama(), tokenizer, stream, config(tmp_path, **settings))
-    assert stream.asked == expected
+    assert stream.read == expected
     assert f"read {expected} documents, {expected * 50} tokens: the token budget is filled, the rest" in caplog.text
     # 11 documents of 51 tokens with EOS are 561 in 9 blocks of 64, and 8 of those are trained on.
     assert "tokens of the documents (" in caplog.text

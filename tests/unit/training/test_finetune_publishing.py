@@ -10,25 +10,25 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from hf_posenc.cli.main import main
-from hf_posenc.training import publishing
+from hf_posenc.training import run_folder
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     """The requests, in order; an upload with the files it would send, as they were then."""
-    asked: list[tuple[str, dict[str, Any]]] = []
+    calls: list[tuple[str, dict[str, Any]]] = []
 
-    def create_repo(name: str, **told: Any) -> Any:
-        asked.append(("create", {"name": name, **told}))
+    def create_repo(name: str, **given: Any) -> Any:
+        calls.append(("create", {"name": name, **given}))
         return SimpleNamespace(repo_id=f"somebody/{name.rpartition('/')[2]}")
 
-    def upload_folder(*, folder_path: str, ignore_patterns: list[str], **told: Any) -> None:
+    def upload_folder(*, folder_path: str, ignore_patterns: list[str], **given: Any) -> None:
         files = [path.relative_to(folder_path).as_posix() for path in Path(folder_path).rglob("*") if path.is_file()]
-        asked.append(("upload", {"files": set(filter_repo_objects(files, ignore_patterns=ignore_patterns)), **told}))
+        calls.append(("upload", {"files": set(filter_repo_objects(files, ignore_patterns=ignore_patterns)), **given}))
 
-    monkeypatch.setattr(publishing, "create_repo", create_repo)
-    monkeypatch.setattr(publishing, "upload_folder", upload_folder)
-    return asked
+    monkeypatch.setattr(run_folder, "create_repo", create_repo)
+    monkeypatch.setattr(run_folder, "upload_folder", upload_folder)
+    return calls
 
 
 def words(checkpoint: Path, folder: Path, *flags: str) -> list[str]:
@@ -58,10 +58,10 @@ def test_the_trained_model_is_pushed_when_it_is_finished(
 def test_a_hub_that_refuses_says_so_before_anything_is_trained(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(name: str, **told: Any) -> Any:
+    def refuse(name: str, **given: Any) -> Any:
         raise ValueError(f"403 for {name}")
 
-    monkeypatch.setattr(publishing, "create_repo", refuse)
+    monkeypatch.setattr(run_folder, "create_repo", refuse)
     assert main(words(tiny_checkpoint, tmp_path / "run", "--push-to-hub")) == 2
     assert not (tmp_path / "run" / "train_log.jsonl").exists()
 

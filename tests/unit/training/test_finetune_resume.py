@@ -15,8 +15,7 @@ from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.evaluation import read_records
 from hf_posenc.patching.api import describe, patch_model
 from hf_posenc.training import finetune, trainer
-from hf_posenc.training.checkpoints import last_checkpoint
-from hf_posenc.training.train_log import read_log
+from hf_posenc.training.run_folder import last_checkpoint, read_log
 from tiny_runs import SEQ, Build, Killed, config, kill_at, logits_of
 
 

@@ -16,11 +16,12 @@ from hf_posenc.attention import lazy_mask
 from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint.extended import load_extended
 from hf_posenc.cli.main import main
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import patch_model
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
-from hf_posenc.training.probe import probe_isolation
-from hf_posenc.training.train_log import read_log
+from hf_posenc.training.run_folder import read_log
+from hf_posenc.training.start_checks import probe_isolation
 from tiny_runs import SEQ, Killed, config, kill_at, load, logits_of
 
 GROUP = SEQ // 4
@@ -134,12 +135,12 @@ def test_the_probe_is_read_in_several_groups(
         return make_groups(documents if documents.shape[1] <= group else 0 * documents, group, first)
 
     with shifted_sparse_attention(model, 2048) as shift:
-        assert probe_isolation(model, batch_size) <= 1e-6
+        assert probe_isolation(RotaryModel(model), batch_size) <= 1e-6
         monkeypatch.setattr(lazy_mask, "make_groups", leaking)
         with pytest.raises(
             RuntimeError, match=f"packed documents see each other with attn_implementation '{attention}'"
         ):
-            probe_isolation(model, batch_size)
+            probe_isolation(RotaryModel(model), batch_size)
         assert (shift.group, shift.in_evaluation) == (2048, False)
     assert seen[:2] == [((batch_size, 48), 20), ((batch_size, 48), 10)]
     assert model.training
@@ -162,12 +163,12 @@ def test_runs_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Pa
 def test_models_that_cannot_be_trained_so(
     base_folder: Path, tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]
 ) -> None:
-    run_in_attention = patch_model(load(base_folder), "self_extend", 2)
+    in_attention = patch_model(load(base_folder), "self_extend", 2)
     flex = AutoModelForCausalLM.from_pretrained(base_folder, attn_implementation="flex_attention")
-    for model, message in ((run_in_attention, "rules of its own"), (flex, "attn_implementation is 'flex_attention'")):
-        asked = sparse(tmp_path / "run", **({"factor": None} if model is run_in_attention else {}))
+    for model, message in ((in_attention, "rules of its own"), (flex, "attn_implementation is 'flex_attention'")):
+        requested = sparse(tmp_path / "run", **({"factor": None} if model is in_attention else {}))
         with pytest.raises(ValueError, match=message):
-            finetune(model, tokenizer, documents, asked)
+            finetune(model, tokenizer, documents, requested)
     with pytest.raises(ValueError, match="gives groups of 1"):
         finetune(load(base_folder), tokenizer, documents, sparse(tmp_path / "run", group_share=0.01))
     assert not (tmp_path / "run").exists()

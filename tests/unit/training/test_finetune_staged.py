@@ -14,11 +14,12 @@ from hf_posenc.attention.pieces import Pieces
 from hf_posenc.checkpoint.extended import load_extended
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.doctor import diagnose
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import describe, patch_model, verify_model
 from hf_posenc.training import finetune
 from hf_posenc.training.extending import extend
 from hf_posenc.training.positions import PositionSchedule
-from hf_posenc.training.probe import probe_isolation
+from hf_posenc.training.start_checks import probe_isolation
 from tiny_runs import Killed, config, kill_at, load, logits_of, losses
 
 ORIGINAL, TARGET = 64, 256  # the tiny model's, and 4 times that
@@ -140,15 +141,15 @@ def test_a_loaded_rule_goes_on_or_is_replaced(
 ) -> None:
     finetune(load(base_folder), tokenizer, documents, staged(tmp_path / "run"))
     loaded = load_extended(tmp_path / "run")
-    asked = config(tmp_path / "on", factor=None, token_budget=TARGET, per_device_train_batch_size=1, eval_documents=0)
-    again = finetune(loaded, tokenizer, documents, asked, tokens_trained=STEPS * TARGET)
+    request = config(tmp_path / "on", factor=None, token_budget=TARGET, per_device_train_batch_size=1, eval_documents=0)
+    again = finetune(loaded, tokenizer, documents, request, tokens_trained=STEPS * TARGET)
     assert again.tokens_trained == (STEPS + 1) * TARGET
     assert describe(load_extended(tmp_path / "on"))["options"] == {"stage": 32}
     other = staged(tmp_path / "other", method="yarn", options={}, factor=2.0)
     with pytest.raises(ValueError, match=r"extended already: dynamic_yarn, factor 4.*on_scaled='replace'"):
-        extend(load_extended(tmp_path / "run"), other)
+        extend(RotaryModel(load_extended(tmp_path / "run")), other)
     replaced = staged(tmp_path / "other", method="yarn", options={}, factor=2.0, on_scaled="replace")
-    assert extend(load_extended(tmp_path / "run"), replaced)["context_length"] == 128
+    assert extend(RotaryModel(load_extended(tmp_path / "run")), replaced)["context_length"] == 128
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
@@ -161,16 +162,16 @@ def test_the_probe_goes_past_the_original_length(
     schedule = PositionSchedule("pose", ORIGINAL, TARGET) if skips else None
     body = model.get_decoder()
     body.register_forward_pre_hook(lambda _, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    assert probe_isolation(model, batch_size, schedule) <= 1e-6
+    assert probe_isolation(RotaryModel(model), batch_size, schedule) <= 1e-6
     assert (max(fed) < ORIGINAL) == bool(skips)  # the positions go there, the tokens need not
     make = Pieces.__init__
 
-    def leaking(self: Any, door: Any, forward: Any, *args: Any) -> None:
-        make(self, door, forward, *args)
+    def leaking(self: Any, attention: Any, forward: Any, *args: Any) -> None:
+        make(self, attention, forward, *args)
         if int(forward.layout.places.max()) >= ORIGINAL:  # short texts stay right
             self.dense, self.forward.masks = None, {}
             monkeypatch.setattr(type(forward.layout), "documents", lambda layout, row: [(0, layout.num_keys)])
 
     monkeypatch.setattr(Pieces, "__init__", leaking)
     with pytest.raises(RuntimeError, match="packed documents see each other with attn_implementation 'sdpa'"):
-        probe_isolation(model, batch_size, schedule)
+        probe_isolation(RotaryModel(model), batch_size, schedule)

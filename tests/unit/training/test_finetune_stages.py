@@ -19,8 +19,8 @@ from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.evaluation import read_records
 from hf_posenc.patching.api import describe
 from hf_posenc.training import finetune
-from hf_posenc.training.stage_list import parse_stages
-from hf_posenc.training.train_log import LossLog, read_log
+from hf_posenc.training.run_folder import read_log
+from hf_posenc.training.train_log import LossLog
 from tiny_runs import Build, Killed, config, logits_of
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
@@ -122,11 +122,11 @@ def test_a_killed_run_goes_on_in_its_stage_and_ends_the_same(
     documents: list[torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    told = {**STAGES, "lora": lora}
+    given = {**STAGES, "lora": lora}
 
     def run(name: str, **changes: Any) -> Any:
         return finetune(
-            base(tmp_path / "base", tiny_llama), tokenizer, documents, config(tmp_path / name, **told, **changes)
+            base(tmp_path / "base", tiny_llama), tokenizer, documents, config(tmp_path / name, **given, **changes)
         )
 
     straight = run("straight")
@@ -171,12 +171,13 @@ def test_stages_that_cannot_be_read(stages: Any, error: type[Exception], message
 
 
 def test_stages_as_they_are_written(tmp_path: Path):
-    read = parse_stages(["16k:500k", "32000:1M"], 7)
-    assert [(stage.name, stage.length, stage.token_budget) for stage in read] == [
+    read = config(tmp_path, factor=None, stages=["16k:500k", "32000:1M"], token_budget=7)
+    assert [(stage.name, stage.length, stage.token_budget) for stage in read.target_stages()] == [
         ("stage-1-16k", 16384, 500_000),
         ("stage-2-32000", 32000, 1_000_000),
     ]
-    assert [stage.token_budget for stage in parse_stages(["16k", "32k", "64k"], 3000)] == [1000] * 3
+    shared = config(tmp_path, factor=None, stages=["16k", "32k", "64k"], token_budget=3000)
+    assert [stage.token_budget for stage in shared.target_stages()] == [1000] * 3
     with pytest.raises(ValueError, match="stages say the target lengths: leave out factor"):
         config(tmp_path, stages=["16k"])
 

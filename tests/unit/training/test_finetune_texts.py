@@ -18,8 +18,8 @@ def documents(folder: Path, lengths: list[int]) -> Path:
 
 
 def words(base: Path, source: Path, output: Path, *flags: str) -> list[str]:
-    told = ["finetune", str(base), "--documents", str(source), "--output-dir", str(output), "--factor", "2"]
-    return [*told, "--token-budget", "128", *flags]
+    given = ["finetune", str(base), "--documents", str(source), "--output-dir", str(output), "--factor", "2"]
+    return [*given, "--token-budget", "128", *flags]
 
 
 def refused(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:

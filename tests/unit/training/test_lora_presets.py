@@ -18,9 +18,9 @@ from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig, finetune
-from hf_posenc.training.block_trainer import BlockTrainer
 from hf_posenc.training.lora import add_lora
-from hf_posenc.training.train_log import read_log
+from hf_posenc.training.run_folder import read_log
+from hf_posenc.training.trainer import BlockTrainer
 from refused_commands import refused
 from tiny_models import logits, token_ids
 from tiny_runs import SEQ, Build, config
@@ -42,16 +42,16 @@ def trainable(model: Any) -> set[str]:
 
 
 def test_adapters_on_all_linear_layers_are_those_peft_means(tiny_llama: Build, tmp_path: Path):
-    told = {"lora": True, "lora_rank": 4, "lora_alpha": 12}
-    everywhere = add_lora(tiny_llama(), config(tmp_path, lora_targets="all-linear", lora_embeddings=False, **told))
+    given = {"lora": True, "lora_rank": 4, "lora_alpha": 12}
+    everywhere = add_lora(tiny_llama(), config(tmp_path, lora_targets="all-linear", lora_embeddings=False, **given))
     theirs = get_peft_model(tiny_llama(), LoraConfig(target_modules="all-linear", r=4, lora_alpha=12))
     assert adapted(everywhere) == adapted(theirs)
     assert len(adapted(everywhere)) == 2 * 7  # q, k, v, o, gate, up, down
     assert trainable(everywhere) == trainable(theirs)  # adapters and nothing else
-    attention = add_lora(tiny_llama(), config(tmp_path, lora_embeddings=False, **told))
+    attention = add_lora(tiny_llama(), config(tmp_path, lora_embeddings=False, **given))
     assert {name.split(".")[-1] for name in adapted(attention)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert all("lora_" in name for name in trainable(attention))
-    whole = add_lora(tiny_llama(), config(tmp_path, lora_targets="all-linear", **told))
+    whole = add_lora(tiny_llama(), config(tmp_path, lora_targets="all-linear", **given))
     others = {
         name.split(".modules_to_save")[0].rpartition("model.")[2] for name in trainable(whole) if "lora_" not in name
     }
@@ -91,8 +91,8 @@ def test_a_qlora_run_learns_saves_and_is_loaded(base: Path, tokenizer: Any):
     assert (state.quant_type, state.nested, layers[0].compute_dtype) == ("nf4", True, torch.float32)
     packed = layers[0].weight.data.clone()
     run = base.parent / "run"
-    told = {"output_dir": str(run), "factor": 2.0, "token_budget": 8 * 2 * SEQ, "per_device_train_batch_size": 2}
-    recipe = FinetuneConfig.from_recipe("qlora", **told, learning_rate=2e-2, warmup_steps=0, eval_documents=0)
+    given = {"output_dir": str(run), "factor": 2.0, "token_budget": 8 * 2 * SEQ, "per_device_train_batch_size": 2}
+    recipe = FinetuneConfig.from_recipe("qlora", **given, learning_rate=2e-2, warmup_steps=0, eval_documents=0)
     counting = [torch.arange(1, 11).repeat(20)] * 8  # little enough for adapters on random weights
     result = finetune(model, tokenizer, counting, recipe)
     losses = [line["loss"] for line in read_log(run / "train_log.jsonl")]
@@ -102,11 +102,11 @@ def test_a_qlora_run_learns_saves_and_is_loaded(base: Path, tokenizer: Any):
     assert "- lora_targets: all-linear" in (run / "README.md").read_text()
 
     ids = token_ids(100) % 60
-    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    again = load_extended(run, quantization_config=asked)
+    request = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    again = load_extended(run, quantization_config=request)
     keep_layout(again)
     assert torch.equal(logits(again.eval(), ids), logits(result.model.eval(), ids))
-    plain = load_extended(run).eval()  # unless asked, on the base model as it is
+    plain = load_extended(run).eval()  # by default, on the base model as it is
     verify_model(plain)
     assert not any(isinstance(module, Linear4bit) for module in plain.modules())
     difference = (logits(plain, ids) - logits(again, ids)).abs().max()
@@ -155,7 +155,7 @@ def test_what_4_bits_cannot_be_is_said_before_anything_is_loaded(
         assert "not installed: pip install bitsandbytes" in refused(capsys, *train, "--lora")
         recipe = (*train[:-1], "--recipe", "qlora")
         assert "not installed: pip install bitsandbytes" in refused(capsys, *recipe)
-        patch.setattr("hf_posenc.training.levers.find_spec", lambda name: None)
+        patch.setattr("hf_posenc.training.setting_checks.find_spec", lambda name: None)
         for optim in ("adamw_bnb_8bit", "paged_adamw_32bit", "adamw_8bit"):
             states = (*train[:-1], "--optim", optim)
             assert f"--optim {optim} needs a package that is not installed" in refused(capsys, *states)

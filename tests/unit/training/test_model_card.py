@@ -17,8 +17,7 @@ from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.methods.registry import method_names
 from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model, unpatched, verify_model
 from hf_posenc.training import fine_tuning, finetune
-from hf_posenc.training.base_model import BaseModel, find_base_model
-from hf_posenc.training.document_source import document_source, said_of
+from hf_posenc.training.provenance import BaseModel, document_source, find_base_model, source_settings
 from tiny_llama import make_tiny_llama
 from tiny_runs import SEQ, Killed, config, kill_at, load, load_as_the_card_says, logits_of
 
@@ -37,26 +36,26 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def cached(hub: Path, name: str, card: dict[str, Any] | None) -> Path:
     """Return the folder of a model in the cache, as a download leaves it, with a card of this metadata."""
-    place = hub / f"models--{name.replace('/', '--')}"
-    snapshot = place / "snapshots" / "c0ffee"
+    spot = hub / f"models--{name.replace('/', '--')}"
+    snapshot = spot / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
-    (place / "refs").mkdir()
-    (place / "refs/main").write_text("c0ffee")
+    (spot / "refs").mkdir()
+    (spot / "refs/main").write_text("c0ffee")
     (snapshot / "config.json").write_text("{}")
     if card is not None:
         metadata_save(snapshot / "README.md", card)
     return snapshot
 
 
-def folder(place: Path, *, manifest: str = "", config: str = "", card: dict[str, Any] | None = None) -> str:
+def folder(spot: Path, *, manifest: str = "", config: str = "", card: dict[str, Any] | None = None) -> str:
     """Return the path of a model's folder whose files name these models as its base."""
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps({"_name_or_path": config}))
+    spot.mkdir()
+    (spot / "config.json").write_text(json.dumps({"_name_or_path": config}))
     if manifest:
-        (place / "context_extension.json").write_text(json.dumps({"base_model": manifest}))
+        (spot / "context_extension.json").write_text(json.dumps({"base_model": manifest}))
     if card is not None:
-        metadata_save(place / "README.md", card)
-    return str(place)
+        metadata_save(spot / "README.md", card)
+    return str(spot)
 
 
 def test_a_name_on_the_hub_is_the_base_and_its_licence_comes_whole(hub: Path) -> None:
@@ -71,7 +70,7 @@ def test_a_name_on_the_hub_is_the_base_and_its_licence_comes_whole(hub: Path) ->
     assert find_base_model("gpt3") == BaseModel("gpt3")  # a word that nothing says to be a name on the Hub
 
 
-def test_a_folder_is_asked_and_what_it_names(hub: Path, tmp_path: Path) -> None:
+def test_a_folder_is_read_and_what_it_names(hub: Path, tmp_path: Path) -> None:
     cached(hub, HUB_ID, {"license": "apache-2.0", "language": "en"})
     known = {"license": "apache-2.0", "language": "en"}
     by_manifest = folder(tmp_path / "one", manifest=HUB_ID, config="somewhere/else")
@@ -92,17 +91,17 @@ def test_nothing_is_taken_from_what_cannot_be_read(hub: Path, tmp_path: Path) ->
     circle = folder(tmp_path / "circle", manifest=str(tmp_path / "circle"))
     assert find_base_model(circle) == BaseModel("circle")
     for number, text in enumerate(("---\nlicense: [\n---\n", "---\n- mit\n---\n", "no metadata")):
-        place = tmp_path / f"damaged{number}"
-        (Path(folder(place)) / "README.md").write_text(text)
-        (place / "context_extension.json").write_text("{")
-        assert find_base_model(str(place)) == BaseModel(place.name)
+        spot = tmp_path / f"damaged{number}"
+        (Path(folder(spot)) / "README.md").write_text(text)
+        (spot / "context_extension.json").write_text("{")
+        assert find_base_model(str(spot)) == BaseModel(spot.name)
     gguf = tmp_path / "circle" / "model-f16.gguf"
     gguf.touch()
     assert find_base_model(str(gguf)).name == "model-f16"
 
 
 @pytest.mark.parametrize(
-    ("told", "words", "hub_id"),
+    ("chosen", "words", "hub_id"),
     [
         ({}, "texts given in Python, which have no name", None),
         ({"documents": "-"}, "a text from standard input", None),
@@ -119,13 +118,13 @@ def test_nothing_is_taken_from_what_cannot_be_read(hub: Path, tmp_path: Path) ->
     ],
 )
 def test_documents_are_named_without_a_path(
-    told: dict[str, str], words: str, hub_id: str | None, tmp_path: Path
+    chosen: dict[str, str], words: str, hub_id: str | None, tmp_path: Path
 ) -> None:
     here = tmp_path / "texts"
     here.mkdir()
     (here / "my book.txt").touch()
-    told = {name: value.replace("HERE", str(here)) for name, value in told.items()}
-    found = document_source(told)
+    chosen = {name: value.replace("HERE", str(here)) for name, value in chosen.items()}
+    found = document_source(chosen)
     assert (found.words, found.hub_id) == (words, hub_id)
 
 
@@ -149,8 +148,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def test_a_stream_says_all_that_reads_it_again() -> None:
     """run.toml did not have the template, and another run by it read other columns."""
-    told = {"text_field": None, "split": "test", "config_name": "b", "template": "{a} {b}"}
-    assert said_of(DocumentStream("rows.csv", **told)) == {"documents": "rows.csv", **told}
+    chosen = {"text_field": None, "split": "test", "config_name": "b", "template": "{a} {b}"}
+    assert source_settings(DocumentStream("rows.csv", **chosen)) == {"documents": "rows.csv", **chosen}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -199,24 +198,24 @@ def test_a_card_is_what_the_hub_takes_and_its_code_loads_the_model(
 
 
 @pytest.mark.parametrize(
-    "told", [{"method": "yarn", "lora": True}, {"method": "t5_bias", "factor": 1.0, "seq_len": 64}]
+    "chosen", [{"method": "yarn", "lora": True}, {"method": "t5_bias", "factor": 1.0, "seq_len": 64}]
 )
 def test_the_unextended_row_is_the_published_model_and_training_does_not_depend_on_it(
-    told: dict[str, Any],
+    chosen: dict[str, Any],
     base_folder: Path,
     tmp_path: Path,
     tokenizer: Any,
     documents: list[torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    told = {"token_budget": 4 * SEQ, "eval_lengths": [32, 64], **told}  # adapters and parameters that are drawn
-    measured = finetune(load(base_folder), tokenizer, documents, config(tmp_path / "measured", **told))
-    asked: dict[str, Any] = {"tokenizer": tokenizer, "cut": True, "max_documents": 2}
-    alone = perplexity(load(base_folder), documents[-1:], [32, 64], **asked)
+    chosen = {"token_budget": 4 * SEQ, "eval_lengths": [32, 64], **chosen}  # adapters and parameters that are drawn
+    measured = finetune(load(base_folder), tokenizer, documents, config(tmp_path / "measured", **chosen))
+    requested: dict[str, Any] = {"tokenizer": tokenizer, "cut": True, "max_documents": 2}
+    alone = perplexity(load(base_folder), documents[-1:], [32, 64], **requested)
     assert [(one.nll_sum, one.run_key) for one in measured.records[:2]] == [(one.nll_sum, one.run_key) for one in alone]
     with monkeypatch.context() as patch:
-        patch.setattr(fine_tuning, "_measure_unextended", lambda *args: [])
-        without = finetune(load(base_folder), tokenizer, documents, config(tmp_path / "not", **told))
+        patch.setattr(fine_tuning._Run, "_measure_unextended", lambda *args: [])
+        without = finetune(load(base_folder), tokenizer, documents, config(tmp_path / "not", **chosen))
     assert [one.nll_sum for one in without.records] == [one.nll_sum for one in measured.records[2:]]
     torch.testing.assert_close(logits_of(without.model, 64), logits_of(measured.model, 64), rtol=0, atol=0)
 
@@ -257,9 +256,9 @@ def test_a_resumed_run_gives_the_same_card(
     documents: list[torch.Tensor],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run(place: str, **changes: Any) -> None:
-        told = config(tmp_path / place / "run", token_budget=6 * 2 * SEQ, save_steps=2, **changes)
-        finetune(load(base_folder), tokenizer, documents, told)
+    def run(spot: str, **changes: Any) -> None:
+        chosen = config(tmp_path / spot / "run", token_budget=6 * 2 * SEQ, save_steps=2, **changes)
+        finetune(load(base_folder), tokenizer, documents, chosen)
 
     run("straight")
     with monkeypatch.context() as patch:
@@ -267,7 +266,7 @@ def test_a_resumed_run_gives_the_same_card(
         with pytest.raises(Killed):
             run("killed")
     run("killed", resume_from_checkpoint=True)
-    cards = [(tmp_path / place / "run/README.md").read_text() for place in ("straight", "killed")]
+    cards = [(tmp_path / spot / "run/README.md").read_text() for spot in ("straight", "killed")]
     assert cards[0] == cards[1]
     assert len(read_records(tmp_path / "killed/run/results.jsonl")) == 9  # nothing was measured twice
 

@@ -90,7 +90,7 @@ def test_summary_counts_what_is_trained_on(caplog: pytest.LogCaptureFixture):
     summary = schedule.summary()
     assert (summary.num_documents, summary.num_tokens, summary.num_repeated) == (2, 40, 8)
     assert (summary.num_blocks, summary.num_trained, summary.num_short) == (2, 32, 0)
-    unread = set(range(40)) - {place % 40 for block in schedule.order for place in range(block * 16, block * 16 + 16)}
+    unread = set(range(40)) - {index % 40 for block in schedule.order for index in range(block * 16, block * 16 + 16)}
     assert summary.num_unused == len(unread) > 0
     assert summary.num_pieces == sum(int((schedule[i]["position_ids"] == 0).sum()) for i in range(2))
     with caplog.at_level(logging.INFO):
@@ -108,7 +108,7 @@ def test_summary_counts_what_is_trained_on(caplog: pytest.LogCaptureFixture):
 
 
 def test_the_share_of_long_distances_of_data_of_a_known_share(caplog: pytest.LogCaptureFixture):
-    # A document of 64 tokens in a block of 64: the last 48 stand past the original 16.
+    # A document of 64 tokens in a block of 64: the last 48 are past the original 16.
     assert scheduled([torch.ones(64, dtype=torch.int64)] * 5, 64, 10).summary().share_beyond_original == 0.75
     # Half of the blocks in windows of 16; of the others three quarters.
     half = scheduled([torch.ones(64, dtype=torch.int64)] * 5, 64, 10, short_share=0.5)
@@ -154,7 +154,7 @@ def test_the_share_of_long_distances_in_groups(caplog: pytest.LogCaptureFixture,
 def test_the_share_of_long_distances_under_pose():
     documents = [torch.ones(16, dtype=torch.int64)] * 3
     share = scheduled(documents, 16, 1200, "pose").summary().share_beyond_original
-    # By hand: the first chunk has 1 to 8 of 16 tokens, the bias is 0 to 48; token t of the second stands at t + bias.
+    # By hand: the first chunk has 1 to 8 of 16 tokens, the bias is 0 to 48; token t of the second is at t + bias.
     cases = [(border, bias) for border in range(1, 9) for bias in range(49)]
     expected = sum(sum(t + bias >= 16 for t in range(border, 16)) for border, bias in cases) / 16 / len(cases)
     assert share == pytest.approx(expected, rel=0.05)
@@ -197,9 +197,9 @@ def test_any_number_of_processes_and_a_resumed_run_read_the_same(kind: str):
             loader = skip_first_batches(DataLoader(schedule, batch_sampler=shard), first_step)
             for step, rows in enumerate(loader):
                 for row in range(batch):
-                    place = ((first_step + step) * processes + process) * batch + row
+                    offset = ((first_step + step) * processes + process) * batch + row
                     fields = [*rows["input_ids"][row].tolist(), *rows["position_ids"][row].tolist()]
-                    blocks.append((place, *fields, *rows["labels"][row].tolist()))
+                    blocks.append((offset, *fields, *rows["labels"][row].tolist()))
         return sorted(blocks)
 
     alone = read(1, 1)

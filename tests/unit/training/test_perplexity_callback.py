@@ -21,7 +21,7 @@ from tiny_llama import make_tiny_llama
 
 
 class Tracker(TrainerCallback):
-    """What a tracker is told."""
+    """What a tracker gets."""
 
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
@@ -205,7 +205,7 @@ from hf_posenc.training import perplexity_callback
 from callback_runs import HELD_OUT, LENGTHS, make_trainer
 from tiny_llama import make_tiny_llama
 
-folder, rank, told = Path(sys.argv[1]), os.environ["RANK"], {}
+folder, rank, chosen = Path(sys.argv[1]), os.environ["RANK"], {}
 measuring = sys.modules[perplexity.__module__]
 losses, fed = measuring.window_losses, []
 def noted(model, ids, *args, **kwargs):
@@ -228,17 +228,17 @@ for run in ("alike", "differing"):
     documents = sorted(fed)
     seen = [entry["eval_perplexity_128"] for entry in trainer.state.log_history if "eval_perplexity_128" in entry]
     alone = perplexity(trainer.model, HELD_OUT, LENGTHS, progress=False)[1].perplexity
-    told[run] = [trainer.args.world_size, trainer.state.global_step, seen, alone, documents]
-(folder / f"{rank}.json").write_text(json.dumps(told))
+    chosen[run] = [trainer.args.world_size, trainer.state.global_step, seen, alone, documents]
+(folder / f"{rank}.json").write_text(json.dumps(chosen))
 """
 
 
 @pytest.mark.slow
 def test_two_processes_share_the_documents_agree_and_stop_together(tmp_path: Path) -> None:
     in_two_processes(tmp_path, TWO_PROCESSES)
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
+    chosen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for run in ("alike", "differing"):
-        (world, step, seen, alone, fed), (*other, other_fed) = (one[run] for one in told)
+        (world, step, seen, alone, fed), (*other, other_fed) = (one[run] for one in chosen)
         assert [world, step, seen, alone] == other  # to the bit, although they measured different last bits
         assert world == 2
         assert len(seen) == step // 2

@@ -15,10 +15,11 @@ import model_types
 from attention_models import sharp_model
 from hf_posenc import patch_model
 from hf_posenc.attention.staged import Stages
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import extension_of
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.positions import PositionSchedule, documents_start_at_zero
-from hf_posenc.training.probe import probe_isolation
+from hf_posenc.training.start_checks import probe_isolation
 from older_transformers import skip_if_left_out, skip_on_5_0
 from tiny_models import FAMILIES, native, token_ids
 
@@ -101,13 +102,13 @@ def rules(model: PreTrainedModel, positions: torch.Tensor) -> tuple[torch.Tensor
 
 @torch.no_grad()
 def llama_by_hand(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Logits of a Llama in float64, each pair of tokens turned by its distance; documents are ``SPANS``."""
+    """Logits of a Llama in float64, each pair of tokens rotated by its distance; documents are ``SPANS``."""
     weights = {name: tensor.double() for name, tensor in model.state_dict().items()}
     config = model.config
     heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     inv_freq, factor = rules(model, positions)
     angle = inv_freq[:, None] * (positions[:, None] - positions).double()[..., None]  # query, key, pair
-    turn = torch.polar(torch.ones_like(angle), angle)
+    rotation = torch.polar(torch.ones_like(angle), angle)
     seen = torch.zeros(len(positions), len(positions), dtype=torch.bool)
     for start, stop in SPANS:
         seen[start:stop, start:stop] = torch.ones(stop - start, stop - start).tril().bool()
@@ -129,7 +130,7 @@ def llama_by_hand(model: PreTrainedModel, ids: torch.Tensor, positions: torch.Te
         )
         v = (y @ layer["self_attn.v_proj.weight"].T).view(len(y), kv_heads, width)
         v = v.repeat_interleave(heads // kv_heads, dim=1)
-        scores = torch.einsum("qhp,khp,qkp->hqk", q, k.conj(), turn).real * (factor**2)[:, None] / width**0.5
+        scores = torch.einsum("qhp,khp,qkp->hqk", q, k.conj(), rotation).real * (factor**2)[:, None] / width**0.5
         share = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         x = x + torch.einsum("hqk,khw->qhw", share, v).reshape(len(y), -1) @ layer["self_attn.o_proj.weight"].T
         y = norm(x, layer["post_attention_layernorm.weight"])
@@ -181,4 +182,4 @@ def test_families_whose_masks_know_no_positions_train_each_document_alone(model_
         logits = model(ids, attention_mask=given, use_cache=False).logits[0]
         total += float(cross_entropy(logits[:-1], ids[0, 1:], reduction="sum"))
     assert float(together) == pytest.approx(total / (len(positions) - len(LENGTHS)), rel=1e-5)
-    assert probe_isolation(model) < 1e-4
+    assert probe_isolation(RotaryModel(model)) < 1e-4

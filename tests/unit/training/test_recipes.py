@@ -11,11 +11,11 @@ import torch
 
 from hf_posenc import load_extended
 from hf_posenc.cli.main import main
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import describe
 from hf_posenc.training import FinetuneConfig, finetune
-from hf_posenc.training.fitting import choose_base, fit_recipe
-from hf_posenc.training.recipes import RECIPES, get_recipe
-from hf_posenc.training.train_log import read_log
+from hf_posenc.training.recipes import RECIPES, choose_base, fit_recipe, get_recipe
+from hf_posenc.training.run_folder import read_log
 from tiny_runs import Build, config
 
 # Typed from the papers and the authors' scripts: method, rate, warm-up, and what marks the recipe.
@@ -48,8 +48,8 @@ def test_a_recipe_is_a_run_with_the_papers_numbers(name: str) -> None:
 
 
 def test_what_is_told_wins_and_another_method_brings_its_own_options() -> None:
-    told = FinetuneConfig.from_recipe("pose", output_dir="out", learning_rate=1e-4, pose_chunks=3)
-    assert (told.learning_rate, told.pose_chunks, told.lr_scheduler_type) == (1e-4, 3, "linear")
+    given = FinetuneConfig.from_recipe("pose", output_dir="out", learning_rate=1e-4, pose_chunks=3)
+    assert (given.learning_rate, given.pose_chunks, given.lr_scheduler_type) == (1e-4, 3, "linear")
     other = FinetuneConfig.from_recipe("pose", output_dir="out", method="ntk")
     assert (other.method, other.options, other.position_schedule) == ("ntk", {}, "pose")
     preset = FinetuneConfig.from_recipe("yarn-400", output_dir="out", preset="qwen3-yarn-4x")
@@ -91,8 +91,8 @@ def test_a_base_that_nobody_published_is_asked_for() -> None:
 def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_llama()
 
-    def fitted(name: str, **told: Any) -> FinetuneConfig:
-        return fit_recipe(model, FinetuneConfig.from_recipe(name, output_dir="out", **told))
+    def fitted(name: str, **given: Any) -> FinetuneConfig:
+        return fit_recipe(RotaryModel(model), FinetuneConfig.from_recipe(name, output_dir="out", **given))
 
     caplog.set_level("INFO")
     assert fitted("abf", factor=2.0).options == {"rope_theta": 5e5}
@@ -111,7 +111,7 @@ def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogC
     assert fitted("abf", stages=["96", "128"]).options == {"rope_theta": 5e5}  # the base of the last stage's length
     assert fitted("drope", stages=["96", "128"]).seq_len == 64
     plain = config(Path("out"))
-    assert fit_recipe(model, plain) is plain
+    assert fit_recipe(RotaryModel(model), plain) is plain
 
 
 SLOW = set(RECIPES) - {"drope"}
@@ -131,8 +131,8 @@ def test_every_recipe_trains(
         tokenizer.save_pretrained(tmp_path / "base")
         model, _ = load_model(tmp_path / "base", device="cpu", **recipe.loading)
     # 256 tokens: half of them are beyond the original 64, so the progressive run has two stages
-    told: dict[str, Any] = {"context_length": 256, "token_budget": 6 * 256, "save_steps": 100, "learning_rate": 1e-3}
-    run = FinetuneConfig.from_recipe(name, output_dir=str(tmp_path / "run"), eval_documents=0, warmup_steps=0, **told)
+    given: dict[str, Any] = {"context_length": 256, "token_budget": 6 * 256, "save_steps": 100, "learning_rate": 1e-3}
+    run = FinetuneConfig.from_recipe(name, output_dir=str(tmp_path / "run"), eval_documents=0, warmup_steps=0, **given)
     result = finetune(model, tokenizer, documents, run)
     logs = [line for path in sorted((tmp_path / "run").rglob("train_log.jsonl")) for line in read_log(path)]
     assert len(logs) == result.steps >= 6

@@ -1,4 +1,4 @@
-"""Each rule of levers: refused with its message, and the nearest settings that do go are let through."""
+"""Settings that do not go together: refused with its message, and the nearest settings that do go are let through."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.checkpoints import seal
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.levers import RULES, check_levers
+from hf_posenc.training.run_folder import seal
+from hf_posenc.training.setting_checks import CONFLICTS, check_combination
 
 CP = {"processes": 4, "fsdp": 2, "cp_size": 2}
 SP = {"processes": 4, "zero": 3, "sp_size": 2, "sp_attention": "flash_attention_2"}
@@ -39,7 +39,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"config": {"short_share": 0.0}},
         "short_share 0.25 reads blocks as several windows",
     ),
-    "shared sequences and the attention door": (
+    "shared sequences and a method in the attention": (
         {**CP, "config": {"method": "self_extend"}},
         {"config": {"method": "yarn"}},
         "self_extend changes the attention",
@@ -86,11 +86,11 @@ def check(folder: Path, settings: dict[str, Any]) -> None:
         (folder / "checkpoint-5" / name).mkdir(parents=True, exist_ok=True)
         seal(folder / "checkpoint-5")
     known = {name: settings.pop(name, None) for name in ("attention", "quantised", "seq_len")}
-    check_levers(FinetuneConfig(**config), Launch(**settings), **known)
+    check_combination(FinetuneConfig(**config), Launch(**settings), **known)
 
 
-@pytest.mark.parametrize("name", [rule.name for rule in RULES])
-def test_each_rule(tmp_path: Path, name: str):
+@pytest.mark.parametrize("name", [conflict.name for conflict in CONFLICTS])
+def test_each_conflict(tmp_path: Path, name: str):
     broken, mend, message = TABLE[name]
     with pytest.raises(ValueError, match=message):
         check(tmp_path, broken)
@@ -98,10 +98,10 @@ def test_each_rule(tmp_path: Path, name: str):
 
 
 def test_the_launch_is_read_as_accelerate_writes_it():
-    told = {"WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": SHARDED}
-    assert Launch.from_environment(told) == Launch(8, fsdp=2, state_dict=SHARDED)
-    told |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "4"}
-    launch = Launch.from_environment(told)
+    given = {"WORLD_SIZE": "8", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": SHARDED}
+    assert Launch.from_environment(given) == Launch(8, fsdp=2, state_dict=SHARDED)
+    given |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "4"}
+    launch = Launch.from_environment(given)
     assert (launch.cp_size, launch.replicas, launch.shares_sequences) == (4, 2, True)
     assert Launch.from_environment({"ACCELERATE_USE_DEEPSPEED": "true"}) == Launch(zero=2)
     assert Launch.from_environment({"PARALLELISM_CONFIG_CP_SIZE": "4"}) == Launch()  # left over, not in use

@@ -15,8 +15,7 @@ import one_of_several
 from distributed_runs import CONTEXT_PARALLEL, Run, assert_same_steps, in_two_processes, log_of, returned_by
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.training.chunked_loss import chunked_causal_lm_loss
-from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
-from hf_posenc.training.shared_sequences import WholeBlocks
+from hf_posenc.training.packing import BlockSchedule, PackedDataset, SingleDocumentBlocks, log_summary
 from tiny_runs import SEQ
 
 # A document of exactly so many blocks, its EOS with it: every block is a piece of one document. The last is held out.
@@ -54,10 +53,10 @@ def test_context_parallel_trains_as_one_process_does(tmp_path: Path):
     assert_same_steps(cp, alone)
     assert_same_steps(masked["2"], masked["1"])
     assert [line["loss"] for line in log_of(masked["1"])] != [line["loss"] for line in log_of(alone)]
-    told, expected = returned_by(cp, 1), returned_by(alone)
-    assert told["hooks"] == expected["hooks"] == 0  # accelerate's, which drop masks, are gone
+    given, expected = returned_by(cp, 1), returned_by(alone)
+    assert given["hooks"] == expected["hooks"] == 0  # accelerate's, which drop masks, are gone
     for name, weight in expected["weights"].items():
-        torch.testing.assert_close(told["weights"][name], weight, rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(given["weights"][name], weight, rtol=1e-4, atol=1e-4, msg=name)
     for process in (0, 1):
         assert not Path(right.folder, f"raised-{process}").exists()
         said = Path(wrong.folder, f"raised-{process}").read_text()
@@ -72,7 +71,7 @@ def test_context_parallel_trains_as_one_process_does(tmp_path: Path):
 def test_only_blocks_of_one_document_are_kept(caplog: pytest.LogCaptureFixture):
     ids = torch.arange(1, 33)
     packed = PackedDataset([ids[:20], ids[20:]], 8, eos_token_id=None, seed=0)
-    kept = WholeBlocks(packed)
+    kept = SingleDocumentBlocks(packed)
     whole = [i for i in range(len(packed)) if (packed[i]["position_ids"].diff() == 1).all()]
     assert len(whole) < len(packed)
     assert [block["input_ids"].tolist() for block in kept] == [packed[i]["input_ids"].tolist() for i in whole]
@@ -87,9 +86,9 @@ def test_only_blocks_of_one_document_are_kept(caplog: pytest.LogCaptureFixture):
     once = BlockSchedule(kept, 1, seed=0).summary()
     assert once.num_unused == 8 * (len(whole) - 1)
     alike = PackedDataset([ids], 8, eos_token_id=None, seed=0)
-    assert WholeBlocks(alike).fingerprint() == alike.fingerprint()
+    assert SingleDocumentBlocks(alike).fingerprint() == alike.fingerprint()
     with pytest.raises(ValueError, match="none of the 4 blocks of 8 tokens"):
-        WholeBlocks(PackedDataset([ids[i : i + 4] for i in range(0, 32, 4)], 8, eos_token_id=None))
+        SingleDocumentBlocks(PackedDataset([ids[i : i + 4] for i in range(0, 32, 4)], 8, eos_token_id=None))
 
 
 def test_the_loss_of_shards_adds_up_to_that_of_the_whole(tiny_llama: Any):

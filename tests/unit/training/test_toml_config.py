@@ -164,7 +164,7 @@ def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
         ("learning_rat = 1", "unknown key 'learning_rat'. Did you mean 'learning_rate'"),
         (
             "beta_fast = 1",
-            r"unknown key 'beta_fast'. Options of the method stand under \[options\]. Known: accelerator_config",
+            r"unknown key 'beta_fast'. Options of the method are under \[options\]. Known: accelerator_config",
         ),
         ('learning_rate = "2e-5"', "learning_rate must be a number, got '2e-5'"),
         ("lora = 1", "lora must be true or false, got 1"),
@@ -177,7 +177,7 @@ def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
         ('eval_lengths = "2k"', "eval_lengths must be a list, got '2k'"),
         ("eval_lengths = [1979-05-27]", "eval_lengths must be a number of tokens"),
         ("options = 3", "options must be a table"),
-        ("seq-len = 4\nseq_len = 4", "seq_len is there twice"),
+        ("seq-len = 4\nseq_len = 4", "seq_len is given twice"),
         ("seq_len = ", "is no TOML file: Invalid value"),
         ("config = 'x'", "unknown key 'config'"),
         ("[lora]\nrank = 8", "lora must be true or false, got {'rank': 8}"),

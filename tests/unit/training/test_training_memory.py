@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -19,6 +18,7 @@ from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Mixtra
 
 from folders import SMOLLM2
 from hf_posenc.assets import tiny_model_path
+from hf_posenc.evaluation.lm_head import row_chunks
 from hf_posenc.planning import training_memory
 from hf_posenc.planning.shapes import layer_repeat, with_layers
 from hf_posenc.planning.tracking import LOGITS, MATRICES, MemoryTracker
@@ -36,9 +36,9 @@ from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig
 
 torch.set_num_threads(1)
-for told, seq_len, packed in json.loads(sys.argv[2]):
-    how = {"packed": packed, "load_in_4bit": told.pop("load_in_4bit", False)}
-    config, run = AutoConfig.from_pretrained(sys.argv[1]), FinetuneConfig("unused", **told)
+for change, seq_len, packed in json.loads(sys.argv[2]):
+    how = {"packed": packed, "load_in_4bit": change.pop("load_in_4bit", False)}
+    config, run = AutoConfig.from_pretrained(sys.argv[1]), FinetuneConfig("unused", **change)
     if how["load_in_4bit"]:
         config.dtype = torch.float32  # what quantised weights compute in
     measured = measure_training(config, run, seq_len, steps=2, **how)
@@ -82,12 +82,12 @@ def test_the_prediction_holds_for_other_settings() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="scripts/fetch_smollm2 downloads it")
 @pytest.mark.parametrize(
-    ("told", "packed"),
+    ("change", "packed"),
     [({}, False), ({"gradient_checkpointing": True}, False), ({"lora": True, "gradient_checkpointing": True}, True)],
     ids=["full", "full, checkpointing", "LoRA+, checkpointing, packed"],
 )
-def test_the_prediction_for_smollm2_is_within_15_percent(told: dict[str, Any], packed: bool) -> None:
-    ((measured, predicted),) = measured_and_predicted(SMOLLM2, [(told, 2048, packed)])
+def test_the_prediction_for_smollm2_is_within_15_percent(change: dict[str, Any], packed: bool) -> None:
+    ((measured, predicted),) = measured_and_predicted(SMOLLM2, [(change, 2048, packed)])
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
@@ -102,8 +102,8 @@ def test_the_prediction_of_adapters_on_4_bits_is_within_15_percent() -> None:
         assert predicted == pytest.approx(measured, rel=0.15)
 
 
-def settings(**told: Any) -> FinetuneConfig:
-    return FinetuneConfig("unused", **told)
+def settings(**change: Any) -> FinetuneConfig:
+    return FinetuneConfig("unused", **change)
 
 
 def llama(**sizes: Any) -> LlamaConfig:
@@ -133,25 +133,27 @@ def test_the_tracker_counts_what_autograd_keeps() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [{}, {"gradient_checkpointing": True, "bf16": True}, {"lora": True}], ids=["full", "checkpointing", "LoRA+"]
+    "change",
+    [{}, {"gradient_checkpointing": True, "bf16": True}, {"lora": True}],
+    ids=["full", "checkpointing", "LoRA+"],
 )
-def test_a_deep_model_is_predicted_from_a_shallow_one(told: dict[str, Any]) -> None:
+def test_a_deep_model_is_predicted_from_a_shallow_one(change: dict[str, Any]) -> None:
     config = llama(num_hidden_layers=4)
-    whole = _at_peak(_run(config, settings(**told), 300, True, True))
-    predicted = predict_training_memory(config, settings(**told), 300)
+    whole = _at_peak(_run(config, settings(**change), 300, True, True))
+    predicted = predict_training_memory(config, settings(**change), 300)
     assert predicted == whole  # every part, to the byte
 
 
 @pytest.mark.parametrize(
-    "told", [{}, {"gradient_checkpointing": True, "per_device_train_batch_size": 2}, {"lora": True}]
+    "change", [{}, {"gradient_checkpointing": True, "per_device_train_batch_size": 2}, {"lora": True}]
 )
 def test_long_blocks_are_predicted_from_a_few_chunks_of_the_loss(
-    told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, run = llama(num_hidden_layers=9, dtype="bfloat16"), settings(logits_chunk=16, **told)
+    config, run = llama(num_hidden_layers=9, dtype="bfloat16"), settings(logits_chunk=16, **change)
     predicted = predict_training_memory(config, run, 300)
     with monkeypatch.context() as patch:
-        patch.setattr(training_memory, "few_chunks", contextlib.nullcontext)
+        patch.setattr(training_memory, "first_and_last_chunks", row_chunks)
         assert predict_training_memory(config, run, 300) == predicted  # every part, to the byte
     ran: list[None] = []
     add_gradients = chunked_loss._add_gradients
@@ -182,11 +184,11 @@ def test_lora_trains_what_peft_says(tiny_llama: Callable[..., LlamaForCausalLM])
     assert memory.optimizer == 8 * trained
 
 
-def test_each_lever_saves_its_own_part() -> None:
+def test_each_option_saves_its_own_part() -> None:
     config = llama(num_hidden_layers=1, vocab_size=4096, num_key_value_heads=4)
 
-    def peak(seq_len: int = 512, packed: bool = False, **told: Any) -> Any:
-        return predict_training_memory(config, settings(**told), seq_len, packed=packed)
+    def peak(seq_len: int = 512, packed: bool = False, **change: Any) -> Any:
+        return predict_training_memory(config, settings(**change), seq_len, packed=packed)
 
     plain = peak()
     assert peak(gradient_checkpointing=True).activations < 0.6 * plain.activations

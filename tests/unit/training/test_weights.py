@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from hf_posenc.training.precision import float32_weights
-from hf_posenc.training.sharding import load_shards, make_whole, remember_modules
+from hf_posenc.training.weights import float32_weights, load_shards, remember_modules, unshard
 from tiny_runs import logits_of
 
 
@@ -38,7 +37,7 @@ def test_a_sharded_model_becomes_the_plain_one_it_was(tiny_llama: Any):
         assert isinstance(model, FSDPModule)
         model(input_ids=torch.arange(9)[None])  # leaves the root's weights gathered
         assert load_shards(model, {"model.norm.weight": torch.full((64,), 2.0)})[0] == "model.embed_tokens.weight"
-        make_whole(model, before, dtypes)
+        unshard(model, before, dtypes)
     assert type(model) is kind
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert {type(p) for p in model.parameters()} == {nn.Parameter}
@@ -52,4 +51,4 @@ def test_weights_an_engine_keeps_otherwise_are_not_taken_for_whole(tiny_llama: A
     before = remember_modules(model)
     model.model.norm.weight = nn.Parameter(torch.empty(0))  # as ZeRO-3 leaves what it has taken away
     with pytest.raises(RuntimeError, match=r"of LlamaRMSNorm could not be put together.*\[0\].*instead of.*\[64\]"):
-        make_whole(model, before, {})
+        unshard(model, before, {})

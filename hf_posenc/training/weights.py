@@ -1,8 +1,9 @@
-"""A model whose weights a training engine has spread over processes (FSDP2, ZeRO-3), and the same model whole again."""
+"""Weights while they are trained, in float32 and maybe spread over processes, and gathered again."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,42 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_posenc.errors import RunStoppedError
+from hf_posenc.utils.dtypes import HALF
+
+
+def is_half(model: nn.Module) -> bool:
+    """Return whether any weight is in half precision."""
+    return any(p.dtype in HALF for p in model.parameters())
+
+
+@contextmanager
+def float32_weights(model: nn.Module, *, frozen: bool) -> Iterator[dict[str, torch.dtype]]:
+    """Hold weights in float32 while open; afterwards in the dtype each one came in.
+
+    bfloat16 keeps 8 bits: an update below 0.4 % of a weight rounds away, and those of a fine-tune are smaller. Buffers
+    are not touched (a rotary ``inv_freq`` must never be rounded).
+
+    Args:
+        model: Its parameters in half precision are converted, in place. They are known by name: an engine that shards
+            puts others in their place, and must be free to let these go.
+        frozen: Those that are not trained too, for training without autocast, which cannot mix dtypes; they come back
+            bit for bit. Else the trained ones only.
+
+    Yields:
+        The dtype that each converted parameter came in, by name.
+    """
+    came = {name: p.dtype for name, p in model.named_parameters() if (frozen or p.requires_grad) and p.dtype in HALF}
+    for name, parameter in model.named_parameters():
+        if name in came:
+            parameter.data = parameter.data.float()
+    try:
+        yield came
+    finally:
+        for name, parameter in model.named_parameters():
+            if name in came:
+                parameter.data = parameter.data.to(came[name])
+                parameter.grad = None
+
 
 _Kept = dict[nn.Module, tuple[type[nn.Module], dict[str, Any], dict[str, torch.Size]]]
 
@@ -24,11 +61,11 @@ def remember_modules(model: nn.Module) -> _Kept:
     return {module: (type(module), _hooks(module), _shapes(module)) for module in model.modules()}
 
 
-def make_whole(model: nn.Module, before: _Kept, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Turn a sharded model into the plain one it was, with the trained weights whole in every process.
+def unshard(model: nn.Module, before: _Kept, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Turn a sharded model into the plain one it was, with all trained weights in every process.
 
     A collective call. Each process needs memory for all weights on its device, in the dtype they came in; before they
-    were shared out it held them whole too, for a moment in float32. What sharding saves, during training, is the memory
+    were sharded it held all of them too, for a moment in float32. What sharding saves, during training, is the memory
     of float32 weights, gradients and optimizer states. ZeRO-3's branch is tested on the CPU.
 
     Args:
@@ -41,16 +78,16 @@ def make_whole(model: nn.Module, before: _Kept, dtypes: Mapping[str, torch.dtype
     """
     _reshard(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    whole: dict[int, nn.Parameter] = {}  # tied weights are gathered once and stay tied
+    full: dict[int, nn.Parameter] = {}  # tied weights are gathered once and stay tied
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
             if parameter is None or not _is_part(parameter):
                 continue
-            if id(parameter) not in whole:
+            if id(parameter) not in full:
                 dtype = dtypes.get(names[id(parameter)], parameter.dtype)
-                full = _gathered(parameter, dtype)
-                whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
-            module._parameters[key] = whole[id(parameter)]
+                values = _gathered(parameter, dtype)
+                full[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            module._parameters[key] = full[id(parameter)]
     for module, (kind, hooks, shapes) in before.items():
         module.__class__ = kind
         for name, (held, kept) in hooks.items():  # the same dict: whoever put a hook in has a handle on it
@@ -65,32 +102,32 @@ def make_whole(model: nn.Module, before: _Kept, dtypes: Mapping[str, torch.dtype
 
 
 @torch.no_grad()
-def load_shards(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> list[str]:
-    """Copy whole weights, which every process has read, into a sharded model: each process takes its part.
+def load_shards(model: nn.Module, full: Mapping[str, torch.Tensor]) -> list[str]:
+    """Copy full weights, which every process has read, into a sharded model: each process takes its part.
 
     Args:
         model: Sharded, in place.
-        whole: By parameter name.
+        full: By parameter name.
 
     Returns:
-        Trained parameters that ``whole`` does not hold.
+        Trained parameters that ``full`` does not hold.
     """
     _reshard(model)
     missing = []
     for name, parameter in model.named_parameters():
-        if name in whole:
-            parameter.copy_(shard_like(whole[name], parameter))
+        if name in full:
+            parameter.copy_(shard_like(full[name], parameter))
         elif parameter.requires_grad:
             missing.append(name)
     return missing
 
 
-def shard_like(whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def shard_like(full: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return this process' part of a tensor, laid out as a parameter is; no process asks another."""
     if not isinstance(parameter, DTensor):
-        return whole.to(parameter.device)
-    whole = whole.to(parameter.device)
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return full.to(parameter.device)
+    full = full.to(parameter.device)
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _reshard(model: nn.Module) -> None:
@@ -105,16 +142,16 @@ def _is_part(parameter: Any) -> bool:
 
 
 def _gathered(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
-    whole: torch.Tensor
+    full: torch.Tensor
     if isinstance(parameter, DTensor):
         sharded: Any = parameter.detach().to(dtype)
-        whole = sharded.full_tensor()
-        return whole
+        full = sharded.full_tensor()
+        return full
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
-        whole = parameter.detach().to(dtype, copy=True)
-    return whole
+        full = parameter.detach().to(dtype, copy=True)
+    return full
 
 
 def _hooks(module: nn.Module) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""What a model card can say of the model that was extended: its name on the Hub, its licence and its languages."""
+"""Where the model and the documents of a run came from, as far as a model card may say it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public, and not in __all__
 
 from hf_posenc.checkpoint.manifest import CONFIG, MANIFEST
+from hf_posenc.data.reading import NOVEL, DocumentStream
 
 _CARD = "README.md"
 _GENERATIONS = 8  # of folders that name the one they were made from
@@ -41,25 +42,25 @@ class BaseModel:
 def find_base_model(source: str) -> BaseModel:
     """Find out what a card may say of a model; no path of this machine is part of it.
 
-    A folder is asked for its manifest, its config and its card, and what these name is asked in turn. The Hub is asked
-    for one file, the card of a model that was loaded from there, and not waited for.
+    Of a folder its manifest, its config and its card are read, and so are the models that these name. Of the Hub one
+    file is requested, the card of a model that was loaded from there, and not waited for.
 
     Args:
         source: Name on the Hub or path, as ``config.name_or_path`` has it; empty if there is none.
     """
     if not is_hub_id(source) and _folder(source) is None:  # a model made in the program, or a folder that is gone
         return BaseModel(_last_part(source))
-    first, asked = source, list[str]()
+    first, seen = source, list[str]()
     hub_id, card = None, dict[str, Any]()
-    while source and source not in asked and len(asked) < _GENERATIONS:
-        asked.append(source)
+    while source and source not in seen and len(seen) < _GENERATIONS:
+        seen.append(source)
         folder = _folder(source)
         hub_id = source if folder is None else _id_of_snapshot(folder)
         found = _read_card(folder, hub_id, may_ask=source == first)
         card |= _facts(found, hub_id, without=card.keys())
         made_from = [] if folder is None or hub_id is not None else _made_from(folder, found)
         source = next((name for name in made_from if is_hub_id(name) or _folder(name) is not None), "")
-    is_exact = hub_id is not None and len(asked) == 1
+    is_exact = hub_id is not None and len(seen) == 1
     return BaseModel(hub_id if is_exact and hub_id is not None else _last_part(first), hub_id, is_exact, card)
 
 
@@ -140,3 +141,50 @@ def _facts(card: dict[str, Any], hub_id: str | None, without: Container[str]) ->
         if hub_id is not None:
             found["license_link"] = f"https://huggingface.co/{hub_id}/blob/main/{link}"
     return found
+
+
+@dataclass(frozen=True)
+class DocumentSource:
+    """Where documents came from.
+
+    Attributes:
+        words: For people, without the path of a file.
+        hub_id: Name of a dataset on the Hub; None for anything else.
+        config_name, split: Of that dataset.
+    """
+
+    words: str
+    hub_id: str | None = None
+    config_name: str | None = None
+    split: str | None = None
+
+
+def source_settings(documents: Any) -> dict[str, Any]:
+    """Return where documents come from, by the names of ``read_documents``' arguments; nothing if they do not say."""
+    if not isinstance(documents, DocumentStream):
+        return {}
+    said = {"documents": str(documents.source), "text_field": documents.text_field, "split": documents.split}
+    return {**said, "config_name": documents.config_name, "template": documents.template}
+
+
+def document_source(settings: Mapping[str, Any]) -> DocumentSource:
+    """Return the source that was named, by the names of ``read_documents``' arguments.
+
+    Args:
+        settings: ``documents``, what ``read_documents`` takes as its source, with ``split`` and ``config_name``.
+    """
+    name = str(settings.get("documents") or "")
+    if not name:
+        return DocumentSource("texts given in Python, which have no name")
+    if name == "-":
+        return DocumentSource("a text from standard input")
+    if name.startswith(NOVEL):
+        return DocumentSource(f"the novel `{name.removeprefix(NOVEL)}`, which is part of hf_posenc")
+    path = Path(name).expanduser()
+    if path.exists() or not is_repo_id(name):
+        kind = "the folder" if path.is_dir() else "the file"
+        return DocumentSource(f"{kind} `{path.resolve().name}`")
+    config_name, split = settings.get("config_name"), settings.get("split")
+    more = "".join(f", {kind} `{value}`" for kind, value in (("configuration", config_name), ("split", split)) if value)
+    link = f"[`{name}`](https://huggingface.co/datasets/{name})"
+    return DocumentSource(f"the dataset {link}{more}", name, config_name, split)
