@@ -24,6 +24,7 @@ from transformers import (
 import hf_posenc
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli.main import main
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.planning import plan, plan_text
 from hf_posenc.planning.advice import Situation, advise
 from hf_posenc.planning.flops import training_flops
@@ -202,7 +203,7 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
     run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=256)
     in_4bit = bool(RECIPES[recipe].loading.get("load_in_4bit"))
     first = plan(model.config, 256, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).training_options[0]
-    fitted = fit_recipe(model, run)
+    fitted = fit_recipe(RotaryModel(model), run)
     assert first.seq_len == (fitted.seq_len or (256 if fitted.position_schedule == "full" else 64))
     assert (first.run, first.load_in_4bit) == (run, in_4bit)
 
