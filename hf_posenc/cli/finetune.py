@@ -61,8 +61,8 @@ class RunArguments:
     config: str | None = field(
         default=None,
         metadata={
-            "help": "TOML file of flags, as run.toml of an earlier run: their names are its keys, the method's options "
-            "are under [options]; flags win over it, and it wins over --recipe"
+            "help": "TOML or YAML file of flags, as run.toml of an earlier run: their names are its keys, the method's "
+            "options are under options; flags win over it, and it wins over --recipe"
         },
     )
 
@@ -70,7 +70,7 @@ class RunArguments:
 def finetune(argv: Sequence[str]) -> None:
     """Fine-tune an extended model on a budget of tokens, measure it as it came, before and after, and save it."""
     from hf_posenc.training import FinetuneConfig
-    from hf_posenc.training.toml_config import settings_besides_flags
+    from hf_posenc.training.run_file import settings_besides_flags
 
     settable = (FinetuneConfig, TrainingDocumentArguments, FinetuneModelArguments)
     given, config, source, loading, options, _, launch = parse(

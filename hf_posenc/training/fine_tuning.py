@@ -31,6 +31,7 @@ from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainabl
 from hf_posenc.training.packing import PackedDataset
 from hf_posenc.training.provenance import document_source, find_base_model, source_settings
 from hf_posenc.training.recipes import fit_recipe
+from hf_posenc.training.run_file import RUN_FILE, write_run
 from hf_posenc.training.run_folder import (
     LOSS_LOG,
     check_not_the_models_own,
@@ -44,7 +45,6 @@ from hf_posenc.training.run_folder import (
 )
 from hf_posenc.training.stages import load_finished, original_length, refuse_other_kind, settings_of_stages
 from hf_posenc.training.texts import Documents, Texts, prepare_texts, read_stream, to_token_ids
-from hf_posenc.training.toml_config import RUN_FILE, write_run
 from hf_posenc.training.train_log import LossLog
 from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
 from hf_posenc.utils.processes import from_main

@@ -1,16 +1,19 @@
-"""A run as a TOML file: every flag of the command line under its own name, the method's options under [options]."""
+"""A run as a TOML or YAML file: every flag of the command line under its own name, the method's under ``options``."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
+import re
 import tomllib
 import types
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, MissingFileError, did_you_mean
 from hf_posenc.training.recipes import get_recipe, recipe_values
@@ -23,15 +26,40 @@ _NOT_IN_FILES = frozenset({"options", "option", "config", "resume_from_checkpoin
 _TOKENS = 'a number of tokens, such as 32768 or "32k"'
 _HEADER = (
     "# hf-posenc finetune MODEL --config run.toml --output-dir ANOTHER\n"
-    "# does again what was done here. Flags win over what stands below.\n"
+    "# does again what was done here. Flags win over the settings below.\n"
 )
+
+
+class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    """YAML as Transformers and TRL read it, but 1e-4 is a number, as in YAML 1.2, and no key may be given twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        found: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(found) < len(node.value):
+            raise yaml.constructor.ConstructorError(None, None, "a key is given twice", node.start_mark)
+        return found
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), "-+0123456789"
+)
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    text = file.read_text(encoding="utf-8")
+    if file.suffix not in (".yaml", ".yml"):
+        return tomllib.loads(text)
+    given = yaml.load(text, _YamlLoader)
+    if not isinstance(given, dict):
+        raise yaml.YAMLError(f"it holds {type(given).__name__}, not keys with values.")
+    return {str(key): value for key, value in given.items() if value is not None}
 
 
 def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
     """Read a run's settings.
 
     Args:
-        path: The file.
+        path: The file: YAML where its name ends in ``.yaml`` or ``.yml``, else TOML.
         known: Dataclasses whose fields may be set; ``-`` and ``_`` in a key are the same.
 
     Returns:
@@ -39,15 +67,17 @@ def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError, TypeError: It is no TOML, or a key is unknown, given twice or of the wrong type.
+        ValueError, TypeError: It is no TOML or YAML, or a key is unknown, given twice or of the wrong type.
     """
     file = Path(path).expanduser()
     if not file.is_file():
         raise MissingFileError(f"--config: there is no file {str(path)!r}.")
     try:
-        given = tomllib.loads(file.read_text(encoding="utf-8"))
+        given = _parse(file)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"{path} is no TOML file: {error}") from None
+    except yaml.YAMLError as error:
+        raise InvalidRequestError(f"{path} is no YAML file of settings: {error}") from None
     hints = {name: hint for one in known for name, hint in get_type_hints(one).items()}
     fields = {field.name for one in known for field in dataclasses.fields(one)} - (
         _NOT_IN_FILES - {"resume_from_checkpoint"}
@@ -60,11 +90,11 @@ def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
         if name == "options":
             if not isinstance(value, dict):
                 raise InvalidTypeError(
-                    f"{path}: options must be a table, [options], of the method's options, got {value!r}."
+                    f"{path}: options must be a table of the method's options, [options] in TOML, got {value!r}."
                 )
             found[name] = {option.replace("-", "_"): one for option, one in value.items()}
         elif name not in fields:
-            rest = f" Options of the method are under [options]. Known: {', '.join(sorted(fields))}."
+            rest = f" Options of the method are under options. Known: {', '.join(sorted(fields))}."
             raise InvalidRequestError(f"{path}: unknown key {key!r}.{did_you_mean(name, fields, most=2) or rest}")
         else:
             found[name] = _value(value, hints[name], name, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from transformers import HfArgumentParser, LlamaForCausalLM
 from hf_posenc.cli.finetune import FinetuneModelArguments, TrainingDocumentArguments, finetune
 from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.run_file import RUN_FILE, read_run, write_run
 from hf_posenc.training.setting_checks import decided_options
-from hf_posenc.training.toml_config import RUN_FILE, read_run, write_run
 from refused_commands import refused
 
 KNOWN = (FinetuneConfig, TrainingDocumentArguments, FinetuneModelArguments)
@@ -164,7 +165,7 @@ def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
         ("learning_rat = 1", "unknown key 'learning_rat'. Did you mean 'learning_rate'"),
         (
             "beta_fast = 1",
-            r"unknown key 'beta_fast'. Options of the method are under \[options\]. Known: accelerator_config",
+            "unknown key 'beta_fast'. Options of the method are under options. Known: accelerator_config",
         ),
         ('learning_rate = "2e-5"', "learning_rate must be a number, got '2e-5'"),
         ("lora = 1", "lora must be true or false, got 1"),
@@ -194,6 +195,43 @@ def test_mistakes_are_named_before_anything_is_loaded(
     assert re.search(message, error), error
     if "recipe" not in text:
         assert f"{file}" in error
+
+
+def test_yaml_says_the_same_as_toml(tmp_path: Path) -> None:
+    """With 1e-4 as a number, which PyYAML alone reads as text."""
+    (tmp_path / "run.toml").write_text(
+        'method = "yarn"\nlearning-rate = 1e-4\nadam_epsilon = 2.5E-7\ntoken_budget = "300k"\nlora = true\n'
+        "eval_lengths = [512, 4096]\nlr_scheduler_kwargs = { num_cycles = 0.25 }\n[options]\nbeta-fast = 16\n"
+    )
+    (tmp_path / "run.yaml").write_text(
+        "# a comment\nmethod: yarn\nlearning-rate: 1e-4\nadam_epsilon: 2.5E-7\ntoken_budget: 300k\nlora: true\n"
+        "eval_lengths:\n- 512\n- 4096\nlr_scheduler_kwargs: {num_cycles: 0.25}\nfactor:\noptions:\n  beta-fast: 16\n"
+    )
+    found = read_run(tmp_path / "run.yaml", KNOWN)
+    assert found == read_run(tmp_path / "run.toml", KNOWN)
+    assert (found["learning_rate"], found["token_budget"], found["options"]) == (1e-4, 300_000, {"beta_fast": 16})
+    settings = {name: value for name, value in FinetuneConfig(**OTHER).settings().items() if name != "model_values"}
+    (tmp_path / "all.yml").write_text(json.dumps(settings))
+    assert FinetuneConfig(**read_run(tmp_path / "all.yml", KNOWN)) == FinetuneConfig(**OTHER)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seq_len: 4\nseq_len: 5", "a key is given twice"),
+        ("seq_len: 4\nseq-len: 5", "seq_len is given twice"),
+        ("seq_len: [4", "is no YAML file of settings"),
+        ("", "it holds NoneType, not keys with values"),
+        ("- yarn", "it holds list, not keys with values"),
+        ("lora: 1", "lora must be true or false, got 1"),
+        ("learning_rate: fast", "learning_rate must be a number, got 'fast'"),
+        ("seq_len: !!python/object/apply:os.getcwd []", "is no YAML file of settings"),
+    ],
+)
+def test_mistakes_in_yaml_are_named(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises((ValueError, TypeError), match=message):
+        read_run(tmp_path / "run.yaml", KNOWN)
 
 
 def test_a_run_leaves_a_file_that_repeats_it(tiny_checkpoint: Path, tmp_path: Path) -> None:
