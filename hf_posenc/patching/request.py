@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -186,15 +187,57 @@ def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
 
 
 def extend_config(
-    config: PreTrainedConfig, method: str | None = None, factor: float | None = None, **arguments: Any
+    config: PreTrainedConfig,
+    method: str | None = None,
+    factor: float | None = None,
+    *,
+    context_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    preset: str | None = None,
+    rope_scaling: Mapping[str, Any] | str | None = None,
+    sliding_window: str | int = KEEP,
+    on_scaled: str = "refuse",
+    **options: Any,
 ) -> PreTrainedConfig:
     """Return a new config to hand to ``from_pretrained``; the given one is not touched.
 
-    Arguments and errors are those of ``patch_model``.
+    Args:
+        config: A model's config; of a multimodal model, the part about the language model is extended.
+        method: A name or alias of ``available_methods()``, of a static method; None is ``yarn``, or what ``preset`` or
+            ``rope_scaling`` says.
+        factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens. If
+            neither it nor ``context_length`` is given, 4.
+        context_length: The target in tokens, instead of ``factor``.
+        original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
+        preset: A name of ``hf-posenc presets``, instead of method, factor, lengths and options.
+        rope_scaling: A dictionary as Transformers, vLLM, LLaMA-Factory and Axolotl take it, or its JSON, instead of
+            method, factor, original length and options.
+        sliding_window: What becomes of a window that every layer has: ``"keep"``, ``"off"`` or a number of tokens.
+        on_scaled: ``"replace"`` to put the rule in place of one that the config already has; lengths still count from
+            the original length.
+        **options: The method's own, such as ``beta_fast`` or ``rope_theta``.
+
+    Returns:
+        A copy of the config with the rule in its ``rope_parameters`` and the target in ``max_position_embeddings``.
+
+    Raises:
+        TypeError: An option the method does not take.
+        ValueError: A bad value, an already scaled config, an unsupported family, or a method that no config can say.
     """
     extended = copy.deepcopy(config)
     text_config = extended.get_text_config(decoder=True)
-    extension = resolve(text_config, ExtensionRequest.of(method=method, factor=factor, **arguments))
+    request = ExtensionRequest.of(
+        method=method,
+        factor=factor,
+        context_length=context_length,
+        original_max_position_embeddings=original_max_position_embeddings,
+        preset=preset,
+        rope_scaling=rope_scaling,
+        sliding_window=sliding_window,
+        on_scaled=on_scaled,
+        **options,
+    )
+    extension = resolve(text_config, request)
     if extension.method.runs_in_attention:
         raise InvalidRequestError(
             f"no config can say method {extension.method.name!r}: it depends on the position of each query. Call "
