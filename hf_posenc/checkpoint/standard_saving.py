@@ -335,7 +335,7 @@ def _wrap_reference_models(module: ModuleType) -> None:
         named = _named.get()
         if named is None or named[0] is not model_id:
             return original(model_id, *args, **kwargs)
-        from hf_posenc.attention.masks import inner_name
+        from hf_posenc.attention.inner import inner_name
 
         if isinstance(kwargs.get("attn_implementation"), str):
             kwargs["attn_implementation"] = inner_name(kwargs["attn_implementation"])

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_posenc.attention.masks import inner_name
+from hf_posenc.attention.inner import inner_name
 from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
 from hf_posenc.checkpoint.manifest import runs_in_attention as manifest_alone_has
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights

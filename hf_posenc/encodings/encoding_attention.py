@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import StaticLayer
 
-from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.inner import inner_attention, piece_mask
 from hf_posenc.attention.interface import PASS, PositionalAttention
 from hf_posenc.attention.layout import Forward, Layout, written_slots
-from hf_posenc.attention.masks import piece_mask
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.encodings.modules import AddedToLogits, RotatesPairs
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.attention.inner import PREFIX
 from hf_posenc.attention.installation import (
     attends_to_text,
     attention_layers,
@@ -21,7 +22,6 @@ from hf_posenc.attention.installation import (
     refusal_of_settings,
 )
 from hf_posenc.attention.interface import CROSS, FULL, PASS, count_layers, drop_attention, register, set_attention
-from hf_posenc.attention.masks import PREFIX
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.encoding_attention import EncodingAttention
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
