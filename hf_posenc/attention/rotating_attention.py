@@ -82,7 +82,8 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         if length > target and not self.warned:
             self.warned = True
             warnings.warn(
-                f"{length} tokens, and {self.method.name} was asked for {target}: it goes on as it did.", stacklevel=2
+                f"{length} tokens, and {self.method.name} was requested for {target}: it goes on as it did.",
+                stacklevel=2,
             )
 
     def frequencies(self, stage: int, device: torch.device) -> tuple[torch.Tensor, float]:

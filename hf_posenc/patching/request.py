@@ -23,34 +23,34 @@ from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scalin
 from hf_posenc.spec import RopeSpec, check_length
 
 
-def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
+def _base_spec(config: PreTrainedConfig, declared: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
     """Return what the model was trained with, before any scaling it carries; refuse what cannot be known."""
     if on_scaled not in ("refuse", "replace"):
         raise InvalidRequestError(f"{argument('on_scaled')} must be 'refuse' or 'replace', got {on_scaled!r}.")
     if original is not None:
         original = check_length(argument("original_max_position_embeddings"), original)
-    if there is None:
+    if declared is None:
         spec = plain_spec(config)
     elif on_scaled == "refuse":
         was = (
-            f"original length {there.spec.original_max_position_embeddings}"
-            if there.original_known
+            f"original length {declared.spec.original_max_position_embeddings}"
+            if declared.original_known
             else "original length not recorded"
         )
         raise AlreadyExtendedError(
-            f"the model is already scaled: {there.method.name}, factor {there.method.factor:g}, {was}. Factors do "
-            f"not multiply. Pass {argument('on_scaled', 'replace')} to put the new rule in its place, with factor or "
-            f"{argument('context_length')} counted from the original length.",
-            there.method.name,
-            there.method.factor,
+            f"the model is already scaled: {declared.method.name}, factor {declared.method.factor:g}, {was}. Factors "
+            f"do not multiply. Pass {argument('on_scaled', 'replace')} to put the new rule in its place, with factor "
+            f"or {argument('context_length')} counted from the original length.",
+            declared.method.name,
+            declared.method.factor,
         )
-    elif original is None and not there.original_known:
+    elif original is None and not declared.original_known:
         raise InvalidRequestError(
-            f"the model is already scaled (linear, factor {there.method.factor:g}), and such a config does not say "
+            f"the model is already scaled (linear, factor {declared.method.factor:g}), and such a config does not say "
             f"what it was trained on: pass {argument('original_max_position_embeddings')}."
         )
     else:
-        spec = there.spec
+        spec = declared.spec
     return spec if original is None else dataclasses.replace(spec, original_max_position_embeddings=original)
 
 
@@ -79,12 +79,12 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
         request = _as_preset_says(config, request)
     method = get_method(DEFAULT_METHOD if request.method is None else request.method)
     refuse_family(config)
-    there = declared_scaling(config)
-    spec = _base_spec(config, there, request.original_max_position_embeddings, request.on_scaled)
+    declared = declared_scaling(config)
+    spec = _base_spec(config, declared, request.original_max_position_embeddings, request.on_scaled)
     original = spec.original_max_position_embeddings
     if (
         given.rope_scaling is not None
-        and there is None
+        and declared is None
         and original > (own := plain_spec(config)).original_max_position_embeddings
     ):
         warnings.warn(
@@ -101,8 +101,8 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
 
 
 def _as_dictionary_says(config: PreTrainedConfig, request: ExtensionRequest) -> ExtensionRequest:
-    """Return a request by ``rope_scaling`` with what the dictionary says in its place."""
-    said = read_rope_scaling(request.rope_scaling)  # type: ignore[arg-type]  # there is one
+    """Return a request by ``rope_scaling`` with what the dictionary says instead."""
+    said = read_rope_scaling(request.rope_scaling)  # type: ignore[arg-type]  # the caller has checked that it is given
     decided = ("method", "factor", "original_max_position_embeddings", "preset", "options")
     said.refuse_other(**{name: getattr(request, name) for name in decided})
     said.check_length_is_said(request.context_length)
@@ -111,7 +111,7 @@ def _as_dictionary_says(config: PreTrainedConfig, request: ExtensionRequest) -> 
 
 
 def _as_preset_says(config: PreTrainedConfig, request: ExtensionRequest) -> ExtensionRequest:
-    """Return a request by a preset with what the preset says in its place."""
+    """Return a request by a preset with what the preset says instead."""
     decided = ("method", "factor", "context_length", "original_max_position_embeddings", "options")
     preset = choose_preset(str(request.preset), config, **{name: getattr(request, name) for name in decided})
     window: Any = preset.window_for(config, request.sliding_window)
