@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_posenc.checkpoint.hub_files import folder_with
 from hf_posenc.checkpoint.manifest import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -33,7 +32,7 @@ from hf_posenc.checkpoint.manifest import (
     read_manifest,
     runs_in_attention,
 )
-from hf_posenc.checkpoint.pretrained import expecting_keys, load_weights, model_class
+from hf_posenc.checkpoint.pretrained import expecting_keys, folder_with, load_weights, model_class
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
 from hf_posenc.encodings.encoding_installation import MODULE, load_parameters, refuse_adapter
 from hf_posenc.errors import InvalidRequestError, MissingFileError

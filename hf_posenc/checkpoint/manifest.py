@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_posenc.checkpoint.hub_files import folder_with
+from hf_posenc.checkpoint.pretrained import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG
-from hf_posenc.checkpoint.hub_files import check_hub, folder_with
 from hf_posenc.checkpoint.manifest import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -23,7 +22,7 @@ from hf_posenc.checkpoint.manifest import (
     read_manifest,
     runs_in_attention,
 )
-from hf_posenc.checkpoint.pretrained import is_gguf
+from hf_posenc.checkpoint.pretrained import check_hub, folder_with, is_gguf
 from hf_posenc.doctor.config_checks import Finding, read_dialect
 from hf_posenc.doctor.declaration import Known, reads_original
 from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by, text_config
