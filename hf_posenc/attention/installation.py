@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.attention.inner import PREFIX
 from hf_posenc.attention.interface import (
     CROSS,
     FULL,
@@ -23,7 +24,6 @@ from hf_posenc.attention.interface import (
     register,
     set_attention,
 )
-from hf_posenc.attention.masks import PREFIX
 from hf_posenc.attention.rotating_attention import RotatingAttention
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
 from hf_posenc.errors import RotaryMismatchError, argument

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
-from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.inner import PREFIX, inner_attention, inner_name, slot_states
 from hf_posenc.attention.layout import Forward, text_positions
-from hf_posenc.attention.masks import PREFIX, inner_name, slot_states
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
 
 # What a layer's queries and keys need: the rule, or nothing (its window never leaves the original length, it has no
@@ -66,9 +65,9 @@ class PositionalAttention(abc.ABC, Generic[Seen]):
 
     def read(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Seen:
         """Return what this forward's layers share, the same object for all that see the same slots."""
-        for there in self.forwards:
-            if there.is_of(position_ids, num_slots, states):
-                return there
+        for forward in self.forwards:
+            if forward.is_of(position_ids, num_slots, states):
+                return forward
         found = self.look_at(position_ids, num_slots, states)
         self.forwards = [*self.forwards[1 - _KEPT_FORWARDS :], found]
         return found

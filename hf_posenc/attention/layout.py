@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_posenc.attention.masks import REAL, UNWRITTEN
+from hf_posenc.attention.inner import REAL, UNWRITTEN
 from hf_posenc.attention.rotation import Tables
 from hf_posenc.attention.staged import Stages
 from hf_posenc.errors import InvalidRequestError
@@ -37,8 +37,8 @@ class Layout:
     real: torch.Tensor | None
 
     @cached_property
-    def places(self) -> torch.Tensor:
-        """Tokens before each slot in its own row: positions, counted from the row's first real token."""
+    def row_positions(self) -> torch.Tensor:
+        """Positions counted from the row's first real token, int64 ``(rows, num_keys)``: tokens before each slot."""
         starts = torch.tensor(self.starts).clamp(max=self.num_keys - 1)  # a row may be nothing but padding
         first = self.positions.gather(1, starts[:, None])[:, 0]
         return (self.positions - first[:, None]).clamp(min=0)
@@ -54,13 +54,13 @@ class Layout:
         return any(bool((row[start:stop].diff() < 0).any()) for row, start, stop in spans)
 
     @cached_property
-    def places_in_documents(self) -> torch.Tensor:
-        """Tokens before each slot in its own document, int64 ``(rows, num_keys)``."""
-        places = torch.arange(self.num_keys).repeat(len(self.positions), 1)
-        for row in range(len(places)):
+    def document_positions(self) -> torch.Tensor:
+        """Positions counted from the document's first token, int64 ``(rows, num_keys)``: tokens before each slot."""
+        positions = torch.arange(self.num_keys).repeat(len(self.positions), 1)
+        for row in range(len(positions)):
             for start, stop in self.documents(row):
-                places[row, start:stop] -= start
-        return places
+                positions[row, start:stop] -= start
+        return positions
 
     def documents(self, row: int) -> list[tuple[int, int]]:
         """Return (first slot, slot past the last) of each document of a row: where positions start anew.
@@ -150,7 +150,7 @@ class Forward:
         num_slots: Key slots, written or not.
         states: What the key slots hold, as the layers get it.
         layout: All of them, read.
-        version: By which a change of ``position_ids`` in place is seen.
+        version: PyTorch's version of ``position_ids``, which an operation in place raises.
     """
 
     position_ids: torch.Tensor
@@ -188,7 +188,7 @@ class StagedForward(Forward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        stages = () if self.rule is None else self.rule.of(self.layout.places)
+        stages = () if self.rule is None else self.rule.of(self.layout.row_positions)
         self.runs = [_runs(self.layout, of_row, row) for row, of_row in enumerate(stages)]
 
     @cached_property

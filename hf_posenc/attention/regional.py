@@ -1,20 +1,73 @@
 """One layer's attention where near and far keys are rotated differently: one softmax over all.
 
-Without gradients on a CPU in calls of its flash kernel (``tiles``); else in PyTorch, a few queries at once.
+Without gradients on a CPU in calls of its flash kernel, one for each tile of a region; else in PyTorch, a few queries
+at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import dropout, pad
 
-from hf_posenc.attention.flash_parts import attend_part, merged
-from hf_posenc.attention.pieces import Output, Pieces
+from hf_posenc.attention.pieces import Output, Pieces, attend_part, merged
 from hf_posenc.attention.rotation import Tables
-from hf_posenc.attention.tiles import query_blocks, region_tiles
 from hf_posenc.methods.base import Region, Regions
+
+# Queries of one block, where the edge of a region moves with the query: each edge costs as many keys in vain.
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Keys at positions ``begin <= key < end``, to be attended to in one call.
+
+    Attributes:
+        begin: The first.
+        end: One past the last.
+        seen: Bool ``(num_queries, end - begin)``; None for all.
+        is_causal: The keys are the queries themselves, and each sees those up to its own; ``seen`` is None then.
+    """
+
+    begin: int
+    end: int
+    seen: torch.Tensor | None = None
+    is_causal: bool = False
+
+
+def query_blocks(rule: Regions, first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, one past the last) of the blocks of the queries from ``first`` until ``last``.
+
+    Up to ``plain_until`` and inside a chunk it is one block, as only the edge at the query itself moves there.
+    """
+    step = rule.chunk or BLOCK
+    while first < last:
+        stop = rule.plain_until if first < rule.plain_until else (first // step + 1) * step
+        yield first, min(stop, last)
+        first = stop
+
+
+def region_tiles(region: Region, first: int, last: int) -> list[Tile]:
+    """Return the tiles of what the queries from ``first`` until ``last`` see of a region, each pair in one of them."""
+    here = torch.arange(first, last)
+    begins, ends = region.begin(here), region.end(here)
+
+    def banded(low: int, high: int) -> Tile:
+        keys = torch.arange(low, high)
+        return Tile(low, high, (keys >= begins[:, None]) & (keys < ends[:, None]))
+
+    low, high = int(begins[0]), int(ends[-1])
+    all_from, all_until = int(begins[-1]), int(ends[0])  # these all of the queries see
+    if all_from <= first and torch.equal(ends, here + 1):
+        tiles = [banded(low, all_from), Tile(all_from, first), Tile(first, last, is_causal=True)]
+    elif all_from < all_until:
+        tiles = [banded(low, all_from), Tile(all_from, all_until), banded(all_until, high)]
+    else:
+        tiles = [banded(low, high)]
+    return [tile for tile in tiles if tile.begin < tile.end]
+
 
 # Scores of one head that exist at a time.
 _SCORES = 2**22
@@ -31,7 +84,7 @@ def attend_by_distance(pieces: Pieces, rule: Regions) -> Output:
         The output ``(batch, num_queries, heads, head_dim)``, and None: no weights are kept.
     """
     layout = pieces.forward.layout
-    if int(layout.places.max()) < rule.plain_until:
+    if int(layout.row_positions.max()) < rule.plain_until:
         return pieces.whole((0,) * len(layout.positions))
     if len(layout.positions) == 1:
         return _row(pieces, rule, 0, slice(None)), None
@@ -41,14 +94,14 @@ def attend_by_distance(pieces: Pieces, rule: Regions) -> Output:
 
 @dataclass(frozen=True)
 class _Document:
-    """One document of a row: its queries, keys and values. All indices are places, counted from its first token.
+    """One document of a row: its queries, keys and values. All indices are positions, counted from its first token.
 
     Attributes:
         pieces: The layer's.
         rule: The rule.
         row: The row, of the layout.
         start: The slot of its first token.
-        first: The place of the first query; the last one's is that of the last key.
+        first: The position of the first query; the last one's is that of the last key.
         query: ``(batch, heads, num_queries, head_dim)``, as the model rotated them.
         keys: By the name of a region, rotated, ``(batch, kv_heads, num_keys, head_dim)``.
         value: ``(batch, kv_heads, num_keys, head_dim)``.
@@ -68,7 +121,7 @@ class _Document:
     dense: torch.Tensor | None
 
     def rotated(self, region: Region, low: int, high: int) -> torch.Tensor:
-        """Return the queries of places ``low`` to ``high`` as a region and the rule want them."""
+        """Return the queries at positions ``low`` to ``high``, rotated and multiplied for a region."""
         rotated = self.query[:, :, low - self.first : high - self.first]
         if not region.is_plain:
             cos, sin = self._tables(region)
@@ -131,7 +184,7 @@ def _row(pieces: Pieces, rule: Regions, row: int, index: slice) -> torch.Tensor:
 
 
 def _in_tiles(document: _Document, low: int, high: int) -> torch.Tensor:
-    """Attend for the queries of places ``low`` to ``high``; ``(batch, heads, high - low, head_dim)``."""
+    """Attend for the queries at positions ``low`` to ``high``; ``(batch, heads, high - low, head_dim)``."""
     parts, value, scaling = [], document.value, document.pieces.scaling
     for region in document.rule.regions:
         tiles, keys = region_tiles(region, low, high), document.keys[region.name]
@@ -145,7 +198,7 @@ def _in_tiles(document: _Document, low: int, high: int) -> torch.Tensor:
 
 
 def _few(document: _Document, first: int, last: int) -> torch.Tensor:
-    """Attend for the queries of places ``first`` to ``last``; ``(batch, last - first, heads, head_dim)``."""
+    """Attend for the queries at positions ``first`` to ``last``; ``(batch, last - first, heads, head_dim)``."""
     pieces, value, real, dense = document.pieces, document.value, document.real, document.dense
     here = torch.arange(first, last)
     batch, heads, _, dim = document.query.shape
@@ -189,13 +242,13 @@ def _rotated_keys(pieces: Pieces, region: Region, row: int, index: slice) -> tor
     layout = pieces.forward.layout
     if region.is_plain:
         return pieces.key[index, :, : layout.num_keys]
-    places = layout.places_in_documents[row]
+    positions = layout.document_positions[row]
 
     def rotate(keys: torch.Tensor, start: int, end: int) -> torch.Tensor:
         key = (region.name, row, start, end, keys.device)
         tables = pieces.forward.tables
         if key not in tables:
-            tables[key] = pieces.at(row, slice(start, end), region.key(places[start:end]), keys)
+            tables[key] = pieces.at(row, slice(start, end), region.key(positions[start:end]), keys)
         return pieces.attention.rotation.rotate(keys, tables[key])
 
     if len(layout.positions) > 1:

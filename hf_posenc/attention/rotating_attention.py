@@ -15,14 +15,12 @@ from torch import nn
 from transformers.cache_utils import StaticLayer
 
 from hf_posenc.attention.footprint import KEPT_COSINES
-from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.inner import UNWRITTEN, inner_attention, piece_mask
 from hf_posenc.attention.interface import PASS, PositionalAttention
 from hf_posenc.attention.layout import StagedForward, written_slots
-from hf_posenc.attention.masks import UNWRITTEN, piece_mask
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.regional import attend_by_distance
-from hf_posenc.attention.rotated_keys import RotatedKeys
-from hf_posenc.attention.rotation import ROTATIONS, Rotation, Tables, angles_at
+from hf_posenc.attention.rotation import ROTATIONS, RotatedKeys, Rotation, Tables, angles_at
 from hf_posenc.attention.staged import Stages
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.base import DistanceMethod, Extension, StagedMethod
@@ -76,7 +74,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
 
     def look_at(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> StagedForward:
         found = StagedForward(position_ids, num_slots, states, self.stages)
-        self._warn_past_target(int(found.layout.places.max()) + 1)
+        self._warn_past_target(int(found.layout.row_positions.max()) + 1)
         return found
 
     def _warn_past_target(self, length: int) -> None:
@@ -84,7 +82,8 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         if length > target and not self.warned:
             self.warned = True
             warnings.warn(
-                f"{length} tokens, and {self.method.name} was asked for {target}: it goes on as it did.", stacklevel=2
+                f"{length} tokens, and {self.method.name} was requested for {target}: it goes on as it did.",
+                stacklevel=2,
             )
 
     def frequencies(self, stage: int, device: torch.device) -> tuple[torch.Tensor, float]:
@@ -93,10 +92,6 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             return self.plain.to(device), 1.0
         inv_freq, attention_factor = self.stages.frequencies(stage)
         return inv_freq.to(device, torch.float32), attention_factor
-
-    def query_factors(self, places: torch.Tensor) -> torch.Tensor | None:
-        """Return what multiplies queries at these places; None for nothing."""
-        return self.method.query_factors(self.spec, places)
 
     def tables(
         self,
@@ -213,9 +208,9 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             position = kwargs["position_ids"][:, -1:]
             positions = position - last + slots
             first = (states > 0).to(torch.int64).argmax(-1, keepdim=True)
-            place = position - positions.gather(1, first.expand(positions.shape[0], 1))
+            row_position = position - positions.gather(1, first.expand(positions.shape[0], 1))
             ends = rule.ends(num_slots)
-            stage = torch.bucketize(place[:, 0], torch.tensor(ends, device=device), right=True)
+            stage = torch.bucketize(row_position[:, 0], torch.tensor(ends, device=device), right=True)
             found = [self.frequencies(index, device) for index in range(len(ends) + 1)]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in found])[stage]
             factors = torch.tensor([factor**2 for _, factor in found], device=device)[stage]

@@ -2,29 +2,177 @@
 groups of tokens, the other half within groups shifted by half a group.
 
 Where its authors' code rolls the last half-group round to the first, so that the first tokens of a text see the last
-ones, here the first half-group and the last are groups of their own.
+ones, here the first half-group and the last are groups of their own. Groups are laid out as rows of another batch, in
+which attention is causal and needs no mask: a row that is not full is filled up behind its last token, where no token
+of its own looks.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from hf_posenc.attention.groups import Groups
-from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.inner import PREFIX, SHIFTED, inner_attention, piece_mask
 from hf_posenc.attention.installation import attention_layers, goes_through_interface, probe, reads_whole_context
-from hf_posenc.attention.lazy_mask import LazyMask, lazy_mask
-from hf_posenc.attention.masks import PREFIX, SHIFTED, piece_mask
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import window_of_all_layers
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The index of each slot of a batch in the rows of its groups.
+
+    Attributes:
+        taken: int64 ``(entries,)``, the slot whose token each entry of the rows holds, counted through the batch.
+        back: int64 ``(batch * length,)``, the entry of each slot.
+        shapes: (rows, width) of each batch of rows; their entries follow one another.
+    """
+
+    taken: torch.Tensor
+    back: torch.Tensor
+    shapes: tuple[tuple[int, int], ...]
+
+    def to(self, device: torch.device) -> Groups:
+        """Return them on a device."""
+        return Groups(self.taken.to(device), self.back.to(device), self.shapes)
+
+    def rows(self, states: torch.Tensor) -> list[torch.Tensor]:
+        """Return states ``(batch, heads, length, dim)`` in rows: one ``(rows, heads, width, dim)`` for each shape."""
+        arranged = states.transpose(1, 2).flatten(0, 1).index_select(0, self.taken)
+        parts = torch.split(arranged, [rows * width for rows, width in self.shapes])
+        shaped = [part.view(*shape, *part.shape[1:]) for part, shape in zip(parts, self.shapes, strict=True)]
+        return [part.transpose(1, 2) for part in shaped]
+
+    def slots(self, outputs: Sequence[torch.Tensor], batch: int) -> torch.Tensor:
+        """Return outputs ``(rows, width, heads, dim)`` of all shapes where they belong: batch, length, heads, dim."""
+        arranged = torch.cat([output.flatten(0, 1) for output in outputs])
+        return arranged.index_select(0, self.back).view(batch, -1, *arranged.shape[1:])
+
+
+def make_groups(documents: torch.Tensor, group: int, first: int) -> Groups:
+    """Cut a batch into groups: slots of one row, one document and one stretch of ``group`` slots.
+
+    Rows of equal width are attended to in one call. Widths are halves of the longest group, halves of those and so on,
+    so that however many lengths documents leave there are few calls, and no row is filled to more than twice its
+    tokens.
+
+    Args:
+        documents: int64 ``(batch, length)`` on the CPU; a token sees those before it that have its number.
+        group: Slots of a stretch.
+        first: Slots of the first stretch, 1 to ``group``; the last has what remains.
+    """
+    batch, length = documents.shape
+    stretch = torch.arange(length).add(group - first).div(group, rounding_mode="floor")
+    row = torch.arange(batch)[:, None]
+    labels = ((row * (length + 1) + stretch) * (int(documents.max()) + 1) + documents).flatten()
+    order = labels.argsort(stable=True)
+    begins = torch.cat([order.new_zeros(1), labels[order].diff().nonzero()[:, 0] + 1])
+    counts = begins.diff(append=order.new_tensor([batch * length]))
+    widths = _widths(int(counts.max()))
+    sizes = torch.bucketize(counts, torch.tensor(widths))
+    taken, shapes, back, done = [], [], torch.empty_like(order), 0
+    for index, width in enumerate(widths):
+        begin, count = begins[sizes == index], counts[sizes == index]
+        if not len(begin):
+            continue
+        inside = torch.arange(width)
+        is_token = inside < count[:, None]
+        slots = order[begin[:, None] + torch.where(is_token, inside, 0)]
+        back[slots[is_token]] = done + is_token.flatten().nonzero()[:, 0]
+        taken.append(slots.flatten())
+        shapes.append((len(begin), width))
+        done += slots.numel()
+    return Groups(torch.cat(taken), back, tuple(shapes))
+
+
+def _widths(longest: int) -> list[int]:
+    widths = [longest]
+    while widths[0] > 1:
+        widths.insert(0, -(-widths[0] // 2))
+    return widths
+
+
+class LazyMask:
+    """A mask made when a layer needs it: whole for the inner attention, or read as the document of each token.
+
+    The layers of one forward share it.
+
+    Args:
+        request: The arguments of a mask function.
+    """
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self.request = request
+        self.made: dict[Any, Any] = {}
+
+    def whole(self, inner: str) -> Any:
+        """Return the mask as an attention implementation wants it."""
+        if inner not in self.made:
+            self.made[inner] = ALL_MASK_ATTENTION_FUNCTIONS[inner](**self.request)
+        return self.made[inner]
+
+    def groups(self, group: int, first: int, device: torch.device) -> Groups:
+        """Return the groups of ``group`` slots, the first one of ``first``."""
+        key = (group, first, device)
+        if key not in self.made:
+            self.made[key] = make_groups(self.documents, group, first).to(device)
+        return self.made[key]  # type: ignore[no-any-return]  # Transformers leaves masks untyped
+
+    @cached_property
+    def documents(self) -> torch.Tensor:
+        """A number for each token, int64 ``(batch, length)`` on the CPU: it sees those before it with the same number.
+
+        Padding has numbers of its own. Read from the pattern itself, at a few pairs of each row: who sees the token
+        before it, and whether what lies between two such borders is seen as a whole.
+
+        Raises:
+            ValueError: The pattern is another than that of documents.
+        """
+        request = self.request
+        batch, length = request["batch_size"], request["kv_length"]
+        if request.get("use_vmap"):
+            raise InvalidRequestError(
+                "the model adds a pattern of its own to its mask, which groups of tokens would lose."
+            )
+        of_queries = request.get("cache_position")  # Transformers 5.0
+        slots = torch.arange(length, device=request["device"] if of_queries is None else of_queries.device)
+        starts_one = torch.ones(batch, length, dtype=torch.bool, device=slots.device)
+        starts_one[:, 1:] = ~self._seen(slots[1:], slots[:-1])
+        starts = torch.where(starts_one, slots, 0).cummax(1).values
+        if not bool(self._seen(slots, starts).all()) or bool(self._seen(slots[:-1], slots[1:]).any()):
+            raise InvalidRequestError(
+                "the mask of a layer that attends to the whole text has a window, or looks ahead."
+            )
+        numbers = starts_one.cumsum(1) - 1
+        if (real := request.get("attention_mask")) is not None:
+            numbers = 2 * numbers + (~real.to(slots.device, torch.bool)).long()
+        return numbers.cpu()
+
+    def _seen(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Return whether queries see keys, bool ``(batch, pairs)``; slots ``(pairs,)`` or ``(batch, pairs)``."""
+        rows = torch.arange(self.request["batch_size"], device=queries.device)[:, None]
+        head = torch.zeros((), dtype=torch.long, device=queries.device)
+        seen = self.request["mask_function"](rows, head, queries.expand(len(rows), -1), keys.expand(len(rows), -1))
+        return torch.as_tensor(seen, device=queries.device).expand(len(rows), queries.shape[-1])
+
+
+def lazy_mask(*positional: Any, **request: Any) -> LazyMask:
+    """Return a mask to be made later; the arguments are Transformers' for a mask function, by name."""
+    if positional:
+        raise TypeError("a mask function is called with arguments by name.")
+    return LazyMask(request)
+
 
 logger = logging.getLogger(__name__)
 

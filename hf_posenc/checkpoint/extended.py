@@ -18,7 +18,6 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_posenc.checkpoint.hub_files import folder_with
 from hf_posenc.checkpoint.manifest import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -33,7 +32,7 @@ from hf_posenc.checkpoint.manifest import (
     read_manifest,
     runs_in_attention,
 )
-from hf_posenc.checkpoint.pretrained import expecting_keys, load_weights, model_class
+from hf_posenc.checkpoint.pretrained import expecting_keys, folder_with, load_weights, model_class
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
 from hf_posenc.encodings.encoding_installation import MODULE, load_parameters, refuse_adapter
 from hf_posenc.errors import InvalidRequestError, MissingFileError
@@ -363,7 +362,7 @@ def add_to_config(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
 
 
 def _load_encoded(path: str | Path, folder: Path, manifest: dict[str, Any], kwargs: dict[str, Any]) -> PreTrainedModel:
-    """Load a model that another encoding takes the place of RoPE in, with the parameters of the encoding."""
+    """Load a model that has another encoding than RoPE, with the parameters of the encoding."""
     config = _plain_config(folder / CONFIG, manifest["base_config"])
     with expecting_keys(rf"(^|\.){MODULE}\."):
         model = load_weights(path, **{**kwargs, "config": config})
@@ -448,11 +447,11 @@ def peft_renamed_attribute() -> Iterator[None]:
 def _check_loaded(model: nn.Module | RotaryModel, manifest: dict[str, Any], path: str | Path) -> None:
     rotary = RotaryModel.of(model)
     verify_model(rotary)
-    there = describe(rotary)
-    differing = [key for key in Extension.FACTS if there[key] != manifest[key]]
+    held = describe(rotary)
+    differing = [key for key in Extension.FACTS if held[key] != manifest[key]]
     if differing:
         raise InvalidRequestError(
             f"{path}: the model does not carry the manifest's extension: "
-            + ", ".join(f"{key} is {there[key]!r}, the manifest says {manifest[key]!r}" for key in differing)
+            + ", ".join(f"{key} is {held[key]!r}, the manifest says {manifest[key]!r}" for key in differing)
             + "."
         )

@@ -10,9 +10,15 @@ import torch
 from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG, load_extended
-from hf_posenc.checkpoint.hub_files import check_hub, folder_with
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, base_of_adapter, is_saved_by_us
-from hf_posenc.checkpoint.pretrained import is_gguf, load_tokenizer, load_weights, refuse_without_tokens
+from hf_posenc.checkpoint.pretrained import (
+    check_hub,
+    folder_with,
+    is_gguf,
+    load_tokenizer,
+    load_weights,
+    refuse_without_tokens,
+)
 from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.utils.console import without_weight_bars

@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
-from hf_posenc.checkpoint.hub_files import folder_with
+from hf_posenc.checkpoint.pretrained import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
@@ -99,18 +99,18 @@ def _refuse_stale(file: Path, manifest: dict[str, Any]) -> None:
     Raises:
         ValueError: It is.
     """
-    there = [name for name in (CONFIG, ADAPTER_CONFIG) if (file.parent / name).is_file()]
-    if manifest["format"] < 2 or not there:  # before, configs of rules that only a manifest can say said nothing
+    configs = [name for name in (CONFIG, ADAPTER_CONFIG) if (file.parent / name).is_file()]
+    if manifest["format"] < 2 or not configs:  # before, configs of rules that only a manifest can say said nothing
         return
     facts = {key: manifest[key] for key in Extension.FACTS}
-    for name in there:
+    for name in configs:
         mark = mark_of(file.parent / name)
         if mark is not None and facts.items() <= mark.items():
             return
     raise InvalidRequestError(
-        f"{file} says {manifest['method']} to {manifest['context_length']} tokens, and {there[0]} beside it does not: "
-        f"another model was saved into the folder since. Remove {MANIFEST} if that one is not extended; else save it "
-        "again with save_extended."
+        f"{file} says {manifest['method']} to {manifest['context_length']} tokens, and {configs[0]} beside it does "
+        f"not: another model was saved into the folder since. Remove {MANIFEST} if that one is not extended; else save "
+        "it again with save_extended."
     )
 
 

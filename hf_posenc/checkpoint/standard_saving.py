@@ -335,7 +335,7 @@ def _wrap_reference_models(module: ModuleType) -> None:
         named = _named.get()
         if named is None or named[0] is not model_id:
             return original(model_id, *args, **kwargs)
-        from hf_posenc.attention.masks import inner_name
+        from hf_posenc.attention.inner import inner_name
 
         if isinstance(kwargs.get("attn_implementation"), str):
             kwargs["attn_implementation"] = inner_name(kwargs["attn_implementation"])
@@ -379,12 +379,12 @@ def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put ``around(original, *args, **kwargs)`` in the place of a method or class method."""
-    there = owner.__dict__[name]
-    original = there.__func__ if isinstance(there, classmethod) else there
+    """Put ``around(original, *args, **kwargs)`` in place of a method or class method."""
+    defined = owner.__dict__[name]
+    original = defined.__func__ if isinstance(defined, classmethod) else defined
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
-    setattr(owner, name, classmethod(wrapper) if isinstance(there, classmethod) else wrapper)
+    setattr(owner, name, classmethod(wrapper) if isinstance(defined, classmethod) else wrapper)

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG
-from hf_posenc.checkpoint.hub_files import check_hub, folder_with
 from hf_posenc.checkpoint.manifest import (
     ADAPTER_CONFIG,
     CONFIG,
@@ -23,24 +22,23 @@ from hf_posenc.checkpoint.manifest import (
     read_manifest,
     runs_in_attention,
 )
-from hf_posenc.checkpoint.pretrained import is_gguf
-from hf_posenc.doctor.adapter import UNLIMITED, look_at_adapter
-from hf_posenc.doctor.attention_rule import (
-    base_config,
-    check_base,
-    check_manifest_is_there,
-    check_mark,
-    check_tokenizer_limit,
-    manifest_lines,
-)
+from hf_posenc.checkpoint.pretrained import check_hub, folder_with, is_gguf
+from hf_posenc.doctor.config_checks import Finding, read_dialect
 from hf_posenc.doctor.declaration import Known, reads_original
-from hf_posenc.doctor.diagnosis import read_dialect
-from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by
-from hf_posenc.doctor.family_facts import text_config
-from hf_posenc.doctor.findings import Finding
+from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by, text_config
 from hf_posenc.doctor.gguf_file import look_at_gguf
 from hf_posenc.doctor.information_reach import look_at_reach
 from hf_posenc.doctor.live_model import against_meaning, check_applied, held_by_modules, load_live, look_at_modules
+from hf_posenc.doctor.manifest_checks import (
+    UNLIMITED,
+    base_config,
+    check_base,
+    check_manifest_exists,
+    check_mark,
+    check_tokenizer_limit,
+    look_at_adapter,
+    manifest_lines,
+)
 from hf_posenc.doctor.mending import mended
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.rotary_model import RotaryModel
@@ -106,12 +104,13 @@ def diagnose(source: Any, known: Known | None = None, *, live: bool = False) -> 
         return _of_config(str(source), _read_json(path), known, path)
     file = _config_file(path, str(source))
     if file.name == ADAPTER_CONFIG:
-        return _of_adapter(str(source), file.parent)
+        lines, findings = look_at_adapter(file.parent)
+        return Diagnosis(str(source), "adapter", tuple(lines), tuple(findings))
     return _of_config(str(source), _read_json(file), known, file)
 
 
 def _config_file(path: Path, given: str) -> Path:
-    """Return the config of a model, or of an adapter, in a folder or on the Hub, beside all else that is looked at."""
+    """Return the config of a model or an adapter, in a folder or, downloaded with its manifest, on the Hub."""
     if not path.is_dir():
         if path.suffix or given[:1] in "./~" or given.count("/") > 1:
             raise MissingFileError(f"there is no file or folder {given!r}.")
@@ -143,7 +142,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
             todo = f"Save the model again with save_extended, or remove {MANIFEST} if it is not extended."
             findings.append(Finding("manifest-refused", "error", str(error).rstrip("."), why, todo, mendable=False))
         else:
-            findings += check_manifest_is_there(config, manifest)
+            findings += check_manifest_exists(config, manifest)
     if file is not None and manifest is not None and is_encoding(manifest):
         facts = (*manifest_lines(manifest), ("trained on", f"{manifest['context_length']} tokens"))
         wrong = (*check_mark(config, manifest), *check_tokenizer_limit(_tokenizer_limit(file), manifest))
@@ -169,9 +168,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
     lines += reach
     findings += hidden
     if file is not None and dialect.rope is not None:
-        findings += _check_tokenizer(
-            file.parent / TOKENIZER_CONFIG, dialect.rope.rope_type, dialect.target, dialect.model_type
-        )
+        findings += _check_tokenizer(_tokenizer_limit(file), dialect.rope.rope_type, dialect.target, dialect.model_type)
     return Diagnosis(name, dialect.model_type, tuple(lines), tuple(findings), config, known, file)
 
 
@@ -190,6 +187,7 @@ def _of_attention_rule(
 
 
 def _tokenizer_limit(file: Path) -> Any:
+    """Return ``model_max_length`` of the tokenizer beside a config.json; None if nothing says it."""
     tokenizer = file.parent / TOKENIZER_CONFIG
     return _read_json(tokenizer).get("model_max_length") if tokenizer.is_file() else None
 
@@ -201,8 +199,7 @@ def _reading(version: str, text: dict[str, Any]) -> str:
         return f"nothing: {refusal}"
 
 
-def _check_tokenizer(file: Path, rope_type: str, target: int | None, model_type: str) -> Iterator[Finding]:
-    limit = _read_json(file).get("model_max_length") if file.is_file() else None
+def _check_tokenizer(limit: Any, rope_type: str, target: int | None, model_type: str) -> Iterator[Finding]:
     if not isinstance(limit, (int, float)) or limit > UNLIMITED or target is None:
         return
     if rope_type not in ("default", "dynamic") and limit < target:
@@ -222,11 +219,6 @@ def _check_tokenizer(file: Path, rope_type: str, target: int | None, model_type:
             f"If it is one: hf-posenc doctor ... --trained-length {limit:g} --fix OUT.",
             mendable=False,
         )
-
-
-def _of_adapter(name: str, path: Path) -> Diagnosis:
-    lines, findings = look_at_adapter(path)
-    return Diagnosis(name, "adapter", tuple(lines), tuple(findings))
 
 
 def _of_gguf(path: Path, known: Known) -> Diagnosis:

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.doctor.dialects import (
+    MROPE_SECTION,
     Refused,
     Rope,
+    default_text,
+    default_theta,
     effective,
     flat_parameters,
     full_label,
@@ -18,7 +21,6 @@ from hf_posenc.doctor.dialects import (
     usual_section_fits,
     yarn_temperature,
 )
-from hf_posenc.doctor.family_facts import MROPE_SECTION, default_text, default_theta
 from hf_posenc.families.family_data import family_of
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.methods.yarn import Yarn

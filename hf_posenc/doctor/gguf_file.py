@@ -11,11 +11,9 @@ import transformers
 from transformers import AutoConfig
 
 from hf_posenc.checkpoint.pretrained import gguf_rope
+from hf_posenc.doctor.config_checks import Dialect, Finding, read_dialect
 from hf_posenc.doctor.declaration import ORIGINAL, Known
-from hf_posenc.doctor.diagnosis import Dialect, read_dialect
-from hf_posenc.doctor.dialects import VERSIONS, flat_parameters, full_label, read_by
-from hf_posenc.doctor.family_facts import text_config
-from hf_posenc.doctor.findings import Finding
+from hf_posenc.doctor.dialects import VERSIONS, flat_parameters, full_label, read_by, text_config
 
 # What a version of Transformers reads from a config.json is no matter here.
 _OF_CONFIGS = ("read-otherwise", "refused", "one-rule", "two-rules", "length-not-raised", "factor-disagrees")

@@ -6,8 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.doctor.diagnosis import Dialect
-from hf_posenc.doctor.findings import Finding
+from hf_posenc.doctor.config_checks import Dialect, Finding
 from hf_posenc.doctor.mending import plain_config
 from hf_posenc.families.sliding_window import window_of_all_layers
 

@@ -16,13 +16,13 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_posenc.attention.masks import inner_name
+from hf_posenc.attention.inner import inner_name
 from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
 from hf_posenc.checkpoint.manifest import runs_in_attention as manifest_alone_has
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.checkpoint.standard_saving import plain_loading
+from hf_posenc.doctor.config_checks import Finding
 from hf_posenc.doctor.dialects import Rope
-from hf_posenc.doctor.findings import Finding
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.registry import make_method, method_of_rope_type
@@ -126,7 +126,7 @@ def look_at_modules(rotary: RotaryModel) -> tuple[dict[str, Any], str, list[Find
 
 
 def check_applied(rotary: RotaryModel) -> list[Finding]:
-    """Return whether a model came from a folder whose manifest has a rule that it does not run."""
+    """Return a finding if a model came from a folder whose manifest has a rule that the model does not run."""
     name = rotary.model.name_or_path
     source = Path(str(name or "")).expanduser()
     manifest = read_manifest(source) if str(name) and source.is_dir() else None

@@ -10,10 +10,9 @@ import transformers
 from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint.extended import both_serializations
+from hf_posenc.doctor.config_checks import Dialect, read_dialect
 from hf_posenc.doctor.declaration import Known
-from hf_posenc.doctor.diagnosis import Dialect, read_dialect
-from hf_posenc.doctor.dialects import full_label, is_nested
-from hf_posenc.doctor.family_facts import default_text, text_config
+from hf_posenc.doctor.dialects import default_text, full_label, is_nested, text_config
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.family_data import family_of

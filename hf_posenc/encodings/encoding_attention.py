@@ -9,10 +9,9 @@ import torch
 from torch import nn
 from transformers.cache_utils import StaticLayer
 
-from hf_posenc.attention.inner import inner_attention
+from hf_posenc.attention.inner import inner_attention, piece_mask
 from hf_posenc.attention.interface import PASS, PositionalAttention
 from hf_posenc.attention.layout import Forward, Layout, written_slots
-from hf_posenc.attention.masks import piece_mask
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.encodings.modules import AddedToLogits, RotatesPairs
 
@@ -31,13 +30,13 @@ class BiasedForward(Forward):
 
 
 class EncodingAttention(PositionalAttention[BiasedForward]):
-    """An encoding that every layer's attention asks, and the positions of a forward's tokens."""
+    """An encoding that every attention layer applies, and the positions of a forward's tokens."""
 
     def __init__(self, encoding: AddedToLogits | RotatesPairs, inner: str) -> None:
         """Make one; ``inner`` is the attention implementation that was in use."""
         super().__init__(inner)
         self.encoding = encoding
-        self.asked: set[nn.Module] | None = None  # a probe's set: the layers that came
+        self.callers: set[nn.Module] | None = None  # the layers that called it, while a probe collects them
 
     def look_at(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> BiasedForward:
         return BiasedForward(position_ids, num_slots, states)
@@ -67,8 +66,8 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
         key, value = key[:, :, : layout.num_keys], value[:, :, : layout.num_keys]
         if kind == PASS:
             return self._call(module, query, key, value, self._mask(query, layout, dense), kwargs)
-        if self.asked is not None:
-            self.asked.add(module)
+        if self.callers is not None:
+            self.callers.add(module)
         if isinstance(self.encoding, RotatesPairs):
             queries = layout.positions[:, layout.first_query :]
             query, key = self.encoding(query, key, queries.to(query.device), layout.positions.to(query.device))
@@ -113,8 +112,8 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
             return forward.biases[named]
         positions = forward.layout.positions.to(like.device)
         bias: torch.Tensor = self.encoding(positions[:, begin:end], positions[:, :stop]).to(like.device, like.dtype)
-        # One with a gradient belongs to the layer that asked: under checkpointing each is run again by itself.
-        kept = sum(there.numel() for each in self.forwards for there in each.biases.values())
+        # One with a gradient belongs to the layer that called: under checkpointing each is run again by itself.
+        kept = sum(each.numel() for forward_seen in self.forwards for each in forward_seen.biases.values())
         if not bias.requires_grad and kept + bias.numel() <= _KEPT_BIASES:
             forward.biases[named] = bias
         return bias

@@ -1,4 +1,4 @@
-"""Putting an encoding into a model whose own RoPE has been stilled, and taking it out again."""
+"""Putting an encoding into a model whose own RoPE rotates nothing, and taking it out again."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.attention.inner import PREFIX
 from hf_posenc.attention.installation import (
     attends_to_text,
     attention_layers,
@@ -21,7 +22,6 @@ from hf_posenc.attention.installation import (
     refusal_of_settings,
 )
 from hf_posenc.attention.interface import CROSS, FULL, PASS, count_layers, drop_attention, register, set_attention
-from hf_posenc.attention.masks import PREFIX
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.encoding_attention import EncodingAttention
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
@@ -44,13 +44,13 @@ class InstalledEncoding:
 
     Attributes:
         encoding: The module, with its parameters.
-        asked: What the layers attend by, or the hooks, which count their calls.
+        applied_by: What the layers attend by, or whose hooks add positions to the embeddings.
         implementation: The attention implementation in use before; None if it is still in use.
         hooks: Those of the decoder and its parts.
     """
 
     encoding: nn.Module
-    asked: EncodingAttention | AbsolutePositions
+    applied_by: EncodingAttention | AbsolutePositions
     implementation: str | None
     hooks: list[RemovableHandle]
 
@@ -70,8 +70,8 @@ class InstalledEncoding:
         return None
 
     def layers(self, model: PreTrainedModel) -> int:
-        """Return how many attention layers ask for it; 0 where it is added to the embeddings."""
-        return count_layers(model, self.asked) if isinstance(self.asked, EncodingAttention) else 0
+        """Return how many attention layers apply it; 0 where it is added to the embeddings."""
+        return count_layers(model, self.applied_by) if isinstance(self.applied_by, EncodingAttention) else 0
 
     def remove(self, rotary: RotaryModel) -> None:
         """Undo ``install_encoding``."""
@@ -107,7 +107,7 @@ def check_encoding(rotary: RotaryModel, extension: Extension) -> None:
 
 
 def install_encoding(rotary: RotaryModel, extension: Extension) -> InstalledEncoding:
-    """Put an encoding in, and see that every layer it belongs to asks for it.
+    """Put an encoding in, and see that every layer that should apply it does.
 
     Args:
         rotary: The model; its rotary module rotates nothing.
@@ -115,26 +115,26 @@ def install_encoding(rotary: RotaryModel, extension: Extension) -> InstalledEnco
 
     Raises:
         ValueError: The attention implementation takes no bias, or a size does not fit.
-        RotaryMismatchError: A layer does not ask; nothing is left of it.
+        RotaryMismatchError: A layer does not apply it; the model is as before.
     """
     encoding = _make_module(rotary.text_config, extension)
     weight: Any = rotary.model.get_input_embeddings().weight
     encoding.to(weight.device, weight.dtype)
     rotary.decoder.add_module(MODULE, encoding)
     if isinstance(encoding, AddedToEmbeddings):
-        put = _before_layers(rotary, encoding)
+        installed = _before_layers(rotary, encoding)
     else:
-        put = _in_attention(rotary, encoding)
+        installed = _in_attention(rotary, encoding)
     try:
-        _check_asked(rotary, put.asked, min(_PROBE_TOKENS, extension.context_length))
+        _check_applied(rotary, installed.applied_by, min(_PROBE_TOKENS, extension.context_length))
     except Exception:
-        put.remove(rotary)
+        installed.remove(rotary)
         raise
-    return put
+    return installed
 
 
 def _make_module(config: PreTrainedConfig, extension: Extension) -> Any:
-    """Return the encoding that an extension asks for, with parameters drawn anew."""
+    """Return the encoding that an extension names, with new random parameters."""
     assert isinstance(extension.method, Encoding), extension.method
     sizes = ModelSizes(
         spec=extension.spec,
@@ -225,15 +225,15 @@ def _in_attention(rotary: RotaryModel, encoding: Any) -> InstalledEncoding:
     return InstalledEncoding(encoding, attention, inner, hooks)
 
 
-def _check_asked(rotary: RotaryModel, asked: EncodingAttention | AbsolutePositions, num_tokens: int) -> None:
-    """Raise unless a forward of a few tokens asks for the encoding wherever it belongs."""
+def _check_applied(rotary: RotaryModel, applied_by: EncodingAttention | AbsolutePositions, num_tokens: int) -> None:
+    """Raise unless a forward of a few tokens applies the encoding in every layer that should."""
     model = rotary.model
-    if isinstance(asked, AbsolutePositions):
-        asked.times = 0
+    if isinstance(applied_by, AbsolutePositions):
+        applied_by.times = 0
         try:
-            reached, times = probe(model, num_tokens) is not None, asked.times
+            reached, times = probe(model, num_tokens) is not None, applied_by.times
         finally:
-            asked.times = None
+            applied_by.times = None
         if reached and times != 1:
             raise RotaryMismatchError(
                 f"the first layer of {type(model).__name__} runs {times} times in one forward, and positions are added "
@@ -241,14 +241,14 @@ def _check_asked(rotary: RotaryModel, asked: EncodingAttention | AbsolutePositio
             )
         return
     attention = {layer for layer in attention_layers(rotary.decoder) if has_positions(layer) and attends_to_text(layer)}
-    came: set[nn.Module] = set()
-    asked.asked = came
+    callers: set[nn.Module] = set()
+    applied_by.callers = callers
     try:
         reached = probe(model, num_tokens) is not None
     finally:
-        asked.asked = None
-    if reached and (not came or attention - came):
+        applied_by.callers = None
+    if reached and (not callers or attention - callers):
         raise RotaryMismatchError(
-            f"{len(attention - came)} of {len(attention)} attention layers of {type(model).__name__} did not ask for "
-            "their positions in a forward: they do not go through Transformers' AttentionInterface."
+            f"{len(attention - callers)} of {len(attention)} attention layers of {type(model).__name__} did not "
+            "request their positions in a forward: they do not go through Transformers' AttentionInterface."
         )

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from hf_posenc.attention.masks import inner_name
+from hf_posenc.attention.inner import inner_name
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks, token_losses
 from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predict_memory, shape_of

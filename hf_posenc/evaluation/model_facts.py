@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_posenc.attention.masks import inner_name
+from hf_posenc.attention.inner import inner_name
 from hf_posenc.families.discovery import refuse_family
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.extension import plain_spec

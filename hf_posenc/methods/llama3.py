@@ -25,8 +25,8 @@ class Llama3(StaticMethod):
     paper: ClassVar[str] = "Llama Team 2024, arXiv:2407.21783, section 3.4.2"
     summary: ClassVar[str] = "Llama 3.1's frequencies: NTK-by-parts between 1 and 4 turns."
     explanation: ClassVar[str] = (
-        "A pair that turned often in training has met every angle and tells near words apart: it is kept. "
-        "One that hardly turned would meet angles it never had: its frequency is divided by the factor, "
+        "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
+        "One that hardly rotated would meet angles it never had: its frequency is divided by the factor, "
         "so that the longer text covers the angles that the training length did. Llama 3.1's choice of "
         "where: kept from high_freq_factor turns, divided up to low_freq_factor, mixed linearly in turns "
         "between; no temperature."

@@ -63,7 +63,7 @@ def llama3_parameters(spec: RopeSpec, factor: float, slow: float, fast: float) -
 @register_method
 @dataclass(frozen=True)
 class NtkByParts(BlendInTurns, StaticMethod):
-    """Keep the pairs that rotate often, divide those that hardly rotate, blend by the number of turns.
+    """Keep the pairs that rotate often, divide those that hardly rotate, blend by the number of turns (full rotations).
 
     The paper's ramp, without a temperature; equations 17 to 20.
     """
@@ -71,10 +71,10 @@ class NtkByParts(BlendInTurns, StaticMethod):
     name: ClassVar[str] = "ntk_by_parts"
     look: ClassVar[int | None] = 10
     paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, section 3.2"
-    summary: ClassVar[str] = "Keeps pairs that turn often, divides those that hardly turn, blends by turns between."
+    summary: ClassVar[str] = "Keeps pairs that rotate often, divides those that hardly rotate, blends by turns between."
     explanation: ClassVar[str] = (
-        "A pair that turned often in training has met every angle and tells near words apart: it is kept. "
-        "One that hardly turned would meet angles it never had: its frequency is divided by the factor, "
+        "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
+        "One that hardly rotated would meet angles it never had: its frequency is divided by the factor, "
         "so that the longer text covers the angles that the training length did. Between beta_fast and "
         "beta_slow turns the two are mixed, linearly in the number of turns."
     )

@@ -58,8 +58,8 @@ class Yarn(YarnOptions, StaticMethod):
         "NTK-by-parts with an attention temperature: the usual choice, with or without fine-tuning."
     )
     explanation: ClassVar[str] = (
-        "A pair that turned often in training has met every angle and tells near words apart: it is kept. "
-        "One that hardly turned would meet angles it never had: its frequency is divided by the factor, "
+        "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
+        "One that hardly rotated would meet angles it never had: its frequency is divided by the factor, "
         "so that the longer text covers the angles that the training length did. Between them the two are "
         "mixed along a ramp. And because attention over a longer text spreads over more words, logits are "
         "multiplied by a temperature that makes it sharper again."

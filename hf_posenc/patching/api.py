@@ -112,12 +112,12 @@ def patch_model(
     if tokenizer is not None and not hasattr(tokenizer, "model_max_length"):
         raise InvalidTypeError(f"tokenizer must be a tokenizer or a processor, got {type(tokenizer).__name__}.")
     if rotary.record is not None:
-        there = rotary.extension.describe()
+        current = rotary.extension.describe()
         raise AlreadyExtendedError(
-            f"model is already patched ({there['method']}, factor {there['factor']:g}). "
+            f"model is already patched ({current['method']}, factor {current['factor']:g}). "
             "Call unpatch_model(model) first; factors do not multiply.",
-            there["method"],
-            there["factor"],
+            current["method"],
+            current["factor"],
         )
     text_config = rotary.text_config
     request = ExtensionRequest.of(
@@ -348,7 +348,7 @@ def extension_of(model: nn.Module | RotaryModel) -> Extension | None:
 
 
 def unextended_config(rotary: RotaryModel) -> dict[str, Any]:
-    """Return the values of a patched model's text config before ``patch_model``; absent ones were not there."""
+    """Return the values of a patched model's text config before ``patch_model``; what it did not have is absent."""
     values: dict[str, Any] = copy.deepcopy(rotary.record.config_values[0])
     return {name: values[name] for name in CONFIG_VALUES if name in values}
 

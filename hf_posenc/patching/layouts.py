@@ -30,7 +30,7 @@ def to_interleaved(rows: torch.Tensor, rotary_dim: int) -> torch.Tensor:
 
     Args:
         rows: Half-split: row i of the first ``rotary_dim`` rotates with row ``i + rotary_dim / 2``.
-        rotary_dim: Rows that rotate; the others stay where they are.
+        rotary_dim: Rows that rotate; the others keep their order.
     """
     first, second = split_pairs(rows[:rotary_dim].movedim(0, -1), interleaved=False)
     return torch.cat((join_pairs(first, second, interleaved=True).movedim(-1, 0), rows[rotary_dim:]))
@@ -47,7 +47,8 @@ def convert_layout(model: ModelT, to: str = INTERLEAVED) -> ModelT:
 
     Towards ``"interleaved"``, weights become those of Meta's files and the model is patched with ``rope``
     (``interleaved=True``), which reads them; towards ``"half_split"``, weights become what Transformers' own code
-    reads, and the patch is undone. There and back is the same to the bit; logits agree to rounding.
+    reads, and the patch is undone. Converted and converted back, weights are the same to the bit; logits agree to
+    rounding.
 
     Args:
         model: A model whose queries and keys have a projection each, unquantised, not wrapped by PEFT.
@@ -92,13 +93,13 @@ def convert_layout(model: ModelT, to: str = INTERLEAVED) -> ModelT:
 
 
 def _check(rotary: RotaryModel, to: str) -> None:
-    base, there = rotary.model, describe(rotary)
-    interleaved = there["method"] == "rope" and there["options"].get("interleaved", False)
+    base, current = rotary.model, describe(rotary)
+    interleaved = current["method"] == "rope" and current["options"].get("interleaved", False)
     if interleaved == (to == INTERLEAVED):
         raise InvalidRequestError(f"the model's weights are in the {to} layout already.")
-    if to == INTERLEAVED and there["method"] != "none":
+    if to == INTERLEAVED and current["method"] != "none":
         raise InvalidRequestError(
-            f"the model is patched with {there['method']}, which reads half-split weights: unpatch_model first."
+            f"the model is patched with {current['method']}, which reads half-split weights: unpatch_model first."
         )
     for layer in _layers(base):
         names = {name for name, child in layer.named_children() if any(True for _ in child.parameters())}

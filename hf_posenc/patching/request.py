@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -22,34 +23,34 @@ from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scalin
 from hf_posenc.spec import RopeSpec, check_length
 
 
-def _base_spec(config: PreTrainedConfig, there: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
+def _base_spec(config: PreTrainedConfig, declared: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
     """Return what the model was trained with, before any scaling it carries; refuse what cannot be known."""
     if on_scaled not in ("refuse", "replace"):
         raise InvalidRequestError(f"{argument('on_scaled')} must be 'refuse' or 'replace', got {on_scaled!r}.")
     if original is not None:
         original = check_length(argument("original_max_position_embeddings"), original)
-    if there is None:
+    if declared is None:
         spec = plain_spec(config)
     elif on_scaled == "refuse":
         was = (
-            f"original length {there.spec.original_max_position_embeddings}"
-            if there.original_known
+            f"original length {declared.spec.original_max_position_embeddings}"
+            if declared.original_known
             else "original length not recorded"
         )
         raise AlreadyExtendedError(
-            f"the model is already scaled: {there.method.name}, factor {there.method.factor:g}, {was}. Factors do "
-            f"not multiply. Pass {argument('on_scaled', 'replace')} to put the new rule in its place, with factor or "
-            f"{argument('context_length')} counted from the original length.",
-            there.method.name,
-            there.method.factor,
+            f"the model is already scaled: {declared.method.name}, factor {declared.method.factor:g}, {was}. Factors "
+            f"do not multiply. Pass {argument('on_scaled', 'replace')} to put the new rule in its place, with factor "
+            f"or {argument('context_length')} counted from the original length.",
+            declared.method.name,
+            declared.method.factor,
         )
-    elif original is None and not there.original_known:
+    elif original is None and not declared.original_known:
         raise InvalidRequestError(
-            f"the model is already scaled (linear, factor {there.method.factor:g}), and such a config does not say "
+            f"the model is already scaled (linear, factor {declared.method.factor:g}), and such a config does not say "
             f"what it was trained on: pass {argument('original_max_position_embeddings')}."
         )
     else:
-        spec = there.spec
+        spec = declared.spec
     return spec if original is None else dataclasses.replace(spec, original_max_position_embeddings=original)
 
 
@@ -78,12 +79,12 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
         request = _as_preset_says(config, request)
     method = get_method(DEFAULT_METHOD if request.method is None else request.method)
     refuse_family(config)
-    there = declared_scaling(config)
-    spec = _base_spec(config, there, request.original_max_position_embeddings, request.on_scaled)
+    declared = declared_scaling(config)
+    spec = _base_spec(config, declared, request.original_max_position_embeddings, request.on_scaled)
     original = spec.original_max_position_embeddings
     if (
         given.rope_scaling is not None
-        and there is None
+        and declared is None
         and original > (own := plain_spec(config)).original_max_position_embeddings
     ):
         warnings.warn(
@@ -100,8 +101,8 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
 
 
 def _as_dictionary_says(config: PreTrainedConfig, request: ExtensionRequest) -> ExtensionRequest:
-    """Return a request by ``rope_scaling`` with what the dictionary says in its place."""
-    said = read_rope_scaling(request.rope_scaling)  # type: ignore[arg-type]  # there is one
+    """Return a request by ``rope_scaling`` with what the dictionary says instead."""
+    said = read_rope_scaling(request.rope_scaling)  # type: ignore[arg-type]  # the caller has checked that it is given
     decided = ("method", "factor", "original_max_position_embeddings", "preset", "options")
     said.refuse_other(**{name: getattr(request, name) for name in decided})
     said.check_length_is_said(request.context_length)
@@ -110,7 +111,7 @@ def _as_dictionary_says(config: PreTrainedConfig, request: ExtensionRequest) -> 
 
 
 def _as_preset_says(config: PreTrainedConfig, request: ExtensionRequest) -> ExtensionRequest:
-    """Return a request by a preset with what the preset says in its place."""
+    """Return a request by a preset with what the preset says instead."""
     decided = ("method", "factor", "context_length", "original_max_position_embeddings", "options")
     preset = choose_preset(str(request.preset), config, **{name: getattr(request, name) for name in decided})
     window: Any = preset.window_for(config, request.sliding_window)
@@ -186,15 +187,57 @@ def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
 
 
 def extend_config(
-    config: PreTrainedConfig, method: str | None = None, factor: float | None = None, **arguments: Any
+    config: PreTrainedConfig,
+    method: str | None = None,
+    factor: float | None = None,
+    *,
+    context_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    preset: str | None = None,
+    rope_scaling: Mapping[str, Any] | str | None = None,
+    sliding_window: str | int = KEEP,
+    on_scaled: str = "refuse",
+    **options: Any,
 ) -> PreTrainedConfig:
     """Return a new config to hand to ``from_pretrained``; the given one is not touched.
 
-    Arguments and errors are those of ``patch_model``.
+    Args:
+        config: A model's config; of a multimodal model, the part about the language model is extended.
+        method: A name or alias of ``available_methods()``, of a static method; None is ``yarn``, or what ``preset`` or
+            ``rope_scaling`` says.
+        factor: Target length / original length, >= 1; rounded so that the target is a whole number of tokens. If
+            neither it nor ``context_length`` is given, 4.
+        context_length: The target in tokens, instead of ``factor``.
+        original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
+        preset: A name of ``hf-posenc presets``, instead of method, factor, lengths and options.
+        rope_scaling: A dictionary as Transformers, vLLM, LLaMA-Factory and Axolotl take it, or its JSON, instead of
+            method, factor, original length and options.
+        sliding_window: What becomes of a window that every layer has: ``"keep"``, ``"off"`` or a number of tokens.
+        on_scaled: ``"replace"`` to put the rule in place of one that the config already has; lengths still count from
+            the original length.
+        **options: The method's own, such as ``beta_fast`` or ``rope_theta``.
+
+    Returns:
+        A copy of the config with the rule in its ``rope_parameters`` and the target in ``max_position_embeddings``.
+
+    Raises:
+        TypeError: An option the method does not take.
+        ValueError: A bad value, an already scaled config, an unsupported family, or a method that no config can say.
     """
     extended = copy.deepcopy(config)
     text_config = extended.get_text_config(decoder=True)
-    extension = resolve(text_config, ExtensionRequest.of(method=method, factor=factor, **arguments))
+    request = ExtensionRequest.of(
+        method=method,
+        factor=factor,
+        context_length=context_length,
+        original_max_position_embeddings=original_max_position_embeddings,
+        preset=preset,
+        rope_scaling=rope_scaling,
+        sliding_window=sliding_window,
+        on_scaled=on_scaled,
+        **options,
+    )
+    extension = resolve(text_config, request)
     if extension.method.runs_in_attention:
         raise InvalidRequestError(
             f"no config can say method {extension.method.name!r}: it depends on the position of each query. Call "

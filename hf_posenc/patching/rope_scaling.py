@@ -146,9 +146,9 @@ def check_model_values(repeated: Mapping[str, Any], own: Mapping[str, Any]) -> N
         ValueError: With both values.
     """
     for key, value in repeated.items():
-        there = own.get(key)
-        if value != there:
-            has = "has none" if there is None else f"has {there!r}"
+        of_model = own.get(key)
+        if value != of_model:
+            has = "has none" if of_model is None else f"has {of_model!r}"
             raise InvalidRequestError(
                 f"{argument('rope_scaling')} has {key} {value!r}, and the model {has}: {_OWN[key]}. Leave it out."
             )

@@ -8,10 +8,9 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.checkpoint.hub_files import folder_with
 from hf_posenc.checkpoint.loading import check_path
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, find_manifest, is_encoding, read_manifest
-from hf_posenc.checkpoint.pretrained import is_gguf, refuse_gguf_scaling
+from hf_posenc.checkpoint.pretrained import folder_with, is_gguf, refuse_gguf_scaling
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.patching.extension import describe_config

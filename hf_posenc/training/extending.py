@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.attention.masks import inner_name
+from hf_posenc.attention.inner import inner_name
 from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.checkpoint.extended import add_to_config
 from hf_posenc.checkpoint.manifest import base_of_adapter, find_manifest, is_encoding

@@ -266,7 +266,7 @@ class Combination:
     @property
     def inner_attention(self) -> str:
         """The implementation that computes the attention, whatever hf_posenc put around it."""
-        from hf_posenc.attention.masks import inner_name  # brings torch's compiler, which --help would wait for
+        from hf_posenc.attention.inner import inner_name  # brings torch's compiler, which --help would wait for
 
         return inner_name(self.attention or "sdpa")
 

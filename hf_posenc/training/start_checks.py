@@ -15,7 +15,7 @@ from accelerate.utils import gather_object  # type: ignore[import-untyped]  # ac
 from torch import nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_posenc.attention.masks import inner_name
+from hf_posenc.attention.inner import inner_name
 from hf_posenc.attention.shifted import shift_of
 from hf_posenc.errors import RunStoppedError
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits, token_losses

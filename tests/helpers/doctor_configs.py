@@ -11,8 +11,8 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_posenc import verify_model
+from hf_posenc.doctor.config_checks import read_dialect
 from hf_posenc.doctor.declaration import Known
-from hf_posenc.doctor.diagnosis import read_dialect
 
 SIZES = {
     "vocab_size": 128,

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from doctor_configs import AXES, LAYERS, OF_64, SIZES, VISION, YARN, config_of, vl_config
-from hf_posenc.doctor.dialects import VERSIONS, Refused, Rope, read_by
-from hf_posenc.doctor.family_facts import text_config
+from hf_posenc.doctor.dialects import VERSIONS, Refused, Rope, read_by, text_config
 from hf_posenc.doctor.mending import mended
 from hf_posenc.methods.base import plain_frequencies
 from hf_posenc.methods.registry import make_method

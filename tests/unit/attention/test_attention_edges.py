@@ -138,11 +138,11 @@ class TestRefusals:
 
     def test_frequencies_or_hooks_that_are_gone(self) -> None:
         model = patched_model()
-        door = attention_of(model.model.layers[0].self_attn)
-        door.plain.mul_(2)
+        attention = attention_of(model.model.layers[0].self_attn)
+        attention.plain.mul_(2)
         with pytest.raises(RotaryMismatchError, match="the frequencies it rotates by are not the model's"):
             verify_model(model)
-        door.plain.div_(2)
+        attention.plain.div_(2)
         verify_model(model)
         model.model._forward_pre_hooks.clear()
         with pytest.raises(RotaryMismatchError, match="a hook of the decoder is gone"):

@@ -68,8 +68,8 @@ def by_hand(model: PreTrainedModel, ids: torch.Tensor, stages: Stages, log_n: bo
             angle = (i - torch.arange(i + 1, dtype=torch.float64))[:, None] * inv_freq
             pairs_q = torch.view_as_complex(torch.stack(q[i, head].chunk(2), -1))
             pairs_k = torch.view_as_complex(torch.stack([x.contiguous() for x in keys.chunk(2, -1)], -1))
-            turned = torch.polar(torch.ones_like(angle), angle)
-            scores = (pairs_q * turned * pairs_k.conj()).real.sum(-1) * temperature**2 * layer.scaling
+            rotated = torch.polar(torch.ones_like(angle), angle)
+            scores = (pairs_q * rotated * pairs_k.conj()).real.sum(-1) * temperature**2 * layer.scaling
             scores *= max(1.0, math.log(i + 1) / math.log(ORIGINAL)) if log_n else 1.0
             heads_out.append(scores.softmax(0) @ values)
         rows.append(torch.cat(heads_out))
@@ -294,7 +294,7 @@ class TestRefusals:
 def test_a_text_past_the_target_is_read_and_said_once() -> None:
     model = patch_model(sharp_model("Llama"), "dynamic", 2, stage=32)
     logits(model, IDS[:, :128])
-    with pytest.warns(UserWarning, match="130 tokens, and dynamic was asked for 128: it goes on as it did"):
+    with pytest.warns(UserWarning, match="130 tokens, and dynamic was requested for 128: it goes on as it did"):
         longer = logits(model, IDS[:, :130])
     assert torch.equal(logits(model, IDS[:, :130]), longer)
     torch.testing.assert_close(longer, logits(staged(rule="dynamic"), IDS[:, :130]), atol=0, rtol=0)

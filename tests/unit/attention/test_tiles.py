@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention_models import IDS, sharp_model
 from distance_rules import RULES, by_hand, patched_model
 from hf_posenc import patch_model
-from hf_posenc.attention import flash_parts, regional
+from hf_posenc.attention import regional
 from hf_posenc.attention.interface import attention_of
-from hf_posenc.attention.pieces import Pieces
-from hf_posenc.attention.tiles import query_blocks, region_tiles
+from hf_posenc.attention.pieces import Pieces, attend_part
+from hf_posenc.attention.regional import query_blocks, region_tiles
 from tiny_models import logits, token_ids
 
 N = 331  # a multiple of no chunk, window, group or block below
@@ -28,7 +28,7 @@ def calls(monkeypatch: Any) -> list[dict[str, Any]]:
 
     def attend(query: Any, keys: Any, value: Any, scaling: Any, seen: Any = None, is_causal: bool = False) -> Any:
         found.append({"queries": query.shape[2], "keys": keys.shape[2], "seen": seen, "is_causal": is_causal})
-        return flash_parts.attend_part(query, keys, value, scaling, seen, is_causal)
+        return attend_part(query, keys, value, scaling, seen, is_causal)
 
     monkeypatch.setattr(regional, "attend_part", attend)
     return found
@@ -41,7 +41,7 @@ def by_the_reference(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rule", ["self_extend", "dca"])
 def test_each_pair_is_in_one_tile_of_its_region(rule: str, block: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr("hf_posenc.attention.tiles.BLOCK", block)
+    monkeypatch.setattr("hf_posenc.attention.regional.BLOCK", block)
     distances = attention_of(patched_model(rule).model.layers[0].self_attn).distances
     for first, last in ((0, N), (11, 200), (163, 164), (95, 330)):
         blocks = list(query_blocks(distances, first, last))
@@ -62,7 +62,7 @@ def test_each_pair_is_in_one_tile_of_its_region(rule: str, block: int, monkeypat
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rule", RULES)
 def test_tiles_give_the_definition(rule: str, block: int, monkeypatch: Any, calls: list[dict[str, Any]]) -> None:
-    monkeypatch.setattr("hf_posenc.attention.tiles.BLOCK", block)
+    monkeypatch.setattr("hf_posenc.attention.regional.BLOCK", block)
     monkeypatch.delattr(regional, "_few")
     model, found = patched_model(rule), []
     model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: found.append(output[0]))
@@ -133,12 +133,12 @@ def test_rows_of_one_length(rule: str, calls: list[dict[str, Any]]) -> None:
 def test_tables_are_made_once_a_forward(rule: str, tiled: bool, monkeypatch: Any) -> None:
     made: list[int] = []
     at = Pieces.at
-    monkeypatch.setattr(Pieces, "at", lambda self, *asked: made.append(len(asked[2])) or at(self, *asked))
+    monkeypatch.setattr(Pieces, "at", lambda self, *args: made.append(len(args[2])) or at(self, *args))
     monkeypatch.setattr(regional, "_SCORES", N * 7)
     if not tiled:
         by_the_reference(monkeypatch)
     logits(patched_model(rule), IDS[:, :N])
-    # Of queries for each far region, and of keys for each way they are turned on; not for each layer or block.
+    # Of queries for each far region, and of keys for each way they are rotated further; not for each layer or block.
     assert made == [N] * {"self_extend": 2, "dca": 3}[rule]
 
 

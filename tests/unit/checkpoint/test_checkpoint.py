@@ -296,7 +296,7 @@ for path in sys.argv[1:]:
         ("5.0.0", ("phi3", "deepseek_v3", "gpt_neox", "gpt_oss", "glm", "cohere")),
     ],
 )
-def test_other_transformers_give_the_same_logits_of_families_with_their_own_spelling(
+def test_other_transformers_give_the_same_logits_of_families_with_their_own_serialization(
     tmp_path: Path, version: str, model_types: tuple[str, ...]
 ) -> None:
     ids, request = torch.arange(3, 103).unsqueeze(0), {"original_max_position_embeddings": 64, "on_scaled": "replace"}

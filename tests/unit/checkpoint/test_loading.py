@@ -1,4 +1,4 @@
-"""The one door for models: folders, GGUF files, and what is said when there is nothing behind it."""
+"""``load_model``: folders, GGUF files, and the errors for what cannot be loaded."""
 
 from __future__ import annotations
 

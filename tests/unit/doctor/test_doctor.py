@@ -17,8 +17,8 @@ from transformers import AutoConfig, LlamaConfig
 from doctor_configs import LAYERS, OF_64, TEMPERATURE, YARN, codes, config_of, linear, plain, rotary_of, yarn
 from hf_posenc import patch_model, save_extended
 from hf_posenc.doctor import diagnose, write_mended
+from hf_posenc.doctor.config_checks import read_dialect
 from hf_posenc.doctor.declaration import Known
-from hf_posenc.doctor.diagnosis import read_dialect
 from hf_posenc.doctor.mending import mended
 from hf_posenc.families.family_data import capabilities
 from older_transformers import IS_5_0, skip_on_5_0

@@ -109,7 +109,7 @@ def test_live_looks_at_the_base_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", RULES)
-def test_a_live_model_says_that_its_attention_turns(method: str) -> None:
+def test_a_live_model_says_that_its_attention_rotates_further(method: str) -> None:
     model: PreTrainedModel = patch_model(make_model("Llama"), method, 4)
     diagnosis = diagnose(model)
     lines = dict(diagnosis.lines)

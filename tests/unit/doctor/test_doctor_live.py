@@ -216,7 +216,7 @@ def test_what_is_said_of_llama_4_is_true_of_transformers() -> None:
     "defaults", [{"beta_fast": 32.0, "beta_slow": 1.0}, {"beta_fast": 32, "beta_slow": None}, {"truncate": True}]
 )
 @pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
-def test_a_default_left_out_of_one_spelling(place: str, defaults: dict[str, Any]) -> None:
+def test_a_default_left_out_of_one_serialization(place: str, defaults: dict[str, Any]) -> None:
     both = {"rope_scaling": {**YARN, "type": "yarn"}, "rope_parameters": {**YARN, "rope_theta": 5e5}}
     config = config_of(rope_theta=5e5, **both)
     config[place] = {**config[place], **defaults}

@@ -67,8 +67,8 @@ def _by_hand(key: str, model: PreTrainedModel, ids: torch.Tensor) -> torch.Tenso
         def score(head: int, query: torch.Tensor, key: torch.Tensor, at: int, of: int) -> float:
             width, xpos = int(share * len(query)), {"scale_base": 8.0} if name == "xpos" else {}
             base = options.get("rope_theta", 10000.0)
-            turned = rotated_score(query[:width], key[:width], at - of, base, interleaved, **xpos)
-            return turned + float(query[width:] @ key[width:])
+            rotated = rotated_score(query[:width], key[:width], at - of, base, interleaved, **xpos)
+            return rotated + float(query[width:] @ key[width:])
 
         return logits(without_positions(reference, score), ids)
     heads = reference.config.num_attention_heads
@@ -160,10 +160,10 @@ def test_nope_does_not_see_what_the_others_do() -> None:
 def test_generate_is_the_same_with_and_without_a_cache(key: str) -> None:
     model = encoded(key)
     ids, mask = left_padded([IDS[:1, :12], IDS[1:, :7]])
-    told = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    cached = model.generate(ids, use_cache=True, **told)
-    assert torch.equal(cached, model.generate(ids, use_cache=False, **told))
-    assert torch.equal(cached, model.generate(ids, use_cache=True, cache_implementation="static", **told))
+    arguments = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(ids, use_cache=True, **arguments)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **arguments))
+    assert torch.equal(cached, model.generate(ids, use_cache=True, cache_implementation="static", **arguments))
 
 
 def test_learned_table_ends() -> None:
@@ -177,13 +177,13 @@ def test_learned_table_ends() -> None:
 
 def test_biases_go_with_their_forward() -> None:
     """Compiled forwards clear nothing by themselves."""
-    door = EncodingAttention(AlibiBias(4), "sdpa")
+    attention = EncodingAttention(AlibiBias(4), "sdpa")
     for step in range(1, 10):
         positions = step * torch.arange(5)[None]
-        forward = door.read(positions, 5, None)
+        forward = attention.read(positions, 5, None)
         for _ in range(2):  # made, then kept
-            assert torch.equal(door._bias(forward, 0, 5, 5, torch.zeros(1)), AlibiBias(4)(positions, positions))
-        assert len(door.forwards) <= 4
+            assert torch.equal(attention._bias(forward, 0, 5, 5, torch.zeros(1)), AlibiBias(4)(positions, positions))
+        assert len(attention.forwards) <= 4
 
 
 def test_compiled_static_cache_beside_windows_is_refused() -> None:

@@ -46,30 +46,30 @@ def test_the_score_of_rope_depends_on_the_distance_only(rotate: Rotation, interl
     query, key = torch.randn(2, dim, dtype=torch.float64)
     for distance in (0, 1, 7, 300):
         begins = torch.tensor([0, 1, 13, 4096])
-        turned_keys = rotate(key.expand(4, dim), angles_at(begins, dim), interleaved=interleaved)
-        turned = rotate(query.expand(4, dim), angles_at(begins + distance, dim), interleaved=interleaved)
+        rotated_keys = rotate(key.expand(4, dim), angles_at(begins, dim), interleaved=interleaved)
+        rotated = rotate(query.expand(4, dim), angles_at(begins + distance, dim), interleaved=interleaved)
         both = zip(pairs_by_hand(query, interleaved), pairs_by_hand(key, interleaved), frequencies(dim), strict=True)
         expected = sum((q * k.conjugate() * cmath.exp(1j * distance * f.item())).real for q, k, f in both)
-        assert (turned * turned_keys).sum(-1).tolist() == pytest.approx([expected] * 4, abs=1e-9)
+        assert (rotated * rotated_keys).sum(-1).tolist() == pytest.approx([expected] * 4, abs=1e-9)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotate", [rotate_real, rotate_complex])
 def test_rotation_keeps_norms_and_undoes_itself(rotate: Rotation, interleaved: bool) -> None:
     states, angles = torch.randn(50, 12, dtype=torch.float64), angles_at(torch.arange(50) * 97, 12)
-    turned = rotate(states, angles, interleaved=interleaved)
-    assert (turned - states)[1:].abs().amax(-1).min() > 1e-2  # it does turn
-    torch.testing.assert_close(turned.norm(dim=-1), states.norm(dim=-1), rtol=1e-12, atol=0)
-    torch.testing.assert_close(rotate(turned, -angles, interleaved=interleaved), states, rtol=0, atol=1e-12)
+    rotated = rotate(states, angles, interleaved=interleaved)
+    assert (rotated - states)[1:].abs().amax(-1).min() > 1e-2  # it does rotate
+    torch.testing.assert_close(rotated.norm(dim=-1), states.norm(dim=-1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(rotate(rotated, -angles, interleaved=interleaved), states, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_complex_and_real_rotation_agree(interleaved: bool, dtype: torch.dtype, tolerance: float) -> None:
     states, angles = torch.rand(2, 3, 40, 16, dtype=dtype) * 2 - 1, angles_at(torch.arange(40) * 101, 16)
-    real, turned = (rotate(states, angles, interleaved=interleaved) for rotate in (rotate_real, rotate_complex))
-    assert real.dtype == turned.dtype == dtype
-    torch.testing.assert_close(turned, real, rtol=0, atol=tolerance)
+    real, rotated = (rotate(states, angles, interleaved=interleaved) for rotate in (rotate_real, rotate_complex))
+    assert real.dtype == rotated.dtype == dtype
+    torch.testing.assert_close(rotated, real, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("rotate", [rotate_real, rotate_complex])
@@ -97,8 +97,8 @@ def test_the_decay_bound_is_the_papers_sum() -> None:
 def scores_by_llama(query: torch.Tensor, key: torch.Tensor, distances: torch.Tensor) -> torch.Tensor:
     """The scores, by Transformers' code, of a query at each of the distances with a key at position 0."""
     whole = torch.cat((angles_at(distances, len(query)),) * 2, dim=-1)[None]
-    turned, _ = llama_rotation(query.expand(1, 1, len(distances), -1), query, whole.cos(), whole.sin())
-    return turned[0, 0] @ key
+    rotated, _ = llama_rotation(query.expand(1, 1, len(distances), -1), query, whole.cos(), whole.sin())
+    return rotated[0, 0] @ key
 
 
 def test_scores_stay_below_the_decay_bound_and_reach_it() -> None:

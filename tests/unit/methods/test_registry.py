@@ -1,4 +1,4 @@
-"""The table of methods: names, aliases, options, and what bad input is told."""
+"""The table of methods: names, aliases, options, and the errors for bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets and windows wherever a command takes a method: measured as asked, refused before a model is loaded."""
+"""Presets and windows wherever a command takes a method: measured as requested, refused before a model is loaded."""
 
 from __future__ import annotations
 

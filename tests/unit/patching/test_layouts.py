@@ -1,4 +1,4 @@
-"""``convert_layout``: against a permutation by hand, Meta's own way of turning, and there and back."""
+"""``convert_layout``: against a permutation by hand, Meta's own way of rotating, and the conversion undone."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def test_rows_are_those_of_metas_files() -> None:
     assert torch.equal(to_half_split(to_interleaved(rows, 12), 12), rows)
 
 
-@pytest.mark.parametrize("turn", [rotate_real, rotate_complex])
-def test_turning_moved_rows_is_moving_turned_rows(turn: torch.nn.Module) -> None:
+@pytest.mark.parametrize("rotate", [rotate_real, rotate_complex])
+def test_rotating_moved_rows_is_moving_rotated_rows(rotate: torch.nn.Module) -> None:
     states, angles = torch.randn(5, 16, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
     moved = torch.stack([to_interleaved(row, 16) for row in states])
-    expected = torch.stack([to_interleaved(row, 16) for row in turn(states, angles)])
-    assert torch.allclose(turn(moved, angles, interleaved=True), expected, atol=1e-12)
+    expected = torch.stack([to_interleaved(row, 16) for row in rotate(states, angles)])
+    assert torch.allclose(rotate(moved, angles, interleaved=True), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Dropped positions: a model in which every token stands at position 0, and whose checkpoint says so everywhere."""
+"""Dropped positions: a model in which every token has position 0, and whose checkpoint says so everywhere."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_one_pair_that_turns_after_all_is_found() -> None:
 
 
 def test_pairs_that_never_turned_are_not_taken_for_dropped_ones(tmp_path: Path) -> None:
-    model = tiny_model("lfm3")  # the slower half of its pairs never turns
+    model = tiny_model("lfm3")  # the slower half of its pairs never rotates
     assert_patched_saved_and_undone(model, tmp_path / "model", "nope")
     again = load_extended(tmp_path / "model")
     patch_model(again, "linear", 4, on_scaled="replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc import patch_model, patched, unpatch_model, verify_model
+from hf_posenc import extend_config, patch_model, patched, unpatch_model, verify_model
 from hf_posenc.patching.api import describe
 from hf_posenc.patching.verification import RotaryMismatchError
 from older_transformers import skip_on_5_0
@@ -254,6 +255,20 @@ def test_public_names() -> None:
         assert getattr(hf_posenc, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'pach_model'"):
         _ = hf_posenc.pach_model
+
+
+def test_extend_config_takes_the_arguments_of_patch_model() -> None:
+    of_model, of_config = (
+        {
+            name: (each.kind, each.default, each.annotation)
+            for name, each in inspect.signature(function).parameters.items()
+        }
+        for function in (patch_model, extend_config)
+    )
+    of_model.pop("model")
+    of_model.pop("tokenizer")
+    of_config.pop("config")
+    assert list(of_config.items()) == list(of_model.items())
 
 
 def test_importing_the_package_does_not_wait_for_pytorch() -> None:

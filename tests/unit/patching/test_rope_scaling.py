@@ -189,8 +189,8 @@ def test_the_commands_take_it(tiny_checkpoint: Path, tmp_path: Path, capsys: pyt
     assert "yarn x4: 64 -> 256 tokens" in capsys.readouterr().out
     (tmp_path / "text.txt").write_text("some words " * 100)
     results = tmp_path / "results.jsonl"
-    asked = ["--documents", str(tmp_path / "text.txt"), "--context-lengths", "64", "128", "--output", str(results)]
-    assert main(["eval", str(tiny_checkpoint), *asked, "--method", "none", *words]) == 0
+    arguments = ["--documents", str(tmp_path / "text.txt"), "--context-lengths", "64", "128", "--output", str(results)]
+    assert main(["eval", str(tiny_checkpoint), *arguments, "--method", "none", *words]) == 0
     assert {record.method for record in read_records(results)} == {"none", "yarn"}
     capsys.readouterr()
     for wrong, message in (
@@ -201,7 +201,7 @@ def test_the_commands_take_it(tiny_checkpoint: Path, tmp_path: Path, capsys: pyt
     ):
         assert main(["patch", "nowhere", str(tmp_path / "out2"), *wrong]) == 2
         assert message in capsys.readouterr().err
-        assert main(["eval", "nowhere", *asked, *wrong]) == 2
+        assert main(["eval", "nowhere", *arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
     assert main(["explain", "yarn", *words]) == 2
     assert "give explain the method by its name" in capsys.readouterr().err

@@ -41,11 +41,11 @@ def test_where_there_is_no_such_window_there_is_nothing_to_change(family: str) -
 
 
 @pytest.mark.filterwarnings("ignore:config.sliding_window is 160")
-@pytest.mark.parametrize(("asked", "window"), [("off", None), (160, 160), ("160", 160)])
-def test_a_changed_window_is_that_of_a_model_built_with_it(asked: Any, window: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("requested", "window"), [("off", None), (160, 160), ("160", 160)])
+def test_a_changed_window_is_that_of_a_model_built_with_it(requested: Any, window: int | None, tmp_path: Path) -> None:
     model = make_model("Mistral", sliding_window=32)
     plain = logits(model, IDS)
-    patch_model(model, "yarn", 4, sliding_window=asked)
+    patch_model(model, "yarn", 4, sliding_window=requested)
     reference = make_model("Mistral", sliding_window=window)
     expected = logits(native(reference, "yarn", 4), IDS)
     assert torch.equal(logits(model, IDS), expected)

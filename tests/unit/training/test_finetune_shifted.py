@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from groups_by_hand import seen_by_hand
-from hf_posenc.attention import lazy_mask
+from hf_posenc.attention import shifted
 from hf_posenc.attention.shifted import shifted_sparse_attention
 from hf_posenc.checkpoint.extended import load_extended
 from hf_posenc.cli.main import main
@@ -127,7 +127,7 @@ def test_the_probe_is_read_in_several_groups(
     attention: str, batch_size: int, base_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(base_folder, attn_implementation=attention).train()
-    make_groups, seen = lazy_mask.make_groups, []
+    make_groups, seen = shifted.make_groups, []
 
     def leaking(documents: torch.Tensor, group: int, first: int) -> Any:
         """Right as long as one group holds the text."""
@@ -136,7 +136,7 @@ def test_the_probe_is_read_in_several_groups(
 
     with shifted_sparse_attention(model, 2048) as shift:
         assert probe_isolation(RotaryModel(model), batch_size) <= 1e-6
-        monkeypatch.setattr(lazy_mask, "make_groups", leaking)
+        monkeypatch.setattr(shifted, "make_groups", leaking)
         with pytest.raises(
             RuntimeError, match=f"packed documents see each other with attn_implementation '{attention}'"
         ):

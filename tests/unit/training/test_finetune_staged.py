@@ -168,7 +168,7 @@ def test_the_probe_goes_past_the_original_length(
 
     def leaking(self: Any, attention: Any, forward: Any, *args: Any) -> None:
         make(self, attention, forward, *args)
-        if int(forward.layout.places.max()) >= ORIGINAL:  # short texts stay right
+        if int(forward.layout.row_positions.max()) >= ORIGINAL:  # short texts stay right
             self.dense, self.forward.masks = None, {}
             monkeypatch.setattr(type(forward.layout), "documents", lambda layout, row: [(0, layout.num_keys)])
 

@@ -11,7 +11,7 @@ from accelerate import skip_first_batches
 from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from hf_posenc.attention.groups import make_groups
+from hf_posenc.attention.shifted import make_groups
 from hf_posenc.training.packing import BlockSchedule, MaskedTokens, PackedDataset, check_ids, log_summary
 from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.texts import upsample

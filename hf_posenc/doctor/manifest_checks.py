@@ -1,17 +1,19 @@
-"""Checkpoints whose rule is in the manifest alone, since no config can say it: ``config.json`` is the base model's."""
+"""Folders with a manifest: rules that no config can say, and PEFT adapters, whose base has to be extended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint.manifest import CONFIG, MANIFEST, is_encoding
-from hf_posenc.doctor.diagnosis import read_dialect
-from hf_posenc.doctor.dialects import VERSIONS
-from hf_posenc.doctor.family_facts import text_config
-from hf_posenc.doctor.findings import Finding
+from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG
+from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, is_encoding, read_manifest
+from hf_posenc.doctor.config_checks import Finding, read_dialect
+from hf_posenc.doctor.dialects import VERSIONS, text_config
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import ENCODING_MARK
 from hf_posenc.patching.extension import MARK, read_mark, rule_is_elsewhere
+from hf_posenc.utils.files import read_json
 
 
 def rule_in_words(manifest: Mapping[str, Any]) -> str:
@@ -34,13 +36,13 @@ def manifest_lines(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def check_manifest_is_there(config: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> list[Finding]:
-    """Return whether a config says that a rule is in a manifest that is not there."""
+def check_manifest_exists(config: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> list[Finding]:
+    """Return a finding if a config says that a rule is in a manifest, and the folder has none."""
     mark = read_mark(text_config(config)[1].get(MARK))
     try:
         if manifest is not None or mark is None or not rule_is_elsewhere(mark):
             return []
-    except ValueError:  # read_dialect tells that
+    except ValueError:  # read_dialect reports it
         return []
     what = f"{CONFIG} says that the model was extended: {rule_in_words(mark)}; and {MANIFEST}, which has it, is gone"
     why = "No config can say this rule, so everyone loads the base model."
@@ -49,7 +51,7 @@ def check_manifest_is_there(config: Mapping[str, Any], manifest: Mapping[str, An
 
 
 def check_mark(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[Finding]:
-    """Return whether a config no longer says that its model was trained with another encoding than RoPE."""
+    """Return a finding if a config no longer says that its model was trained with another encoding than RoPE."""
     expected = ENCODING_MARK + manifest["method"]
     parameters = text_config(config)[1].get("rope_parameters") or {}
     sections = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
@@ -74,8 +76,8 @@ def check_base(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[Findi
     """Return what was changed of the base model's positions since the folder was saved.
 
     Args:
-        config: The config.json there is.
-        base: What ``base_config`` makes of it.
+        config: The config.json in the folder.
+        base: What ``base_config`` returns for it.
     """
     found, expected = read_dialect(config), read_dialect(base)
     if found.rope != expected.rope:
@@ -98,3 +100,60 @@ def check_tokenizer_limit(limit: Any, manifest: Mapping[str, Any]) -> list[Findi
     what = f"the tokenizer's model_max_length is {limit:g}, the manifest's target {target}"
     why = "Texts are cut there, or a warning says that the model cannot read them."
     return [Finding("tokenizer-limit", "warning", what, why, f"Set it to {target}.", mendable=False)]
+
+
+_WHY = "PEFT puts the adapter on the plain base model, for whose positions it was not trained: it reads wrong."
+_TODO = "Save it again from the patched model; or patch the base as in training, put the adapter on, and save_extended."
+UNLIMITED = 1e9  # Transformers writes 1e30 for a tokenizer without a limit
+
+
+def look_at_adapter(path: Path) -> tuple[list[tuple[str, str]], list[Finding]]:
+    """Return what an adapter's folder declares, by topic, and what is wrong with it.
+
+    Raises:
+        ValueError: Its manifest is damaged.
+    """
+    settings = _read(path / ADAPTER_CONFIG)
+    base, limit = settings.get("base_model_name_or_path"), _read(path / TOKENIZER_CONFIG).get("model_max_length")
+    manifest = read_manifest(path)
+    if manifest is not None:
+        said = f"{manifest['method']} x{manifest['factor']:g}, {manifest['context_length']} tokens, in its manifest"
+        return [("declared", f"{said}, for {base}")], check_tokenizer_limit(limit, manifest)
+    if mark := read_mark(settings.get(MARK)):
+        what = f"{ADAPTER_CONFIG} says it was trained with {mark['method']} x{mark['factor']:g}, and {MANIFEST} is gone"
+        return [("declared", f"{mark['method']} x{mark['factor']:g}, for {base}")], [_lost(what)]
+    length = _length_of(str(base))
+    trained = limit if isinstance(limit, (int, float)) and limit < UNLIMITED else None
+    own = _read(Path(str(base)).expanduser() / TOKENIZER_CONFIG).get("model_max_length")
+    as_base = isinstance(own, (int, float)) and trained is not None and own >= trained  # Qwen's say more than the model
+    if length is not None and trained is not None and trained > length and not as_base:
+        what = f"its tokenizer was set to {trained:g} tokens, and its base model {base} reads {length}"
+        return [("declared", f"nothing, for {base}")], [_lost(f"{what}: the base was extended in training")]
+    against = f"its tokenizer says {trained or 'no length'}, its base {length or 'is not here to be looked at'}"
+    note = Finding(
+        "bare-adapter",
+        "note",
+        "the adapter says nothing about positions",
+        f"Whether its base was extended in training cannot be known from it ({against}); if it was, it reads wrong on "
+        "the plain one.",
+        "Save it from the patched model, or with save_extended: a manifest beside it says what the base needs.",
+    )
+    return [("declared", f"nothing, for {base}")], [note]
+
+
+def _lost(what: str) -> Finding:
+    return Finding("adapter-without-extension", "error", what, _WHY, _TODO, mendable=False)
+
+
+def _length_of(base: str) -> int | None:
+    """Return ``max_position_embeddings`` of a base model in a local folder, in tokens; None if it is not known."""
+    config: Mapping[str, Any] = _read(Path(base).expanduser() / CONFIG)
+    length = text_config(dict(config))[1].get("max_position_embeddings") if config else None
+    return length if isinstance(length, int) else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    content = read_json(file) if file.is_file() else {}
+    if not isinstance(content, dict):
+        raise InvalidRequestError(f"{str(file)!r} is no config: it holds a {type(content).__name__}.")
+    return content
