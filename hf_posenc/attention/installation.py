@@ -178,12 +178,12 @@ def _rotates_as_known(rotary: RotaryModel, attention: RotatingAttention, saved: 
     """
     module, prefix = rotary.rotary_module, rotary.prefix
     names = (f"{prefix}inv_freq", f"{prefix}original_inv_freq")
-    still = SavedRotary(
+    unrotated_state = SavedRotary(
         {**saved.buffers, **{name: torch.zeros_like(attention.plain) for name in names}}, saved.attributes
     )
     seen = []
     try:
-        for state in (saved, still):
+        for state in (saved, unrotated_state):
             write_rotary(module, state)
             attention.seen = []
             probe(rotary.model, _PROBE_TOKENS)

@@ -157,4 +157,4 @@ def attention_of(module: nn.Module) -> PositionalAttention[Any] | None:
 def count_layers(model: nn.Module, attention: PositionalAttention[Any]) -> int:
     """Return how many attention layers of a model attend by it."""
     found = (module.__dict__.get(_ATTENTION) for module in model.modules())
-    return sum(put is not None and put[0] is attention and put[1] == FULL for put in found)
+    return sum(entry is not None and entry[0] is attention and entry[1] == FULL for entry in found)

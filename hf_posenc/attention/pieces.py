@@ -170,12 +170,12 @@ class Pieces:
         shape = (1, 1, -1, 1) if factors.dim() == 1 else (len(factors), 1, -1, 1)
         return (query * factors.view(shape).to(query.device, torch.float32)).to(query.dtype)
 
-    def at(self, row: int, slots: slice, wanted: torch.Tensor, like: torch.Tensor) -> Tables:
+    def at(self, row: int, slots: slice, to_positions: torch.Tensor, like: torch.Tensor) -> Tables:
         """Return what rotates the states of a row's slots on to positions ``(length,)``, which may be fractions."""
         positions = self.forward.layout.positions[row : row + 1, slots].to(like.device)
         inv_freq, factor = self.attention.frequencies(0, like.device)
         factors = torch.full((1,), factor, device=like.device)
-        return self.attention.rotation_tables(positions, wanted[None].to(like.device), inv_freq[None], factors)
+        return self.attention.rotation_tables(positions, to_positions[None].to(like.device), inv_freq[None], factors)
 
     def dense_rows(self, index: slice, few: slice) -> torch.Tensor | None:
         """Return a mask's rows for some queries, bool or added to the logits; None if the mask is plainly causal."""

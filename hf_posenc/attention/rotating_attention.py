@@ -122,7 +122,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
     def rotation_tables(
         self,
         positions: torch.Tensor,
-        wanted: torch.Tensor,
+        to_positions: torch.Tensor,
         inv_freq: torch.Tensor,
         factors: torch.Tensor,
     ) -> Tables:
@@ -130,12 +130,12 @@ class RotatingAttention(PositionalAttention[StagedForward]):
 
         Args:
             positions: ``(rows, length)``, by which the model rotated, at its plain frequencies.
-            wanted: ``(rows, length)``, by which the rule rotates; may be fractions.
+            to_positions: ``(rows, length)``, by which the rule rotates; may be fractions.
             inv_freq: float32 ``(rows, rotary_dim // 2)``, at these frequencies.
             factors: What multiplies the states, float32 ``(rows,)``.
         """
         plain = angles_at(positions, self.plain.to(positions.device)[None])
-        return self.rotation.tables(angles_at(wanted, inv_freq) - plain, factors)
+        return self.rotation.tables(angles_at(to_positions, inv_freq) - plain, factors)
 
     # ---- once per layer ----
 

@@ -144,7 +144,7 @@ class RotatedKeys:
             layer: The layer of the cache that ``keys`` came from; None without a cache.
             keys: As the model rotated them, ``(batch, heads, num_keys, head_dim)``.
             signature: What the rotation depends on besides the slot.
-            stop: Slots wanted.
+            stop: How many slots, from the first.
             rotate: Rotates keys of a range of slots.
         """
         # Tensors of inference_mode have no version by which a change could be seen.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BitsAndBytesConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG, load_extended
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, base_of_adapter, is_saved_by_us
@@ -19,6 +18,7 @@ from hf_posenc.checkpoint.pretrained import (
     load_weights,
     refuse_without_tokens,
 )
+from hf_posenc.checkpoint.quantised import in_4bit
 from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.utils.console import without_weight_bars
@@ -71,7 +71,9 @@ def load_model(
         choice = choose_dtype_of(source, dtype, device)
         kwargs["dtype"] = choice.dtype
         if load_in_4bit:
-            kwargs |= _in_4bit(source, choice)
+            if choice.checkpoint is None:
+                raise InvalidRequestError(f"{source!r} holds quantised weights already: leave --load-in-4bit out.")
+            kwargs |= in_4bit(choice.dtype)
             kwargs.setdefault("device_map", {"": device})
         if (weights := weights_source(source)) is not None:
             refuse_without_tokens(weights)
@@ -108,42 +110,6 @@ def weights_source(source: str | Path) -> str | None:
     """Return the source of the weights: of an adapter's folder the base model, None if it does not name one."""
     base = base_of_adapter(source)
     return str(source) if base is None else base or None
-
-
-def check_4bit(name_or_path: str | Path, lora: bool) -> None:
-    """Refuse what 4-bit weights cannot be, before texts are read and weights are loaded.
-
-    Raises:
-        ImportError: bitsandbytes is not installed.
-        ValueError: No adapters are to be trained, or the model is a ``.gguf`` file.
-    """
-    if find_spec("bitsandbytes") is None:
-        raise MissingPackageError("--load-in-4bit needs a package that is not installed: pip install bitsandbytes")
-    if not lora:
-        raise InvalidRequestError(
-            "--load-in-4bit: weights in 4 bits cannot be trained. Train adapters on them: add --lora."
-        )
-    if is_gguf(name_or_path):
-        raise InvalidRequestError(
-            "--load-in-4bit: a .gguf file is dequantised when it is loaded. Give a checkpoint's folder."
-        )
-
-
-def _in_4bit(source: str, choice: DtypeChoice) -> dict[str, Any]:
-    if choice.checkpoint is None:
-        raise InvalidRequestError(f"{source!r} holds quantised weights already: leave --load-in-4bit out.")
-    return in_4bit(choice.dtype)
-
-
-def in_4bit(dtype: torch.dtype | str) -> dict[str, Any]:
-    """Return what ``from_pretrained`` takes to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
-    settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-    )
-    return {"quantization_config": settings}
 
 
 def to_device(device: str | torch.device | None) -> torch.device:

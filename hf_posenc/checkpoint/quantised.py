@@ -1,18 +1,54 @@
-"""Quantised weights that cannot be saved, or would be saved as other ones.
+"""Quantised weights: loading in 4 bits, and those that cannot be saved or would be saved as other ones.
 
-The latter are bitsandbytes' 4-bit weights on a CPU that has AVX512-BF16. The first forward outside training lays them
+The last are bitsandbytes' 4-bit weights on a CPU that has AVX512-BF16. The first forward outside training lays them
 out anew and rounds their scales to bfloat16. ``state_dict()`` undoes that wrongly, in the live model too, and nothing
 says so (bitsandbytes 0.50.2).
 """
 
 from __future__ import annotations
 
-from torch import nn
-from transformers import PreTrainedModel
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from hf_posenc.errors import InvalidRequestError
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from hf_posenc.checkpoint.pretrained import is_gguf
+from hf_posenc.errors import InvalidRequestError, MissingPackageError
 
 _MAY_LAY_OUT = "support_avx512bf16_for_cpu"
+
+
+def check_4bit(name_or_path: str | Path, lora: bool) -> None:
+    """Refuse what 4-bit weights cannot be, before texts are read and weights are loaded.
+
+    Raises:
+        ImportError: bitsandbytes is not installed.
+        ValueError: No adapters are to be trained, or the model is a ``.gguf`` file.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise MissingPackageError("--load-in-4bit needs a package that is not installed: pip install bitsandbytes")
+    if not lora:
+        raise InvalidRequestError(
+            "--load-in-4bit: weights in 4 bits cannot be trained. Train adapters on them: add --lora."
+        )
+    if is_gguf(name_or_path):
+        raise InvalidRequestError(
+            "--load-in-4bit: a .gguf file is dequantised when it is loaded. Give a checkpoint's folder."
+        )
+
+
+def in_4bit(dtype: torch.dtype | str) -> dict[str, Any]:
+    """Return what ``from_pretrained`` takes to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
+    settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    return {"quantization_config": settings}
 
 
 def refuse_unsaveable(model: PreTrainedModel, *, whole: bool) -> None:

@@ -106,8 +106,9 @@ def run_finetune(
     Raises:
         ValueError, TypeError: Settings, model and texts do not go together.
     """
-    from hf_posenc.checkpoint.loading import check_4bit, check_path, load_model
+    from hf_posenc.checkpoint.loading import check_path, load_model
     from hf_posenc.checkpoint.manifest import tokens_trained
+    from hf_posenc.checkpoint.quantised import check_4bit
     from hf_posenc.report import text_table
     from hf_posenc.training import finetune as train
     from hf_posenc.training.extending import dry_run

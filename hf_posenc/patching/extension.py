@@ -45,8 +45,8 @@ def rotary_width(head_dim: int, parameters: Mapping[str, Any]) -> tuple[int, int
     share = parameters.get("partial_rotary_factor", 1.0)
     if parameters.get("rope_type") == "proportional":
         return head_dim, head_dim // 2 - int(share * head_dim // 2)
-    still = sum(divisor >= NEVER_ROTATED for divisor in parameters.get("long_factor") or ())
-    return int(head_dim * share), still
+    unrotated_pairs = sum(divisor >= NEVER_ROTATED for divisor in parameters.get("long_factor") or ())
+    return int(head_dim * share), unrotated_pairs
 
 
 def declared_scaling(config: PreTrainedConfig) -> Extension | None:

@@ -38,7 +38,7 @@ CONFIG_VALUES = (
 
 @dataclass
 class PatchRecord:
-    """What was put into a model, and what was there before.
+    """What was put into a model, and what it had before.
 
     Attributes:
         extension: The method with its lengths.

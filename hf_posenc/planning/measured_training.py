@@ -26,9 +26,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_posenc.checkpoint.loading import in_4bit
 from hf_posenc.checkpoint.pretrained import load_weights
-from hf_posenc.checkpoint.quantised import keep_layout
+from hf_posenc.checkpoint.quantised import in_4bit, keep_layout
 from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.planning.shapes import layer_repeat, meta_model, text_config, with_layers

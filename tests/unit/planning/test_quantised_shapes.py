@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from hf_posenc.checkpoint.loading import in_4bit
+from hf_posenc.checkpoint.quantised import in_4bit
 from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
 from hf_posenc.planning.shapes import meta_model
 from hf_posenc.planning.training_memory import predict_training_memory

@@ -150,7 +150,7 @@ def test_what_4_bits_cannot_be_is_said_before_anything_is_loaded(
     with monkeypatch.context() as patch:
         find_spec = importlib.util.find_spec
         patch.setattr(
-            "hf_posenc.checkpoint.loading.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name)
+            "hf_posenc.checkpoint.quantised.find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name)
         )
         assert "not installed: pip install bitsandbytes" in refused(capsys, *train, "--lora")
         recipe = (*train[:-1], "--recipe", "qlora")
