@@ -26,12 +26,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_posenc.checkpoint.loading import in_4bit
+from hf_posenc.checkpoint.loading import in_4bit, meta_model
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights
-from hf_posenc.planning.shapes import layer_repeat, meta_model, text_config, with_layers
+from hf_posenc.planning.shapes import layer_repeat, text_config, with_layers
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.packing import PackedDataset

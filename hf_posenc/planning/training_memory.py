@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks
 from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
-from hf_posenc.planning.shapes import fill_with_fake, for_all_layers, meta_model, text_config, without_data
+from hf_posenc.planning.shapes import fill_with_fake, for_all_layers, text_config, without_data
 from hf_posenc.planning.tracking import GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES, MemoryTracker
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
