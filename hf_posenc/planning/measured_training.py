@@ -11,9 +11,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import (
@@ -85,12 +86,8 @@ class _Clock(TrainerCallback):
         self.peak = peak_memory(self.model)
 
 
-class Trains(Protocol):
-    """A way to train: the model, Trainer's settings, the blocks, the run, and a callback that has to see it."""
-
-    def __call__(
-        self, model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: TrainerCallback, /
-    ) -> None: ...
+# A way to train: the model, Trainer's settings, the blocks, the run, and a callback that has to see it.
+Trains = Callable[[Any, TrainingArguments, PackedDataset, FinetuneConfig, TrainerCallback], None]
 
 
 def train_as_finetune(
