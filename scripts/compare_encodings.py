@@ -23,7 +23,7 @@ from hf_posenc import patch_model, patched, save_extended
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation import perplexity, read_records
-from hf_posenc.planning.tracking import MemoryTracker
+from hf_posenc.planning.tracking import ALL, MemoryTracker
 from hf_posenc.report.looks import PLAIN, numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart
 from hf_posenc.retrieval.measuring_retrieval import retrieval
@@ -281,7 +281,7 @@ def peak(way: Any, model: Any) -> int:
     with MemoryTracker(model.parameters(), model.config.vocab_size, CONTEXT) as tracker:
         way(model)
     model.zero_grad(set_to_none=True)
-    return max(each.total for each in tracker.peaks.values())
+    return max(peak[ALL] for peak in tracker.peaks.values())
 
 
 def chart(curves: dict[str, dict[int, float]], labels: list[str], title: str) -> Chart:

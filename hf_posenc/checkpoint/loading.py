@@ -1,12 +1,18 @@
-"""Loading a model by a name on the Hub, a folder (plain, extended or an adapter's), or a ``.gguf`` file."""
+"""A model by a name on the Hub, a folder (plain, extended, an adapter's) or a ``.gguf`` file, or without data."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG, load_extended
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, base_of_adapter, is_saved_by_us
@@ -22,7 +28,14 @@ from hf_posenc.checkpoint.quantised import in_4bit
 from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.utils.console import without_weight_bars
-from hf_posenc.utils.dtypes import DtypeChoice, checkpoint_dtype, choose_dtype, parse_dtype, remember_choice
+from hf_posenc.utils.dtypes import (
+    DtypeChoice,
+    checkpoint_dtype,
+    choose_dtype,
+    config_dtype,
+    parse_dtype,
+    remember_choice,
+)
 from hf_posenc.utils.launching import own_device
 
 
@@ -127,6 +140,22 @@ def to_device(device: str | torch.device | None) -> torch.device:
             f"device {str(device)!r} cannot be used here. Allowed: {there}. ({reason})"
         ) from error
     return resolved
+
+
+def meta_model(
+    config: PreTrainedConfig, dtype: torch.dtype | None = None, attention: str | None = None
+) -> PreTrainedModel:
+    """Return a model on the meta device, whose tensors have a shape and no data; ``dtype`` is the checkpoint's.
+
+    ``attention`` is its ``attn_implementation``; None leaves that to the config and to Transformers.
+    """
+    settings = {} if attention is None else {"attn_implementation": attention}
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+            copy.deepcopy(config), dtype=dtype or config_dtype(config), **settings
+        )
+        model.tie_weights()  # Transformers 5.0 does not on this device
+    return model
 
 
 def check_path(path: Path, given: str) -> None:

@@ -28,9 +28,8 @@ def compare(argv: Sequence[str]) -> None:
     what.check()
     documents = source.texts()
     from hf_posenc.checkpoint.loading import load_model
-    from hf_posenc.comparing.planning import make_plan
+    from hf_posenc.comparing.comparison import make_plan, measure
     from hf_posenc.comparing.recommending import recommend
-    from hf_posenc.comparing.sweep import Sweep
     from hf_posenc.evaluation import reach_lines, read_records
     from hf_posenc.evaluation.records import check_output, read_retrieval_records
     from hf_posenc.evaluation.rows import refuse_extended
@@ -57,10 +56,10 @@ def compare(argv: Sequence[str]) -> None:
         print(f"This takes long on this machine. Shorter: {advice}.", flush=True)
     if what.dry_run:
         return
-    sweep = Sweep(model, tokenizer, documents, what, plan)
-    rows = sweep.measure(None if what.budget is None else what.budget - (time.perf_counter() - began))
+    left = None if what.budget is None else what.budget - (time.perf_counter() - began)
+    rows, notes = measure(model, tokenizer, documents, what, plan, left)
     records = [record for row in rows.values() for record in row]
-    print("\n".join(["", text_table(records), "", *reach_lines(records), "", *sweep.notes]))
+    print("\n".join(["", text_table(records), "", *reach_lines(records), "", *notes]))
     taken = recommend(rows, {step.candidate.name: step.candidate.kind for step in plan.steps})
     print("\n".join([*taken.lines, "", *_next(given.model, what, model, taken)]))
     if what.output is not None:

@@ -107,7 +107,9 @@ def perplexity_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict
     key_token_settings(what)
     if "longppl" in what.protocol and what.short_context is not None:
         check_short_context(what.short_context, what.context_lengths)
-    refuse_given(retrieval, RetrievalConfig(), ("depths", "samples", "chat"), "is for --tasks; leave it out, or ask")
+    refuse_given(
+        retrieval, RetrievalConfig(), ("depths", "samples", "chat"), "is for --tasks; leave it out, or give --tasks"
+    )
     useless = {
         "stride": all(run.stride is None for run in runs) and "moves a window",
         "last_k": all(run.last_k is None for run in runs) and "scores the last tokens",

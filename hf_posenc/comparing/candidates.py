@@ -133,7 +133,7 @@ def _of_dictionary(model: PreTrainedModel, shared: Mapping[str, Any], rope_scali
             raise InvalidRequestError(
                 f"{argument('rope_scaling')} goes to {row['context_length']} tokens only (factor {rule.factor:g} of "
                 f"{original}), and --context-length is {least}: raise its factor, or leave the factor out to go as far "
-                "as is asked."
+                "as requested."
             )
     return Candidate(ROPE_SCALING, row)
 

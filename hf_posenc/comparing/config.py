@@ -75,4 +75,4 @@ class CompareConfig:
             return
         for name in ("depths", "samples"):
             if getattr(self, name) != getattr(RetrievalConfig(), name):
-                raise InvalidRequestError(f"--{name} is for --tasks; leave it out, or ask.")
+                raise InvalidRequestError(f"--{name} is for --tasks; leave it out, or give --tasks.")

@@ -139,12 +139,7 @@ def _price(taken: str, rows: Mapping[str, Sequence[AnyRecord]]) -> list[str]:
     if taken == "none":
         return []
     row = reach([*rows.get("none", ()), *rows[taken]])[-1]
-    lines = []
-    if row.short_cost is not None and row.short_length is not None:
-        cost = round(row.short_cost, 1) + 0.0  # no minus before a zero
-        lines.append(
-            f"short texts ({length_name(row.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"
-        )
+    lines = [] if row.short_cost is None else row.short_words()
     if isinstance(row.loss, LossReach) and not (row.loss.length and row.loss.is_longest):
         ends = "is worse than unpatched at the original length already"
         if row.loss.length is not None:

@@ -1,4 +1,4 @@
-"""How perplexity is measured: the one place where these settings, their defaults and help texts are declared.
+"""How perplexity is measured: these settings, their defaults and help texts are declared only here.
 
 Imports no PyTorch, so that the command line can show its help and refuse mistakes at once.
 """
@@ -79,7 +79,7 @@ class EvalConfig:
         self._check_documents(runs)
         if self.bos is not None and (own := [run.protocol for run in runs if run.rule.bos is not None]):
             raise InvalidRequestError(
-                f"protocol {own[0]!r} has a rule of its own for BOS tokens, so bos={self.bos!r} cannot be asked for. "
+                f"protocol {own[0]!r} has a rule of its own for BOS tokens, so bos={self.bos!r} cannot be requested. "
                 "Leave bos out, or measure the other protocols in a call of their own."
             )
         return runs

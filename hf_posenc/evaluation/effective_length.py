@@ -83,13 +83,22 @@ class Reach:
         parts = [_loss_words(self), *map(_retrieval_words, self.retrieval)]
         if not self.retrieval:
             parts.append("retrieval not measured")
-        return f"{self.name}: {', '.join([*parts, *_short_words(self)])}"
+        return f"{self.name}: {', '.join([*parts, *self.short_words()])}"
 
     def loss_sentence(self) -> str:
         """Return how far it reads and what short texts pay, in one sentence; empty where no loss was measured."""
         if self.loss == NOT_MEASURED:
             return ""
-        return f"{self.name}: {', '.join([_loss_words(self), *_short_words(self)])}."
+        return f"{self.name}: {', '.join([_loss_words(self), *self.short_words()])}."
+
+    def short_words(self) -> list[str]:
+        """Return what short texts pay, without a full stop; nothing for the unpatched row."""
+        if self.is_unpatched:
+            return []
+        if self.short_cost is None or self.short_length is None:
+            return ["cost on short texts not measured"]
+        cost = round(self.short_cost, 1) + 0.0  # no minus before a zero
+        return [f"short texts ({length_name(self.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"]
 
     def retrieval_sentences(self) -> list[str]:
         """Return how far it retrieves, in a sentence for each task that was measured."""
@@ -340,15 +349,6 @@ def _retrieval_words(found: RetrievalReach) -> str:
         return f"retrieves at no length ({found.task} {needed}; at {length_name(found.shortest)} {share})"
     most = "at least " if found.is_longest else ""
     return f"retrieves to {most}{length_name(found.length)} ({found.task} {needed}; there {share})"
-
-
-def _short_words(row: Reach) -> list[str]:
-    if row.is_unpatched:
-        return []
-    if row.short_cost is None or row.short_length is None:
-        return ["cost on short texts not measured"]
-    cost = round(row.short_cost, 1) + 0.0  # no minus before a zero
-    return [f"short texts ({length_name(row.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"]
 
 
 @dataclass(frozen=True)

@@ -125,27 +125,23 @@ def paired_interval(one: Record, other: Record, *, seed: int = 0) -> Ratio:
     perplexities let one think.
 
     Raises:
-        ValueError: They are not of the same tokens, or were written before records had their units.
+        ValueError: They are not of the same tokens.
     """
     for name in _SAME:
         if getattr(one, name) != getattr(other, name):
             values = "" if name == "unit_tokens" else f" ({getattr(one, name)!r} and {getattr(other, name)!r})"
             raise InvalidRequestError(f"the records are not of the same tokens: {name} differs{values}.")
-    if not one.unit_tokens:
-        raise InvalidRequestError(
-            "the records do not have the parts that are compared. Measure again, with this version."
-        )
     differences = [mine - theirs for mine, theirs in zip(one.unit_nll, other.unit_nll, strict=True)]
     low, high = bootstrap_interval(differences, one.unit_tokens, seed=seed)
     return Ratio(one.perplexity / other.perplexity, low, high, one.ci_unit)
 
 
 def is_tie(one: Record, other: Record) -> bool:
-    """Say whether two records of the same tokens cannot be told apart, by ``paired_interval``.
+    """Say whether two records of one column of a table tie, by ``paired_interval``.
 
-    Of records that were written before they had their units, or had others, whether their own intervals meet, which
-    finds more ties.
+    Where each model chose the key tokens of ``longppl`` itself, they can be equally many and not the same, so that
+    there are no pairs. Then the records tie if their own intervals meet, which finds more ties.
     """
-    if one.unit_tokens and one.unit_tokens == other.unit_tokens:
-        return paired_interval(one, other).is_tie
-    return one.ci_low <= other.ci_high and other.ci_low <= one.ci_high
+    if one.unit_tokens != other.unit_tokens:
+        return one.ci_low <= other.ci_high and other.ci_low <= one.ci_high
+    return paired_interval(one, other).is_tie

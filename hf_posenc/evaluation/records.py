@@ -112,8 +112,8 @@ class Record(JsonRecord):
     average: str = "tokens"
     scored: str = ""
     key_tokens: dict[str, Any] = field(default_factory=dict)
-    unit_nll: list[float] = field(default_factory=list, repr=False)
-    unit_tokens: list[int] = field(default_factory=list, repr=False)
+    unit_nll: list[float] = field(repr=False, kw_only=True)
+    unit_tokens: list[int] = field(repr=False, kw_only=True)
     position_bucket: int | None = None
     position_nll: list[float] = field(default_factory=list, repr=False)
     position_tokens: list[int] = field(default_factory=list, repr=False)

@@ -71,7 +71,7 @@ def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
     found = describe(model)
     if found["method"] in method_names("instead_of_rope"):
         raise InvalidRequestError(
-            f"{name!r} holds {found['method']} in the place of its RoPE, and its weights suit no other rule. Take it "
+            f"{name!r} holds {found['method']} instead of RoPE, and its weights suit no other rule. Take it "
             "as it is: eval and lm-eval without --method."
         )
     if is_patched(model) and on_scaled != "replace":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_posenc.planning.model_facts import ModelFacts
+from hf_posenc.planning.architecture import ModelFacts
 from hf_posenc.training.config import FinetuneConfig
 
 _BACKWARD_ATTENTION = 2.5  # five products of block x block for the two forward (Dao 2023, arXiv:2307.08691, 4.1)

@@ -11,13 +11,14 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 
 from hf_posenc.attention.footprint import footprint
+from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.evaluation.memory import predict_memory, shape_of
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.request import resolve
 from hf_posenc.planning.gpus import smallest_gpu, usable
 from hf_posenc.planning.quantised_shapes import quantise_shapes
-from hf_posenc.planning.shapes import fill_with_fake, for_all_layers, meta_model, text_config, without_data
+from hf_posenc.planning.shapes import fill_with_fake, for_all_layers, text_config, without_data
 from hf_posenc.utils.dtypes import config_dtype, dtype_name
 
 # Tokens that are fed at a time, as `generate(prefill_chunk_size=...)` and `--prefill-chunk` do.

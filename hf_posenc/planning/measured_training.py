@@ -11,9 +11,10 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers import (
@@ -26,11 +27,12 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import in_4bit, keep_layout
 from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights
-from hf_posenc.planning.shapes import layer_repeat, meta_model, text_config, with_layers
+from hf_posenc.planning.shapes import layer_repeat, text_config, with_layers
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
 from hf_posenc.training.packing import PackedDataset
@@ -84,12 +86,8 @@ class _Clock(TrainerCallback):
         self.peak = peak_memory(self.model)
 
 
-class Trains(Protocol):
-    """A way to train: the model, Trainer's settings, the blocks, the run, and a callback that has to see it."""
-
-    def __call__(
-        self, model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: TrainerCallback, /
-    ) -> None: ...
+# A way to train: the model, Trainer's settings, the blocks, the run, and a callback that has to see it.
+Trains = Callable[[Any, TrainingArguments, PackedDataset, FinetuneConfig, TrainerCallback], None]
 
 
 def train_as_finetune(

@@ -15,10 +15,10 @@ from transformers import PreTrainedConfig
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.planning.advice import ZERO_SHOT_METHOD, Advice, Situation, advise
+from hf_posenc.planning.architecture import ModelFacts, model_facts, read_config
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.gpus import usable
 from hf_posenc.planning.inference_memory import Reading, kv_cache, predict_readings
-from hf_posenc.planning.model_facts import ModelFacts, model_facts, read_config
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.training.config import FinetuneConfig

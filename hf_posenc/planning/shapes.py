@@ -1,4 +1,4 @@
-"""A model of a config's shape without its data: on the meta device, of fewer layers, or run with fake tensors."""
+"""A model of a config's shape without its data: run with fake tensors, or of fewer layers."""
 
 from __future__ import annotations
 
@@ -11,28 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.utils.dtypes import config_dtype
 
 Name = TypeVar("Name", bound=Hashable)
-
-
-def meta_model(
-    config: PreTrainedConfig, dtype: torch.dtype | None = None, attention: str | None = None
-) -> PreTrainedModel:
-    """Return a model on the meta device, whose tensors have a shape and no data; ``dtype`` is the checkpoint's.
-
-    ``attention`` is its ``attn_implementation``; None leaves that to the config and to Transformers.
-    """
-    settings = {} if attention is None else {"attn_implementation": attention}
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-            copy.deepcopy(config), dtype=dtype or config_dtype(config), **settings
-        )
-        model.tie_weights()  # Transformers 5.0 does not on this device
-    return model
 
 
 def fill_with_fake(model: nn.Module) -> None:

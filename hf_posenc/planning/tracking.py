@@ -5,14 +5,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# What a tensor is for.
+# What a tensor is for, and the sum of them all.
+ALL = "all"
 ACTIVATIONS, GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES = (
     "activations",
     "gradients",
@@ -20,14 +20,6 @@ ACTIVATIONS, GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES = (
     "logits",
     "attention_matrices",
 )
-
-
-@dataclass
-class Peak:
-    """The most bytes that lived at one time, and what they were for at that moment."""
-
-    total: int = 0
-    parts: Counter[str] = field(default_factory=Counter)
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
@@ -44,7 +36,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTo
 
     Attributes:
         phase: What is going on, set by whoever runs the model.
-        peaks: The peak of each phase.
+        peaks: For each phase the most bytes that lived at one time (``ALL``), and what they were for at that moment.
     """
 
     def __init__(self, weights: Iterable[torch.nn.Parameter], vocab_size: int, seq_len: int) -> None:
@@ -54,10 +46,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTo
         self.trained_sizes = {parameter.numel() for parameter in parameters if parameter.requires_grad}
         self.vocab_size, self.seq_len = vocab_size, seq_len
         self.phase = "forward"
-        self.peaks: dict[str, Peak] = {}
+        self.peaks: dict[str, Counter[str]] = {}
         self.living: dict[int, tuple[str, int]] = {}
         self.parts: Counter[str] = Counter()
-        self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:  # two of three calls, by autograd; it makes nothing
@@ -85,10 +76,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTo
 
     def _add(self, kind: str, size: int) -> None:
         self.parts[kind] += size
-        self.total += size
-        peak = self.peaks.setdefault(self.phase, Peak())
-        if self.total > peak.total:
-            peak.total, peak.parts = self.total, self.parts.copy()
+        self.parts[ALL] += size
+        if self.parts[ALL] > self.peaks.setdefault(self.phase, Counter())[ALL]:
+            self.peaks[self.phase] = self.parts.copy()
 
     def _kind(self, tensor: torch.Tensor) -> str:
         """Return what a tensor is for, by its shape; only the parts depend on it, not their sum."""

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks
 from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
-from hf_posenc.planning.shapes import fill_with_fake, for_all_layers, meta_model, text_config, without_data
-from hf_posenc.planning.tracking import GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES, MemoryTracker
+from hf_posenc.planning.shapes import fill_with_fake, for_all_layers, text_config, without_data
+from hf_posenc.planning.tracking import ALL, GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES, MemoryTracker
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora
@@ -42,7 +43,7 @@ FORWARD, LOSS, LOSS_BACKWARD, LAYERS_BACKWARD, EMBEDDING_BACKWARD, OPTIMIZER = (
 )
 # A number of bytes: the phase at whose peak they live, and what they are for; of those that stay, the field's name.
 Part = tuple[str, str]
-_STAYS, _ALL = "always", "all"
+_STAYS = "always"
 
 
 @dataclass(frozen=True)
@@ -129,16 +130,16 @@ def least_training_memory(
             return _sizes(model, run)
 
     inputs = int(text.num_hidden_layers) * run.per_device_train_batch_size * seq_len * int(text.hidden_size)
-    return _at_peak({**for_all_layers(config, sizes_of), (FORWARD, _ALL): inputs * (2 if half else 4)})
+    return _at_peak({**for_all_layers(config, sizes_of), (FORWARD, ALL): inputs * (2 if half else 4)})
 
 
 def _at_peak(found: Mapping[Part, float]) -> TrainingMemory:
     """Return the moment at which most bytes live, of the sizes that stay and those of each phase's peak."""
     sizes = {part: round(max(size, 0)) for part, size in found.items()}
     all_gradients = sizes[_STAYS, "all_gradients"]
-    sizes |= {(OPTIMIZER, _ALL): all_gradients, (OPTIMIZER, GRADIENTS): all_gradients}
-    phase = max((phase for phase, kind in sizes if kind == _ALL), key=lambda phase: sizes[phase, _ALL])
-    peak = sizes[phase, _ALL]
+    sizes |= {(OPTIMIZER, ALL): all_gradients, (OPTIMIZER, GRADIENTS): all_gradients}
+    phase = max((phase for phase, kind in sizes if kind == ALL), key=lambda phase: sizes[phase, ALL])
+    peak = sizes[phase, ALL]
     kinds = (GRADIENTS, HALF_WEIGHTS, MATRICES, LOGITS)
     parts = {kind: min(sizes.get((phase, kind), 0), peak) for kind in kinds}
     return TrainingMemory(
@@ -226,8 +227,7 @@ def _peaks(
             loss.backward()
             del loss
             tracker.phase = FORWARD
-    totals = {(phase, _ALL): peak.total for phase, peak in tracker.peaks.items()}
-    return totals | {(phase, kind): size for phase, peak in tracker.peaks.items() for kind, size in peak.parts.items()}
+    return {(phase, kind): size for phase, peak in tracker.peaks.items() for kind, size in peak.items()}
 
 
 def _autocast(bf16: bool) -> contextlib.AbstractContextManager[Any]:

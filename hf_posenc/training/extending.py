@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from hf_posenc.attention.inner import inner_name
 from hf_posenc.attention.shifted import check_shiftable
 from hf_posenc.checkpoint.extended import add_to_config
+from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.checkpoint.manifest import base_of_adapter, find_manifest, is_encoding
 from hf_posenc.checkpoint.pretrained import auto_class, is_gguf
 from hf_posenc.encodings.encoding_installation import refuse_adapter
@@ -24,7 +25,6 @@ from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.presets import get_preset
 from hf_posenc.patching.request import resolve
 from hf_posenc.patching.rope_scaling import check_model_values
-from hf_posenc.planning.shapes import meta_model
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import is_adapted
 from hf_posenc.training.positions import PositionSchedule, block_length, make_position_schedule

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -20,15 +21,14 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.evaluation import Record, perplexity
-from hf_posenc.evaluation.documents import Document, bos_token_id, select_documents, to_token_ids
+from hf_posenc.evaluation.config import EvalConfig
+from hf_posenc.evaluation.documents import Document, choose_texts, settle_bos, to_token_ids
 from hf_posenc.evaluation.model_facts import hash_weights
-from hf_posenc.evaluation.plans import plan_runs
 from hf_posenc.families.rotary_model import RotaryModel
 
 logger = logging.getLogger(__name__)
 
 _PROTOCOLS = ("truncated", "last_k", "sliding_window")
-_SETTINGS = ("stride", "last_k", "max_tokens", "bos", "prefill_chunk", "logits_chunk", "max_documents", "cut", "seed")
 
 
 class PerplexityCallback(TrainerCallback):
@@ -47,8 +47,8 @@ class PerplexityCallback(TrainerCallback):
         context_lengths: Tokens fed at a time.
         tokenizer: None takes the trainer's ``processing_class``.
         protocol: ``truncated``, ``last_k`` or ``sliding_window``, as for ``perplexity``.
-        **settings: ``stride``, ``last_k``, ``max_tokens``, ``bos``, ``prefill_chunk``, ``logits_chunk``,
-            ``max_documents``, ``cut`` and ``seed``, as ``perplexity`` takes them.
+        seed: Of the bootstrap intervals.
+        **settings: The other fields of ``EvalConfig``, such as ``stride``, ``last_k``, ``max_documents`` and ``cut``.
 
     Attributes:
         records: The last measurement, each number with how it was measured; ``label`` has the step, and
@@ -68,10 +68,14 @@ class PerplexityCallback(TrainerCallback):
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         protocol: str = "truncated",
+        seed: int = 0,
         **settings: Any,
     ) -> None:
-        if unknown := sorted(settings.keys() - set(_SETTINGS)):
-            raise InvalidTypeError(f"PerplexityCallback takes no {', '.join(unknown)}. Known: {', '.join(_SETTINGS)}.")
+        known = [one.name for one in fields(EvalConfig) if one.name not in ("context_lengths", "protocol")]
+        if unknown := sorted(settings.keys() - set(known)):
+            raise InvalidTypeError(
+                f"PerplexityCallback takes no {', '.join(unknown)}. Known: {', '.join(known)}, seed."
+            )
         if protocol not in _PROTOCOLS:
             raise InvalidRequestError(f"protocol must be one of {', '.join(_PROTOCOLS)}, got {protocol!r}.")
         if trainer.is_fsdp_enabled or is_deepspeed_zero3_enabled():  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
@@ -79,28 +83,21 @@ class PerplexityCallback(TrainerCallback):
                 "PerplexityCallback needs the whole model in every process, which FSDP and ZeRO-3 do not leave there. "
                 "Train with DDP (--accelerate-config multi_gpu), or measure saved checkpoints: hf-posenc eval FOLDER."
             )
-        self.trainer, self.settings = trainer, {"protocol": protocol, **settings}
+        self.trainer, self.seed = trainer, seed
+        self.config = EvalConfig(context_lengths, [protocol], **settings)  # type: ignore[arg-type]  # ``runs`` checks it
         given = tokenizer if tokenizer is not None else trainer.processing_class
         self.tokenizer = given if isinstance(given, PreTrainedTokenizerBase) else None  # a processor cannot cut texts
         self.documents = to_token_ids(trainer.model, documents, self.tokenizer)  # type: ignore[arg-type]  # Trainer types it as any module or None
-        self.context_lengths = self._check(context_lengths)
+        self.context_lengths = self._check()
         self.records: list[Record] = []
         self._step: int | None = None
 
-    def _check(self, context_lengths: Sequence[int]) -> list[int]:
-        """Find now what ``perplexity`` would refuse at the first evaluation, hours later."""
-        settings = self.settings
-        windows = {name: settings[name] for name in ("stride", "last_k") if name in settings}
-        lengths = [run.context_length for run in plan_runs([settings["protocol"]], context_lengths, **windows)]
-        select_documents(
-            self.documents,
-            max(lengths),
-            max_tokens=settings.get("max_tokens"),
-            bos_id=bos_token_id(self.trainer.model, self.tokenizer, settings.get("bos")),  # type: ignore[arg-type]  # Trainer types it as any module or None
-            cut=settings.get("cut", False),
-            max_documents=settings.get("max_documents"),
-        )
-        return lengths
+    def _check(self) -> list[int]:
+        """Find now what ``perplexity`` would refuse hours later, at the first evaluation; return the lengths."""
+        model: Any = self.trainer.model
+        runs, bos_id = settle_bos(self.config.runs(), model, self.tokenizer, self.config.bos)
+        choose_texts(runs, self.documents, bos_id, self.config)
+        return [run.context_length for run in runs]
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -144,13 +141,13 @@ class PerplexityCallback(TrainerCallback):
             records = perplexity(
                 model,
                 self.documents,
-                self.context_lengths,
                 tokenizer=self.tokenizer,
                 label=f"step {state.global_step}",
                 tokens_trained=int(state.num_input_tokens_seen),
                 sharded=sharded,
                 progress=state.is_world_process_zero and not self.trainer.args.disable_tqdm,
-                **self.settings,
+                seed=self.seed,
+                **vars(self.config),
             )
         answer = [records]
         broadcast_object_list(answer)  # a last bit that differs could stop one process early, and not the others

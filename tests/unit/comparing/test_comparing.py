@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.comparing.candidates import Candidate, find_candidates
+from hf_posenc.comparing.comparison import Plan, Step, make_plan, measure
 from hf_posenc.comparing.config import CompareConfig
-from hf_posenc.comparing.planning import Cost, Plan, Step, fit, make_plan, work_of
-from hf_posenc.comparing.sweep import Sweep
+from hf_posenc.comparing.timing import Cost, fit, work_of
 from hf_posenc.evaluation import perplexity
 from hf_posenc.families.family_data import attention_capabilities
 from hf_posenc.methods.registry import method_names, methods
@@ -25,7 +25,7 @@ from tiny_llama import make_tiny_llama
 from tiny_models import make_model
 
 ZERO_SHOT_STATIC = {"ntk", "ntk_by_parts", "yarn", "llama3"}
-DOOR = {"dynamic", "dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"}
+IN_ATTENTION = {"dynamic", "dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"}
 
 
 # What is tried
@@ -40,7 +40,7 @@ def names(model: Any, *methods: str, **more: Any) -> tuple[list[str], dict[str, 
 def test_every_method_is_tried_or_named_with_its_reason() -> None:
     found, left_out = names(make_tiny_llama())
     assert found[0] == "none"
-    assert set(found) == {"none"} | ZERO_SHOT_STATIC | DOOR
+    assert set(found) == {"none"} | ZERO_SHOT_STATIC | IN_ATTENTION
     assert (
         set(left_out)
         == {"linear", "longrope", "abf", "nope"}
@@ -69,13 +69,13 @@ def test_methods_can_be_chosen_even_those_that_want_training() -> None:
 def test_what_a_family_cannot_do_is_left_out_with_its_reason() -> None:
     model = make_model("Phi3")
     assert attention_capabilities()["phi3"] is None
-    assert set(names(model)[0]) >= DOOR
+    assert set(names(model)[0]) >= IN_ATTENTION
     latent = tiny_model("deepseek_v3")
     refusal = attention_capabilities()["deepseek_v3"]
     assert refusal is not None
     found, left_out = names(latent)
     assert set(found) == {"none"} | ZERO_SHOT_STATIC
-    assert set(left_out) - {"linear", "longrope", "abf", "nope"} == DOOR
+    assert set(left_out) - {"linear", "longrope", "abf", "nope"} == IN_ATTENTION
     assert left_out["dynamic_yarn"] == f"model_type 'deepseek_v3': {refusal.reason}"
     lines = plan_of(60, 60, left_out=left_out).text().splitlines()
     (shared,) = (line for line in lines if "'deepseek_v3'" in line)
@@ -215,10 +215,9 @@ def test_a_plan_for_what_needs_none_is_refused() -> None:
 def test_when_time_is_up_the_rest_is_left_out() -> None:
     model, tokenizer = load_model(tiny_model_path(), dtype="float32")
     documents = [load_novel(HELD_OUT_NOVEL)[:20_000]]
-    sweep = Sweep(model, tokenizer, documents, request(context_length=512), plan_of(1, 1, 1))
-    rows = sweep.measure(budget=0.0)
+    rows, notes = measure(model, tokenizer, documents, request(context_length=512), plan_of(1, 1, 1), budget=0.0)
     assert list(rows) == ["none", "yarn"]
-    assert sweep.notes[0] == "left out, for time is up: dca"
+    assert notes[0] == "left out, for time is up: dca"
     assert [record.context_length for record in rows["yarn"]] == [64, 128, 256, 512]
     assert rows["yarn"][0].method == "yarn"
     assert not is_patched(model)

@@ -100,6 +100,3 @@ def test_only_the_same_tokens_make_a_pair(tiny_llama):
         paired_interval(record, replace(record, average="windows"))
     with pytest.raises(ValueError, match="unit_tokens differs"):
         paired_interval(record, replace(record, unit_tokens=[1]))
-    old = replace(record, unit_nll=[], unit_tokens=[])
-    with pytest.raises(ValueError, match="do not have the parts that are compared"):
-        paired_interval(old, old)

@@ -139,7 +139,7 @@ def test_a_rule_for_rope_is_not_put_on_weights_of_another_encoding(
     for words in (["eval", folder, *measured, *yarn], ["patch", folder, str(tmp_path / "out"), *yarn]):
         capsys.readouterr()
         assert main(words) == 2
-        assert "holds alibi in the place of its RoPE, and its weights suit no other rule" in capsys.readouterr().err
+        assert "holds alibi instead of RoPE, and its weights suit no other rule" in capsys.readouterr().err
     assert main(["eval", folder, *measured]) == 0
 
 

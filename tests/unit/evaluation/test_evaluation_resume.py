@@ -25,7 +25,7 @@ def results(records):
 
 
 class Stop(Exception):
-    """Stands for ctrl-C or a power cut."""
+    """Simulates ctrl-C or a power cut."""
 
 
 def interrupt_after(model, forwards):

@@ -27,10 +27,10 @@ from hf_posenc.cli.main import main
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.planning import plan, plan_text
 from hf_posenc.planning.advice import Situation, advise
+from hf_posenc.planning.architecture import model_facts
 from hf_posenc.planning.flops import training_flops
 from hf_posenc.planning.gpus import RESERVE
 from hf_posenc.planning.inference_memory import kv_cache
-from hf_posenc.planning.model_facts import model_facts
 from hf_posenc.planning.text import finetune_words, flags_of
 from hf_posenc.planning.training_memory import TrainingMemory, predict_training_memory
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.checkpoint.quantised import in_4bit
 from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
-from hf_posenc.planning.shapes import meta_model
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import add_lora

@@ -21,7 +21,7 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.evaluation.lm_head import row_chunks
 from hf_posenc.planning import training_memory
 from hf_posenc.planning.shapes import layer_repeat, with_layers
-from hf_posenc.planning.tracking import LOGITS, MATRICES, MemoryTracker
+from hf_posenc.planning.tracking import ALL, LOGITS, MATRICES, MemoryTracker
 from hf_posenc.planning.training_memory import _at_peak, _run, predict_training_memory
 from hf_posenc.training import chunked_loss
 from hf_posenc.training.config import FinetuneConfig
@@ -125,11 +125,11 @@ def test_the_tracker_counts_what_autograd_keeps() -> None:
             del squared, scores, rows
             tracker.phase = "end"
             torch.zeros(1)
-    assert tracker.peaks["forward"].total == 28000
-    assert tracker.peaks["forward"].parts[LOGITS] == 24000
-    assert tracker.peaks["scores"].total == 16000 + 20000
-    assert tracker.peaks["scores"].parts[MATRICES] == 20000
-    assert tracker.peaks["end"].total == 4
+    assert tracker.peaks["forward"][ALL] == 28000
+    assert tracker.peaks["forward"][LOGITS] == 24000
+    assert tracker.peaks["scores"][ALL] == 16000 + 20000
+    assert tracker.peaks["scores"][MATRICES] == 20000
+    assert tracker.peaks["end"][ALL] == 4
 
 
 @pytest.mark.parametrize(

@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.checkpoint.loading import check_path
+from hf_posenc.checkpoint.loading import check_path, meta_model
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, find_manifest, is_encoding, read_manifest
 from hf_posenc.checkpoint.pretrained import folder_with, is_gguf, refuse_gguf_scaling
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.patching.extension import describe_config
 from hf_posenc.patching.presets import known_checkpoint
-from hf_posenc.planning.shapes import meta_model, text_config
+from hf_posenc.planning.shapes import text_config
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
 _ATTENDING = ("full_attention", *_WINDOWED)

@@ -1,38 +1,30 @@
-"""What will be measured, how long each row takes, and what a time budget leaves out.
-
-The time of a pass over a long text is estimated from short passes, timed here, and the law by which they grow.
-"""
+"""What will be measured, how long each row takes, what a time budget leaves out, and the measurement itself."""
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_posenc.comparing.candidates import STATIC, Candidate, find_candidates
+from hf_posenc.comparing.candidates import Candidate, find_candidates
 from hf_posenc.comparing.config import CompareConfig
+from hf_posenc.comparing.timing import Timings, time_candidates
 from hf_posenc.errors import InvalidRequestError
+from hf_posenc.evaluation import perplexity
 from hf_posenc.evaluation.documents import hash_token_ids, select_documents, to_token_ids
-from hf_posenc.evaluation.losses import document_losses, evaluation_mode
+from hf_posenc.evaluation.passes import default_bucket
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.evaluation.rows import extended_as
-from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import describe
 from hf_posenc.retrieval.haystack import read_haystack
+from hf_posenc.retrieval.measuring_retrieval import retrieval
 from hf_posenc.retrieval.prompts import PromptMaker
-from hf_posenc.retrieval.scoring import reply
 from hf_posenc.retrieval.tasks import get_task
 from hf_posenc.utils.units import duration_name, length_name
-
-_LONG_ENOUGH = 1.0  # seconds of the shorter timed pass: above the noise, and attention has begun to show
-_SHORTEST = 64
-_DECODED = 8
 
 
 @dataclass(frozen=True)
@@ -231,127 +223,48 @@ def _is_of(record: AnyRecord, one: Candidate) -> bool:
     return record.options == one.rule.changed_options() and reached == one.row["context_length"]
 
 
-@dataclass(frozen=True)
-class Cost:
-    """What a pass over n tokens costs, in seconds or floating-point operations: ``linear * n + quadratic * n ** 2``."""
-
-    linear: float
-    quadratic: float
-
-    def of(self, num_tokens: int) -> float:
-        """Return the cost of a pass over so many tokens."""
-        return self.linear * num_tokens + self.quadratic * num_tokens**2
-
-
-def work_of(model: PreTrainedModel) -> Cost:
-    """Return the floating-point operations of a model's forward, from its config and the sizes of its weights.
-
-    Two a weight and token, the head on every token included, the embedding's look-up not. Attention: two for each
-    feature of a score and two for each of a value, over half of all pairs of tokens. Of a mixture of experts all
-    weights are counted, and every layer as one that reads everything; ``fit`` needs the ratio as a bound only.
-    """
-    rotary = RotaryModel(model)
-    base, config = rotary.model, rotary.text_config
-    weights = base.num_parameters(exclude_embeddings=True)
-    head = config.vocab_size * config.hidden_size
-    output: Any = base.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-    tied = output is None or output.weight is base.get_input_embeddings().weight  # a head of its own is in `weights`
-    width = config.num_attention_heads * (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    return Cost(2.0 * (weights + head * tied), 2.0 * width * config.num_hidden_layers)
-
-
-def fit(work: Cost, short: tuple[int, float], long: tuple[int, float]) -> Cost:
-    """Return the seconds of a pass by its length, through two timed passes, each (tokens, seconds).
-
-    Attention does not run faster, by the operation, than products with weights. Where two passes say so all the same,
-    what was timed is the cost of starting operations, and the longer pass is taken to have run both at one speed.
-    """
-    (n1, t1), (n2, t2) = short, long
-    quadratic = (t2 / n2 - t1 / n1) / (n2 - n1)
-    linear = t1 / n1 - quadratic * n1
-    if linear < 0:  # the longer one ran out of a cache, or was disturbed
-        return Cost(0.0, t2 / n2**2)
-    if quadratic * work.linear < linear * work.quadratic:
-        speed = t2 / work.of(n2)
-        return Cost(speed * work.linear, speed * work.quadratic)
-    return Cost(linear, quadratic)
-
-
-@dataclass(frozen=True)
-class Timings:
-    """What was timed: the cost of each row, and seconds of one token written by the unpatched model.
-
-    ``lengths`` are the tokens of the two timed passes.
-    """
-
-    costs: dict[str, Cost]
-    lengths: tuple[int, int]
-    decode_step: float
-
-
-@torch.no_grad()
-def time_candidates(
-    model: PreTrainedModel, candidates: Sequence[Candidate], ids: torch.Tensor, target: int, original: int
-) -> Timings:
-    """Time short passes of each kind of candidate.
-
-    A static rule costs what the unpatched model does. One that runs in attention is timed at a smaller scale: with
-    an original length as much shorter as the pass is, it goes through as many stages or chunks as it will later.
+def measure(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[str],
+    what: CompareConfig,
+    plan: Plan,
+    budget: float | None = None,
+) -> tuple[dict[str, list[AnyRecord]], list[str]]:
+    """Measure the rows of a plan, one after the other.
 
     Args:
-        model: The loaded model.
-        candidates: From ``find_candidates``.
-        ids: int64 ``(num_tokens,)``, of a text; what it says does not matter.
-        target: The length to come, in tokens.
-        original: The original length, in tokens.
+        model: The model, left as it was.
+        tokenizer: Its tokenizer.
+        documents: Texts to measure on.
+        what: The request.
+        plan: What ``make_plan`` made of it.
+        budget: Seconds; rows that no longer fit are left out, but the unpatched model and one method are measured in
+            any case.
+
+    Returns:
+        The records of each row by its name; and sentences: the rows that were left out, and how long it took.
     """
-    work = work_of(model)
-    with evaluation_mode(model):
-        n1 = min(_SHORTEST, target // 2)
-        document_losses(model, ids[:n1])  # the first one warms up
-        while (t1 := _time_pass(model, ids[:n1])) < _LONG_ENOUGH and 4 * n1 <= target:
-            n1 *= 2
-        n2 = 2 * n1
-        t2 = _time_pass(model, ids[:n2])
-        costs = {}
-        for one in candidates:
-            if one.kind > STATIC:
-                times = [(n, _time_smaller(model, one, ids[:n], target, original)) for n in (n1, n2)]
-                costs[one.name] = fit(work, *times)
-        # Again at the end: most rows hang on it, and something else may have run meanwhile.
-        plain = fit(work, *((n, min(t, _time_pass(model, ids[:n]))) for n, t in ((n1, t1), (n2, t2))))
-        costs |= {one.name: plain for one in candidates if one.kind <= STATIC}
-        step = _decode_step(model, ids[:n1])
-    return Timings(costs, (n1, n2), step)
-
-
-def _time_pass(model: PreTrainedModel, ids: torch.Tensor) -> float:
-    return _time(partial(document_losses, model, ids))
-
-
-def _time(run: Callable[[], object]) -> float:
-    """Return the least seconds of three runs, or of fewer that take long: what else the machine does only adds."""
-    times: list[float] = []
-    while len(times) < 3 and sum(times) < 2 * _LONG_ENOUGH:
-        started = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - started)
-    return min(times)
-
-
-def _time_smaller(model: PreTrainedModel, one: Candidate, ids: torch.Tensor, target: int, original: int) -> float:
-    row = dict(one.row or {})
-    small = {"original_max_position_embeddings": max(round(original * len(ids) / target), 8)}
-    row |= {**small, "context_length": len(ids), "sliding_window": "keep"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with extended_as(model, row):
-            return _time_pass(model, ids)
-
-
-def _decode_step(model: PreTrainedModel, ids: torch.Tensor) -> float:
-    prompt, answer = ids[:-1].tolist(), ids[-1:].tolist()
-    few, many = (_time(partial(reply, model, prompt, answer, n)) for n in (1, 1 + _DECODED))
-    return max(many - few, 0.0) / _DECODED
+    shared: dict[str, Any] = {name: getattr(what, name) for name in ("prefill_chunk", "output", "model_name")}
+    shared |= {"tokenizer": tokenizer, "progress": not what.hide_progress}
+    texts: dict[str, Any] = {name: getattr(what, name) for name in ("cut", "max_documents")}
+    prompts: dict[str, Any] = {name: getattr(what, name) for name in ("tasks", "depths", "samples")}
+    bucket, rows = default_bucket(plan.original), dict[str, list[AnyRecord]]()
+    notes = []
+    began, promised = time.perf_counter(), 0.0
+    for step in plan.steps:
+        spent = time.perf_counter() - began
+        late = max(spent / promised, 1.0) if promised else 1.0
+        if budget is not None and len(rows) >= 2 and spent + late * step.seconds > budget:
+            notes.append(f"left out, for time is up: {step.name}")
+            continue
+        with extended_as(model, step.candidate.row):
+            records: list[AnyRecord] = []
+            records += perplexity(model, documents, plan.lengths, position_bucket=bucket, **texts, **shared)
+            if what.tasks:
+                lengths = plan.retrieval_lengths
+                records += retrieval(model, documents=documents, context_lengths=lengths, **prompts, **shared)
+        rows[step.candidate.name] = records
+        promised += step.seconds
+    took = duration_name(time.perf_counter() - began)
+    return rows, [*notes, f"measured in {took} (estimated {duration_name(promised)})"]
