@@ -11,7 +11,7 @@ from hf_posenc.version import __version__
 if TYPE_CHECKING:
     from hf_posenc.checkpoint.extended import load_extended, save_extended
     from hf_posenc.checkpoint.manifest import describe
-    from hf_posenc.doctor.checkup import diagnose
+    from hf_posenc.doctor.diagnosis import diagnose
     from hf_posenc.errors import HfPosencError, RotaryMismatchError
     from hf_posenc.evaluation.measuring_perplexity import perplexity
     from hf_posenc.evaluation.records import Record

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_posenc.doctor.checkup import Diagnosis, diagnose, diagnosis_text, write_mended
-from hf_posenc.doctor.declaration import Known
+from hf_posenc.doctor.config_meaning import Known
+from hf_posenc.doctor.diagnosis import Diagnosis, diagnose, diagnosis_text, write_mended
 
 __all__ = ["Diagnosis", "Known", "diagnose", "diagnosis_text", "write_mended"]

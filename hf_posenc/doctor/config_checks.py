@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_posenc.doctor.declaration import (
+from hf_posenc.doctor.config_meaning import (
     ORIGINAL,
-    Facts,
+    ConfigFacts,
     Known,
     canonical,
     from_mark,
@@ -22,7 +22,7 @@ from hf_posenc.doctor.declaration import (
     source_of,
     target_length,
 )
-from hf_posenc.doctor.dialects import (
+from hf_posenc.doctor.transformers_readers import (
     MROPE_SECTION,
     VERSIONS,
     Refused,
@@ -33,7 +33,7 @@ from hf_posenc.doctor.dialects import (
     full_label,
     is_nested,
     read_by,
-    text_config,
+    text_part,
     top_level,
 )
 from hf_posenc.errors import InvalidRequestError
@@ -68,7 +68,7 @@ class Finding:
     mendable: bool = True
 
 
-def _check_words(facts: Facts) -> Iterator[Finding]:
+def _check_words(facts: ConfigFacts) -> Iterator[Finding]:
     source, rope_type = facts.source, facts.parameters["rope_type"]
     one, other = source.get("rope_type"), source.get("type")
     if one and other and one != other and {one, other} != {"default", "mrope"}:  # the same: several axes, unscaled
@@ -124,7 +124,7 @@ def _check_words(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _check_factor(facts: Facts) -> Iterator[Finding]:
+def _check_factor(facts: ConfigFacts) -> Iterator[Finding]:
     factor = facts.parameters.get("factor")
     method = method_of_rope_type(facts.parameters["rope_type"])
     needed = method is not None and "factor" in method.needed_rope_keys
@@ -140,7 +140,7 @@ def _check_factor(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _check_original(facts: Facts) -> Iterator[Finding]:
+def _check_original(facts: ConfigFacts) -> Iterator[Finding]:
     rope_type, stated = facts.parameters["rope_type"], facts.source.get(ORIGINAL)
     length = facts.text.get("max_position_embeddings")
     if facts.original is None and reads_original(rope_type):
@@ -169,7 +169,7 @@ def _check_original(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _check_theta(facts: Facts) -> Iterator[Finding]:
+def _check_theta(facts: ConfigFacts) -> Iterator[Finding]:
     given, top, text = flat_parameters(facts.text), top_level(facts.text, "rope_theta"), facts.text
     inner = given.get("rope_theta")
     if inner is not None and top is not None and inner != top and not is_nested(text):
@@ -195,7 +195,7 @@ def _check_theta(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _check_temperature(facts: Facts) -> Iterator[Finding]:
+def _check_temperature(facts: ConfigFacts) -> Iterator[Finding]:
     source = facts.source
     if facts.parameters["rope_type"] != Yarn.rope_type or facts.marked:
         return
@@ -226,7 +226,7 @@ def _check_temperature(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def check_lengths(facts: Facts, target: int | None) -> Iterator[Finding]:
+def check_lengths(facts: ConfigFacts, target: int | None) -> Iterator[Finding]:
     length = facts.text.get("max_position_embeddings")
     if isinstance(length, float):
         yield Finding(
@@ -257,7 +257,7 @@ def check_lengths(facts: Facts, target: int | None) -> Iterator[Finding]:
     )
 
 
-def _check_serializations(facts: Facts) -> Iterator[Finding]:
+def _check_serializations(facts: ConfigFacts) -> Iterator[Finding]:
     """Compare the two serializations, where a config has both."""
     text = facts.text
     if not text.get("rope_scaling") or not flat_parameters(text):
@@ -283,7 +283,7 @@ def _check_serializations(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _reading(facts: Facts, parameters: Mapping[str, Any]) -> Rope | Mapping[str, Any]:
+def _reading(facts: ConfigFacts, parameters: Mapping[str, Any]) -> Rope | Mapping[str, Any]:
     """Return the rule that a flat dict comes to whatever its base is, or the dict if it comes to none."""
     length = facts.text.get("max_position_embeddings")
     family = {"model_type": facts.text["model_type"], "max_position_embeddings": length}
@@ -293,7 +293,7 @@ def _reading(facts: Facts, parameters: Mapping[str, Any]) -> Rope | Mapping[str,
         return parameters
 
 
-def _check_axes(facts: Facts) -> Iterator[Finding]:
+def _check_axes(facts: ConfigFacts) -> Iterator[Finding]:
     if family_of(facts.text["model_type"]).several_axes_in_layers and not facts.source.get("mrope_section"):
         fits = "mrope_section" in facts.parameters
         yield Finding(
@@ -306,7 +306,7 @@ def _check_axes(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def check_versions(facts: Facts, rope: Rope | None) -> Iterator[Finding]:
+def check_versions(facts: ConfigFacts, rope: Rope | None) -> Iterator[Finding]:
     for version in VERSIONS:
         try:
             read = read_by(version, facts.text)
@@ -358,7 +358,7 @@ CHECKS = (
 
 
 @dataclass(frozen=True)
-class Dialect:
+class ConfigMeaning:
     """What a config.json means.
 
     Attributes:
@@ -385,7 +385,7 @@ class Dialect:
     findings: tuple[Finding, ...]
 
 
-def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Dialect:
+def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> ConfigMeaning:
     """Return what a config.json means and what is wrong with it.
 
     Args:
@@ -396,7 +396,7 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
         ValueError: It is no model's config.
     """
     known = known or Known()
-    text = text_config(config)[1]
+    text = text_part(config)[1]
     if not isinstance(text.get("model_type"), str):
         raise InvalidRequestError("the config has no model_type, so it is no Transformers model's config.json.")
     for key in ("rope_parameters", "rope_scaling"):
@@ -405,7 +405,7 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
     model_type = text["model_type"]
     mark, unknown = read_mark(text.get(MARK) or config.get(MARK)), []
     if not has_rope(text):
-        return Dialect(
+        return ConfigMeaning(
             model_type, "no rotary embedding", {}, None, text.get("max_position_embeddings"), "", None, None, ()
         )
     parameters = canonical(text, known)
@@ -423,13 +423,13 @@ def read_dialect(config: Mapping[str, Any], known: Known | None = None) -> Diale
         mark = None
     if mark:
         parameters = from_mark(text, parameters, mark)
-    facts = Facts(text, parameters, source_of(text), original, known, bool(mark))
+    facts = ConfigFacts(text, parameters, source_of(text), original, known, bool(mark))
     rope = meant(facts)
     target = target_length(facts)
     findings = [*unknown, *(finding for check in CHECKS for finding in check(facts))]
     findings += check_lengths(facts, target)
     if all(finding.mendable for finding in findings):
         findings += check_versions(facts, rope)
-    return Dialect(
+    return ConfigMeaning(
         model_type, serialization_name(text), parameters, rope, original, origin, target, mark, tuple(findings)
     )

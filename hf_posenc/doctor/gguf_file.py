@@ -11,9 +11,9 @@ import transformers
 from transformers import AutoConfig
 
 from hf_posenc.checkpoint.pretrained import gguf_rope
-from hf_posenc.doctor.config_checks import Dialect, Finding, read_dialect
-from hf_posenc.doctor.declaration import ORIGINAL, Known
-from hf_posenc.doctor.dialects import VERSIONS, flat_parameters, full_label, read_by, text_config
+from hf_posenc.doctor.config_checks import ConfigMeaning, Finding, read_meaning
+from hf_posenc.doctor.config_meaning import ORIGINAL, Known
+from hf_posenc.doctor.transformers_readers import VERSIONS, flat_parameters, full_label, read_by, text_part
 
 # What a version of Transformers reads from a config.json is no matter here.
 _OF_CONFIGS = ("read-otherwise", "refused", "one-rule", "two-rules", "length-not-raised", "factor-disagrees")
@@ -21,7 +21,9 @@ _OF_CONFIGS = ("read-otherwise", "refused", "one-rule", "two-rules", "length-not
 _DIVISORS = "rope_freqs.weight"
 
 
-def look_at_gguf(path: Path, known: Known) -> tuple[list[tuple[str, str]], list[Finding], Dialect, dict[str, Any]]:
+def look_at_gguf(
+    path: Path, known: Known
+) -> tuple[list[tuple[str, str]], list[Finding], ConfigMeaning, dict[str, Any]]:
     """Return lines, findings, the meaning, and the JSON of a config that says what the file says.
 
     Raises:
@@ -34,12 +36,12 @@ def look_at_gguf(path: Path, known: Known) -> tuple[list[tuple[str, str]], list[
     loaded: dict[str, Any] = json.loads(plain.to_json_string(use_diff=False))
     config = {**loaded, "rope_scaling": _scaling(declared)}
     if divisors and tensors == [_DIVISORS]:
-        length = metadata.get("context_length") or text_config(loaded)[1].get("max_position_embeddings")
+        length = metadata.get("context_length") or text_part(loaded)[1].get("max_position_embeddings")
         lists = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0, "factor": 1.0}
         config["rope_scaling"] = {"rope_type": "longrope", **lists, ORIGINAL: known.original or length}
     findings = list(_disagreements(metadata, config))
-    dialect = read_dialect(config, known)
-    findings += [finding for finding in dialect.findings if not finding.code.startswith(_OF_CONFIGS)]
+    meaning = read_meaning(config, known)
+    findings += [finding for finding in meaning.findings if not finding.code.startswith(_OF_CONFIGS)]
     mendable = tensors in ([], [_DIVISORS])
     if tensors or config["rope_scaling"]:
         said = [*(f"{key} {value}" for key, value in declared.items()), *tensors]
@@ -56,15 +58,15 @@ def look_at_gguf(path: Path, known: Known) -> tuple[list[tuple[str, str]], list[
             )
         )
     in_file = {**metadata, **{f"rope.scaling.{key}": value for key, value in declared.items()}}
-    text = text_config(loaded)[1]
+    text = text_part(loaded)[1]
     reading = read_by(VERSIONS[-1], {**text, "rope_scaling": None})
     lines = [
-        ("declared", f"{dialect.rope}, in the file's metadata" + (" and tensors" if tensors else "")),
+        ("declared", f"{meaning.rope}, in the file's metadata" + (" and tensors" if tensors else "")),
         ("in file", ", ".join([*(f"{key} {value}" for key, value in in_file.items()), *tensors])),
         (f"{transformers.__version__} loads", f"{reading}, {text.get('max_position_embeddings')} tokens"),
-        ("original", dialect.original_from),
+        ("original", meaning.original_from),
     ]
-    return lines, findings, dialect, config
+    return lines, findings, meaning, config
 
 
 def _metadata(path: Path) -> tuple[dict[str, Any], list[float] | None]:
@@ -81,7 +83,7 @@ def _metadata(path: Path) -> tuple[dict[str, Any], list[float] | None]:
 
 def _disagreements(metadata: Mapping[str, Any], config: dict[str, Any]) -> Iterator[Finding]:
     """Compare length and base with what Transformers loads; the file's are put into ``config``."""
-    text = text_config(config)[1]
+    text = text_part(config)[1]
     length, theta = metadata.get("context_length"), metadata.get("rope.freq_base")
     if length is not None and length != text.get("max_position_embeddings"):
         yield _otherwise("context_length", length, text.get("max_position_embeddings"))

@@ -6,36 +6,36 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.doctor.config_checks import Dialect, Finding
+from hf_posenc.doctor.config_checks import ConfigMeaning, Finding
 from hf_posenc.doctor.mending import plain_config
 from hf_posenc.families.sliding_window import window_of_all_layers
 
 
-def look_at_reach(text: dict[str, Any], dialect: Dialect) -> tuple[list[tuple[str, str]], list[Finding]]:
+def look_at_reach(text: dict[str, Any], meaning: ConfigMeaning) -> tuple[list[tuple[str, str]], list[Finding]]:
     """Return the lines and findings about windows and chunks; none where every rotary layer reads everything."""
-    target = dialect.target
-    if dialect.rope is None or target is None:
+    target = meaning.target
+    if meaning.rope is None or target is None:
         return [], []
     try:
-        config = plain_config(text, dialect)
+        config = plain_config(text, meaning)
     except Exception:  # whatever a family's own config class trips over; what is wrong is found elsewhere
         return [], []
     others = set(getattr(config, "layer_types", None) or ()) - {"sliding_attention"}  # DeepSeek-V4: compressed ones
     if not others and (window := window_of_all_layers(config)) is not None:
-        return _look_at_window(window, int(config.num_hidden_layers), target, dialect)
+        return _look_at_window(window, int(config.num_hidden_layers), target, meaning)
     if (chunk := chunk_of_rotary_layers(config)) is not None:
-        return _look_at_chunks(chunk, config, target, dialect)
+        return _look_at_chunks(chunk, config, target, meaning)
     return [], []
 
 
 def _look_at_window(
-    window: int, layers: int, target: int, dialect: Dialect
+    window: int, layers: int, target: int, meaning: ConfigMeaning
 ) -> tuple[list[tuple[str, str]], list[Finding]]:
     reach = window * layers
     line = ("reach", f"{window} tokens a layer, {window} x {layers} layers = {reach} at most: a window on every layer")
     if window >= target:
         return [line], []
-    plain = dialect.rope is not None and dialect.rope.rope_type == "default" and dialect.original == target
+    plain = meaning.rope is not None and meaning.rope.rope_type == "default" and meaning.original == target
     doubt = (
         f" What it was trained to may be less than {target} too: Mistral 7B 0.1 declares 32768, and 8192 is the "
         "original length that YaRN's authors give it."
@@ -61,7 +61,7 @@ def chunk_of_rotary_layers(config: PreTrainedConfig) -> int | None:
 
 
 def _look_at_chunks(
-    chunk: int, config: PreTrainedConfig, target: int, dialect: Dialect
+    chunk: int, config: PreTrainedConfig, target: int, meaning: ConfigMeaning
 ) -> tuple[list[tuple[str, str]], list[Finding]]:
     num_rotary = sum(map(bool, config.no_rope_layers))
     line = (

@@ -22,7 +22,7 @@ from hf_posenc.checkpoint.manifest import runs_in_attention as manifest_alone_ha
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.config_checks import Finding
-from hf_posenc.doctor.dialects import Rope
+from hf_posenc.doctor.transformers_readers import Rope
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.registry import make_method, method_of_rope_type

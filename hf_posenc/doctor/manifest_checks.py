@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, is_encoding, read_manifest
-from hf_posenc.doctor.config_checks import Finding, read_dialect
-from hf_posenc.doctor.dialects import VERSIONS, text_config
+from hf_posenc.doctor.config_checks import Finding, read_meaning
+from hf_posenc.doctor.transformers_readers import VERSIONS, text_part
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import ENCODING_MARK
 from hf_posenc.patching.extension import MARK, read_mark, rule_is_elsewhere
@@ -38,11 +38,11 @@ def manifest_lines(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def check_manifest_exists(config: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> list[Finding]:
     """Return a finding if a config says that a rule is in a manifest, and the folder has none."""
-    mark = read_mark(text_config(config)[1].get(MARK))
+    mark = read_mark(text_part(config)[1].get(MARK))
     try:
         if manifest is not None or mark is None or not rule_is_elsewhere(mark):
             return []
-    except ValueError:  # read_dialect reports it
+    except ValueError:  # read_meaning reports it
         return []
     what = f"{CONFIG} says that the model was extended: {rule_in_words(mark)}; and {MANIFEST}, which has it, is gone"
     why = "No config can say this rule, so everyone loads the base model."
@@ -53,7 +53,7 @@ def check_manifest_exists(config: Mapping[str, Any], manifest: Mapping[str, Any]
 def check_mark(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[Finding]:
     """Return a finding if a config no longer says that its model was trained with another encoding than RoPE."""
     expected = ENCODING_MARK + manifest["method"]
-    parameters = text_config(config)[1].get("rope_parameters") or {}
+    parameters = text_part(config)[1].get("rope_parameters") or {}
     sections = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
     if any(section.get("rope_type") == expected for section in sections):
         return []
@@ -66,7 +66,7 @@ def check_mark(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[F
 
 def base_config(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config.json as it was saved: with the base model's rotary settings."""
-    key, text = text_config(config)
+    key, text = text_part(config)
     changed = ("rope_scaling", "rope_theta", MARK)
     restored = {k: v for k, v in text.items() if k not in changed} | manifest.get("base_config", {})
     return {**config, key: restored} if key else restored
@@ -79,12 +79,12 @@ def check_base(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[Findi
         config: The config.json in the folder.
         base: What ``base_config`` returns for it.
     """
-    found, expected = read_dialect(config), read_dialect(base)
+    found, expected = read_meaning(config), read_meaning(base)
     if found.rope != expected.rope:
         what = f"{CONFIG} declares {found.rope or 'no rule that can be read'}, and was saved with {expected.rope}"
         why = "load_extended puts the manifest's rule there; everyone else reads another model than the base."
         return [Finding("base-rescaled", "error", what, why)]
-    length, saved = (text_config(one)[1].get("max_position_embeddings") for one in (config, base))
+    length, saved = (text_part(one)[1].get("max_position_embeddings") for one in (config, base))
     if length == saved:
         return []
     what = f"{CONFIG} says {length} tokens, and was saved with the base model's {saved}"
@@ -148,7 +148,7 @@ def _lost(what: str) -> Finding:
 def _length_of(base: str) -> int | None:
     """Return ``max_position_embeddings`` of a base model in a local folder, in tokens; None if it is not known."""
     config: Mapping[str, Any] = _read(Path(base).expanduser() / CONFIG)
-    length = text_config(dict(config))[1].get("max_position_embeddings") if config else None
+    length = text_part(dict(config))[1].get("max_position_embeddings") if config else None
     return length if isinstance(length, int) else None
 
 

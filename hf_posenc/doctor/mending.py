@@ -10,9 +10,9 @@ import transformers
 from transformers import PreTrainedConfig
 
 from hf_posenc.checkpoint.extended import both_serializations
-from hf_posenc.doctor.config_checks import Dialect, read_dialect
-from hf_posenc.doctor.declaration import Known
-from hf_posenc.doctor.dialects import default_text, full_label, is_nested, text_config
+from hf_posenc.doctor.config_checks import ConfigMeaning, read_meaning
+from hf_posenc.doctor.config_meaning import Known
+from hf_posenc.doctor.transformers_readers import default_text, full_label, is_nested, text_part
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.family_data import family_of
@@ -37,19 +37,19 @@ def mended(config: Mapping[str, Any], known: Known | None = None) -> dict[str, A
         ValueError: What the config means cannot be read; the message says what to give.
     """
     known = known or Known()
-    dialect = read_dialect(config, known)
-    if stuck := [finding for finding in dialect.findings if not finding.mendable]:
+    meaning = read_meaning(config, known)
+    if stuck := [finding for finding in meaning.findings if not finding.mendable]:
         raise InvalidRequestError("the config cannot be mended: " + "; ".join(f"{f.what}. {f.todo}" for f in stuck))
-    if dialect.rope is None:
-        raise InvalidRequestError(f"model_type {dialect.model_type!r} has no rotary positions to mend.")
-    key, text = text_config(config)
-    fixed = _write(text, dialect, known)
+    if meaning.rope is None:
+        raise InvalidRequestError(f"model_type {meaning.model_type!r} has no rotary positions to mend.")
+    key, text = text_part(config)
+    fixed = _write(text, meaning, known)
     return {**copy.deepcopy(dict(config)), key: fixed} if key else fixed
 
 
-def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, Any]:
-    method, factor, options = _request(dialect, known)
-    config = plain_config(text, dialect)
+def _write(text: dict[str, Any], meaning: ConfigMeaning, known: Known) -> dict[str, Any]:
+    method, factor, options = _request(meaning, known)
+    config = plain_config(text, meaning)
     if window_of_all_layers(config) is not None:
         config.sliding_window = None  # how far it reaches is another matter, and the text's own stays
     if method != "none":
@@ -57,25 +57,25 @@ def _write(text: dict[str, Any], dialect: Dialect, known: Known) -> dict[str, An
     stale = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
     fixed = {k: copy.deepcopy(v) for k, v in text.items() if k not in stale}
     fixed["rope_parameters"] = copy.deepcopy(config.rope_parameters)
-    fixed["max_position_embeddings"] = dialect.target or config.max_position_embeddings
+    fixed["max_position_embeddings"] = meaning.target or config.max_position_embeddings
     if hasattr(config, _ORIGINAL):
         fixed[_ORIGINAL] = getattr(config, _ORIGINAL)
-    if family_of(dialect.model_type).needs_head_dim and text.get("head_dim") is None:
+    if family_of(meaning.model_type).needs_head_dim and text.get("head_dim") is None:
         fixed["head_dim"] = head_dim_of(config)
     written = both_serializations(fixed)
     axes = {k: v for k, v in written["rope_parameters"].items() if k.startswith("mrope_")}
-    several = axes or family_of(dialect.model_type).several_axes_in_module
+    several = axes or family_of(meaning.model_type).several_axes_in_module
     if several and written["rope_scaling"] is None:  # where Transformers 4 looks for the axes
         written["rope_scaling"] = {**axes, "rope_type": "default", "type": "default"}
     return written
 
 
-def _request(dialect: Dialect, known: Known) -> tuple[str, float, dict[str, Any]]:
+def _request(meaning: ConfigMeaning, known: Known) -> tuple[str, float, dict[str, Any]]:
     """Return method, factor and options to write; ``none`` for a plain config."""
-    if dialect.mark is not None:
-        method, options = dialect.mark["method"], dict(dialect.mark["options"])
-        return method, float(dialect.mark["factor"]), options
-    parameters = dialect.parameters
+    if meaning.mark is not None:
+        method, options = meaning.mark["method"], dict(meaning.mark["options"])
+        return method, float(meaning.mark["factor"]), options
+    parameters = meaning.parameters
     rope_type = parameters["rope_type"]
     if rope_type == "default":
         return "none", 1.0, {}
@@ -85,27 +85,27 @@ def _request(dialect: Dialect, known: Known) -> tuple[str, float, dict[str, Any]
         options["scope"] = "sequence"
     if rope_type == Yarn.rope_type and known.ramp is not None:
         options["ramp"] = known.ramp
-    factor = parameters.get("factor") or max((dialect.target or 1) / (dialect.original or 1), 1.0)
+    factor = parameters.get("factor") or max((meaning.target or 1) / (meaning.original or 1), 1.0)
     return rope_type, factor, options
 
 
-def plain_config(text: dict[str, Any], dialect: Dialect) -> PreTrainedConfig:
+def plain_config(text: dict[str, Any], meaning: ConfigMeaning) -> PreTrainedConfig:
     """Return the config that the model had before it was scaled.
 
     Raises:
         ValueError: Transformers does not know the family.
     """
-    usual = default_text(dialect.model_type)
+    usual = default_text(meaning.model_type)
     if usual is None:
         raise InvalidRequestError(
-            f"Transformers {transformers.__version__} does not know model_type {dialect.model_type!r}."
+            f"Transformers {transformers.__version__} does not know model_type {meaning.model_type!r}."
         )
-    kept = {k: v for k, v in dialect.parameters.items() if k not in SCALING_KEYS}
+    kept = {k: v for k, v in meaning.parameters.items() if k not in SCALING_KEYS}
     others = ("rope_scaling", "rope_parameters", "vision_config", MARK)
     plain = {k: copy.deepcopy(v) for k, v in text.items() if k not in others}
     plain["model_type"] = usual.model_type  # Qwen2-VL's text config is often at the top level, under the model's name
-    if dialect.mark is not None:
-        kept["rope_theta"] = dialect.mark["rope_theta"]
+    if meaning.mark is not None:
+        kept["rope_theta"] = meaning.mark["rope_theta"]
     flat = {**kept, "rope_type": "default"}
     label = full_label(text)
     if label is not None:
@@ -116,7 +116,7 @@ def plain_config(text: dict[str, Any], dialect: Dialect) -> PreTrainedConfig:
         plain.pop("rope_theta", None)
         plain["rope_parameters"] = flat
     # Without a known original (a linear rule), the length there is: the frequencies do not depend on it.
-    plain["max_position_embeddings"] = int(dialect.original or text["max_position_embeddings"])
+    plain["max_position_embeddings"] = int(meaning.original or text["max_position_embeddings"])
     if _ORIGINAL in plain:
         plain[_ORIGINAL] = plain["max_position_embeddings"]
     return type(usual).from_dict(plain)

@@ -11,8 +11,8 @@ from typing import Any
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_posenc import verify_model
-from hf_posenc.doctor.config_checks import read_dialect
-from hf_posenc.doctor.declaration import Known
+from hf_posenc.doctor.config_checks import read_meaning
+from hf_posenc.doctor.config_meaning import Known
 
 SIZES = {
     "vocab_size": 128,
@@ -68,7 +68,7 @@ def rotary_of(config: dict[str, Any], label: str = "") -> tuple[list[float], flo
 
 
 def codes(config: dict[str, Any], known: Known | None = None) -> set[str]:
-    return {f.code for f in read_dialect(config, known).findings if f.severity != "note"}
+    return {f.code for f in read_meaning(config, known).findings if f.severity != "note"}
 
 
 TEMPERATURE = 0.1 * math.log(4) + 1

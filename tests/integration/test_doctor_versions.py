@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from doctor_configs import AXES, LAYERS, OF_64, SIZES, VISION, YARN, config_of, vl_config
-from hf_posenc.doctor.dialects import VERSIONS, Refused, Rope, read_by, text_config
 from hf_posenc.doctor.mending import mended
+from hf_posenc.doctor.transformers_readers import VERSIONS, Refused, Rope, read_by, text_part
 from hf_posenc.methods.base import plain_frequencies
 from hf_posenc.methods.registry import make_method
 from hf_posenc.spec import RopeSpec
@@ -168,7 +168,7 @@ def test_what_each_version_loads(tmp_path: Path, version: str) -> None:
     for name, config in configs.items():
         held, scale, windowed = real[name]
         try:
-            rope = read_by(version, text_config(config)[1])
+            rope = read_by(version, text_part(config)[1])
         except Refused:
             assert held is None, f"{name} is loaded"
             continue
@@ -191,8 +191,8 @@ def test_every_version_loads_the_same_from_a_mended_config(tmp_path: Path) -> No
         except ValueError:  # what is meant is not known
             continue
         if name in SEVERAL_AXES:
-            section = text_config(config)[1].get("rope_scaling") or text_config(config)[1].get("rope_parameters") or {}
-            text = text_config(fixed[name])[1]
+            section = text_part(config)[1].get("rope_scaling") or text_part(config)[1].get("rope_parameters") or {}
+            text = text_part(fixed[name])[1]
             for name in ("rope_scaling", "rope_parameters"):
                 assert text[name].get("mrope_section") == section.get("mrope_section"), name
     assert sum(name in FLAT for name in fixed) > 15

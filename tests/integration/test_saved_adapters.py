@@ -20,7 +20,7 @@ from transformers import (
 from hf_posenc import describe, load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import MANIFEST
-from hf_posenc.doctor.checkup import diagnose
+from hf_posenc.doctor.diagnosis import diagnose
 from sharp_checkpoints import (
     FACTOR,
     IDS,

@@ -23,7 +23,7 @@ from distributed_runs import FSDP2, LAUNCHER
 from folders import HELPERS
 from hf_posenc import describe, load_extended, unpatch_model
 from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
-from hf_posenc.doctor.checkup import diagnose
+from hf_posenc.doctor.diagnosis import diagnose
 from reload_logits import WITH_US
 from sharp_checkpoints import (
     IDS,

@@ -17,8 +17,8 @@ from transformers import AutoConfig, LlamaConfig
 from doctor_configs import LAYERS, OF_64, TEMPERATURE, YARN, codes, config_of, linear, plain, rotary_of, yarn
 from hf_posenc import patch_model, save_extended
 from hf_posenc.doctor import diagnose, write_mended
-from hf_posenc.doctor.config_checks import read_dialect
-from hf_posenc.doctor.declaration import Known
+from hf_posenc.doctor.config_checks import read_meaning
+from hf_posenc.doctor.config_meaning import Known
 from hf_posenc.doctor.mending import mended
 from hf_posenc.families.family_data import capabilities
 from older_transformers import IS_5_0, skip_on_5_0
@@ -54,7 +54,7 @@ def test_row_2_saved_by_5_alone_is_unscaled_in_4() -> None:
     fixed = check(config, {"read-otherwise-4.57"}, yarn(5e5), factor=TEMPERATURE)
     assert fixed["rope_theta"] == 5e5
     assert fixed["rope_scaling"] == {**YARN, "type": "yarn"}
-    (finding,) = read_dialect(config).findings
+    (finding,) = read_meaning(config).findings
     assert "4.57 loads no scaling, rope_theta 10000; meant is yarn x4 of 64" in finding.what
     only_base = config_of(rope_parameters={"rope_type": "default", "rope_theta": 5e5})
     check(only_base, {"read-otherwise-4.57"}, plain(5e5))
@@ -78,8 +78,8 @@ def test_row_8_factor_and_lengths_disagree() -> None:
 def test_row_9_what_is_scaled_already_is_said_and_leftovers_of_another_rule_are_found() -> None:
     llama3 = {"rope_type": "llama3", **OF_64, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     config = config_of(rope_theta=5e5, rope_scaling=llama3)
-    dialect = read_dialect(config)
-    assert (str(dialect.rope), dialect.original) == ("llama3 x4 of 64, rope_theta 500000", 64)
+    meaning = read_meaning(config)
+    assert (str(meaning.rope), meaning.original) == ("llama3 x4 of 64, rope_theta 500000", 64)
     config["rope_scaling"] = {**llama3, "rope_type": "linear", "type": "linear", "factor": 2.0}
     check(config, {"unread-keys", "factor-disagrees"}, linear(5e5, 2), length=128)
 
@@ -238,7 +238,7 @@ def test_row_28_an_adapter_carries_nothing(tmp_path: Path) -> None:
 
 def test_pose_models_get_their_own_curve() -> None:  # disagreement D2
     config = config_of(rope_theta=1e4, rope_scaling={"type": "yarn", **OF_64})
-    assert [f.code for f in read_dialect(config).findings] == ["pose-curve"]
+    assert [f.code for f in read_meaning(config).findings] == ["pose-curve"]
     fixed = check(config, set(), yarn(1e4, harmonic=True), factor=TEMPERATURE, known=Known(ramp="harmonic"))
     assert fixed["rope_parameters"]["rope_type"] == "longrope"
     assert max(abs(a / b - 1) for a, b in zip(yarn(1e4), yarn(1e4, harmonic=True), strict=True)) > 0.05

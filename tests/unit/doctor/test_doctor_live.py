@@ -15,7 +15,7 @@ from doctor_configs import AXES, LAYERS, OF_64, SIZES, YARN, codes, config_of, e
 from hf_posenc import patch_model, save_extended, verify_model
 from hf_posenc.cli.main import main
 from hf_posenc.doctor import diagnose, write_mended
-from hf_posenc.doctor.declaration import Known
+from hf_posenc.doctor.config_meaning import Known
 from hf_posenc.doctor.mending import mended
 from older_transformers import IS_5_0, skip_if_left_out
 from tiny_models import make_model

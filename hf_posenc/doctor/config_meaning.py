@@ -1,4 +1,4 @@
-"""What a config.json says about its positions: every dialect's words put into Transformers'. JSON in, facts out."""
+"""What a config.json says about its positions: other programs' words put into Transformers'. JSON in, facts out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.doctor.dialects import (
+from hf_posenc.doctor.transformers_readers import (
     MROPE_SECTION,
     Refused,
     Rope,
@@ -52,7 +52,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ConfigFacts:
     """What the checks look at.
 
     Attributes:
@@ -105,7 +105,7 @@ def serialization_name(text: Mapping[str, Any]) -> str:
 
 
 def canonical(text: Mapping[str, Any], known: Known) -> dict[str, Any]:
-    """Return the declared rule as one flat dict, with the words of other dialects put into Transformers'."""
+    """Return the declared rule as one flat dict, with other programs' words put into Transformers'."""
     given, scaling = flat_parameters(text), dict(text.get("rope_scaling") or {})
     parameters = {**source_of(text)}
     rope_type = parameters.pop("type", None)
@@ -191,7 +191,7 @@ def from_mark(text: Mapping[str, Any], parameters: Mapping[str, Any], mark: Mapp
     return {**kept, "rope_theta": spec.rope_theta, **rope_parameters_of(text["model_type"], label, scaling, spec)}
 
 
-def meant(facts: Facts) -> Rope | None:
+def meant(facts: ConfigFacts) -> Rope | None:
     # The length that the rule would be read with in a right config.
     length = facts.original if facts.parameters["rope_type"] == "dynamic" else target_length(facts)
     try:
@@ -205,7 +205,7 @@ def meant(facts: Facts) -> Rope | None:
         return None
 
 
-def target_length(facts: Facts) -> int | None:
+def target_length(facts: ConfigFacts) -> int | None:
     """Return what ``max_position_embeddings`` should be: factor x original, or what the config says."""
     mark, length, rope_type = (
         facts.text.get(MARK),

@@ -23,9 +23,8 @@ from hf_posenc.checkpoint.manifest import (
     runs_in_attention,
 )
 from hf_posenc.checkpoint.pretrained import check_hub, folder_with, is_gguf
-from hf_posenc.doctor.config_checks import Finding, read_dialect
-from hf_posenc.doctor.declaration import Known, reads_original
-from hf_posenc.doctor.dialects import VERSIONS, Refused, read_by, text_config
+from hf_posenc.doctor.config_checks import Finding, read_meaning
+from hf_posenc.doctor.config_meaning import Known, reads_original
 from hf_posenc.doctor.gguf_file import look_at_gguf
 from hf_posenc.doctor.information_reach import look_at_reach
 from hf_posenc.doctor.live_model import against_meaning, check_applied, held_by_modules, load_live, look_at_modules
@@ -40,6 +39,7 @@ from hf_posenc.doctor.manifest_checks import (
     manifest_lines,
 )
 from hf_posenc.doctor.mending import mended
+from hf_posenc.doctor.transformers_readers import VERSIONS, Refused, read_by, text_part
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Extension
@@ -149,27 +149,27 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         return Diagnosis(name, str(config.get("model_type")), facts, wrong, config, known, file)
     if file is not None and manifest is not None and runs_in_attention(manifest):
         return _of_attention_rule(name, config, known, file, manifest)
-    if manifest is not None and MARK not in text_config(config)[1]:
+    if manifest is not None and MARK not in text_part(config)[1]:
         marked = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}
         config = {**config, MARK: marked}
-    dialect = read_dialect(config, known)
-    text = text_config(config)[1]
-    tokens = f"{dialect.original} tokens, says {dialect.original_from}" if dialect.original else dialect.original_from
-    lines = [("declared", f"{dialect.rope or 'no rule that can be read'}, in {dialect.serialization}")]
-    if dialect.rope is None and not dialect.parameters:
+    meaning = read_meaning(config, known)
+    text = text_part(config)[1]
+    tokens = f"{meaning.original} tokens, says {meaning.original_from}" if meaning.original else meaning.original_from
+    lines = [("declared", f"{meaning.rope or 'no rule that can be read'}, in {meaning.serialization}")]
+    if meaning.rope is None and not meaning.parameters:
         lines = [("declared", "no rotary embedding")]
     else:
-        lines += [("original", tokens), ("target", f"{dialect.target} tokens")]
+        lines += [("original", tokens), ("target", f"{meaning.target} tokens")]
         lines += [(f"{version} loads", _reading(version, text)) for version in VERSIONS]
-    if dialect.rope is not None and reads_original(dialect.rope.rope_type):
+    if meaning.rope is not None and reads_original(meaning.rope.rope_type):
         lines.append(("needs", "Transformers 4.43 or newer; older ones want a dictionary with two fields"))
-    findings += dialect.findings
-    reach, hidden = look_at_reach(text, dialect)
+    findings += meaning.findings
+    reach, hidden = look_at_reach(text, meaning)
     lines += reach
     findings += hidden
-    if file is not None and dialect.rope is not None:
-        findings += _check_tokenizer(_tokenizer_limit(file), dialect.rope.rope_type, dialect.target, dialect.model_type)
-    return Diagnosis(name, dialect.model_type, tuple(lines), tuple(findings), config, known, file)
+    if file is not None and meaning.rope is not None:
+        findings += _check_tokenizer(_tokenizer_limit(file), meaning.rope.rope_type, meaning.target, meaning.model_type)
+    return Diagnosis(name, meaning.model_type, tuple(lines), tuple(findings), config, known, file)
 
 
 def _of_attention_rule(
@@ -180,7 +180,7 @@ def _of_attention_rule(
     limit = _tokenizer_limit(file)
     findings = (*found.findings, *check_base(config, base), *check_tokenizer_limit(limit, manifest))
     lines = (*manifest_lines(manifest), *found.lines)
-    key, text = text_config(base)
+    key, text = text_part(base)
     marked = text | mark_from(manifest)
     base = {**base, key: marked} if key else marked
     return replace(found, lines=lines, findings=findings, config=base, file=file)
@@ -224,8 +224,8 @@ def _check_tokenizer(limit: Any, rope_type: str, target: int | None, model_type:
 def _of_gguf(path: Path, known: Known) -> Diagnosis:
     if not path.is_file():
         raise MissingFileError(f"there is no file {str(path)!r}.")
-    lines, findings, dialect, config = look_at_gguf(path, known)
-    return Diagnosis(str(path), dialect.model_type, tuple(lines), tuple(findings), config, known, path)
+    lines, findings, meaning, config = look_at_gguf(path, known)
+    return Diagnosis(str(path), meaning.model_type, tuple(lines), tuple(findings), config, known, path)
 
 
 def _with_modules(diagnosis: Diagnosis, source: Any) -> Diagnosis:
@@ -238,7 +238,7 @@ def _with_modules(diagnosis: Diagnosis, source: Any) -> Diagnosis:
     _, holds, findings = look_at_modules(model)
     lines = [("loaded", held) for held in held_by_modules(model)] or [("loaded", "no rotary module that is known")]
     if not any(finding.code == "gguf-dropped" for finding in diagnosis.findings):
-        findings += against_meaning(model, read_dialect(diagnosis.config, diagnosis.known).rope)
+        findings += against_meaning(model, read_meaning(diagnosis.config, diagnosis.known).rope)
     lines = [*diagnosis.lines, *lines, ("holds", holds)]
     return replace(diagnosis, lines=tuple(lines), findings=(*diagnosis.findings, *findings))
 
@@ -287,7 +287,7 @@ def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
     contents = {target / CONFIG if into_folder else target: fixed}
     if into_folder and any(found.code == "tokenizer-limit" for found in diagnosis.findings) and diagnosis.file:
         tokenizer = _read_json(diagnosis.file.parent / TOKENIZER_CONFIG)
-        limit = text_config(fixed)[1]["max_position_embeddings"]
+        limit = text_part(fixed)[1]["max_position_embeddings"]
         contents[target / TOKENIZER_CONFIG] = {**tokenizer, "model_max_length": limit}
     own = diagnosis.file.resolve().parent if diagnosis.file else None
     for file in contents:

@@ -40,7 +40,7 @@ def default_theta(model_type: str) -> float:
     return float(((parameters[label] if label else parameters) or {}).get("rope_theta") or 1e4)
 
 
-def text_config(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def text_part(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the part of a config.json about the language model, and its key there ("" for the top).
 
     Family and length, which a published config may leave to Transformers (Gemma 3's do), are filled in there.
