@@ -35,7 +35,7 @@ def footprint(extension: Extension | None, num_tokens: int, fed: int) -> Footpri
         num_tokens: Tokens of the text so far.
         fed: How many of them are fed, the last; those before are in the KV cache.
     """
-    if extension is None or not extension.method.rotates_in_attention:
+    if extension is None or not extension.method.runs_in_attention:
         return Footprint(0, 0)
     spec, method = extension.spec, extension.method
     if isinstance(method, DistanceMethod):

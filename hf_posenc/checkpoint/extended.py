@@ -29,8 +29,8 @@ from hf_posenc.checkpoint.manifest import (
     make_manifest,
     mark_from,
     mark_of,
+    needs_hf_posenc,
     read_manifest,
-    runs_in_attention,
 )
 from hf_posenc.checkpoint.pretrained import expecting_keys, folder_with, load_weights, model_class
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
@@ -146,7 +146,7 @@ def save_extended(
             "this model.",
             path,
         )
-    if runs_in_attention(manifest):
+    if needs_hf_posenc(manifest):
         logger.warning(
             "%s: %s is in %s alone; load_extended applies it, Transformers without hf_posenc %s.",
             path,
@@ -268,7 +268,7 @@ def partial_of(path: Path) -> Path:
 def _config_values(rotary: RotaryModel, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return what the text config on disk has otherwise than the live one."""
     mark = mark_from(manifest)
-    if not runs_in_attention(manifest):
+    if not needs_hf_posenc(manifest):
         return mark
     values = {**unextended_config(rotary), **mark}  # by which it is known that there was a manifest
     if is_encoding(manifest):
@@ -350,7 +350,7 @@ def add_to_config(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
 
     What the model's own ``save_pretrained`` writes is extended too.
     """
-    if runs_in_attention(manifest):
+    if needs_hf_posenc(manifest):
         config = RotaryModel(model).text_config.__dict__
         config.pop(MARK, None)  # undone, the model is the base
         config |= {key: value for key, value in manifest["base_config"].items() if key == MARK}

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
@@ -15,13 +16,21 @@ from transformers import (
 )
 
 from hf_posenc.checkpoint.extended import TOKENIZER_CONFIG, load_extended
-from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, base_of_adapter, is_saved_by_us
+from hf_posenc.checkpoint.manifest import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    base_of_adapter,
+    find_manifest,
+    is_encoding,
+    is_saved_by_us,
+)
 from hf_posenc.checkpoint.pretrained import (
     check_hub,
     folder_with,
     is_gguf,
     load_tokenizer,
     load_weights,
+    refuse_gguf_scaling,
     refuse_without_tokens,
 )
 from hf_posenc.checkpoint.quantised import in_4bit
@@ -140,6 +149,37 @@ def to_device(device: str | torch.device | None) -> torch.device:
             f"device {str(device)!r} cannot be used here. Allowed: {there}. ({reason})"
         ) from error
     return resolved
+
+
+def read_config(source: str | Path) -> PreTrainedConfig:
+    """Return the config of a folder, a name on the Hub or a ``.gguf`` file; no weights are read.
+
+    Raises:
+        FileNotFoundError: The path does not exist.
+        ValueError: There is no config, a ``.gguf`` is scaled, or the folder is that of an adapter.
+    """
+    path = Path(source).expanduser()
+    check_path(path, str(source))
+    if folder_with(source, (ADAPTER_CONFIG,)) is not None and folder_with(source, (CONFIG,)) is None:
+        raise InvalidRequestError(f"{str(source)!r} is an adapter. Plan for its base model, with --lora.")
+    found = find_manifest(source)
+    if found is not None and is_encoding(manifest := found[0]):
+        raise InvalidRequestError(
+            f"{str(source)!r} was trained with {manifest['method']} instead of RoPE, so it has nothing to extend. "
+            "Give a model with RoPE."
+        )
+    try:
+        if is_gguf(path):
+            refuse_gguf_scaling(path)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        else:
+            config = AutoConfig.from_pretrained(path if path.exists() else str(source))
+    except OSError as error:
+        raise InvalidRequestError(
+            f"cannot read the config of {str(source)!r}: {str(error).strip().splitlines()[0]} "
+            "Give a name on the Hugging Face Hub, a folder with config.json, or a .gguf file."
+        ) from error
+    return config
 
 
 def meta_model(

@@ -51,7 +51,7 @@ def make_manifest(rotary: RotaryModel, *, tokens_trained: int | None, base_model
     model, config = rotary.model, rotary.text_config
     window = {} if extension.sliding_window == KEEP else {"sliding_window": extension.sliding_window}
     # What config.json keeps of the base model, so that a later change of it is found.
-    kept = {"base_config": unextended_config(rotary)} if extension.method.runs_in_attention else {}
+    kept = {"base_config": unextended_config(rotary)} if extension.method.needs_hf_posenc else {}
     mark = mark_on(config) or {}  # of one that was loaded extended
     # What an adapter's folder does not say of the head that it was trained with.
     head = {"num_labels": model.config.num_labels} if hasattr(model, "num_labels") else {}
@@ -218,9 +218,9 @@ def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = 
         getattr(config, MARK)["base_model"] = manifest["base_model"]
 
 
-def runs_in_attention(manifest: dict[str, Any]) -> bool:
+def needs_hf_posenc(manifest: dict[str, Any]) -> bool:
     """Return whether a manifest's rule is one that no config can say, so that ``config.json`` stays the base's."""
-    return make_method(manifest["method"], manifest["factor"], manifest["options"]).runs_in_attention
+    return make_method(manifest["method"], manifest["factor"], manifest["options"]).needs_hf_posenc
 
 
 def is_encoding(manifest: Mapping[str, Any]) -> bool:

@@ -73,7 +73,7 @@ def _method(name: str, subject: Subject, extension: ExtensionConfig, options: di
     request = {**vars(extension), "rope_scaling": None}
     resolved = resolve(subject.config, ExtensionRequest.of(method=get_method(name).name, **request, **options))
     refusal = attention_capabilities().get(subject.config.model_type)
-    if resolved.method.runs_in_attention and refusal is not None:
+    if resolved.method.needs_hf_posenc and refusal is not None:
         raise refusal.error(resolved.method.name, TAKE_STATIC)
     return explain_method(subject, resolved)
 

@@ -62,7 +62,7 @@ def kind_of(method: str, rule: Method | None = None) -> int:
     if method == "none":
         return UNPATCHED
     rule = rule or make_method(method)
-    if not rule.runs_in_attention:
+    if not rule.needs_hf_posenc:
         return STATIC
     return STAGED if isinstance(rule, StagedMethod) else OTHER
 

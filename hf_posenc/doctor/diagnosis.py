@@ -19,8 +19,8 @@ from hf_posenc.checkpoint.manifest import (
     MANIFEST,
     is_encoding,
     mark_from,
+    needs_hf_posenc,
     read_manifest,
-    runs_in_attention,
 )
 from hf_posenc.checkpoint.pretrained import check_hub, folder_with, is_gguf
 from hf_posenc.doctor.config_checks import Finding, read_meaning
@@ -147,7 +147,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         facts = (*manifest_lines(manifest), ("trained on", f"{manifest['context_length']} tokens"))
         wrong = (*check_mark(config, manifest), *check_tokenizer_limit(_tokenizer_limit(file), manifest))
         return Diagnosis(name, str(config.get("model_type")), facts, wrong, config, known, file)
-    if file is not None and manifest is not None and runs_in_attention(manifest):
+    if file is not None and manifest is not None and needs_hf_posenc(manifest):
         return _of_attention_rule(name, config, known, file, manifest)
     if manifest is not None and MARK not in text_part(config)[1]:
         marked = {key: manifest[key] for key in (*Extension.FACTS, "rope_theta")}

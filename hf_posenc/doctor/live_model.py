@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_posenc.attention.inner import inner_name
 from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
-from hf_posenc.checkpoint.manifest import runs_in_attention as manifest_alone_has
+from hf_posenc.checkpoint.manifest import needs_hf_posenc as manifest_alone_has
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.config_checks import Finding
@@ -26,7 +26,7 @@ from hf_posenc.doctor.transformers_readers import Rope
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.registry import make_method, method_of_rope_type
-from hf_posenc.patching.api import describe, is_patched, runs_in_attention, verify_model
+from hf_posenc.patching.api import describe, is_patched, needs_hf_posenc, verify_model
 from hf_posenc.patching.verification import check_rotary
 from hf_posenc.spec import RopeSpec
 
@@ -69,7 +69,7 @@ def held_by_modules(rotary: RotaryModel) -> list[str]:
     in_attention, extension = "", rotary.extension
     if extension is not None and extension.method.is_encoding:
         in_attention = f"; {extension.method.name} takes the place of RoPE"
-    elif runs_in_attention(rotary):
+    elif needs_hf_posenc(rotary):
         inner = inner_name(str(rotary.model.config._attn_implementation))
         in_attention = f"; the attention rotates queries and keys further as the rule says, and then calls {inner}"
     words = []
@@ -120,7 +120,7 @@ def look_at_modules(rotary: RotaryModel) -> tuple[dict[str, Any], str, list[Find
         why = "Its settings cannot be read, or the family is not supported."
         findings.append(Finding("not-compared", "error", str(error).rstrip("."), why, _RELOAD, False))
         return declared, "not compared", findings
-    if runs_in_attention(rotary):
+    if needs_hf_posenc(rotary):
         return declared, "the rule, in every attention layer; saved, it is in the manifest alone", findings
     return declared, "what the config says, compared with the closed form", findings
 

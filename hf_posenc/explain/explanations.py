@@ -50,7 +50,7 @@ def explain_method(subject: Subject, extension: Extension) -> Explanation:
     if isinstance(method, DistanceMethod):
         sections.append(_distances(rule, method))
     else:
-        if isinstance(method, StagedMethod) and method.runs_in_attention:
+        if isinstance(method, StagedMethod) and method.needs_hf_posenc:
             sections.append(_stages(rule, method))
         sections.append(_frequencies(rule))
     return Explanation(title, subject.name, subject.sentence, sections)

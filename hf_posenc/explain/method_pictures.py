@@ -49,7 +49,7 @@ def frequency_pictures(rule: PairRule) -> list[Picture]:
         draw_stretch([rule], "stretch", "How far each pair is stretched", caption),
         draw_wavelengths(rule),
         draw_ramp(rule) if rule.method.ramp_turns else None,
-        None if rule.method.runs_in_attention else draw_temperature(rule.spec, rule.method),
+        None if rule.method.needs_hf_posenc else draw_temperature(rule.spec, rule.method),
         draw_dials(rule.spec, rule.reach, rule.frequencies[0], rule.name),
     )
 

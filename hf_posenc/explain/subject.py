@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig, PreTrainedConfig
 
+from hf_posenc.checkpoint.loading import read_config
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.methods.explained import ModelShape
 from hf_posenc.patching.extension import plain_spec
-from hf_posenc.planning.architecture import read_config
 from hf_posenc.utils.units import length_name
 
 # The papers on longer contexts extend it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, read_manifest, runs_in_attention
+from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, needs_hf_posenc, read_manifest
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method, make_method
@@ -36,9 +36,9 @@ class ExportFolder:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def runs_in_attention(self) -> bool:
+    def needs_hf_posenc(self) -> bool:
         """Whether the rule is one that no config can say."""
-        return runs_in_attention(self.manifest)
+        return needs_hf_posenc(self.manifest)
 
     @property
     def model_type(self) -> str:

@@ -36,7 +36,7 @@ def refuse_attention_rule(folder: ExportFolder, title: str) -> None:
             f"{title} cannot run {folder.manifest['method']}: the model was trained with it in place of RoPE, so only "
             "hf_posenc runs it (load_extended, hf-posenc eval), and no static rule is near."
         )
-    if folder.runs_in_attention:
+    if folder.needs_hf_posenc:
         raise InvalidRequestError(
             f"{title} cannot run {folder.manifest['method']}: the rule depends on the position of each query, so only "
             f"hf_posenc runs it (load_extended, hf-posenc eval), and {CONFIG} is the base model's. For the nearest "
@@ -64,7 +64,7 @@ def as_static(folder: ExportFolder, method: str) -> ExportFolder:
         raise InvalidRequestError(
             f"{folder.path!r} was trained with {folder.manifest['method']} in place of RoPE: no static rule is near it."
         )
-    if not folder.runs_in_attention:
+    if not folder.needs_hf_posenc:
         raise InvalidRequestError(
             f"{CONFIG} in {folder.path!r} says its rule already ({folder.manifest['method']}), and servers run that: "
             f"leave --as out. For another rule: hf-posenc patch {folder.path} OUT --method {name} --on-scaled replace."

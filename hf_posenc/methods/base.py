@@ -150,14 +150,14 @@ class Method(abc.ABC):
         return Words(self.explanation, self.on_short_texts, self.kv_cache)
 
     @property
-    def runs_in_attention(self) -> bool:
+    def needs_hf_posenc(self) -> bool:
         """Whether it depends on each query's position, which hf_posenc's attention does and no config can say."""
         return False
 
     @property
-    def rotates_in_attention(self) -> bool:
+    def runs_in_attention(self) -> bool:
         """Whether it runs in attention and is no encoding, so that what it does depends on the tokens read."""
-        return self.runs_in_attention and not self.is_encoding
+        return self.needs_hf_posenc and not self.is_encoding
 
     @property
     def temperature_on_logits(self) -> bool:
@@ -294,7 +294,7 @@ class AttentionMethod(Method):
     log_n: bool = option(False, flag, "multiply queries by max(1, ln(position + 1) / ln(original length))")
 
     @property
-    def runs_in_attention(self) -> bool:
+    def needs_hf_posenc(self) -> bool:
         return True
 
     def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
@@ -461,7 +461,7 @@ class Encoding(InPlaceOfRope, Method):
     is_encoding: ClassVar[bool] = True
 
     @property
-    def runs_in_attention(self) -> bool:
+    def needs_hf_posenc(self) -> bool:
         return True
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:

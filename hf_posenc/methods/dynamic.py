@@ -60,7 +60,7 @@ class DynamicNtk(StagedMethod):
     )
 
     @property
-    def runs_in_attention(self) -> bool:
+    def needs_hf_posenc(self) -> bool:
         return self.scope == "query"
 
     @property
@@ -95,7 +95,7 @@ class DynamicNtk(StagedMethod):
         return geometric_frequencies(spec, theta), 1.0
 
     def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
-        if self.runs_in_attention:
+        if self.needs_hf_posenc:
             return super().rope_parameters(spec)
         if spec.unrotated_pairs:
             raise InvalidRequestError(

@@ -136,7 +136,7 @@ def patch_model(
     rotation = None
     if extension.method.is_encoding:
         check_encoding(rotary, extension)
-    elif extension.method.runs_in_attention:
+    elif extension.method.needs_hf_posenc:
         rotation = check_attention(rotary, extension)
     _verify(rotary, rtol=_BF16_ROUNDING)  # a model that is already wrong would be undone to something wrong
     new_config = copy.deepcopy(text_config)
@@ -335,10 +335,10 @@ def patched_extension(model: nn.Module | RotaryModel) -> Extension | None:
     return extension
 
 
-def runs_in_attention(model: nn.Module | RotaryModel) -> bool:
+def needs_hf_posenc(model: nn.Module | RotaryModel) -> bool:
     """Return whether a model's rule is in its attention, not in its rotary module; only one that was put in can be."""
     extension = patched_extension(model)
-    return extension is not None and extension.method.runs_in_attention
+    return extension is not None and extension.method.needs_hf_posenc
 
 
 def extension_of(model: nn.Module | RotaryModel) -> Extension | None:

@@ -101,7 +101,7 @@ def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
         ValueError: It is no rule that this version has.
     """
     try:
-        return make_method(mark["method"], mark["factor"], mark["options"]).runs_in_attention
+        return make_method(mark["method"], mark["factor"], mark["options"]).needs_hf_posenc
     except (TypeError, ValueError) as error:
         raise InvalidRequestError(
             f"the config says that the model was extended by {mark['method']!r}, which this hf_posenc cannot read: "

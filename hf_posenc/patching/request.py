@@ -142,7 +142,7 @@ def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Met
 
 def rope_parameters_of(model_type: str, label: str | None, method: Method, spec: RopeSpec) -> dict[str, Any]:
     """Return how a method is written for a family: by its own name unless Transformers would read that otherwise."""
-    if family_of(model_type).longrope_only and not method.runs_in_attention:
+    if family_of(model_type).longrope_only and not method.needs_hf_posenc:
         return method.longrope_parameters(spec)
     return method.rope_parameters(spec, per_layer_type=label is not None)
 
@@ -238,7 +238,7 @@ def extend_config(
         **options,
     )
     extension = resolve(text_config, request)
-    if extension.method.runs_in_attention:
+    if extension.method.needs_hf_posenc:
         raise InvalidRequestError(
             f"no config can say method {extension.method.name!r}: it depends on the position of each query. Call "
             "patch_model on the loaded model, or take a static method such as 'yarn'."

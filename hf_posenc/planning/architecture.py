@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.checkpoint.loading import check_path, meta_model
-from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, find_manifest, is_encoding, read_manifest
-from hf_posenc.checkpoint.pretrained import folder_with, is_gguf, refuse_gguf_scaling
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.checkpoint.loading import meta_model
+from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.patching.extension import describe_config
 from hf_posenc.patching.presets import known_checkpoint
@@ -59,37 +57,6 @@ class ModelFacts:
     method: str
     factor: float
     dtype: str
-
-
-def read_config(source: str | Path) -> PreTrainedConfig:
-    """Return the config of a folder, a name on the Hub or a ``.gguf`` file; no weights are read.
-
-    Raises:
-        FileNotFoundError: The path does not exist.
-        ValueError: There is no config, a ``.gguf`` is scaled, or the folder is that of an adapter.
-    """
-    path = Path(source).expanduser()
-    check_path(path, str(source))
-    if folder_with(source, (ADAPTER_CONFIG,)) is not None and folder_with(source, (CONFIG,)) is None:
-        raise InvalidRequestError(f"{str(source)!r} is an adapter. Plan for its base model, with --lora.")
-    found = find_manifest(source)
-    if found is not None and is_encoding(manifest := found[0]):
-        raise InvalidRequestError(
-            f"{str(source)!r} was trained with {manifest['method']} instead of RoPE, so it has nothing to extend. "
-            "Give a model with RoPE."
-        )
-    try:
-        if is_gguf(path):
-            refuse_gguf_scaling(path)
-            config: PreTrainedConfig = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-        else:
-            config = AutoConfig.from_pretrained(path if path.exists() else str(source))
-    except OSError as error:
-        raise InvalidRequestError(
-            f"cannot read the config of {str(source)!r}: {str(error).strip().splitlines()[0]} "
-            "Give a name on the Hugging Face Hub, a folder with config.json, or a .gguf file."
-        ) from error
-    return config
 
 
 def model_facts(config: PreTrainedConfig, name: str, original: int | None = None) -> ModelFacts:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
+from hf_posenc.checkpoint.loading import read_config
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.planning.advice import ZERO_SHOT_METHOD, Advice, Situation, advise
-from hf_posenc.planning.architecture import ModelFacts, model_facts, read_config
+from hf_posenc.planning.architecture import ModelFacts, model_facts
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.gpus import usable
 from hf_posenc.planning.inference_memory import Reading, kv_cache, predict_readings

@@ -19,15 +19,8 @@ from hf_posenc.utils.units import aligned, duration_name, length_name
 
 # Settings of finetune that are the same for every way, or are given by --option.
 _NOT_FLAGS = ("output_dir", "options", "context_length")
-_HEADS = {
-    "weights": "weights",
-    "optimizer": "AdamW",
-    "gradients": "gradients",
-    "half_weights": "bf16 copies",
-    "activations": "activations",
-    "attention_matrices": "masks",
-    "logits": "logits",
-}
+# Parts of the memory whose columns have another name.
+_HEADS = {"optimizer": "AdamW", "half_weights": "bf16 copies", "attention_matrices": "masks"}
 
 
 def plan_text(plan: Plan) -> str:
@@ -156,7 +149,7 @@ def _gpu(size: int | None) -> str:
 def _training(plan: Plan) -> list[str]:
     """Return the table of ways to train: bytes by part at the peak of a step."""
     parts = TrainingMemory.PARTS
-    heads = ["GB on each device", "block", "peak", *(_HEADS[part] for part in parts), "smallest GPU", ""]
+    heads = ["GB on each device", "block", "peak", *(_HEADS.get(part, part) for part in parts), "smallest GPU", ""]
     lines = [
         f"Training, each row with what those above it change (PoSE and 4-bit rows without LoRA+), {_settings(plan)}:",
         *aligned([heads, *(_row(plan, option) for option in plan.training_options)], left=(0,)),

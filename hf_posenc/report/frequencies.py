@@ -61,7 +61,7 @@ class PairRule:
     @cached_property
     def frequencies(self) -> Frequencies:
         """``inv_freq``, float64 ``(num_pairs,)``, and ``attention_factor`` of a forward of ``reach`` tokens."""
-        if isinstance(self.method, StagedMethod) and self.method.runs_in_attention:
+        if isinstance(self.method, StagedMethod) and self.method.needs_hf_posenc:
             stages = Stages(self.spec, self.method)
             found: Frequencies = stages.frequencies(int(stages.of(torch.tensor([self.reach - 1]))))
             return found

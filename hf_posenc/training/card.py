@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from hf_posenc.checkpoint.manifest import runs_in_attention
+from hf_posenc.checkpoint.manifest import needs_hf_posenc
 from hf_posenc.evaluation.records import Record
 from hf_posenc.methods.registry import get_method, method_names
 from hf_posenc.training.provenance import BaseModel, DocumentSource
@@ -299,7 +299,7 @@ def _loading(run: TrainedRun) -> list[str]:
         f'model = {run.auto_class}.from_pretrained({_FOLDER}, dtype="auto")',
         f"tokenizer = AutoTokenizer.from_pretrained({_FOLDER})",
     ]
-    if runs_in_attention(dict(run.description)) or run.description["options"].get("temperature") == "logits":
+    if needs_hf_posenc(dict(run.description)) or run.description["options"].get("temperature") == "logits":
         return [
             f"No config can say this rule whole (`{run.method}`): hf_posenc (`pip install hf_posenc`) puts it in while "
             "Transformers loads, from the manifest beside the weights. Without the import the model is another one.",

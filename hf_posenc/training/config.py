@@ -367,7 +367,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         self.sliding_window = str(check_window(self.sliding_window))
         # The options of a method that the model brings are checked against that model.
         method = make_method(self.method or DEFAULT_METHOD, factor, self.options if self.method is not None else {})
-        if self.shifted_sparse_attention and method.runs_in_attention:
+        if self.shifted_sparse_attention and method.needs_hf_posenc:
             raise InvalidRequestError(
                 f"{argument('shifted_sparse_attention')} is for static methods, such as 'yarn' and 'linear': "
                 f"{self.method!r} has an attention of its own."

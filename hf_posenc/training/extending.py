@@ -20,7 +20,7 @@ from hf_posenc.families.discovery import declared_rope
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP, OFF, window_of_all_layers
 from hf_posenc.methods.registry import DEFAULT_METHOD, make_method, method_names
-from hf_posenc.patching.api import describe, is_patched, patch_model, runs_in_attention, unpatch_model
+from hf_posenc.patching.api import describe, is_patched, needs_hf_posenc, patch_model, unpatch_model
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.presets import get_preset
 from hf_posenc.patching.request import resolve
@@ -73,7 +73,7 @@ def check_with_model(rotary: RotaryModel, config: FinetuneConfig, seq_len: int |
         attention=inner_name(str(rotary.model.config._attn_implementation)),
         quantised=getattr(rotary.model, "is_quantized", False),
         seq_len=seq_len,
-        runs_in_attention=seq_len is not None and runs_in_attention(rotary.model),
+        needs_hf_posenc=seq_len is not None and needs_hf_posenc(rotary.model),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from transformers.utils.import_utils import is_flash_attn_2_available, is_liger_kernel_available
 
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.patching.api import runs_in_attention
+from hf_posenc.patching.api import needs_hf_posenc
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.launch import Launch
 
@@ -50,7 +50,7 @@ def flash_reason(rotary: RotaryModel, config: FinetuneConfig, *, bf16: bool) -> 
         "per_device_train_batch_size is not 1": config.per_device_train_batch_size != 1,
         "positions are not one after the other": config.position_schedule != "full",
         "the attention was chosen by the caller": base.config._attn_implementation != "sdpa",
-        "the rule changes the attention itself": runs_in_attention(base) or config.shifted_sparse_attention,
+        "the rule changes the attention itself": needs_hf_posenc(base) or config.shifted_sparse_attention,
         "context parallelism needs sdpa": Launch.from_environment().cp_size > 1,
         "the family does not support it": not getattr(base, "_supports_flash_attn", False),
     }

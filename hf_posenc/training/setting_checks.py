@@ -247,7 +247,7 @@ class Combination:
         attention: ``attn_implementation``; None if that is left to Transformers, which takes SDPA.
         quantised: The model's weights are; None if that is not known yet.
         seq_len: Tokens of a block; None if that is not known before the model's config is read.
-        runs_in_attention: The model's rule is in its attention, whatever ``config`` names.
+        needs_hf_posenc: The model's rule is in its attention, whatever ``config`` names.
     """
 
     config: FinetuneConfig
@@ -255,13 +255,13 @@ class Combination:
     attention: str | None = None
     quantised: bool | None = None
     seq_len: int | None = None
-    runs_in_attention: bool = False
+    needs_hf_posenc: bool = False
 
     @property
     def changes_attention(self) -> bool:
         """Whether the method changes the attention itself, as ``dynamic`` and ``self_extend`` do."""
         method = self.config.method
-        return self.runs_in_attention or (method is not None and make_method(method, 2.0, {}).runs_in_attention)
+        return self.needs_hf_posenc or (method is not None and make_method(method, 2.0, {}).needs_hf_posenc)
 
     @property
     def inner_attention(self) -> str:
@@ -437,14 +437,14 @@ def check_combination(
     attention: str | None = None,
     quantised: bool | None = None,
     seq_len: int | None = None,
-    runs_in_attention: bool = False,
+    needs_hf_posenc: bool = False,
 ) -> None:
     """Refuse a run whose settings do not go together, before any weights are loaded.
 
     Args:
         config: The run.
         launch: How its processes were started; None reads the environment.
-        attention, quantised, runs_in_attention: As in ``Combination``.
+        attention, quantised, needs_hf_posenc: As in ``Combination``.
         seq_len: Tokens of a block, once they are known; None takes those of ``config``.
 
     Raises:
@@ -456,7 +456,7 @@ def check_combination(
             f"--optim {config.optim} needs a package that is not installed: pip install bitsandbytes"
         )
     known = seq_len or config.seq_len or config.context_length
-    run = Combination(config, launch or Launch.from_environment(), attention, quantised, known, runs_in_attention)
+    run = Combination(config, launch or Launch.from_environment(), attention, quantised, known, needs_hf_posenc)
     for conflict in CONFLICTS:
         if conflict.holds(run):
             raise InvalidRequestError(conflict.message.format(method=config.method or "the model's rule", **vars(run)))

@@ -146,7 +146,7 @@ def _second_length(rotary: RotaryModel, positions: PositionSchedule | None) -> i
     if positions is not None and positions.kind != FULL:
         return _DOCUMENT  # its positions skip that far, and rules that count tokens are not trained so
     extension = extension_of(rotary.model)
-    if extension is None or not extension.method.rotates_in_attention:
+    if extension is None or not extension.method.runs_in_attention:
         return _DOCUMENT  # an encoding is the same at every length, and a learned table ends
     return extension.spec.original_max_position_embeddings + _DOCUMENT
 

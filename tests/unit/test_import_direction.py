@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "training": "methods families data attention encodings patching checkpoint evaluation",
     "planning": "methods families attention patching checkpoint evaluation training",
     "report": "methods attention evaluation",
-    "explain": "methods families attention patching planning report",
+    "explain": "methods families attention patching checkpoint report",
     "comparing": "methods families patching evaluation retrieval",
     "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieval training planning "
     "report explain comparing",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from hf_posenc.evaluation import paired_interval, perplexity
-from hf_posenc.evaluation.intervals import block_totals, bootstrap_interval, resampled_units
+from hf_posenc.evaluation import Record, paired_interval, perplexity
+from hf_posenc.evaluation.intervals import block_totals, bootstrap_interval, is_tie, resampled_units
+from report_records import make_record
 
 
 def measure(model, documents, protocol="truncated", **settings):
@@ -100,3 +102,18 @@ def test_only_the_same_tokens_make_a_pair(tiny_llama):
         paired_interval(record, replace(record, average="windows"))
     with pytest.raises(ValueError, match="unit_tokens differs"):
         paired_interval(record, replace(record, unit_tokens=[1]))
+
+
+def test_records_of_other_key_tokens_tie_where_their_own_intervals_meet():
+    one = make_record("yarn", perplexity=40.0)  # 38 to 42
+    for value, ties in ((44.0, True), (45.0, False)):  # from 41.8, and from 42.75
+        other = make_record("ntk", perplexity=value)
+        other = replace(other, unit_tokens=[other.unit_tokens[0] + 1, *other.unit_tokens[1:]])
+        assert is_tie(one, other) == is_tie(other, one) == ties
+
+
+def test_a_line_without_units_is_no_record():
+    values = json.loads(make_record().to_json())
+    del values["unit_nll"]
+    with pytest.raises(ValueError, match="it has no unit_nll"):
+        Record.from_values(values)

@@ -92,7 +92,7 @@ def test_an_extended_model_is_gone_through_as_it_is(tmp_path: Path, caplog: pyte
 def test_a_rule_that_a_model_brings_is_refused_for_what_it_is():
     shared = Launch(processes=2, fsdp=2, cp_size=2)
     with pytest.raises(ValueError, match="the model's rule changes the attention itself"):
-        check_combination(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512, runs_in_attention=True)
+        check_combination(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512, needs_hf_posenc=True)
     check_combination(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512)
 
 

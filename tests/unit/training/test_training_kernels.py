@@ -96,8 +96,8 @@ def test_a_chosen_attention_and_a_method_in_the_attention_are_kept(
     assert "chosen by the caller" in str(
         flash_reason(RotaryModel(tiny_llama(attn_implementation="eager")), RUN, bf16=True)
     )
-    runs_in_attention = patch_model(tiny_llama(), "dynamic_yarn", 4)
-    assert flash_reason(RotaryModel(runs_in_attention), RUN, bf16=True) is not None
+    needs_hf_posenc = patch_model(tiny_llama(), "dynamic_yarn", 4)
+    assert flash_reason(RotaryModel(needs_hf_posenc), RUN, bf16=True) is not None
 
 
 def test_what_liger_binds_is_unbound(gpu: pytest.MonkeyPatch, tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
