@@ -49,8 +49,8 @@ def explain(argv: Sequence[str]) -> None:
     from hf_posenc.methods.explained import InPlaceOfRope
     from hf_posenc.report.page import check_folder
 
-    is_encoding = issubclass(get_method(given.name), InPlaceOfRope)
-    for name in ("preset", "original_max_position_embeddings") if is_encoding else ():
+    instead_of_rope = issubclass(get_method(given.name), InPlaceOfRope)
+    for name in ("preset", "original_max_position_embeddings") if instead_of_rope else ():
         if getattr(extension, name) is not None:
             raise InvalidRequestError(
                 f"{argument(name)} is for methods that extend a model; {given.name!r} is an encoding."
@@ -58,7 +58,7 @@ def explain(argv: Sequence[str]) -> None:
     check_request([] if extension.preset is not None else [given.name], extension, options)
     folder = None if what.output_dir is None else check_folder(what.output_dir, PICTURES)
     subject = read_subject(what.model)
-    explanation = (_encoding if is_encoding else _method)(given.name, subject, extension, options)
+    explanation = (_encoding if instead_of_rope else _method)(given.name, subject, extension, options)
     print(explanation.text(text_width()))
     if folder is not None:
         print("\n".join(["", *map(str, explanation.write(folder))]))

@@ -1,6 +1,7 @@
 """The flags that several commands have, as dataclasses whose help texts are their documentation, and their parser.
 
-The flags of one command are in its file. Nothing here imports PyTorch, so that help and mistakes answer at once.
+The flags of one command are in its file, or are the fields of the configs that it lists. Nothing here imports PyTorch,
+so that help and mistakes answer at once.
 """
 
 from __future__ import annotations

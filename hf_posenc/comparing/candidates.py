@@ -114,7 +114,7 @@ def find_candidates(
 
 
 def _of_dictionary(model: PreTrainedModel, shared: Mapping[str, Any], rope_scaling: str) -> Candidate:
-    """Return the row of a dictionary, in our words.
+    """Return the row of a dictionary: its method, factor, lengths and options.
 
     Raises:
         ValueError: It contradicts the model or the request, or ends before the requested length.

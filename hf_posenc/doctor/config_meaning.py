@@ -24,8 +24,8 @@ from hf_posenc.doctor.transformers_readers import (
 from hf_posenc.families.family_data import family_of
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
+from hf_posenc.patching.config_writing import rope_parameters_of
 from hf_posenc.patching.extension import MARK, SCALING_KEYS, rotary_width
-from hf_posenc.patching.request import rope_parameters_of
 from hf_posenc.spec import RopeSpec
 
 ORIGINAL = "original_max_position_embeddings"

@@ -38,7 +38,11 @@ class EvalConfig:
         },
     )
     stride: int | None = field(
-        default=None, metadata={"help": "new tokens of a window; default: the published number, else 256"}
+        default=None,
+        metadata={
+            "help": "new tokens of a window; default: the published number, half the length for same_tokens, else 256, "
+            "or half of a shorter window"
+        },
     )
     last_k: int | None = field(default=None, metadata={"help": "tokens scored by last_k (256) and rerope (4096)"})
     max_tokens: ContextLength | None = field(

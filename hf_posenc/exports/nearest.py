@@ -12,8 +12,9 @@ from hf_posenc.exports.folder import ExportFolder, command
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import DistanceMethod, StaticMethod
 from hf_posenc.methods.registry import get_method, make_method, methods
+from hf_posenc.patching.config_writing import write_config
 from hf_posenc.patching.extension_config import ExtensionRequest
-from hf_posenc.patching.request import resolve, write_config
+from hf_posenc.patching.request import resolve
 
 
 def static_without_options() -> list[str]:

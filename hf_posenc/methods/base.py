@@ -113,8 +113,8 @@ class Method(abc.ABC):
     zero_shot: ClassVar[bool] = True
     needs_options: ClassVar[bool] = False  # its defaults alone suit no model
     default_factor: ClassVar[float] = 4.0
-    is_encoding: ClassVar[bool] = False  # it takes the place of the model's RoPE, rather than change it
-    instead_of_rope: ClassVar[bool] = False  # weights trained with it suit no rule for RoPE
+    is_encoding: ClassVar[bool] = False  # it replaces the model's RoPE by other code; NoPE is none, its RoPE is at rest
+    instead_of_rope: ClassVar[bool] = False  # weights trained with it suit no rule for RoPE: encodings, and NoPE
     has_parameters: ClassVar[bool] = False  # it is trained with the model
     plain_at_factor_1: ClassVar[bool] = True  # a factor of 1 leaves the model's own frequencies
 
@@ -151,12 +151,12 @@ class Method(abc.ABC):
 
     @property
     def needs_hf_posenc(self) -> bool:
-        """Whether it depends on each query's position, which hf_posenc's attention does and no config can say."""
+        """Whether only hf_posenc runs it: no config can express it, so a manifest beside the base's config does."""
         return False
 
     @property
     def runs_in_attention(self) -> bool:
-        """Whether it runs in attention and is no encoding, so that what it does depends on the tokens read."""
+        """Whether it changes each layer's attention by the position of the query, as no encoding does."""
         return self.needs_hf_posenc and not self.is_encoding
 
     @property
@@ -283,7 +283,7 @@ class Unscaled(StaticMethod):
 
 @dataclass(frozen=True)
 class AttentionMethod(Method):
-    """Runs in hf_posenc's attention; the config stays the base model's."""
+    """Runs in hf_posenc's attention; a saved config.json is the base model's, with a note of the extension."""
 
     kv_cache: ClassVar[str] = (
         "A token depends on the tokens before it and on nothing else: with a KV cache, in chunks or token by token it "

@@ -28,10 +28,11 @@ from hf_posenc.families.rotary_module import (
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.carrying import carries_extension, carry_extension, drop_extension
+from hf_posenc.patching.config_writing import warn_about_limits, write_config
 from hf_posenc.patching.extension import MARK, declared_scaling, describe_config, mark_encoding, mark_on, plain_spec
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
-from hf_posenc.patching.request import resolve, warn_about_limits, write_config
+from hf_posenc.patching.request import resolve
 from hf_posenc.patching.softmax_scale import (
     attention_factor_of,
     expected_scale,

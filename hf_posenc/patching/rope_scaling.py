@@ -29,8 +29,8 @@ _OWN = {
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a dictionary asks for, in our words; the names are those of ``patch_model``.
+class RopeScalingDictionary:
+    """The method, factor, lengths and options that a dictionary means, named as the arguments of ``patch_model``.
 
     Attributes:
         model_values: What of it must be as the model has it, such as ``rope_theta``: see ``check_model_values``.
@@ -85,7 +85,7 @@ class Request:
             )
 
 
-def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
+def read_rope_scaling(given: Mapping[str, Any] | str) -> RopeScalingDictionary:
     """Return what a ``rope_scaling`` dictionary asks for.
 
     Args:
@@ -126,7 +126,7 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> Request:
         **{key: given_values[key] for key in allowed if given_values.get(key) is not None},
     }
     make_method(method.name, 1.0 if factor is None else factor, options)  # raises on values out of range
-    return Request(
+    return RopeScalingDictionary(
         method.name,
         None if factor is None else check_number("factor", factor, at_least=1),
         None if length is None else check_length(_LENGTH, length),
@@ -139,7 +139,7 @@ def check_model_values(repeated: Mapping[str, Any], own: Mapping[str, Any]) -> N
     """Refuse a dictionary that has a value of the model otherwise than the model does.
 
     Args:
-        repeated: As ``Request.model_values``.
+        repeated: As ``RopeScalingDictionary.model_values``.
         own: The model's ``rope_parameters``.
 
     Raises:

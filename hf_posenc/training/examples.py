@@ -180,7 +180,7 @@ class ExampleTokenizer:
                 before = with_it[: common_prefix(with_it, changed)]
             if not (text.startswith(with_it) and with_it.startswith(before)):
                 raise InvalidRequestError(
-                    f"{where}: which tokens are the assistant's cannot be told: the chat template has no "
+                    f"{where}: which tokens are the assistant's is unknown: the chat template has no "
                     f"{{% generation %}}, and what it makes of the chat up to turn {number + 1} is not how it begins "
                     f"the whole chat. Give the tokenizer a template that has it (--chat-template-path FILE; "
                     f"{_TEMPLATES}), or train without {argument('assistant_only_loss')}."

@@ -1,4 +1,7 @@
-"""Published ways to fine-tune for longer contexts, as one table: the settings each paper gives, and what it leaves."""
+"""Published ways to fine-tune for longer contexts, as one table: the settings each paper gives, and what it leaves.
+
+A value is in a row only if the paper or its authors' code gives it; for all others hf_posenc's default applies.
+"""
 
 from __future__ import annotations
 

@@ -290,7 +290,8 @@ def checkpoint_bytes(model: nn.Module) -> int:
 
 def saved_bytes(model: nn.Module) -> int:
     """Return about what saving a model takes; of an adapted one, what is trained."""
-    all_saved = not hasattr(model, "get_base_model")  # which a model wrapped by PEFT has
+    inside = getattr(model, "module", model)  # of DistributedDataParallel
+    all_saved = not hasattr(inside, "get_base_model")  # which a model wrapped by PEFT has
     return sum(p.numel() * p.element_size() for p in model.parameters() if all_saved or p.requires_grad)
 
 

@@ -201,8 +201,10 @@ def check_words(config: FinetuneConfig) -> None:
         TypeError: A field that is not True or False.
         ValueError: An unknown word.
     """
+    from hf_posenc.training.config import FinetuneConfig
+
     hints = get_type_hints(type(config))
-    for name in (*type(config).__annotations__, "on_scaled"):
+    for name in (*FinetuneConfig.__annotations__, "on_scaled"):
         value, hint = getattr(config, name), hints[name]
         if get_origin(hint) is Literal and value not in get_args(hint):
             raise UnknownNameError(name, value, get_args(hint))

@@ -98,7 +98,7 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "eval the tokens that need context": f"{_EVAL} --context-lengths 512 --method yarn --protocol longppl "
         "--alpha 1 --beta -3 --short-context 64 --output longppl.jsonl",
         "eval an encoding": f"{_EVAL} --context-lengths 128 --method alibi --output encoding.jsonl",
-        "compare, only recorded": f"{_COMPARE} --dry-run",
+        "compare, dry run": f"{_COMPARE} --dry-run",
         # One rule each whose time differs: rows are measured in the order of their estimated times.
         "compare": f"{_COMPARE} --methods none yarn ntk --output compared.jsonl --hide-progress",
         "compare with tasks": f"{_COMPARE} --methods none dynamic_yarn --tasks passkey --depths 50 --hide-progress "

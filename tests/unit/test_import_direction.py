@@ -79,3 +79,8 @@ def test_the_table_has_no_circle_and_nothing_unused() -> None:
     for number, (package, words) in enumerate(MAY_IMPORT.items()):
         assert set(words.split()) <= set(known[:number]), package
         assert {(package, name) for name in words.split()} <= used
+
+
+def test_no_two_files_share_a_name() -> None:
+    names = [file.name for file in PACKAGE.rglob("*.py")]
+    assert {name for name in names if names.count(name) > 1} <= {"__init__.py", "base.py", "config.py"}

@@ -14,11 +14,11 @@ _REGISTERED: dict[str, Task] = {}
 
 
 def register_task(name: str, *, has_depth: bool, source: str) -> Callable[[MakePuzzle], MakePuzzle]:
-    """Make a function known as a task; a decorator. Its docstring says what the task measures.
+    """Make a function known as a task; a decorator.
 
     Args:
         name: As ``--tasks`` and records have it.
-        has_depth: Whether what is asked for lies at one depth of the text, so that it is measured by depth.
+        has_depth: Whether the answer lies at one depth of the text, so that it is measured by depth.
         source: Where the task was published.
 
     Raises:
@@ -26,9 +26,11 @@ def register_task(name: str, *, has_depth: bool, source: str) -> Callable[[MakeP
     """
 
     def register(make: MakePuzzle) -> MakePuzzle:
+        if not getattr(make, "__module__", "").startswith(__name__):
+            _import_all()  # so that a name of ours is taken, whoever comes first
         if name in _REGISTERED:
             raise InvalidRequestError(f"task {name!r} is registered already, from {_REGISTERED[name].source}.")
-        _REGISTERED[name] = Task(name, make, has_depth, (make.__doc__ or "").strip(), source)
+        _REGISTERED[name] = Task(name, make, has_depth, source)
         return make
 
     return register

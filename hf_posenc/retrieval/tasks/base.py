@@ -62,15 +62,14 @@ class MakePuzzle(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A task: ``make`` makes its instances, ``measures`` is a sentence, ``source`` where it was published.
+    """A task: ``make`` makes its instances, ``source`` is where it was published.
 
-    ``has_depth`` says whether what is asked for lies at one depth of the text.
+    ``has_depth`` says whether the answer lies at one depth of the text.
     """
 
     name: str
     make: MakePuzzle
     has_depth: bool
-    measures: str
     source: str
 
 

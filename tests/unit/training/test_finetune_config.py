@@ -166,3 +166,15 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path, tiny_ll
     (run / "train_log.jsonl").write_text("")  # so that what is written again shows where it went on
     finetune(tiny_llama(), tokenizer, documents, named)
     assert losses(run) == first[4:]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"position_schedule": "foo"}, "position_schedule"), ({"lora": "yes"}, "lora must be True or False")],
+)
+def test_a_subclass_is_checked_as_its_parent(settings: dict[str, Any], message: str) -> None:
+    class Mine(FinetuneConfig):
+        pass
+
+    with pytest.raises((ValueError, TypeError), match=message):
+        Mine("out", **settings)
