@@ -33,7 +33,7 @@ OTHERS = {
     "AttributeError": "Python's, of a module's __getattr__",
     "IndexError": "Python's, of iterating over a dataset",
 }
-INTERNAL = {("attention/lazy_mask.py", "TypeError"): "Transformers calls a mask function with names only"}
+INTERNAL = {("attention/shifted.py", "TypeError"): "Transformers calls a mask function with names only"}
 
 
 @pytest.mark.parametrize("kind", [one for one in CLASSES if one is not HfPosencError])
