@@ -26,7 +26,7 @@ from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation import perplexity
 from hf_posenc.evaluation.losses import window_losses
 from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
-from hf_posenc.evaluation.plans import sliding_windows
+from hf_posenc.evaluation.windows import sliding_windows
 
 LENGTHS = [64 * point for point in range(1, 17)]  # tokens
 DOCUMENTS, DOCUMENT_TOKENS = 4, 2048

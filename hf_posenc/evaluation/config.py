@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.evaluation.plans import Run, plan_runs
 from hf_posenc.evaluation.protocols import PROTOCOLS, Average
+from hf_posenc.evaluation.windows import Run, plan_runs
 from hf_posenc.utils.units import ContextLength
 
 if TYPE_CHECKING:

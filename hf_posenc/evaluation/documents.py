@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.evaluation.config import EvalConfig
-from hf_posenc.evaluation.plans import Run
+from hf_posenc.evaluation.windows import Run
 from hf_posenc.families.rotary_model import RotaryModel
 
 logger = logging.getLogger(__name__)

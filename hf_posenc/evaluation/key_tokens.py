@@ -25,7 +25,7 @@ from hf_posenc.evaluation.config import KeyTokens, short_step
 from hf_posenc.evaluation.documents import hash_tokenizer
 from hf_posenc.evaluation.losses import lay_out
 from hf_posenc.evaluation.model_facts import model_facts
-from hf_posenc.evaluation.plans import Window, grouped
+from hf_posenc.evaluation.windows import Window, grouped
 
 CHOSEN_BY_ITSELF = "the measured model itself"
 LossesOf = Callable[..., torch.Tensor]

@@ -16,7 +16,7 @@ from hf_posenc.attention.inner import inner_name
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks, token_losses
 from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predict_memory, shape_of
-from hf_posenc.evaluation.plans import Window
+from hf_posenc.evaluation.windows import Window
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import patched_extension
 

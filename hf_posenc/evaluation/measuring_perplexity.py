@@ -30,9 +30,9 @@ from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_t
 from hf_posenc.evaluation.memory import memory_logged, peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights, make_run_key, model_facts
 from hf_posenc.evaluation.passes import Evaluation, default_bucket
-from hf_posenc.evaluation.plans import Pass, Run, plan_passes
 from hf_posenc.evaluation.protocols import Average, ProtocolName
 from hf_posenc.evaluation.records import Record, check_output
+from hf_posenc.evaluation.windows import Pass, Run, plan_passes
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.utils.dtypes import slow_dtype_advice
 from hf_posenc.utils.processes import Processes

@@ -17,8 +17,8 @@ from hf_posenc.evaluation.intervals import BLOCKS_PER_DOCUMENT, block_totals, bo
 from hf_posenc.evaluation.key_tokens import KeyTokenFinder, short_windows
 from hf_posenc.evaluation.losses import Advance, lay_out
 from hf_posenc.evaluation.model_facts import hash_json
-from hf_posenc.evaluation.plans import Pass, Portion, Run, Window, grouped
 from hf_posenc.evaluation.records import Record, append_line, read_records, whole_lines
+from hf_posenc.evaluation.windows import Pass, Portion, Run, Window, grouped
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.processes import Processes

@@ -29,7 +29,7 @@ PROTOCOLS: tuple[ProtocolName, ...] = get_args(ProtocolName)
 Average = Literal["tokens", "windows"]
 # Where there is a BOS token: nowhere, before every document (as one of its tokens), or before every window.
 Bos = Literal["none", "prepended", "each_window"]
-# What is fed, and what of it is scored: see ``hf_posenc.evaluation.plans``.
+# What is fed, and what of it is scored: see ``hf_posenc.evaluation.windows``.
 Shape = Literal["beginning", "sliding", "steps", "stream", "end"]
 
 

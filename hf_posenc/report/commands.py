@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from hf_posenc.evaluation.config import KeyTokens
 from hf_posenc.evaluation.key_tokens import CHOSEN_BY_ITSELF
-from hf_posenc.evaluation.plans import DEFAULT_STRIDE
 from hf_posenc.evaluation.protocols import rule_of
 from hf_posenc.evaluation.records import Record, RetrievalRecord
+from hf_posenc.evaluation.windows import DEFAULT_STRIDE
 from hf_posenc.report.page import Code, Panel
 
 _TYPED = "As they were typed:"

@@ -14,7 +14,7 @@ from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.evaluation import perplexity
 from hf_posenc.evaluation.losses import default_batch_size, window_losses
-from hf_posenc.evaluation.plans import Window, sliding_windows
+from hf_posenc.evaluation.windows import Window, sliding_windows
 
 Make = Callable[..., LlamaForCausalLM]
 WINDOWS = [*sliding_windows(100, 24, 7), Window(0, 90, 80), Window(3, 93, 91)]

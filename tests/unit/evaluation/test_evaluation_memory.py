@@ -19,7 +19,7 @@ from hf_posenc import patch_model
 from hf_posenc.evaluation import KeyTokens, perplexity
 from hf_posenc.evaluation.losses import RoomyLayer, document_losses, make_cache, memory_need
 from hf_posenc.evaluation.memory import ModelShape, default_logits_chunk, predict_memory, shape_of
-from hf_posenc.evaluation.plans import Window
+from hf_posenc.evaluation.windows import Window
 
 SMOLLM2 = ModelShape(  # SmolLM2-135M in bfloat16
     weight_bytes=269_000_000,

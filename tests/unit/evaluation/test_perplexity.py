@@ -28,7 +28,7 @@ from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.evaluation.documents import hash_token_ids, hash_tokenizer
 from hf_posenc.evaluation.losses import document_losses
 from hf_posenc.evaluation.passes import default_bucket
-from hf_posenc.evaluation.plans import sliding_windows
+from hf_posenc.evaluation.windows import sliding_windows
 
 VOCAB = 128
 

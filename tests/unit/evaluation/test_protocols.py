@@ -15,8 +15,8 @@ from transformers import LlamaForCausalLM
 
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation import PROTOCOLS, KeyTokens, Record, perplexity, read_records
-from hf_posenc.evaluation.plans import Window, stepping_windows, whole_windows
 from hf_posenc.evaluation.protocols import RULES
+from hf_posenc.evaluation.windows import Window, stepping_windows, whole_windows
 from hf_posenc.report.comparable import make_tables
 from tiny_runs import make_tokenizer
 
@@ -118,7 +118,7 @@ def restated_stream(model: LlamaForCausalLM, data: np.ndarray, seq_length: int, 
 def test_longlora_and_dca_score_whole_windows_of_a_stream(
     tiny_llama: Make, protocol: str, lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_posenc.evaluation.plans._TOKENS_OF_A_GROUP", 60)  # as if the stream were long
+    monkeypatch.setattr("hf_posenc.evaluation.windows._TOKENS_OF_A_GROUP", 60)  # as if the stream were long
     model, texts = tiny_llama(), make_texts(*lengths)
     stream = np.concatenate([np.array(text, dtype=np.uint16) for text in texts])
     for record in measure(model, texts, [12, 20], protocol, stride=4):
@@ -243,7 +243,7 @@ def test_bos_is_where_the_protocol_wants_it(tiny_llama: Make) -> None:
 def test_an_interrupted_stream_resumes_to_the_same_bits(
     tiny_llama: Make, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_posenc.evaluation.plans._TOKENS_OF_A_GROUP", 60)
+    monkeypatch.setattr("hf_posenc.evaluation.windows._TOKENS_OF_A_GROUP", 60)
     model, texts, path = tiny_llama(), make_texts(50, 40), tmp_path / "results.jsonl"
     (expected,) = measure(model, texts, [20], "longlora", stride=4)
     left = iter(range(2 + 8))  # two of check_head, then windows in groups of three

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_posenc.evaluation.documents import spread
-from hf_posenc.evaluation.plans import Pass, Run, Window, plan_passes, plan_runs, sliding_windows
+from hf_posenc.evaluation.windows import Pass, Run, Window, plan_passes, plan_runs, sliding_windows
 
 
 def test_sliding_windows_by_hand():

@@ -1,4 +1,4 @@
-"""What is fed and which tokens are scored, as pure functions of numbers: no model, no text, no PyTorch."""
+"""Which windows are read and which tokens of them are scored, as pure functions of numbers: no model, no PyTorch."""
 
 from __future__ import annotations
 
