@@ -283,8 +283,10 @@ def expected() -> dict[str, str | None]:
     if transformers.__version__ == table_version():
         return {model_type: row and str(row.error()) for model_type, row in capabilities().items()}
     with warnings.catch_warnings(action="ignore"):
-        errors = {model_type: error_refused(model_type) for model_type in rotary_types()}
-    return {model_type: why_left_out(model_type) or (error and str(error)) for model_type, error in errors.items()}
+        built = [model_type for model_type in rotary_types() if why_left_out(model_type) is None]
+        errors = {model_type: error_refused(model_type) for model_type in built}
+    refusals = {model_type: error and str(error) for model_type, error in errors.items()}
+    return {model_type: why_left_out(model_type) or refusals[model_type] for model_type in rotary_types()}
 
 
 def main() -> None:

@@ -272,4 +272,5 @@ def test_two_processes_go_through_the_stages_as_one_does(tmp_path: Path, tiny_ch
         assert [line["loss"] for line in actual] == pytest.approx([line["loss"] for line in expected], rel=1e-3)
         assert [line["tokens_trained"] for line in actual] == [line["tokens_trained"] for line in expected]
     assert run(two, "two", "--resume-from-checkpoint") == both  # nothing is trained again
-    assert len(read_records(tmp_path / "two/results.jsonl")) == 3
+    # The unextended model, then before the first stage and after each.
+    assert len(read_records(tmp_path / "two/results.jsonl")) == len(read_records(tmp_path / "one/results.jsonl")) == 4
