@@ -20,7 +20,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.config import EvalConfig, KeyTokens, OutputConfig, check_short_context
 from hf_posenc.patching.extension_config import ExtensionConfig, rows_to_measure
 from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
-from hf_posenc.utils.settings import same_field
+from hf_posenc.utils.settings import refuse_given, same_field
 from hf_posenc.utils.units import ContextLength
 
 if TYPE_CHECKING:
@@ -150,10 +150,3 @@ def key_token_settings(what: EvalArguments) -> dict[str, Any]:
         usual = EvalArguments(context_lengths=what.context_lengths)
         refuse_given(what, usual, KEY_TOKENS, "is for --protocol longppl; leave it out, or measure that")
     return {name: getattr(what, name) for name in KEY_TOKENS}
-
-
-def refuse_given(what: Any, usual: Any, names: Sequence[str], why: str) -> None:
-    """Raise if one of the flags has another value than the usual one."""
-    for name in names:
-        if getattr(what, name) != getattr(usual, name):
-            raise InvalidRequestError(f"--{name.replace('_', '-')} {why}.")

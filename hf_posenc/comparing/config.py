@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.errors import argument
 from hf_posenc.evaluation.config import EvalConfig, OutputConfig
 from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
-from hf_posenc.utils.settings import same_field
+from hf_posenc.utils.settings import refuse_given, same_field
 from hf_posenc.utils.units import ContextLength, Duration
 
 
@@ -73,6 +73,4 @@ class CompareConfig:
         if self.tasks:
             check_retrieval(self.tasks, [self.context_length], self.depths, self.samples)
             return
-        for name in ("depths", "samples"):
-            if getattr(self, name) != getattr(RetrievalConfig(), name):
-                raise InvalidRequestError(f"--{name} is for --tasks; leave it out, or give --tasks.")
+        refuse_given(self, RetrievalConfig(), ("depths", "samples"), "is for --tasks; leave it out, or give --tasks")

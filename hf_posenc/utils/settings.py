@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any
+
+from hf_posenc.errors import InvalidRequestError
 
 
 def same_field(kind: Any, name: str, **changes: Any) -> Any:
@@ -23,3 +26,14 @@ def same_field(kind: Any, name: str, **changes: Any) -> Any:
     elif found.default is not MISSING:
         given["default"] = found.default
     return field(**given)
+
+
+def refuse_given(settings: Any, usual: Any, names: Sequence[str], why: str) -> None:
+    """Raise if one of the named flags has another value than the usual one.
+
+    Raises:
+        ValueError: It has; ``why`` is what the message says after the flag.
+    """
+    for name in names:
+        if getattr(settings, name) != getattr(usual, name):
+            raise InvalidRequestError(f"--{name.replace('_', '-')} {why}.")

@@ -1,4 +1,4 @@
-"""The attention door for every type that can be extended: the same numbers however a text is fed, or refused."""
+"""Our attention for every type that can be extended: the same numbers however a text is fed, or refused."""
 
 from __future__ import annotations
 
