@@ -353,7 +353,7 @@ def main() -> int:
         print(f"golden: no job {', '.join(sorted(unknown))}. Known: {', '.join(JOBS)}.", file=sys.stderr)
         return 2
     began = time.perf_counter()
-    torch.set_num_threads(1)
+    # OMP_NUM_THREADS is 1. Calling torch.set_num_threads here would make a thread pool that no fork can use.
     for name in hf_posenc.__all__:
         getattr(hf_posenc, name)  # imports all that is imported late, once
     check_package()

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import pytest
 
+from lm_eval_packages import find_lm_eval
+
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -35,6 +37,6 @@ def test_the_yarn_authors_procedure_and_evaluate_give_our_numbers(benchmark: Mod
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # lm-eval's own
 def test_lm_eval_gives_our_number(benchmark: ModuleType) -> None:
-    pytest.importorskip("lm_eval", reason="pip install 'hf_posenc[lm-eval]'")
+    find_lm_eval()
     inputs = benchmark.Inputs()
     assert benchmark.lm_eval_rolling(inputs) == pytest.approx(benchmark.ours_rolling(inputs), rel=1e-5)

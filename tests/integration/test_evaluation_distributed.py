@@ -68,7 +68,7 @@ for step in (lambda: list(both.share([1, 2, 5], work)), lambda: list(both.share(
     try:
         said.append(str(step()))
     except (ValueError, RuntimeError) as error:
-        said.append(f"{type(error).__name__}: {error}"[:60])
+        said.append(f"{type(error).__name__}: {error}"[:72])
 open(f"{sys.argv[1]}/{os.environ['RANK']}", "w").write("\\n".join(said))
 leave_processes()
 """
@@ -83,10 +83,10 @@ def test_a_failure_in_one_process_stops_all_and_all_must_do_the_same(tmp_path: P
     said = [(tmp_path / str(rank)).read_text().splitlines() for rank in (0, 1)]
     assert [lines[0] for lines in said] == ["[(1, 1), (2, 4), (5, 25)]"] * 2
     assert [lines[1] for lines in said] == [
-        "RuntimeError: process 1 stopped this run. ValueError: no",
+        "RunStoppedError: process 1 stopped this run. ValueError: no",
         "ValueError: no",
     ]
-    assert all(lines[2].startswith("ValueError: the processes do not measure the same") for lines in said)
+    assert all(lines[2].startswith("InvalidRequestError: the processes do not measure the same") for lines in said)
     assert [lines[3] for lines in said] == ["None"] * 2
 
 

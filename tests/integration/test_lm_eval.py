@@ -212,7 +212,10 @@ def test_a_folder_brings_its_rule(checkpoint: Path, tasks: Path, tmp_path: Path)
     patched = run("hf_posenc", tasks, "long", pretrained=str(checkpoint), method="dynamic_yarn", factor=FACTOR)
     assert answers(loaded) == answers(patched)
     assert loaded["config"]["hf_posenc"] == {**patched["config"]["hf_posenc"], "tokens_trained": 123}
-    assert answers(loaded) != answers(run("hf", tasks, "long", pretrained=str(saved)))  # which reads the base model
+    # from_pretrained puts the method in wherever hf_posenc is imported; the folder's own config describes the base model.
+    assert answers(loaded) == answers(run("hf", tasks, "long", pretrained=str(saved)))
+    window = ORIGINAL * FACTOR
+    assert answers(loaded) != answers(run("hf", tasks, "long", pretrained=str(checkpoint), max_length=window))
     with pytest.raises(
         ValueError, match=r"is extended already \(dynamic_yarn, factor 4\), and factors do not multiply"
     ):
@@ -285,7 +288,7 @@ REFUSED = [
     ({"method": "yran"}, "unknown method 'yran'"),
     ({"method": "yarn", "factor": 2, "context_length": "8k"}, "not both"),
     ({"method": "yarn", "context_length": "long"}, "expected a number of tokens such as 32768 or 32k, got 'long'"),
-    ({"method": "yarn", "dtype": "float31"}, "unknown dtype 'float31'. Known: auto, float32"),
+    ({"method": "yarn", "dtype": "float31"}, "unknown dtype 'float31'. Known: auto, checkpoint, float32"),
     ({"device": "abacus"}, "device 'abacus' cannot be used here"),
     ({"pretrained": "./nowhere"}, "there is no file or folder './nowhere'"),
 ]

@@ -152,7 +152,7 @@ def test_on_transformers_5_0_every_type_is_patched_to_the_bit_or_refused_untouch
 
 
 @pytest.mark.slow
-def test_on_transformers_5_0_the_attention_door_is_exact_or_refused_untouched() -> None:
+def test_on_transformers_5_0_methods_that_run_in_attention_are_exact_or_refused_untouched() -> None:
     rows = rows_of_transformers_5_0("dynamic_yarn", "self_extend")
     outcomes = Counter(outcome.partition(":")[0] for _, _, outcome in rows)
     allowed = {"equal", "refused", "cannot be built", "equal without a cache"}

@@ -87,7 +87,7 @@ def test_three_axes_of_positions(model_type: str, method: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("model_type", [*THREE_AXES, "qwen3_5"])
-def test_behind_the_attention_door_texts_alone(model_type: str) -> None:
+def test_methods_that_run_in_attention_are_refused_for_images(model_type: str) -> None:
     model = tiny_vision_model(model_type, mrope_section=SECTION)
     for name, parameter in model.named_parameters():
         if "language_model" in name and ("q_proj.weight" in name or "k_proj.weight" in name):
