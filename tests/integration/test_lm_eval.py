@@ -212,7 +212,7 @@ def test_a_folder_brings_its_rule(checkpoint: Path, tasks: Path, tmp_path: Path)
     patched = run("hf_posenc", tasks, "long", pretrained=str(checkpoint), method="dynamic_yarn", factor=FACTOR)
     assert answers(loaded) == answers(patched)
     assert loaded["config"]["hf_posenc"] == {**patched["config"]["hf_posenc"], "tokens_trained": 123}
-    # from_pretrained puts the method in wherever hf_posenc is imported; the folder's own config describes the base model.
+    # Where hf_posenc is imported, from_pretrained puts the method in; config.json describes the base model.
     assert answers(loaded) == answers(run("hf", tasks, "long", pretrained=str(saved)))
     window = ORIGINAL * FACTOR
     assert answers(loaded) != answers(run("hf", tasks, "long", pretrained=str(checkpoint), max_length=window))
