@@ -53,7 +53,7 @@ _ensure_env() {
         return
     fi
     echo "Installing hf_posenc and what it needs into $VENV (minutes the first time) ..." >&2
-    "$VENV/bin/python" -m pip install --quiet "${options[@]}" -e '.[dev,smollm2]' || return 1
+    "$VENV/bin/python" -m pip install --quiet "${options[@]}" -e '.[dev,docs,smollm2]' || return 1
     touch "$stamp"
 }
 

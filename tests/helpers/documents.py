@@ -1,0 +1,179 @@
+"""The pages of README.md and docs/: their fenced blocks, and how a test runs them on the tiny model of the package.
+
+The blocks of a page run in their order, in one folder and one Python namespace, as a reader would type them. What a
+page does otherwise in a test is written in it:
+
+- ```` ```sh title="Not run by our tests: needs a GPU" ````: the block is shown with this title, and not run; the
+  flags of its commands are checked all the same.
+- ```` ```toml title="run.toml" ````: a block of another language with a title is a file that the reader has.
+- ``<!-- test: 32k => 512 -->``: the text to the left stands for the other in the blocks of this page.
+
+``# -> TEXT`` after a line of Python is what it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from folders import ROOT
+from hf_posenc.assets import load_novel, tiny_model_path
+from hf_posenc.cli.main import main
+
+PAGES = ROOT / "docs" / "pages"
+TINY = str(tiny_model_path())
+NOT_RUN = "Not run by our tests: "
+LANGUAGES = ("python", "sh", "toml", "yaml", "json", "text")
+# On every page.
+SUBSTITUTIONS = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": TINY,
+    ".cache/smollm2-135m-instruct": TINY,
+    "MODEL": TINY,
+    "--dtype bfloat16": "--dtype float32",
+    "--token-budget 1M": "--token-budget 1k",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, title and code, and the line of its page where it begins."""
+
+    language: str
+    title: str
+    code: str
+    line: int
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in ("python", "sh") and not self.title.startswith(NOT_RUN)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A Markdown file of the repository."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path.relative_to(ROOT))
+
+    @property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @property
+    def blocks(self) -> list[Block]:
+        return blocks_of(self.text)
+
+    @property
+    def substitutions(self) -> dict[str, str]:
+        """Of this page alone."""
+        return dict(re.findall(r"<!-- test: (.+?) => (.*?) -->", self.text))
+
+    def substituted(self, code: str) -> str:
+        for said, instead in {**self.substitutions, **SUBSTITUTIONS}.items():
+            code = code.replace(said, instead)
+        return code
+
+    def commands(self) -> list[str]:
+        """Return all commands of ``hf-posenc`` and of our scripts: in blocks, run or not, and in sentences."""
+        shell = [command for block in self.blocks if block.language == "sh" for command in commands_of(block.code)]
+        return [command for command in [*shell, *commands_in_sentences(self.text)] if is_ours(command)]
+
+
+def all_pages() -> list[Page]:
+    return [Page(ROOT / "README.md"), *map(Page, sorted(PAGES.rglob("*.md")))]
+
+
+def blocks_of(text: str) -> list[Block]:
+    """Return the fenced blocks of a Markdown text, also those inside lists."""
+    found = re.finditer(r"^( *)(```+|~~~+)([^\n]*)\n(.*?)^\1\2 *$", text, re.MULTILINE | re.DOTALL)
+    blocks = []
+    for one in found:
+        language, _, rest = one[3].strip().partition(" ")
+        title = re.search(r'title="([^"]*)"', rest)
+        line = text.count("\n", 0, one.start()) + 1
+        blocks.append(Block(language, title[1] if title else "", textwrap.dedent(one[4]), line))
+    return blocks
+
+
+def commands_of(code: str) -> list[str]:
+    """Return the commands of a shell block, without prompts, each on one line; comments stay."""
+    lines = (line.removeprefix("$ ") for line in code.replace("\\\n", " ").splitlines())
+    return [line for line in lines if words_of(line)]
+
+
+def words_of(command: str) -> list[str]:
+    return shlex.split(command, comments=True)
+
+
+def commands_in_sentences(text: str) -> list[str]:
+    """Return the text between backquotes, outside of blocks, that begins as a command of this project does."""
+    outside = re.sub(r"^ *(```+)[^\n]*\n.*?^ *\1 *$", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", outside))
+    return [span for span in dict.fromkeys(spans) if is_ours(span)]
+
+
+def is_ours(command: str) -> bool:
+    return re.match(r"(hf-posenc|python (\./)?scripts/\S+|(\./)?scripts/\S+)( |$)", command) is not None
+
+
+def set_out(folder: Path) -> None:
+    """Give a reader the texts that the pages name."""
+    (folder / "book.txt").write_text(load_novel("persuasion")[:6000], encoding="utf-8")
+    (folder / "books").mkdir()
+    for name in ("emma", "sensesensibility"):
+        (folder / "books" / f"{name}.txt").write_text(load_novel(name)[:6000], encoding="utf-8")
+
+
+def run_page(page: Page, folder: Path) -> dict[str, Any]:
+    """Run the blocks of a page in their order, in the working folder ``folder``; return the namespace of its Python.
+
+    Raises:
+        AssertionError: A line prints something else than the page says, a command fails, or does not write what it
+            names after ``--output`` or ``--output-dir``.
+    """
+    namespace: dict[str, Any] = {"__name__": "page"}
+    for block in page.blocks:
+        if block.title and block.language not in ("python", "sh", "text"):
+            (folder / block.title).write_text(page.substituted(block.code), encoding="utf-8")
+        elif block.is_run and block.language == "python":
+            run_python(page, block, namespace)
+        elif block.is_run:
+            for command in commands_of(block.code):
+                run_command(page, block, command, folder)
+    return namespace
+
+
+def run_python(page: Page, block: Block, namespace: dict[str, Any]) -> None:
+    code = compile("\n" * block.line + page.substituted(block.code), str(page.path), "exec")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(code, namespace)
+    said = [line.partition("# -> ")[2] for line in block.code.splitlines() if "# -> " in line]
+    assert not said or printed.getvalue().splitlines() == said, f"{page.name}, line {block.line}"
+
+
+def run_command(page: Page, block: Block, command: str, folder: Path) -> None:
+    where, substituted = f"{page.name}, line {block.line}: {command}", page.substituted(command)
+    words = words_of(substituted)
+    if words[0] == "hf-posenc" and not set(words) & {"|", ">", "&&", ";"}:
+        assert main(words[1:]) == 0, where
+    else:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(["bash", "-c", substituted], cwd=folder, env={**os.environ, "PATH": path})
+        assert done.returncode == 0, where
+    for flag, name in pairwise(words):
+        if flag in ("--output", "--output-dir", ">"):
+            written = folder / name
+            assert any(written.iterdir()) if written.is_dir() else written.stat().st_size > 0, where

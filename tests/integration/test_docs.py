@@ -1,0 +1,141 @@
+"""Every Python and shell block of README.md and docs/ runs on the tiny model, or says visibly why not.
+
+Flags of all commands are checked, also of those inside sentences and of blocks that are not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import runpy
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser
+
+from documents import (
+    LANGUAGES,
+    NOT_RUN,
+    Block,
+    Page,
+    all_pages,
+    blocks_of,
+    commands_in_sentences,
+    commands_of,
+    run_page,
+    set_out,
+    words_of,
+)
+from folders import ROOT
+from hf_posenc.cli.main import COMMANDS
+
+PAGES = all_pages()
+# These run in the fast suite; the blocks of all other pages run with --slow.
+FIRST_READ = ("README.md", "docs/pages/start/quickstart.md")
+# Names of commands inside sentences, without the arguments that they need.
+NAMES = {f"hf-posenc {name}" for name in COMMANDS}
+
+with_run_blocks = [page for page in PAGES if any(block.is_run for block in page.blocks)]
+parameters = [
+    pytest.param(page, id=page.name, marks=[] if page.name in FIRST_READ else [pytest.mark.slow])
+    for page in with_run_blocks
+]
+
+
+@pytest.mark.parametrize("page", parameters)
+def test_the_blocks_of_a_page_run(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_out(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    run_page(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_a_page_says_of_its_blocks(page: Page) -> None:
+    assert {block.language for block in page.blocks} <= set(LANGUAGES)
+    assert len(page.blocks) == len(re.findall(r"^ *(?:```|~~~)", page.text, re.MULTILINE)) / 2
+    for block in page.blocks:
+        if block.title.startswith(NOT_RUN):
+            assert len(block.title) > len(NOT_RUN) + 5, block  # a reason
+    code = "\n".join(block.code for block in page.blocks)
+    assert [said for said in page.substitutions if said not in " ".join(code.replace("\\\n", " ").split())] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_of_all_commands_are_known(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_out(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for block in page.blocks:
+        if block.title and block.language == "toml":
+            Path(block.title).write_text(page.substituted(block.code), encoding="utf-8")
+    for command in page.commands():
+        if " ".join(words_of(command)) not in NAMES:
+            parse_only(page.substituted(command))
+
+
+def test_blocks_and_commands_are_found() -> None:
+    text = "a `hf-posenc\nmethods` b\n```sh\n$ a 'b c' \\\n  d  # e\n\nf > g\n```\n- list\n  ~~~\n  x\n   y\n  ~~~\n"
+    first, second = blocks_of(text)
+    assert (first.language, first.line) == ("sh", 3)
+    assert [words_of(command) for command in commands_of(first.code)] == [["a", "b c", "d"], ["f", ">", "g"]]
+    assert second == Block("", "", "x\n y\n", 10)
+    assert commands_in_sentences(text) == ["hf-posenc methods"]
+    titled = blocks_of('```sh title="Not run by our tests: needs a GPU"\nls\n```\n')[0]
+    assert (titled.language, titled.title, titled.is_run) == ("sh", f"{NOT_RUN}needs a GPU", False)
+
+
+def test_a_wrong_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Page, "name", "wrong.md")
+    for block in ("```python\nprint(1)  # -> 2\n```\n", "```sh\nfalse\n```\n", "```sh\nhf-posenc methods --no\n```\n"):
+        (tmp_path / "wrong.md").write_text(block, encoding="utf-8")
+        with pytest.raises((AssertionError, SystemExit)):
+            run_page(Page(tmp_path / "wrong.md"), tmp_path)
+
+
+def test_wrong_flags_are_found() -> None:
+    with pytest.raises(ValueError, match="--no-such-flag"):
+        parse_only("hf-posenc eval MODEL --context-lengths 4k --no-such-flag 1")
+    with pytest.raises(SystemExit):
+        parse_only("python scripts/study_budget.py --no-such-flag")
+
+
+class _ParsedError(BaseException):
+    """Raised instead of what a command does with its flags; no command catches it."""
+
+
+def parse_only(command: str) -> None:
+    """Parse the flags of a command of this project, and run nothing.
+
+    Raises:
+        AssertionError, SystemExit, ValueError: There is no such command or script, or it does not know these flags.
+    """
+    program, *words = shlex.split(command.partition("|")[0].partition(" > ")[0], comments=True)
+    with pytest.MonkeyPatch.context() as patch:
+        if program == "hf-posenc":
+            parse = stopping(HfArgumentParser.parse_args_into_dataclasses)
+            patch.setattr(HfArgumentParser, "parse_args_into_dataclasses", parse)
+            patch.setattr(sys, "argv", [program, *words])
+            with pytest.raises(_ParsedError):
+                COMMANDS[words[0]](words[1:])
+        elif program == "python" and len(words) > 1:
+            patch.syspath_prepend(ROOT / "scripts")  # as python does; runpy does not
+            patch.setattr(sys, "argv", words)
+            patch.setattr(argparse.ArgumentParser, "parse_args", stopping(argparse.ArgumentParser.parse_args))
+            with pytest.raises(_ParsedError):
+                runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+        else:  # a script of the shell, whose flags no parser knows
+            path = words[0] if program == "python" else program
+            assert os.access(ROOT / path, os.R_OK if path.endswith(".py") else os.X_OK)
+
+
+def stopping(parse: Callable[..., Any]) -> Callable[..., Any]:
+    def parse_and_stop(*args: Any, **kwargs: Any) -> None:
+        parse(*args, **kwargs)
+        raise _ParsedError
+
+    return parse_and_stop
