@@ -34,6 +34,12 @@ PAGES = ROOT / "docs" / "pages"
 TINY = str(tiny_model_path())
 NOT_RUN = "Not run by our tests: "
 LANGUAGES = ("python", "sh", "toml", "yaml", "json", "text")
+# Commands that are not run where they stand, on any page.
+RUN_ELSEWHERE = {
+    "./scripts/demo": "takes minutes; test_docs.py runs it among the slow tests",
+    "./scripts/test": "would run this test again, and all others",
+    "./scripts/docs": "the checks of every change run it",
+}
 # On every page.
 SUBSTITUTIONS = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": TINY,
@@ -152,6 +158,8 @@ def run_page(page: Page, folder: Path) -> dict[str, Any]:
             run_python(page, block, namespace)
         elif block.is_run:
             for command in commands_of(block.code):
+                if shlex.join(words_of(command)) in RUN_ELSEWHERE:
+                    continue
                 run_command(page, block, command, folder)
     return namespace
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import HfArgumentParser
+from transformers import AutoModelForCausalLM, HfArgumentParser
 
 from documents import (
     LANGUAGES,
@@ -32,6 +32,8 @@ from documents import (
     words_of,
 )
 from folders import ROOT
+from hf_posenc import describe
+from hf_posenc.cli.demo import run_demo
 from hf_posenc.cli.main import COMMANDS
 
 PAGES = all_pages()
@@ -54,6 +56,19 @@ def test_the_blocks_of_a_page_run(page: Page, tmp_path: Path, monkeypatch: pytes
     run_page(page, tmp_path)
 
 
+@pytest.mark.slow
+def test_the_demo_runs_on_one_document_and_a_small_token_budget(tmp_path: Path) -> None:
+    run_demo(tmp_path / "demo", token_budget=8192, num_documents=1)
+    assert describe(AutoModelForCausalLM.from_pretrained(tmp_path / "demo" / "yarn-x4"))["factor"] == 4
+    assert "yarn x4" in (tmp_path / "demo" / "report" / "report.md").read_text()
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 200
+    assert len(text.split()) <= 1500
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_a_page_says_of_its_blocks(page: Page) -> None:
     assert {block.language for block in page.blocks} <= set(LANGUAGES)
@@ -73,7 +88,7 @@ def test_flags_of_all_commands_are_known(page: Page, tmp_path: Path, monkeypatch
         if block.title and block.language == "toml":
             Path(block.title).write_text(page.substituted(block.code), encoding="utf-8")
     for command in page.commands():
-        if " ".join(words_of(command)) not in NAMES:
+        if " ".join(words_of(command)) not in {*NAMES, "hf-posenc --help"}:
             parse_only(page.substituted(command))
 
 
