@@ -89,8 +89,7 @@ markers = iter("os^vDP")
 for name, rows in records.items():
     x, y = [row.context_length for row in rows], [row.perplexity for row in rows]
     plt.plot(x, y, marker=next(markers), label=name, color="black" if name == "unpatched" else None)
-plt.axvline(original, color="gray", linestyle="--", linewidth=1)
-plt.text(original, plt.ylim()[1], "trained length ", ha="right", va="top", rotation=90)
+plt.axvline(original, color="gray", linestyle="--", linewidth=1, label="trained length")
 plt.xscale("log", base=2)
 plt.xticks(lengths, [str(length) for length in lengths])
 plt.xlabel("context length, in tokens")
@@ -106,8 +105,9 @@ plt.show()
 # - `linear` is bad at every length. It is meant to be fine-tuned.
 # - `ntk` and `yarn` read the target length much better than `linear`, but lose quality on short texts. They change the
 #   frequencies at every length.
-# - `dynamic_yarn` and `dca` read short texts as the unpatched model does, and the target length better than the others.
-#   Only hf_posenc runs them: they are not rules that Transformers or a server knows.
+# - Up to the trained length, `dynamic_yarn` is the unpatched model, and `dca` is almost equal to it. At the target
+#   length both are better than the other methods. Only hf_posenc runs them: Transformers and servers do not know these
+#   rules.
 #
 # `paired_interval` says whether a difference between two methods is more than chance. It compares them on the same
 # tokens, and gives the percentage by which the perplexity of the first is higher (+) or lower (-) than that of the

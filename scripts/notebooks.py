@@ -15,6 +15,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
+from hf_posenc.assets import tiny_model_path
+
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _TIMEOUT = 1800  # seconds for one cell; it takes far less, but not on a machine that does other work too
 
@@ -63,7 +65,8 @@ def tidied(notebook: NotebookNode) -> NotebookNode:
     """Return an executed notebook without what differs from run to run.
 
     Progress bars and log lines, which are written to the standard error stream, are left out, and so are what the
-    kernel says of its own version and the display of Trainer's progress, which holds times.
+    kernel says of its own version and the display of Trainer's progress, which holds times. The folder of the tiny
+    model, which differs from machine to machine, is written as MODEL.
     """
     notebook.metadata = nbformat.from_dict(
         {"kernelspec": notebook.metadata.kernelspec, "language_info": {"name": "python"}}
@@ -72,6 +75,9 @@ def tidied(notebook: NotebookNode) -> NotebookNode:
         cell.metadata = nbformat.from_dict({})
         if cell.cell_type == "code":
             cell.outputs = [one for one in cell.outputs if not _is_left_out(one)]
+            for output in cell.outputs:
+                if output.output_type == "stream":
+                    output.text = output.text.replace(str(tiny_model_path()), "MODEL")
     return notebook
 
 
