@@ -8,11 +8,13 @@
 #
 #   examples/several_gpus.sh meta-llama/Llama-3.2-1B my_texts outputs/longer 8 --token-budget 10M
 #
-# The command starts itself again in that many processes, through `accelerate launch`. In place of fsdp2 take multi_gpu
-# (DDP: each GPU holds the whole model, which is faster if it fits) or zero2 or zero3 (DeepSpeed); or the path of a
-# configuration file of your own, which `accelerate config` writes.
+# The command starts itself again in that many processes, through `accelerate launch`. ACCELERATE_CONFIG says how they
+# share the work, in place of fsdp2: multi_gpu (DDP: each GPU holds the whole model), zero2 or zero3 (DeepSpeed), or the
+# path of a configuration file that `accelerate config` wrote.
 #
-# Without GPUs, try it with processes on the CPU: add --device cpu.
+# Without GPUs, try it with two processes on the CPU, where FSDP cannot be used:
+#
+#   ACCELERATE_CONFIG=multi_gpu examples/several_gpus.sh MODEL TEXTS OUTPUT_DIR 2 --device cpu
 set -euo pipefail
 if [[ $# -lt 3 ]]; then
     echo "usage: $0 MODEL TEXTS OUTPUT_DIR [NUM_PROCESSES] [more flags of hf-posenc finetune ...]" >&2
@@ -29,4 +31,4 @@ fi
 # The number of blocks in a step is processes x --per-device-train-batch-size x --gradient-accumulation-steps. A run that
 # was interrupted can go on with another number of processes (--resume-from-checkpoint) if the product stays the same.
 hf-posenc finetune "$model" --documents "$texts" --method yarn --factor 4 --output-dir "$output_dir" \
-    --accelerate-config fsdp2 --num-processes "$num_processes" --gradient-checkpointing "$@"
+    --accelerate-config "${ACCELERATE_CONFIG:-fsdp2}" --num-processes "$num_processes" --gradient-checkpointing "$@"

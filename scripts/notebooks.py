@@ -42,6 +42,7 @@ def read_source(path: Path) -> NotebookNode:
     )
     for number, cell in enumerate(notebook.cells, 1):
         cell.id, cell.metadata = f"cell-{number}", nbformat.from_dict({})
+        cell.source = cell.source.strip("\n")  # ruff leaves two empty lines before a function
     return notebook
 
 
