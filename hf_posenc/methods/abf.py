@@ -21,6 +21,8 @@ class Abf(StaticMethod):
     look: ClassVar[int | None] = 12
     paper: ClassVar[str] = "Xiong et al. 2023, arXiv:2309.16039, section 2.1"
     summary: ClassVar[str] = "A larger base of your choice; wants fine-tuning."
+    formula: ClassVar[str] = r"\theta'_i = B^{-2i/d}"
+    symbols: ClassVar[str] = "$B$ is the option rope_theta."
     explanation: ClassVar[str] = (
         "A larger base, chosen by hand, slows all pairs but the fastest, the slow ones most. It is made "
         "for continued training at the new base, which lets the model learn the new angles."

@@ -20,6 +20,7 @@ class Linear(StaticMethod):
     aliases: ClassVar[tuple[str, ...]] = ("pi",)
     paper: ClassVar[str] = "Chen et al. 2023, arXiv:2306.15595, section 2.3"
     summary: ClassVar[str] = "Divides all frequencies: squeezes positions into the trained range; wants fine-tuning."
+    formula: ClassVar[str] = r"\theta'_i = \frac{\theta_i}{s}"
     explanation: ClassVar[str] = (
         "All frequencies are divided by the factor, which is the same as dividing positions: the longer "
         "text is squeezed into the trained range. No angle is new, but neighbours are closer than the "

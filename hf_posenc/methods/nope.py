@@ -27,6 +27,8 @@ class Nope(InPlaceOfRope, StaticMethod):
     summary: ClassVar[str] = (
         "Drops the positions altogether; of no use before fine-tuning, which it wants on short texts only."
     )
+    formula: ClassVar[str] = r"\theta'_i = 0"
+    symbols: ClassVar[str] = "The option attention_factor is $a$."
     on_disk: ClassVar[str] = "longrope"
     zero_shot: ClassVar[bool] = False
     title: ClassVar[str] = "No positional encoding (NoPE)"
