@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -53,7 +53,7 @@ _KINDS: dict[str, tuple[type[Method], str]] = {
 _METHODS_LEAD = """\
 # Methods
 
-This page is made from the methods that are registered in the package. `hf-posenc methods` prints the same list in a
+This page is made from the methods that are registered in the package. `hf-posenc methods` prints this list in a
 terminal. [Choosing a method](../start/choosing-a-method.md) says which one to take.
 
 `patch_model(model, NAME, factor=4)` and `hf-posenc patch MODEL OUTPUT --method NAME --factor 4` extend a model by the
@@ -62,8 +62,8 @@ on the command line they follow `--option`, as in `--option beta_fast=16 ramp=pa
 """
 _TABLE_LEAD = """\
 The column *without fine-tuning* says whether the method is of use on a model that is not trained further. The column
-*rope_type* says what `config.json` contains; *manifest* means that `config.json` does not change, and that the method is
-in `context_extension.json`, which only hf_posenc reads (see [Records and files](records.md)).
+*rope_type* says what `config.json` contains; *manifest* means that `config.json` does not change, and that the method
+is in `context_extension.json`, which only hf_posenc reads (see [Records and files](records.md)).
 """
 _SYMBOLS_LEAD = """\
 The formulas on this page use these symbols. In the unpatched model, pair $i$ of a query at position $m$ is rotated by
@@ -76,11 +76,11 @@ This page is made from the parsers of the commands. `hf-posenc COMMAND --help` p
 `hf-posenc --version` prints the version.
 
 - `MODEL` is a name on the Hugging Face Hub, a folder or a `.gguf` file.
-- Lengths and budgets in tokens can be written with `k` and `M`. For lengths, `32k` is 32 × 1024 = 32,768 tokens; for
-  budgets, `1M` is 1,000,000 tokens.
+- Lengths and budgets in tokens can be written with `k` and `M`. For lengths, `32k` is 32 times 1,024, which is 32,768
+  tokens; for budgets, `1M` is 1,000,000 tokens.
 - A flag can be written with hyphens or underscores, and can be shortened while it remains unambiguous.
-- The exit code is 0 when a command has done its work, 2 after a mistake in the request, with one message on stderr, and
-  130 after Ctrl-C. `hf-posenc doctor` also exits with 1 if something is wrong with the checkpoint.
+- The exit code is 0 when a command has done its work, 2 after a mistake in the request, with one message on stderr,
+  and 130 after Ctrl-C. `hf-posenc doctor` also exits with 1 if something is wrong with the checkpoint.
 - Every command takes `--traceback`, which shows where an error came from.
 - `python -m hf_posenc COMMAND` is the same program.
 """
@@ -88,51 +88,52 @@ _FAMILIES_LEAD = """\
 # Model families
 
 hf_posenc extends causal language models whose attention layers rotate queries and keys (RoPE). This page lists every
-causal language model type of Transformers {version}; the model type is the value of `model_type` in `config.json`. The
-list is made from a table in the package, and a test holds each row of the table against a small random model of that
-type.
+causal language model type of Transformers {version}; the model type is the value of `model_type` in `config.json`.
+The list is made from a table in the package, and a test holds each row of the table against a small random model of
+that type.
 
 Of the {all} model types, {extended} can be extended, and {refused} are refused. A refused model raises
 `UnsupportedModelError` with the reason, and nothing is changed.
 
 Of the {extended} model types that can be extended, {both} can also be extended by the methods that run in hf_posenc's
-attention implementation: {names}. The other {static_only} can be extended by the
-[static methods](methods.md#static-methods) only.
+attention implementation: {names}. The other {static_only} cannot be extended by these
+methods.
 
 `hf-posenc methods --families` prints this list. `hf-posenc doctor PATH` says which model type a checkpoint has.
 
 ## What the tests check
 
 For every model type that can be extended, a test builds a small random model, extends it, and compares its logits, to
-the bit, with those of the model that Transformers itself builds from the extended config. Then the test saves the model,
-loads it with Transformers alone, and removes the extension again.
+the bit, with those of the model that Transformers itself builds from the extended config. Then the test saves the
+model, loads it with Transformers alone, and removes the extension again.
 
 For the model types that also take the methods in attention, another test feeds each model a whole text, the text in
-chunks, and token by token, and compares the result with the YaRN model that Transformers builds. MiniMax is tested with
-whole texts only, because its own cache is not exact.
+chunks, and token by token, and compares the result with the YaRN model that Transformers builds. MiniMax is tested
+with whole texts only, because its own cache is not exact.
 
 ## What differs between families
 
-**Layer types with rotary settings of their own** (Gemma 3, OLMo 3, ModernBERT): only full-attention layers are extended.
-Where only layers with a sliding window or layers in chunks are rotary (Cohere 2, EXAONE 4, Llama 4), there is nothing to
-extend, and the model is refused.
+**Layer types with rotary settings of their own** (Gemma 3, OLMo 3, ModernBERT): only full-attention layers are
+extended. Where only layers with a sliding window or layers in chunks are rotary (Cohere 2, EXAONE 4, Llama 4), there
+is nothing to extend, and the model is refused.
 
-**Pairs that are never rotated** (Gemma 4, LFM 3) remain unrotated. Gemma 4 can be extended by `linear`, `ntk` and `abf`:
-its head size differs by layer, and Transformers cannot check the lists that `yarn` would need. With `linear`,
+**Pairs that are never rotated** (Gemma 4, LFM 3) remain unrotated. Gemma 4 can be extended by `linear`, `ntk` and
+`abf`: its head size differs by layer, and Transformers cannot check the lists that `yarn` would need. With `linear`,
 Transformers logs that it does not recognise `factor`, and still divides by it.
 
 **DeepSeek-V4** rotates its values too, so its attention factor is always 1.
 
-**Models that read images** (Qwen-VL, Gemma 3, Llava, Mistral 3) are extended in their text decoder. `mrope_section` is
-kept, the vision tower is not touched, and `load_extended` returns the whole model. Vision models whose positions have
-three parts (Qwen-VL) can be extended for texts by the methods that run in attention; images are refused.
+**Models that read images** (Qwen-VL, Gemma 3, Llava, Mistral 3) are extended in their text decoder. `mrope_section`
+is kept, the vision tower is not touched, and `load_extended` returns the whole model. Vision models whose positions
+have three parts (Qwen-VL) can be extended for texts by the methods that run in attention; images are refused.
 
-**Multi-head latent attention** (DeepSeek, MiniCPM 3, Longcat): most of a head is not rotated, so YaRN's temperature goes
-into the softmax scale and reaches whole logits. Give `attention_factor` to multiply the rotated part alone. With
-`ramp="paper"` and `ramp="harmonic"`, `attention_factor` must be given: these ramps are written as `longrope`, which has no
-key for the softmax scale.
+**Multi-head latent attention** (DeepSeek, MiniCPM 3, Longcat): most of a head is not rotated, so YaRN's temperature
+goes into the softmax scale and reaches whole logits. Give `attention_factor` to multiply the rotated part alone. With
+`ramp="paper"` and `ramp="harmonic"`, `attention_factor` must be given: these ramps are written as `longrope`, which
+has no key for the softmax scale.
 
-**A base model that is already scaled** (Llama 3.1, a YaRN checkpoint) is refused unless `on_scaled="replace"` is given.
+**A base model that is already scaled** (Llama 3.1, a YaRN checkpoint) is refused unless `on_scaled="replace"` is
+given.
 
 ## All model types
 """
@@ -283,11 +284,9 @@ def _command_section(name: str, run: Callable[[Sequence[str]], int | None]) -> s
 def parser_of(run: Callable[[Sequence[str]], int | None]) -> argparse.ArgumentParser:
     """Return the parser of a command, which makes it when it is called."""
     found: list[argparse.ArgumentParser] = []
-    with mock.patch.object(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self)):
-        try:
-            run(["--help"])
-        except SystemExit:
-            pass
+    keep = mock.patch.object(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self))
+    with keep, contextlib.suppress(SystemExit):
+        run(["--help"])
     return found[0]
 
 
