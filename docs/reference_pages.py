@@ -22,6 +22,7 @@ from hf_posenc.methods.base import (
     StagedMethod,
     StaticMethod,
 )
+from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import methods
 from hf_posenc.spec import RopeSpec
 
@@ -30,8 +31,9 @@ _SPEC = RopeSpec(rotary_dim=128, rope_theta=10000.0, original_max_position_embed
 _KINDS: dict[str, tuple[type[Method], str]] = {
     "Static methods": (
         StaticMethod,
-        "A static method gives each pair of features a new frequency, which is the same for every token. It is written "
-        "to `config.json` in the words of Transformers, so a saved checkpoint runs where hf_posenc is not installed.",
+        "A static method gives each pair of features a new frequency, which is the same for every token of a forward "
+        "pass. It is written to `config.json` in the form that Transformers reads, so a saved checkpoint runs where "
+        "hf_posenc is not installed.",
     ),
     "Staged methods": (
         StagedMethod,
@@ -168,7 +170,9 @@ def _summary_table(classes: Iterable[type[Method]]) -> str:
 
 
 def _method_section(cls: type[Method]) -> str:
-    parts = [f"### `{cls.name}` {{ #{cls.name} }}\n", cls.summary + "\n", cls.explanation + "\n"]
+    parts = [f"### `{cls.name}` {{ #{cls.name} }}\n", cls.summary + "\n"]
+    if not cls.instead_of_rope:
+        parts.append(cls.explanation + "\n")
     if cls.formula:
         parts.append(f"$$\n{cls.formula}\n$$\n")
     if cls.symbols:
@@ -178,15 +182,20 @@ def _method_section(cls: type[Method]) -> str:
     parts.append(f"```python\npatch_model(model, {', '.join(arguments)})\n```\n")
     if options := cls.option_fields():
         rows = [
-            (f"`{name}`", _default(field.default), _sentence(field.metadata["help"])) for name, field in options.items()
+            (f"`{name}`", _default(field.default), _ended(field.metadata["help"])) for name, field in options.items()
         ]
         parts.append(_table(("option", "default", "meaning"), rows))
     else:
         parts.append("It has no options.\n")
     facts = [("Other names", ", ".join(f"`{alias}`" for alias in cls.aliases))]
     facts += [("Of use without fine-tuning", _zero_shot(cls))]
-    facts += [("Texts up to the original length", "" if cls.is_encoding else cls.on_short_texts)]
-    facts += [("KV cache", cls.kv_cache), ("On disk", _on_disk(cls)), ("Source", _linked(cls.paper))]
+    if issubclass(cls, InPlaceOfRope):
+        facts += [("How positions enter", cls.explanation), ("Absolute or relative", cls.absolute_or_relative)]
+        facts += [("What is trained", cls.trained), ("Longer texts than in training", cls.extrapolates)]
+        facts += [("Whether a KV cache stays right", cls.kv_cache)]
+    else:
+        facts += [("Texts up to the original length", cls.on_short_texts), ("KV cache", cls.kv_cache)]
+    facts += [("On disk", _on_disk(cls)), ("Source", _linked(cls.paper))]
     parts += ["".join(f"{term}\n:   {text}\n\n" for term, text in facts if text)]
     return "\n".join(parts)
 
@@ -242,6 +251,11 @@ def _zero_shot(cls: type[Method]) -> str:
     if not cls.zero_shot:
         return "no"
     return "depends on its options" if cls.needs_options else "yes"
+
+
+def _ended(text: str) -> str:
+    """Return a help text with a full stop; it may begin with a value, so its first letter stays."""
+    return text if text.endswith(".") else f"{text}."
 
 
 def _sentence(text: str) -> str:
@@ -309,8 +323,8 @@ def _entry(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     off = [one for one in parser._actions if is_negation(one) and one.dest == action.dest]
     names = [*action.option_strings, *(flag for one in off for flag in one.option_strings)]
     said = ", ".join(f"`{flag}{values}`" for flag in names) or f"`{action.metavar or action.dest.upper()}`"
-    text = _in_markdown(re.sub(r"\s+", " ", action.help or "").strip())
-    text = _sentence(text.rstrip(".")) if text else "An option of TrainingArguments."
+    text = _in_markdown(re.sub(r"\s+", " ", action.help or "").strip().replace("%%", "%"))
+    text = _ended(text) if text else "See TrainingArguments."
     if action.option_strings and action.required:
         text += " Required."
     elif action.option_strings and action.default not in (None, False, [], "", argparse.SUPPRESS):
