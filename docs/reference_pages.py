@@ -67,6 +67,23 @@ The column *without fine-tuning* says whether the method is of use on a model th
 *rope_type* says what `config.json` contains; *manifest* means that `config.json` does not change, and that the method
 is in `context_extension.json`, which only hf_posenc reads (see [Records and files](records.md)).
 """
+_REQUESTS = """\
+## Presets and rope_scaling dictionaries
+
+Two other requests name a method, its factor and its options.
+
+A **preset** is how a published checkpoint is extended: `patch_model(model, preset="qwen2.5-yarn-4x")` or `--preset
+qwen2.5-yarn-4x`. `hf-posenc presets` lists all presets, and `hf-posenc presets --checkpoints` lists what published
+checkpoints were trained on and how they are already extended, each number with its source.
+
+A **rope_scaling dictionary** from a vLLM command, a LLaMA-Factory or Axolotl config or a model card is taken as it is:
+`patch_model(model, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768})`, or
+`--rope-scaling` with the dictionary as JSON. `extend_config` takes it too, and for `hf-posenc compare` it is one more
+row. The dictionary must say how far the model is extended, by its `factor`, unless a length is given beside it. It must
+agree with whatever else is given, and with the model's own `rope_theta`. The rope type `dynamic` of a dictionary is the
+method `dynamic` with `scope="sequence"`. For each kind of dictionary, a test compares the result with a model that
+Transformers builds from the same dictionary.
+"""
 _SYMBOLS_LEAD = """\
 The formulas on this page use these symbols. In the unpatched model, pair $i$ of a query at position $m$ is rotated by
 the angle $m \\theta_i$, and pair $i$ of a key at position $n$ by $n \\theta_i$.
@@ -153,6 +170,7 @@ def methods_page() -> str:
     ]
     parts += ["## Symbols\n", _SYMBOLS_LEAD]
     parts += [_table(("symbol", "meaning"), ((f"${symbol}$", meaning) for symbol, meaning in SYMBOLS.items()))]
+    parts.append(_REQUESTS)
     for title, (kind, lead) in _KINDS.items():
         parts += [f"## {title}\n", f"{lead}\n"]
         parts += [_method_section(cls) for cls in found.values() if issubclass(cls, kind)]
@@ -217,7 +235,7 @@ def _on_disk(cls: type[Method]) -> str:
     }
     shown = json.dumps(parameters).replace('"...', "...").replace('..."', "...")
     said = f"`rope_parameters` of `config.json`, at 4 times 4,096 tokens with 128 features in a head: `{shown}`"
-    other = f". Written as {cls.on_disk}" if "(" in cls.on_disk else ""
+    other = f". By option: {cls.on_disk}" if "(" in cls.on_disk else ""
     return f"{said}{other}."
 
 
