@@ -22,6 +22,7 @@ from hf_posenc.methods.base import (
     StagedMethod,
     StaticMethod,
 )
+from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import methods
 from hf_posenc.spec import RopeSpec
 
@@ -30,8 +31,9 @@ _SPEC = RopeSpec(rotary_dim=128, rope_theta=10000.0, original_max_position_embed
 _KINDS: dict[str, tuple[type[Method], str]] = {
     "Static methods": (
         StaticMethod,
-        "A static method gives each pair of features a new frequency, which is the same for every token. It is written "
-        "to `config.json` in the words of Transformers, so a saved checkpoint runs where hf_posenc is not installed.",
+        "A static method gives each pair of features a new frequency, which is the same for every token of a forward "
+        "pass. It is written to `config.json` in the form that Transformers reads, so a saved checkpoint runs where "
+        "hf_posenc is not installed.",
     ),
     "Staged methods": (
         StagedMethod,
@@ -64,6 +66,23 @@ _TABLE_LEAD = """\
 The column *without fine-tuning* says whether the method is of use on a model that is not trained further. The column
 *rope_type* says what `config.json` contains; *manifest* means that `config.json` does not change, and that the method
 is in `context_extension.json`, which only hf_posenc reads (see [Records and files](records.md)).
+"""
+_REQUESTS = """\
+## Presets and rope_scaling dictionaries
+
+Two other requests name a method, its factor and its options.
+
+A **preset** is how a published checkpoint is extended: `patch_model(model, preset="qwen2.5-yarn-4x")` or `--preset
+qwen2.5-yarn-4x`. `hf-posenc presets` lists all presets, and `hf-posenc presets --checkpoints` lists what published
+checkpoints were trained on and how they are already extended, each number with its source.
+
+A **rope_scaling dictionary** from a vLLM command, a LLaMA-Factory or Axolotl config or a model card is taken as it is:
+`patch_model(model, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768})`, or
+`--rope-scaling` with the dictionary as JSON. `extend_config` takes it too, and for `hf-posenc compare` it is one more
+row. The dictionary must say how far the model is extended, by its `factor`, unless a length is given beside it. It must
+agree with whatever else is given, and with the model's own `rope_theta`. The rope type `dynamic` of a dictionary is the
+method `dynamic` with `scope="sequence"`. For each kind of dictionary, a test compares the result with a model that
+Transformers builds from the same dictionary.
 """
 _SYMBOLS_LEAD = """\
 The formulas on this page use these symbols. In the unpatched model, pair $i$ of a query at position $m$ is rotated by
@@ -151,6 +170,7 @@ def methods_page() -> str:
     ]
     parts += ["## Symbols\n", _SYMBOLS_LEAD]
     parts += [_table(("symbol", "meaning"), ((f"${symbol}$", meaning) for symbol, meaning in SYMBOLS.items()))]
+    parts.append(_REQUESTS)
     for title, (kind, lead) in _KINDS.items():
         parts += [f"## {title}\n", f"{lead}\n"]
         parts += [_method_section(cls) for cls in found.values() if issubclass(cls, kind)]
@@ -168,7 +188,9 @@ def _summary_table(classes: Iterable[type[Method]]) -> str:
 
 
 def _method_section(cls: type[Method]) -> str:
-    parts = [f"### `{cls.name}` {{ #{cls.name} }}\n", cls.summary + "\n", cls.explanation + "\n"]
+    parts = [f"### `{cls.name}` {{ #{cls.name} }}\n", cls.summary + "\n"]
+    if not cls.instead_of_rope:
+        parts.append(cls.explanation + "\n")
     if cls.formula:
         parts.append(f"$$\n{cls.formula}\n$$\n")
     if cls.symbols:
@@ -178,15 +200,20 @@ def _method_section(cls: type[Method]) -> str:
     parts.append(f"```python\npatch_model(model, {', '.join(arguments)})\n```\n")
     if options := cls.option_fields():
         rows = [
-            (f"`{name}`", _default(field.default), _sentence(field.metadata["help"])) for name, field in options.items()
+            (f"`{name}`", _default(field.default), _ended(field.metadata["help"])) for name, field in options.items()
         ]
         parts.append(_table(("option", "default", "meaning"), rows))
     else:
         parts.append("It has no options.\n")
     facts = [("Other names", ", ".join(f"`{alias}`" for alias in cls.aliases))]
     facts += [("Of use without fine-tuning", _zero_shot(cls))]
-    facts += [("Texts up to the original length", "" if cls.is_encoding else cls.on_short_texts)]
-    facts += [("KV cache", cls.kv_cache), ("On disk", _on_disk(cls)), ("Source", _linked(cls.paper))]
+    if issubclass(cls, InPlaceOfRope):
+        facts += [("How positions enter", cls.explanation), ("Absolute or relative", cls.absolute_or_relative)]
+        facts += [("What is trained", cls.trained), ("Longer texts than in training", cls.extrapolates)]
+        facts += [("Whether a KV cache stays right", cls.kv_cache)]
+    else:
+        facts += [("Texts up to the original length", cls.on_short_texts), ("KV cache", cls.kv_cache)]
+    facts += [("On disk", _on_disk(cls)), ("Source", _linked(cls.paper))]
     parts += ["".join(f"{term}\n:   {text}\n\n" for term, text in facts if text)]
     return "\n".join(parts)
 
@@ -208,7 +235,7 @@ def _on_disk(cls: type[Method]) -> str:
     }
     shown = json.dumps(parameters).replace('"...', "...").replace('..."', "...")
     said = f"`rope_parameters` of `config.json`, at 4 times 4,096 tokens with 128 features in a head: `{shown}`"
-    other = f". Written as {cls.on_disk}" if "(" in cls.on_disk else ""
+    other = f". By option: {cls.on_disk}" if "(" in cls.on_disk else ""
     return f"{said}{other}."
 
 
@@ -242,6 +269,11 @@ def _zero_shot(cls: type[Method]) -> str:
     if not cls.zero_shot:
         return "no"
     return "depends on its options" if cls.needs_options else "yes"
+
+
+def _ended(text: str) -> str:
+    """Return a help text with a full stop; it may begin with a value, so its first letter stays."""
+    return text if text.endswith(".") else f"{text}."
 
 
 def _sentence(text: str) -> str:
@@ -309,8 +341,8 @@ def _entry(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
     off = [one for one in parser._actions if is_negation(one) and one.dest == action.dest]
     names = [*action.option_strings, *(flag for one in off for flag in one.option_strings)]
     said = ", ".join(f"`{flag}{values}`" for flag in names) or f"`{action.metavar or action.dest.upper()}`"
-    text = _in_markdown(re.sub(r"\s+", " ", action.help or "").strip())
-    text = _sentence(text.rstrip(".")) if text else "An option of TrainingArguments."
+    text = _in_markdown(re.sub(r"\s+", " ", action.help or "").strip().replace("%%", "%"))
+    text = _ended(text) if text else "See TrainingArguments."
     if action.option_strings and action.required:
         text += " Required."
     elif action.option_strings and action.default not in (None, False, [], "", argparse.SUPPRESS):

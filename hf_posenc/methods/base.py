@@ -105,7 +105,9 @@ class Method(abc.ABC):
         summary: One plain sentence.
         formula: Its definition in LaTeX, with the symbols of ``SYMBOLS``; shown in the documentation. Empty for none.
         symbols: What else the formula's symbols mean, in sentences with LaTeX between dollar signs; empty for nothing.
-        explanation, on_short_texts, kv_cache: See ``Words``.
+        explanation: What it does and why that helps.
+        on_short_texts: What texts up to the original length pay for it.
+        kv_cache: Whether a KV cache stays right.
         on_disk: How a checkpoint says it, in words.
         rope_type: The ``rope_type`` of Transformers that is read back as this method; None if none is.
         rope_keys: Of such ``rope_parameters``, the keys that Transformers reads besides base and original length.

@@ -64,11 +64,11 @@ class Yarn(YarnOptions, StaticMethod):
     )
     symbols: ClassVar[str] = (
         r"$\alpha$ is the option beta_slow, $\beta$ is beta_fast, and $j(r)$ is the index of the pair that makes "
-        r"$r$ rotations over $L$ tokens; with truncate, $j(\beta)$ is rounded down and $j(\alpha)$ up, and both "
-        r"are held between 0 and $d - 1$. With ramp='harmonic', $\theta'_i = \theta_i / (\rho_i s + 1 - \rho_i)$. "
-        r"With ramp='paper', $\theta'_i$ is that of ntk_by_parts. The option attention_factor replaces $a$; mscale "
-        r"and mscale_all_dim, given together as $p$ and $q$, replace it by $(0.1 p \ln s + 1) / (0.1 q \ln s + "
-        r"1)$."
+        r"$r$ rotations over $L$ tokens; with truncate, $j(\beta)$ is rounded down and $j(\alpha)$ up; $j(\beta)$ "
+        r"is at least 0 and $j(\alpha)$ at most $d - 1$. With ramp='harmonic', $\theta'_i = \theta_i / (\rho_i s + "
+        r"1 - \rho_i)$. With ramp='paper', $\theta'_i$ is that of ntk_by_parts. The option attention_factor "
+        r"replaces $a$; mscale and mscale_all_dim, given together as $p$ and $q$, replace it by $(0.1 p \ln s + 1) "
+        r"/ (0.1 q \ln s + 1)$."
     )
     explanation: ClassVar[str] = (
         "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
