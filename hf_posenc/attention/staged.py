@@ -10,7 +10,7 @@ import torch
 from hf_posenc.methods.base import Frequencies, StagedMethod, plain_frequencies
 from hf_posenc.spec import RopeSpec
 
-# Stage 0 is the original length; each later one is this share of it long, unless another is given. Measured: README.
+# Stage 0 is the original length; each later one is this share of it long, unless another is given. Measured: docs/pages/results.
 DEFAULT_STAGE = 0.25
 
 

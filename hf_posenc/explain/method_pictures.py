@@ -265,8 +265,8 @@ def draw_spirals(spec: RopeSpec) -> Picture:
     plots = [_spiral(pair, float(inv_freq[pair])) for pair in pairs]
     caption = (
         f"What becomes of the features (1, 0) of a pair at the positions 0 to {_TOKENS - 1}, base {spec.rope_theta:g}: "
-        "they go round a circle, each pair at its own speed. Dots are tokens. A score sees only how far one dot has "
-        "is rotated from another, so it depends on the distance and not on the position."
+        "they go round a circle, each pair at its own speed. Dots are tokens. A score depends only on the angle "
+        "between two dots, so it depends on the distance and not on the position."
     )
     drawing = draw_grid(plots, len(pairs), aspect=1.25, projection="3d")
     return Picture("rope_spirals", "RoPE: pairs as spirals", caption, drawing)

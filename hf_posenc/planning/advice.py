@@ -10,7 +10,7 @@ from hf_posenc.planning.training_options import ADAPTERS, LORA, LORA_4BIT, POSE,
 from hf_posenc.training.recipes import ONE_STAGE_FACTOR
 from hf_posenc.utils.units import length_name
 
-# Factors up to this were measured to be of use without training (README, "Longer, without a price for short texts").
+# Factors up to this were measured to be of use without training (docs/pages/results/zero-shot.md).
 ZERO_SHOT_FACTOR = 4.0
 # Of the methods without training the one for every length; as long as nothing is trained, too.
 ZERO_SHOT_METHOD = "dynamic_yarn"

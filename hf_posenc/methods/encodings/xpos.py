@@ -107,8 +107,8 @@ class Xpos(RopeOptions):
     )
     trained: ClassVar[str] = "None."
     extrapolates: ClassVar[str] = (
-        "Better than RoPE: by the time slow pairs come to new angles, their part of the score has faded. What is far "
-        "away is lost with it."
+        "Better than RoPE: the part of the fast pairs in the score fades with the distance, so far tokens weigh less "
+        "than in RoPE."
     )
     properties: ClassVar[tuple[tuple[str, str], ...]] = (
         ("The decay of each pair is that of torchscale's code.", "test_xpos_decay_is_torchscales_buffer"),
