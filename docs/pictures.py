@@ -1,12 +1,17 @@
-"""The pictures of the documentation, as SVG: of encodings and methods by the package, of measurements from records."""
+"""The pictures of the documentation, as SVG: of encodings and methods by the package, of measurements from records.
+
+python docs/pictures.py --readme    # draws .github/images/perplexity.svg again
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from result_pictures import readme_svg, result_pictures  # beside this file, which scripts/docs puts on the path
 
 from hf_posenc.attention.staged import Stages
 from hf_posenc.explain.canvas import HeatMap, Picture, draw_heat_maps
@@ -18,8 +23,9 @@ from hf_posenc.methods.dynamic_yarn import DynamicYarn
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.report.frequencies import PairRule
 from hf_posenc.report.plot import Drawing
+from hf_posenc.utils.files import write_whole
 
-RECORDS = Path(__file__).parent / "records"
+README_PICTURE = Path(__file__).parents[1] / ".github" / "images" / "perplexity.svg"
 TARGET = round(FACTOR * LLAMA_2.original_max_position_embeddings)
 _CELLS = 128  # of a row and a column of a heat map
 
@@ -29,6 +35,8 @@ def draw_all(folder: Path) -> None:
     folder.mkdir(parents=True)
     for picture in (*gallery_pictures(), *yarn_pictures(), draw_key_scales()):
         _write(folder, picture.slug, picture.drawing)
+    for name, drawing in result_pictures():
+        _write(folder, name, drawing)
 
 
 def yarn_pictures() -> list[Picture]:
@@ -74,3 +82,10 @@ def _write(folder: Path, name: str, drawing: Drawing) -> None:
     (folder / f"{name}.svg").write_bytes(drawing.svg)
     if drawing.narrow:
         (folder / f"{name}.narrow.svg").write_bytes(drawing.narrow)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--readme"]:
+        raise SystemExit("usage: python docs/pictures.py --readme")
+    README_PICTURE.parent.mkdir(exist_ok=True)
+    write_whole(README_PICTURE, readme_svg())

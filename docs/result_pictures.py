@@ -1,0 +1,136 @@
+"""The pictures of the results, drawn from docs/records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from measured import read_rows
+
+from hf_posenc.methods.registry import methods
+from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK, INK, PLAIN, Look, numbered_look
+from hf_posenc.report.page import inline_svg
+from hf_posenc.report.plot import Chart, Drawing, Line, draw, draw_chart, length_ticks, new_figure
+from hf_posenc.utils.units import ContextLength
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ZERO_SHOT = "smollm2-zero-shot-2x.jsonl"
+SHOWN = ("unpatched", "ntk", "yarn", "dynamic_yarn", "dca")  # linear is far above, the others lie on these
+SHOWN_OF_STUDY = ("rerope", "dynamic_yarn", "ntk", "yarn", "yarn, LoRA", "no scaling", "linear")
+PERPLEXITY = "perplexity, lower is better"
+
+
+def result_pictures() -> Iterator[tuple[str, Drawing]]:
+    """Return the name and the drawing of every picture of the results."""
+    yield "smollm2_zero_shot", draw_chart(zero_shot_chart())
+    rows = [
+        row for row in read_rows("smollm2-zero-shot-4x.csv") if row["name"] != "linear" and "growth" not in row["name"]
+    ]
+    title = "SmolLM2-135M reads Persuasion, factor 4, no training"
+    yield "smollm2_factor_4", draw_chart(_by_length(rows, title, "8k", "trained on 8k"))
+    title = "Tiny model of the demo, factor 4"
+    yield "demo", draw_chart(_by_length(read_rows("demo.csv"), title, "256", "trained on 256"))
+    title = "Trained with each encoding, 256 tokens at a time"
+    yield "encodings", draw_chart(_by_length(read_rows("encodings.csv"), title, "256", "trained on 256"))
+    yield "study_budget", draw_chart(_study_chart())
+    yield (
+        "smollm2_passkey",
+        draw(partial(_passkey_maps, (1, 4), (7.6, 2.2)), partial(_passkey_maps, (4, 1), (3.4, 6.4))),
+    )
+
+
+def zero_shot_chart() -> Chart:
+    """Return the chart of perplexity by length, with and without the most different methods."""
+    rows = [row for row in read_rows(ZERO_SHOT) if row["name"] in SHOWN]
+    return _by_length(rows, "SmolLM2-135M reads Persuasion, factor 2, no training", "8k", "trained on 8k")
+
+
+def readme_svg() -> str:
+    """Return the first picture as a file that follows the light or dark theme of the page that it is in."""
+    svg = str(inline_svg(draw_chart(zero_shot_chart()).svg.decode(), "readme"))
+    end = svg.index(">") + 1
+    style = f"<style>{_theme('#1f2328', '#ffffff', COLOURS)}\n"
+    style += f"@media (prefers-color-scheme: dark) {{ {_theme('#e6edf3', '#0d1117', COLOURS_ON_DARK)} }}</style>"
+    return f"<svg{svg[:end]}\n{style}{svg[end:]}".rstrip() + "\n"
+
+
+def _theme(ink: str, paper: str, colours: Sequence[str]) -> str:
+    named = " ".join(f"--c{number}: {colour};" for number, colour in enumerate(colours))
+    return f"svg {{ color: {ink}; --paper: {paper}; {named} }}"
+
+
+def _by_length(rows: Sequence[dict[str, str]], title: str, trained: str, words: str) -> Chart:
+    """Return the chart of rows whose columns are lengths; other columns are left out."""
+    lengths = {column: ContextLength(column) for column in rows[0] if column != "name" and "/" not in column}
+    lines = []
+    for row in rows:
+        measured = [column for column in lengths if row[column]]
+        values = [float(row[column]) for column in measured]
+        lines.append(
+            Line(_label(row, measured[-1]), [lengths[column] for column in measured], values, _look(row["name"]))
+        )
+    ticks, mark = length_ticks(list(lengths.values())), (lengths[trained], words)
+    return Chart(title, "tokens read", PERPLEXITY, lines, ticks, [mark])
+
+
+def _label(row: dict[str, str], last: str) -> str:
+    return f"{row['name']}  {row[last]}"
+
+
+def _look(name: str) -> Look:
+    """Return how a method is drawn in reports too; a second row of it has other dashes, a trained one is bold."""
+    known = {**{key: cls.look for key, cls in methods().items()}, "no scaling": len(methods())}
+    word = next((word for word in sorted(known, key=len, reverse=True) if name.startswith(word)), None)
+    if word is None:
+        return PLAIN
+    if name.endswith("fine-tuned"):
+        return numbered_look(known[word])._replace(bold=True)
+    return numbered_look(known[word], variant=int(name != word))._replace(fill="none" if name == word else "left")
+
+
+def _study_chart() -> Chart:
+    """Return perplexity at 1024 tokens by the tokens of fine-tuning; what is far above the others begins outside."""
+    rows = read_rows("study-budget-4x.csv", at="1024")
+    budgets = [column for column in rows[0] if column != "name"]
+    lines = []
+    for row in rows:
+        points = [(at, float(row[budget])) for at, budget in enumerate(budgets) if row[budget]]
+        points = [(at, value) for at, value in points if value < 62]
+        if row["name"] in SHOWN_OF_STUDY:
+            lines.append(Line(row["name"], *map(list, zip(*points, strict=True)), _look(row["name"])))
+        elif "from the start" in row["name"]:
+            everywhere = list(range(len(budgets)))
+            lines.append(Line(row["name"], everywhere, [points[0][1]] * len(budgets), Look(INK, "", "dashed")))
+    ticks = [(float(at), budget) for at, budget in enumerate(budgets)]
+    title = "256 to 1024 tokens: perplexity at 1024 tokens of the held-out novel"
+    return Chart(title, "tokens of fine-tuning", "perplexity; above 62 is not shown", lines, ticks, log_x=False)
+
+
+def _passkey_maps(grid: tuple[int, int], size: tuple[float, float]) -> Figure:
+    """Draw which passkeys were answered right: filled squares."""
+    rows = read_rows("smollm2-passkey-map.csv")
+    lengths = [column for column in rows[0] if column not in ("name", "scored", "depth")]
+    kinds = list(dict.fromkeys((row["name"], row["scored"]) for row in rows))
+    figure = new_figure(size)
+    for axes, (name, scored) in zip(figure.subplots(*grid, squeeze=False).flat, kinds, strict=True):
+        chosen = [row for row in rows if (row["name"], row["scored"]) == (name, scored)]
+        for y, row in enumerate(chosen):
+            for x, length in enumerate(lengths):
+                _draw_answer(axes, x, y, row[length] == "1", numbered_look(methods()[name].look or 0).colour)
+        axes.set_xticks(range(len(lengths)), lengths)
+        axes.set_yticks(range(len(chosen)), [f"{row['depth']} %" for row in chosen])
+        axes.set(xlim=(-0.6, len(lengths) - 0.4), ylim=(len(chosen) - 0.4, -0.6), aspect="equal")
+        axes.set_title(f"{name}\n{scored}")
+    figure.supylabel("depth", fontsize=9)
+    figure.supxlabel("tokens read; a filled square is a right answer", fontsize=9)
+    return figure
+
+
+def _draw_answer(axes: Any, x: int, y: int, right: bool, colour: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    face = colour if right else "none"
+    axes.add_patch(Rectangle((x - 0.42, y - 0.42), 0.84, 0.84, facecolor=face, edgecolor=colour, linewidth=1))
