@@ -44,8 +44,6 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     """Write formulas as MathML and put pictures into the page, so that their colours follow its theme."""
     content = _FORMULA.sub(_math, content)
-    content = content.replace(
-    )  # scrolls by keyboard
     folder = Path(config.docs_dir) / "pictures"
     return _PICTURE.sub(lambda found: _figure(folder, found[2], found[1]), content)
 

@@ -2,22 +2,363 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from unittest import mock
+
+from hf_posenc.cli.main import COMMANDS
+from hf_posenc.cli.shared_arguments import examples_in, first_line
+from hf_posenc.families.family_data import attention_capabilities, capabilities, table_version
+from hf_posenc.families.refusals import Refusal
+from hf_posenc.methods.base import (
+    ENCODING_MARK,
+    SYMBOLS,
+    DistanceMethod,
+    Encoding,
+    Method,
+    StagedMethod,
+    StaticMethod,
+)
+from hf_posenc.methods.registry import methods
+from hf_posenc.spec import RopeSpec
+
+# The model that the examples of rope_parameters are of.
+_SPEC = RopeSpec(rotary_dim=128, rope_theta=10000.0, original_max_position_embeddings=4096)
+_KINDS: dict[str, tuple[type[Method], str]] = {
+    "Static methods": (
+        StaticMethod,
+        "A static method gives each pair of features a new frequency, which is the same for every token. It is written "
+        "to `config.json` in the words of Transformers, so a saved checkpoint runs where hf_posenc is not installed.",
+    ),
+    "Staged methods": (
+        StagedMethod,
+        "A staged method uses a static method at a factor that depends on the position of the query. It runs in "
+        "hf_posenc's attention implementation. Up to the original length, the extended model gives the logits of the "
+        "unpatched one.",
+    ),
+    "Distance methods": (
+        DistanceMethod,
+        "A distance method keeps the frequencies of the model and changes the distances between a query and the keys "
+        "that are far from it. It runs in hf_posenc's attention implementation.",
+    ),
+    "Encodings in place of RoPE": (
+        Encoding,
+        "An encoding takes the place of the model's RoPE. A model that was trained with RoPE must be trained with the "
+        "encoding before it is of use.",
+    ),
+}
+_METHODS_LEAD = """\
+# Methods
+
+This page is made from the methods that are registered in the package. `hf-posenc methods` prints this list in a
+terminal. [Choosing a method](../start/choosing-a-method.md) says which one to take.
+
+`patch_model(model, NAME, factor=4)` and `hf-posenc patch MODEL OUTPUT --method NAME --factor 4` extend a model by the
+method `NAME`. The factor is the target length divided by the original length. Options are keyword arguments in Python;
+on the command line they follow `--option`, as in `--option beta_fast=16 ramp=paper`.
+"""
+_TABLE_LEAD = """\
+The column *without fine-tuning* says whether the method is of use on a model that is not trained further. The column
+*rope_type* says what `config.json` contains; *manifest* means that `config.json` does not change, and that the method
+is in `context_extension.json`, which only hf_posenc reads (see [Records and files](records.md)).
+"""
+_SYMBOLS_LEAD = """\
+The formulas on this page use these symbols. In the unpatched model, pair $i$ of a query at position $m$ is rotated by
+the angle $m \\theta_i$, and pair $i$ of a key at position $n$ by $n \\theta_i$.
+"""
+_COMMANDS_LEAD = """\
+# Command line
+
+This page is made from the parsers of the commands. `hf-posenc COMMAND --help` prints the same text, and
+`hf-posenc --version` prints the version.
+
+- `MODEL` is a name on the Hugging Face Hub, a folder or a `.gguf` file.
+- Lengths and budgets in tokens can be written with `k` and `M`. For lengths, `32k` is 32 times 1,024, which is 32,768
+  tokens; for budgets, `1M` is 1,000,000 tokens.
+- A flag can be written with hyphens or underscores, and can be shortened while it remains unambiguous.
+- The exit code is 0 when a command has done its work, 2 after a mistake in the request, with one message on stderr,
+  and 130 after Ctrl-C. `hf-posenc doctor` also exits with 1 if something is wrong with the checkpoint.
+- Every command takes `--traceback`, which shows where an error came from.
+- `python -m hf_posenc COMMAND` is the same program.
+"""
+_FAMILIES_LEAD = """\
+# Model families
+
+hf_posenc extends causal language models whose attention layers rotate queries and keys (RoPE). This page lists every
+causal language model type of Transformers {version}; the model type is the value of `model_type` in `config.json`.
+The list is made from a table in the package, and a test holds each row of the table against a small random model of
+that type.
+
+Of the {all} model types, {extended} can be extended, and {refused} are refused. A refused model raises
+`UnsupportedModelError` with the reason, and nothing is changed.
+
+Of the {extended} model types that can be extended, {both} can also be extended by the methods that run in hf_posenc's
+attention implementation: {names}. The other {static_only} cannot be extended by these
+methods.
+
+`hf-posenc methods --families` prints this list. `hf-posenc doctor PATH` says which model type a checkpoint has.
+
+## What the tests check
+
+For every model type that can be extended, a test builds a small random model, extends it, and compares its logits, to
+the bit, with those of the model that Transformers itself builds from the extended config. Then the test saves the
+model, loads it with Transformers alone, and removes the extension again.
+
+For the model types that also take the methods in attention, another test feeds each model a whole text, the text in
+chunks, and token by token, and compares the result with the YaRN model that Transformers builds. MiniMax is tested
+with whole texts only, because its own cache is not exact.
+
+## What differs between families
+
+**Layer types with rotary settings of their own** (Gemma 3, OLMo 3, ModernBERT): only full-attention layers are
+extended. Where only layers with a sliding window or layers in chunks are rotary (Cohere 2, EXAONE 4, Llama 4), there
+is nothing to extend, and the model is refused.
+
+**Pairs that are never rotated** (Gemma 4, LFM 3) remain unrotated. Gemma 4 can be extended by `linear`, `ntk` and
+`abf`: its head size differs by layer, and Transformers cannot check the lists that `yarn` would need. With `linear`,
+Transformers logs that it does not recognise `factor`, and still divides by it.
+
+**DeepSeek-V4** rotates its values too, so its attention factor is always 1.
+
+**Models that read images** (Qwen-VL, Gemma 3, Llava, Mistral 3) are extended in their text decoder. `mrope_section`
+is kept, the vision tower is not touched, and `load_extended` returns the whole model. Vision models whose positions
+have three parts (Qwen-VL) can be extended for texts by the methods that run in attention; images are refused.
+
+**Multi-head latent attention** (DeepSeek, MiniCPM 3, Longcat): most of a head is not rotated, so YaRN's temperature
+goes into the softmax scale and reaches whole logits. Give `attention_factor` to multiply the rotated part alone. With
+`ramp="paper"` and `ramp="harmonic"`, `attention_factor` must be given: these ramps are written as `longrope`, which
+has no key for the softmax scale.
+
+**A base model that is already scaled** (Llama 3.1, a YaRN checkpoint) is refused unless `on_scaled="replace"` is
+given.
+
+## All model types
+"""
 
 
 def methods_page() -> str:
     """Return the page of all methods, from the registry."""
-    return "# Methods\n"
+    found = methods()
+    encodings = [cls for cls in found.values() if cls.is_encoding]
+    others = [cls for cls in found.values() if not cls.is_encoding]
+    parts = [_METHODS_LEAD, "## Summary\n", _TABLE_LEAD, _summary_table(others)]
+    parts += [
+        "These encodings take the place of RoPE in a model that is trained with them:\n",
+        _summary_table(encodings),
+    ]
+    parts += ["## Symbols\n", _SYMBOLS_LEAD]
+    parts += [_table(("symbol", "meaning"), ((f"${symbol}$", meaning) for symbol, meaning in SYMBOLS.items()))]
+    for title, (kind, lead) in _KINDS.items():
+        parts += [f"## {title}\n", f"{lead}\n"]
+        parts += [_method_section(cls) for cls in found.values() if issubclass(cls, kind)]
+    return "\n".join(parts)
+
+
+def _summary_table(classes: Iterable[type[Method]]) -> str:
+    rows = []
+    for cls in classes:
+        also = "".join(f", `{alias}`" for alias in cls.aliases)
+        on_disk = cls.on_disk.replace("the manifest only", "manifest")
+        name = f"[`{cls.name}`](#{cls.name}){also}"
+        rows.append((name, cls.summary, _zero_shot(cls), on_disk, _linked(cls.paper)))
+    return _table(("method", "what it does", "without fine-tuning", "rope_type", "source"), rows)
+
+
+def _method_section(cls: type[Method]) -> str:
+    parts = [f"### `{cls.name}` {{ #{cls.name} }}\n", cls.summary + "\n", cls.explanation + "\n"]
+    if cls.formula:
+        parts.append(f"$$\n{cls.formula}\n$$\n")
+    if cls.symbols:
+        parts.append(_names_as_code(cls, cls.symbols) + "\n")
+    arguments = [f'"{cls.name}"', *(["factor=4"] if not cls.is_encoding else [])]
+    arguments += [cls.example_options] if cls.example_options else []
+    parts.append(f"```python\npatch_model(model, {', '.join(arguments)})\n```\n")
+    if options := cls.option_fields():
+        rows = [
+            (f"`{name}`", _default(field.default), _sentence(field.metadata["help"])) for name, field in options.items()
+        ]
+        parts.append(_table(("option", "default", "meaning"), rows))
+    else:
+        parts.append("It has no options.\n")
+    facts = [("Other names", ", ".join(f"`{alias}`" for alias in cls.aliases))]
+    facts += [("Of use without fine-tuning", _zero_shot(cls))]
+    facts += [("Texts up to the original length", "" if cls.is_encoding else cls.on_short_texts)]
+    facts += [("KV cache", cls.kv_cache), ("On disk", _on_disk(cls)), ("Source", _linked(cls.paper))]
+    parts += ["".join(f"{term}\n:   {text}\n\n" for term, text in facts if text)]
+    return "\n".join(parts)
+
+
+def _on_disk(cls: type[Method]) -> str:
+    """Return how config.json says a method, on a model of 4,096 tokens and heads of 128 features."""
+    if issubclass(cls, Encoding):
+        return (
+            f'`config.json` gets `"rope_type": "{ENCODING_MARK}{cls.name}"`, which plain Transformers refuses, and '
+            "`context_extension.json` says the rest."
+        )
+    method = cls(4.0, **eval(f"dict({cls.example_options})"))
+    if method.needs_hf_posenc:
+        said = "`context_extension.json`; the `rope_parameters` of `config.json` remain those of the base model."
+        return said + (f" {cls.on_disk[0].upper()}{cls.on_disk[1:]}." if "(" in cls.on_disk else "")
+    parameters = {
+        name: _shortened(value)
+        for name, value in {"rope_theta": _SPEC.rope_theta, **method.rope_parameters(_SPEC)}.items()
+    }
+    shown = json.dumps(parameters).replace('"...', "...").replace('..."', "...")
+    said = f"`rope_parameters` of `config.json`, at 4 times 4,096 tokens with 128 features in a head: `{shown}`"
+    other = f". Written as {cls.on_disk}" if "(" in cls.on_disk else ""
+    return f"{said}{other}."
+
+
+def _shortened(value: object) -> object:
+    """Return a list by its first and last numbers, and other numbers in few digits."""
+    if isinstance(value, list):
+        return [_shortened(value[0]), "...", _shortened(value[-1])]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _names_as_code(cls: type[Method], text: str) -> str:
+    """Return a text with the names of options, and of methods, as code; formulas stay."""
+    names = sorted({*cls.option_fields(), "ntk_by_parts"}, key=len, reverse=True)
+    values = r"(?:='\w+')?"
+    pattern = re.compile(rf"(\$[^$]*\$)|\b(?:{'|'.join(names)})\b{values}")
+    plain = {"window", "group", "leak", "stage", "base"}  # words too: names after "option" only
+
+    def marked(found: re.Match[str]) -> str:
+        if found[1] or (found[0] in plain and not text[: found.start()].endswith("option ")):
+            return found[0]
+        return "`" + found[0].replace("'", '"') + "`"
+
+    return pattern.sub(marked, text)
+
+
+def _default(value: object) -> str:
+    return f"`{value!r}`".replace("'", '"')
+
+
+def _zero_shot(cls: type[Method]) -> str:
+    if not cls.zero_shot:
+        return "no"
+    return "depends on its options" if cls.needs_options else "yes"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _linked(paper: str) -> str:
+    """Return a source with links to arXiv and GitHub."""
+    paper = re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", paper)
+    return re.sub(r"(?<![/\w])(github\.com/\S+?)(?=[,;)]|$)", r"[\1](https://\1)", paper)
 
 
 def command_line_page() -> str:
     """Return the page of all commands, from their parsers."""
-    return "# Command line\n"
+    rows = [(f"[`hf-posenc {name}`](#{name})", first_line(run.__doc__)) for name, run in COMMANDS.items()]
+    parts = [_COMMANDS_LEAD, _table(("command", "what it does"), rows)]
+    return "\n".join([*parts, *(_command_section(name, run) for name, run in COMMANDS.items())])
+
+
+def _command_section(name: str, run: Callable[[Sequence[str]], int | None]) -> str:
+    parser = parser_of(run)
+    parts = [f"## `hf-posenc {name}` {{ #{name} }}\n", f"{first_line(run.__doc__)}\n"]
+    parts += [f"```text\n{parser.usage}\n```\n"]
+    if examples := examples_in(run.__doc__):
+        parts += ["```sh\n" + "\n".join(examples) + "\n```\n"]
+    for group in parser._action_groups:
+        actions = [one for one in shown_actions(group) if not {"-h", "--traceback"} & set(one.option_strings)]
+        if not actions:
+            continue
+        title = (group.title or "").replace("``", "`")
+        entries = "".join(_entry(parser, action) for action in actions)
+        if len(actions) > 30:  # TrainingArguments
+            body = "\n".join(f"    {line}" if line else "" for line in entries.splitlines())
+            parts.append(f'??? note "{title}"\n\n{body}\n')
+        else:
+            parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{entries}")
+    return "\n".join(parts)
+
+
+def parser_of(run: Callable[[Sequence[str]], int | None]) -> argparse.ArgumentParser:
+    """Return the parser of a command, which makes it when it is called."""
+    found: list[argparse.ArgumentParser] = []
+    keep = mock.patch.object(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self))
+    with keep, contextlib.suppress(SystemExit):
+        run(["--help"])
+    return found[0]
+
+
+def shown_actions(group: argparse._ArgumentGroup) -> list[argparse.Action]:
+    """Return the arguments of a group that its help shows, without the second forms of switches."""
+    shown = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
+    return [action for action in shown if not is_negation(action)]
+
+
+def is_negation(action: argparse.Action) -> bool:
+    """Return whether an argument only switches off what another one switches on."""
+    return isinstance(action, argparse._StoreFalseAction)
+
+
+def _entry(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
+    """Return one argument as an item of a definition list."""
+    values = ""
+    if action.nargs not in (0, "?"):
+        values = " " + parser._get_formatter()._format_args(action, action.dest.upper())
+    off = [one for one in parser._actions if is_negation(one) and one.dest == action.dest]
+    names = [*action.option_strings, *(flag for one in off for flag in one.option_strings)]
+    said = ", ".join(f"`{flag}{values}`" for flag in names) or f"`{action.metavar or action.dest.upper()}`"
+    text = _in_markdown(re.sub(r"\s+", " ", action.help or "").strip())
+    text = _sentence(text.rstrip(".")) if text else "An option of TrainingArguments."
+    if action.option_strings and action.required:
+        text += " Required."
+    elif action.option_strings and action.default not in (None, False, [], "", argparse.SUPPRESS):
+        default = " ".join(map(str, action.default)) if isinstance(action.default, list) else action.default
+        text += f" Default: `{getattr(default, 'value', default)}`."
+    return f"{said}\n:   {text}\n\n"
+
+
+def _in_markdown(text: str) -> str:
+    """Return a help text with quoted values and flags as code, and nothing that Markdown or HTML would read."""
+    text = re.sub(r"'(\{.*?\})'", r"`'\1'`", text)
+    parts = re.split(r"(`[^`]*`)", text)
+    for at in range(0, len(parts), 2):
+        part = parts[at].replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        part = re.sub(r"([*_\[\]{}\\|$#])", r"\\\1", part)
+        parts[at] = re.sub(r"(?<![\w-])(--[a-z][\w-]*)", r"`\1`", part)
+    return "".join(parts)
 
 
 def families_page() -> str:
     """Return the page of all model types."""
-    return "# Model families\n"
+    table, attention = capabilities(), attention_capabilities()
+    both = [name for name, refusal in attention.items() if refusal is None]
+    names = [f"[`{name}`](methods.md#{name})" for name, cls in methods().items() if cls(1.0).runs_in_attention]
+    lead = _FAMILIES_LEAD.format(
+        version=table_version(),
+        all=len(table),
+        extended=len(attention),
+        refused=len(table) - len(attention),
+        both=len(both),
+        static_only=len(attention) - len(both),
+        names=", ".join(names),
+    )
+    rows = [_family_row(name, refusal, attention.get(name)) for name, refusal in sorted(table.items())]
+    return lead + "\n" + _table(("model type", "static methods", "methods in attention", "reason"), rows)
+
+
+def _family_row(name: str, refusal: Refusal | None, in_attention: Refusal | None) -> tuple[str, ...]:
+    if refusal is not None:
+        return f"`{name}`", "no", "no", _sentence(_in_markdown(refusal.reason))
+    if in_attention is not None:
+        return f"`{name}`", "yes", "no", _sentence(_in_markdown(in_attention.reason))
+    return f"`{name}`", "yes", "yes", ""
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -7,7 +7,6 @@ on by the difference between the rule's angle and the plain one.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from hf_posenc.attention.rotation import ROTATIONS, RotatedKeys, Rotation, Table
 from hf_posenc.attention.staged import Stages
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.base import DistanceMethod, Extension, StagedMethod
+from hf_posenc.utils.warning import warn_user
 
 
 class RotatingAttention(PositionalAttention[StagedForward]):
@@ -81,10 +81,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         target = round(self.method.factor * self.spec.original_max_position_embeddings)
         if length > target and not self.warned:
             self.warned = True
-            warnings.warn(
-                f"{length} tokens, and {self.method.name} was requested for {target}: it goes on as it did.",
-                stacklevel=2,
-            )
+            warn_user(f"{length} tokens, and {self.method.name} was requested for {target}: it goes on as it did.")
 
     def frequencies(self, stage: int, device: torch.device) -> tuple[torch.Tensor, float]:
         """Return float32 ``inv_freq`` and the attention factor of a stage."""

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def compare(argv: Sequence[str]) -> None:
-    """Measure all methods that suit a model on your own text, with a time estimate first, and recommend one."""
+    """Measure all methods that suit a model on your own text, with a time estimate first, and recommend one.
+
+    Examples:
+        hf-posenc compare MODEL --documents book.txt --context-length 32k --dry-run
+        hf-posenc compare MODEL --documents book.txt --context-length 32k --budget 20m --output r.jsonl
+    """
     known_flags = (CompareConfig, DocumentArguments, ModelArguments)
     given, what, source, loading = parse("compare", compare.__doc__, argv, known_flags, MODEL)
     what.check()

@@ -39,7 +39,11 @@ class DemoArguments:
 
 
 def demo(argv: Sequence[str]) -> None:
-    """Show the full pipeline on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores."""
+    """Show the full pipeline on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores.
+
+    Examples:
+        hf-posenc demo --output-dir demo
+    """
     _, chosen = parse("demo", demo.__doc__, argv, (DemoArguments,), {})
     check_writable(chosen.output_dir)
     run_demo(Path(chosen.output_dir), chosen.token_budget, dtype=chosen.dtype)

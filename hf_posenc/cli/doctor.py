@@ -39,6 +39,10 @@ class DoctorArguments:
 def doctor(argv: Sequence[str]) -> int:
     """Say what a checkpoint's config declares, how each Transformers reads it, and what is wrong; mend it with --fix.
 
+    Examples:
+        hf-posenc doctor longer-model
+        hf-posenc doctor longer-model --fix mended
+
     Returns:
         1 if something is wrong, 0 if the checkpoint is sound or was mended.
     """

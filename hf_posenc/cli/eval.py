@@ -48,7 +48,12 @@ class EvalArguments(OutputConfig, EvalConfig):
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    """Measure perplexity or retrieval by context length, of a model as it is or extended by one or more methods."""
+    """Measure perplexity or retrieval by context length, of a model as it is or extended by one or more methods.
+
+    Examples:
+        hf-posenc eval MODEL --documents book.txt --context-lengths 512 2k 8k --method none yarn --output r.jsonl
+        hf-posenc eval MODEL --tasks passkey --context-lengths 4k 8k --depths 0 50 100 --method none yarn --factor 2
+    """
     known: list[Any] = [EvalArguments, ExtensionConfig, OptionArguments]
     known += [DocumentArguments, ModelArguments, RetrievalConfig]
     given, what, extension, options, source, loading, prompts = parse("eval", evaluate.__doc__, argv, known, MODEL)

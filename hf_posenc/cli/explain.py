@@ -37,7 +37,12 @@ class ExplainArguments:
 
 
 def explain(argv: Sequence[str]) -> None:
-    """Show in words and pictures what a method does to a model, or how an encoding works; reads the config only."""
+    """Show in words and pictures what a method does to a model, or how an encoding works; reads the config only.
+
+    Examples:
+        hf-posenc explain yarn --model MODEL --factor 4 --output-dir yarn-in-pictures
+        hf-posenc explain alibi
+    """
     positional = {"name": "a method from `hf-posenc methods`, or rope, xpos, sinusoidal, learned, alibi, t5_bias, ..."}
     known = (ExplainArguments, ExtensionConfig, OptionArguments)
     given, what, extension, flags = parse("explain", explain.__doc__, argv, known, positional)

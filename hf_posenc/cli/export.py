@@ -28,7 +28,12 @@ class ExportArguments:
 
 
 def export(argv: Sequence[str]) -> None:
-    """Print the command with which vLLM, SGLang, llama.cpp or TGI runs an extended model, or why none can."""
+    """Print the command with which vLLM, SGLang, llama.cpp or TGI runs an extended model, or why none can.
+
+    Examples:
+        hf-posenc export longer-model --to vllm
+        hf-posenc export longer-model --to llama.cpp --as yarn
+    """
     positional = {"model": "folder that hf-posenc patch or finetune wrote"}
     given, where = parse("export", export.__doc__, argv, (ExportArguments,), positional)
     from hf_posenc.exports import export_command

@@ -68,7 +68,12 @@ class RunArguments:
 
 
 def finetune(argv: Sequence[str]) -> None:
-    """Fine-tune an extended model on a budget of tokens, measure it as it came, before and after, and save it."""
+    """Fine-tune an extended model on a budget of tokens, measure it as it came, before and after, and save it.
+
+    Examples:
+        hf-posenc finetune MODEL --documents books/ --method yarn --factor 4 --token-budget 1M --output-dir trained
+        hf-posenc finetune MODEL --config run.toml --output-dir again
+    """
     from hf_posenc.training import FinetuneConfig
     from hf_posenc.training.run_file import settings_besides_flags
 

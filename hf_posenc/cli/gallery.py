@@ -16,7 +16,11 @@ class GalleryArguments:
 
 
 def gallery(argv: Sequence[str]) -> None:
-    """Draw positional encodings, and the rules that stretch RoPE: pictures and one HTML page."""
+    """Draw positional encodings, and the rules that stretch RoPE: pictures and one HTML page.
+
+    Examples:
+        hf-posenc gallery --output-dir gallery
+    """
     _, where = parse("gallery", gallery.__doc__, argv, (GalleryArguments,), {})
     from hf_posenc.explain.overview import LEAD, gallery_pictures
     from hf_posenc.explain.sections import PICTURES, picture_panel, write_page

@@ -33,19 +33,33 @@ class PresetsArguments:
 
 
 def methods(argv: Sequence[str]) -> None:
-    """List the methods a model can be extended with, or the model types that can be extended."""
+    """List the methods a model can be extended with, or the model types that can be extended.
+
+    Examples:
+        hf-posenc methods
+        hf-posenc methods --families
+    """
     _, chosen = parse("methods", methods.__doc__, argv, (MethodsArguments,), {})
     print((families_text if chosen.families else methods_text)(text_width()))
 
 
 def presets(argv: Sequence[str]) -> None:
-    """List how published checkpoints are extended, or what is known of them."""
+    """List how published checkpoints are extended, or what is known of them.
+
+    Examples:
+        hf-posenc presets
+        hf-posenc presets --checkpoints
+    """
     _, chosen = parse("presets", presets.__doc__, argv, (PresetsArguments,), {})
     print((checkpoints_text if chosen.checkpoints else presets_text)(text_width()))
 
 
 def recipes(argv: Sequence[str]) -> None:
-    """List the published ways to fine-tune: what each sets, and what of the paper is left to you."""
+    """List the published ways to fine-tune: what each sets, and what of the paper is left to you.
+
+    Examples:
+        hf-posenc recipes
+    """
     parse("recipes", recipes.__doc__, argv, (), {})
     print(recipes_text(text_width()))
 

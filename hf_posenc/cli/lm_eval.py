@@ -30,6 +30,9 @@ class HarnessArguments:
 def lm_eval(argv: Sequence[str]) -> None:
     """Run tasks of lm-eval on a model as it is or extended: MODEL, flags as for eval, then any of lm-eval's.
 
+    Examples:
+        hf-posenc lm-eval MODEL --method yarn --factor 4 --tasks piqa --limit 100
+
     Raises:
         ImportError: lm-eval is not installed.
         TypeError, ValueError: The request for a method is wrong, as for ``hf-posenc eval``, or lm-eval refuses its own.

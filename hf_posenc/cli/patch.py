@@ -21,7 +21,12 @@ class PatchArguments:
 
 
 def patch(argv: Sequence[str]) -> None:
-    """Extend a model and save it so that plain Transformers loads it extended."""
+    """Extend a model and save it so that plain Transformers loads it extended.
+
+    Examples:
+        hf-posenc patch MODEL longer-model --method yarn --factor 4
+        hf-posenc patch MODEL longer-model --context-length 32k --option beta_fast=16 ramp=paper
+    """
     known = (PatchArguments, ExtensionConfig, OptionArguments, ModelArguments)
     positional = {**MODEL, "output": "folder to write"}
     given, which, extension, options, loading = parse("patch", patch.__doc__, argv, known, positional)

@@ -81,7 +81,12 @@ class PlanArguments:
 
 
 def plan(argv: Sequence[str]) -> None:
-    """Say what a context length costs in memory and time, and which method, recipe and setting to take; config only."""
+    """Say what a context length costs in memory and time, and which method, recipe and setting to take; config only.
+
+    Examples:
+        hf-posenc plan MODEL --context-length 128k --gpu-memory 24GB
+        hf-posenc plan MODEL --context-length 32k --gpu-memory 24GB --training
+    """
     positional = {"model": f"{MODEL['model']}; its weights are not read"}
     given, what = parse("plan", plan.__doc__, argv, (PlanArguments,), positional)
     from hf_posenc.planning.planner import plan as make_plan

@@ -24,7 +24,11 @@ class ReportArguments:
 
 
 def report(argv: Sequence[str]) -> None:
-    """Make a table, plots and one HTML page of result files."""
+    """Make a table, plots and one HTML page of result files.
+
+    Examples:
+        hf-posenc report r.jsonl --output-dir report
+    """
     positional = {"results": "one or more .jsonl files that hf-posenc eval or finetune wrote"}
     given, where = parse("report", report.__doc__, argv, (ReportArguments,), positional, several=True)
     for path in given.results:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hf_posenc.data.columns import Document
     from hf_posenc.data.reading import DocumentStream
 
+_EXAMPLES = "examples:\n"
 TRACEBACK, TRACEBACK_HELP = "--traceback", "show where an error came from"
 # The help of the argument that most commands begin with.
 MODEL = {"model": "name on the Hub, folder or .gguf file"}
@@ -140,7 +141,7 @@ def parse(
 
     Args:
         command: Its name, for the help and the messages.
-        summary: What it does; its first line is for the help.
+        summary: What it does, a docstring: its first line and its examples are for the help.
         argv: The words.
         known: The dataclasses to fill.
         positional: Positional arguments with their help.
@@ -175,7 +176,9 @@ def parse(
     usage = " ".join(
         ["hf-posenc", command, *(name.upper() + (" ..." if several else "") for name in positional), "[flags]"]
     )
+    examples = "\n".join(f"  {example}" for example in examples_in(summary))
     parser = Parser(known, usage=usage, description=first_line(summary), formatter_class=_Help)
+    parser.epilog = f"{_EXAMPLES}{examples}" if examples else None
     for action in parser._actions:  # both forms are read, and those with dashes shown, in help and in messages
         action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
     for name, help_text in positional.items():
@@ -213,6 +216,12 @@ def first_line(text: str | None) -> str:
     return (text or "").partition("\n")[0]
 
 
+def examples_in(text: str | None) -> list[str]:
+    """Return the commands in the section ``Examples:`` of a docstring, one a line."""
+    section = (text or "").partition("\n    Examples:\n")[2].partition("\n\n")[0]
+    return [line.strip() for line in section.splitlines() if line.strip()]
+
+
 def _check_flags(command: str, argv: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Refuse a flag that a command does not have, with the nearest one, before any other mistake is reported.
 
@@ -248,7 +257,10 @@ def _put_defaults(
 
 
 class _Help(argparse.HelpFormatter):
-    """Flags with their values once, and defaults only where flags have any."""
+    """Flags with their values once, defaults only where flags have any, and examples as they are written."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:

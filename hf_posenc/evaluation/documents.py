@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
@@ -18,6 +17,7 @@ from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.evaluation.config import EvalConfig
 from hf_posenc.evaluation.windows import Run
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.utils.warning import warn_user
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +157,9 @@ def _tell_left_out(ids: Sequence[torch.Tensor], num_kept: int, needed: int) -> N
             f"longest has {longest}. Give longer documents, or context lengths up to {longest}."
         )
     if num_kept < len(ids):
-        warnings.warn(
+        warn_user(
             f"{len(ids) - num_kept} of {len(ids)} documents have less than the {needed} tokens that the longest "
-            "context length needs and are left out of every length, so that all lengths compare the same documents.",
-            stacklevel=6,
+            "context length needs and are left out of every length, so that all lengths compare the same documents."
         )
 
 

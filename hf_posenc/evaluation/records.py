@@ -53,32 +53,57 @@ Kind = TypeVar("Kind", bound=JsonRecord)
 
 @dataclass(frozen=True)
 class Record(JsonRecord):
-    """A perplexity and its protocol. ``context_length`` (tokens fed at a time) is the x axis.
+    """One perplexity, and how it was measured.
 
-    ``perplexity`` is ``exp(nll_sum / n_tokens)``: nats summed and tokens counted over all documents, divided once;
-    ``ci_low`` and ``ci_high`` are its bootstrap 95 % interval, over ``ci_unit``. ``window``, ``stride`` and
-    ``last_k`` are None where the protocol has none. ``text_hash`` is of the token ids the number depends on: numbers
-    compare where it and the protocol are the same. ``tokens_trained`` 0 means zero-shot, None that
-    it is not known. ``seconds`` is the time of
-    the pass, which other records may share. ``run_key`` is a hash of all that decides the number, weights included:
-    records of one key are repeats of one measurement.
+    Two perplexities can be compared where ``text_hash`` and the protocol are the same: then the same tokens were
+    scored. Two records with the same ``run_key`` are repeats of one measurement.
 
-    ``unit_nll`` and ``unit_tokens`` are the nats and tokens of each of the units, in order (with "windows", means and
-    ones): two records of the same tokens differ unit by unit, which ``paired_interval`` makes an interval of.
-
-    ``scored`` says in words which tokens were scored. ``average`` is "tokens", or "windows" for the mean of window
-    means: then ``perplexity`` is not what ``nll_sum`` and ``n_tokens`` give, and does not compare with the others.
-
-    ``key_tokens`` is empty but for ``longppl``: how its tokens were chosen, and by which model.
-
-    ``position_nll`` and ``position_tokens`` are the loss by position, summed over documents: bucket b has the tokens
-    at indices ``[b * position_bucket, (b + 1) * position_bucket)`` of what is fed that are scored. The three are None
-    and empty where the tokens of a number are not all at their own position of one text (for all protocols but
-    ``truncated`` and ``yarn``).
-
-    ``rope`` has ``rotary_dim``, ``rope_theta`` and ``unrotated_pairs`` of the model as it was trained, and is empty
-    where there is no rotary embedding; ``command`` is what was typed, empty from Python; ``checkpoint_dtype`` is what
-    the weights are stored in, where ``dtype`` is what was computed in. None of them is part of the key.
+    Attributes:
+        model: Name or path the model was loaded from, or the name that was given for it.
+        method: Name of the extension method; ``"none"`` for a model that is not extended.
+        factor: Target length / original length.
+        options: The options of the method that differ from their defaults.
+        tokens_trained: Tokens the model was fine-tuned on; 0 means zero-shot, None that it is not known.
+        original_max_position_embeddings: Tokens the model was trained on; None where that is not known.
+        context_length: Tokens that are fed at a time, a BOS token included. It is the x axis of a curve.
+        protocol: Name of the protocol, which says which tokens are scored.
+        window: Tokens of a sliding window; None where the protocol has no windows.
+        stride: New tokens of a window; None where the protocol has no windows.
+        last_k: Tokens at the end of the context that are scored; None where the protocol scores others.
+        bos: Where a BOS token was put: ``"none"``, ``"prepended"`` (before each document) or ``"each_window"``.
+        num_documents: Documents that were measured.
+        n_tokens: Tokens that were scored, in all documents.
+        nll_sum: Sum of their negative log-likelihoods, in nats.
+        perplexity: ``exp(nll_sum / n_tokens)``; where ``average`` is ``"windows"``, from the mean of window means.
+        ci_low: Lower end of the 95 % bootstrap interval of ``perplexity``.
+        ci_high: Upper end of that interval.
+        ci_unit: What the bootstrap draws: ``"documents"``, or ``"blocks"`` of tokens where there are few documents.
+        tokenizer_hash: Hash of the tokenizer.
+        text_hash: Hash of the token ids that the number depends on.
+        dtype: Data type of the computation.
+        attn_implementation: Attention implementation of Transformers that ran.
+        versions: Versions of the libraries, by name.
+        seconds: Time of the pass. Records that come from one pass have the same time.
+        peak_memory_bytes: Largest memory of the process or device during the pass, in bytes.
+        run_key: Hash of everything that decides the number, the weights included.
+        label: Free words, such as the name of the row in a report.
+        average: ``"tokens"``, or ``"windows"`` for the mean of window means. A perplexity of the second kind does not
+            compare with one of the first, and ``nll_sum`` and ``n_tokens`` do not give it.
+        scored: Which tokens were scored, in words.
+        key_tokens: For the protocol ``longppl``, how its tokens were chosen and by which model; empty for others.
+        unit_nll: Sum of the negative log-likelihoods of each unit of the bootstrap, in order, in nats; with
+            ``average="windows"``, the mean of each window. ``paired_interval`` makes an interval of the difference of
+            two records from them.
+        unit_tokens: Tokens of each of these units; with ``average="windows"``, ones.
+        position_bucket: Tokens that share a value of the loss by position; None for protocols whose tokens are not all
+            at their own position of one text, which are all but ``truncated`` and ``yarn``.
+        position_nll: Sum of the negative log-likelihoods by position, over all documents, in nats. Bucket b has the
+            scored tokens at indices ``[b * position_bucket, (b + 1) * position_bucket)`` of what is fed.
+        position_tokens: Tokens of each of these buckets.
+        rope: ``rotary_dim``, ``rope_theta`` and ``unrotated_pairs`` of the model as it was trained; empty where there
+            is no rotary embedding. Not part of ``run_key``.
+        command: The command that was typed; empty for a measurement from Python. Not part of ``run_key``.
+        checkpoint_dtype: Data type that the weights are stored in. Not part of ``run_key``.
     """
 
     model: str
@@ -126,16 +151,45 @@ class Record(JsonRecord):
 
 @dataclass(frozen=True)
 class RetrievalRecord(JsonRecord):
-    """One prompt of a task. ``context_length`` counts prompt and answer together, in tokens.
+    """One prompt of a retrieval task, and what the model made of it.
 
-    ``depth`` is the percent of the free text before the needle, None where needles are spread over it;
-    ``needle_places`` are the positions of their first tokens. ``chat`` says whether the prompt was a user's message in
-    the chat template. Of the ``answers``, ``num_forced`` were right teacher-forced: the likeliest token was the right
-    one wherever a token holds a character of it, which leaves out the word before it (None where the order is free);
-    ``num_written`` are in the greedy answer. ``n_tokens`` are the tokens that hold an answer, ``n_right`` of them were
-    the likeliest, ``nll_sum`` is their loss in nats. ``text_hash`` is of the token ids of prompt and answer;
-    ``run_key`` of all that decides the result, weights included; ``rope``, ``command`` and ``checkpoint_dtype`` as in
-    ``Record``.
+    Attributes:
+        model: As in ``Record``.
+        method: As in ``Record``.
+        factor: As in ``Record``.
+        options: As in ``Record``.
+        tokens_trained: As in ``Record``.
+        original_max_position_embeddings: As in ``Record``.
+        task: Name of the task, such as ``passkey``.
+        context_length: Tokens of prompt and answer together.
+        depth: Percent of the free text that is before the needle; None where needles are spread over the text.
+        seed: Of the random numbers that made the prompt.
+        chat: Whether the prompt was the message of a user in the chat template.
+        num_prompt_tokens: Tokens of the prompt.
+        max_new_tokens: Tokens that the model may write.
+        needle_places: Positions of the first token of each needle.
+        answers: The right answers.
+        num_forced: How many answers were right teacher-forced: the likeliest token was the right one wherever a token
+            holds a character of the answer, which leaves out the word before it. None where the order of the answers
+            is free.
+        num_written: How many answers are in the text that the model writes greedily.
+        n_tokens: Tokens that hold an answer.
+        n_right: How many of these tokens were the likeliest.
+        nll_sum: Sum of their negative log-likelihoods, in nats.
+        forced: The likeliest tokens at the places of the answer, as text.
+        written: The text that the model wrote.
+        tokenizer_hash: Hash of the tokenizer.
+        text_hash: Hash of the token ids of prompt and answer.
+        dtype: As in ``Record``.
+        attn_implementation: As in ``Record``.
+        versions: As in ``Record``.
+        seconds: Time of this prompt.
+        peak_memory_bytes: As in ``Record``.
+        run_key: Hash of everything that decides the result, the weights included.
+        label: As in ``Record``.
+        rope: As in ``Record``.
+        command: As in ``Record``.
+        checkpoint_dtype: As in ``Record``.
     """
 
     model: str

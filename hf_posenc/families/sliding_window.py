@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.family_data import FULL_ATTENTION
 from hf_posenc.spec import check_length
 from hf_posenc.utils.units import ContextLength
+from hf_posenc.utils.warning import warn_user
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -80,9 +80,8 @@ def warn_about_window(config: PreTrainedConfig, target: int) -> None:
     window = window_of_all_layers(config)
     if window is not None and window < target:
         layers = int(config.num_hidden_layers)
-        warnings.warn(
+        warn_user(
             f"config.sliding_window is {window}: each layer looks back {window} tokens, so what is further away "
             f"arrives only through other tokens (at most {window} x {layers} layers = {window * layers}). Pass "
-            f"{argument('sliding_window', 'off')} to attend to all of it.",
-            stacklevel=5,
+            f"{argument('sliding_window', 'off')} to attend to all of it."
         )

@@ -30,6 +30,27 @@ STOPPED = 1e200
 # The divisor, in a longrope list, of a pair that the model itself never rotates: larger, so that a config tells which.
 NEVER_ROTATED = 1e300
 MANIFEST_ONLY = "the manifest only"
+# The symbols that formulas of methods share, in LaTeX, and what each is, in Markdown.
+SYMBOLS: dict[str, str] = {
+    "L": "the original length: tokens the model was trained on (`original_max_position_embeddings`)",
+    "s": "the factor: target length / original length",
+    "b": "the base of the model's RoPE (`rope_theta`)",
+    "d": "the number of features of a head that are rotated (`rotary_dim`), in $d/2$ pairs",
+    "i": "the index of a pair of features, from 0; in an exponent of $e$, $\\mathrm{i}$ is the imaginary unit",
+    r"\theta_i": "the frequency of a pair in the unpatched model, in radians per token: $b^{-2i/d}$",
+    r"\theta'_i": "the frequency of a pair in the extended model",
+    "r_i": "the number of full rotations of a pair over the original length",
+    "a": "the attention factor, which multiplies cos and sin, so that attention logits are multiplied by its square; 1 "
+    "where the formula does not say otherwise",
+    "m": "the position of a query, from 0",
+    "n": "the position of a key, from 0, not after the query",
+    r"\Delta": "the distance by which the rotations of a query and a key differ; $m - n$ in the unpatched model",
+    "x_m": "the embedding of the token at a position",
+    "q_m": "the query at a position",
+    "k_n": "the key at a position",
+    "d_h": "the number of features of a head",
+    "z_{m,n}": "the attention logit of a query and a key",
+}
 # What config.json calls the rule of a model trained with another encoding: Transformers refuses a name it does not
 # know, and would run the model with RoPE, which it never saw, under one that it does.
 ENCODING_MARK = "hf_posenc_"
@@ -82,6 +103,8 @@ class Method(abc.ABC):
         aliases: Other names it answers to.
         paper: Where the rule comes from.
         summary: One plain sentence.
+        formula: Its definition in LaTeX, with the symbols of ``SYMBOLS``; shown in the documentation. Empty for none.
+        symbols: What else the formula's symbols mean, in sentences with LaTeX between dollar signs; empty for nothing.
         explanation, on_short_texts, kv_cache: See ``Words``.
         on_disk: How a checkpoint says it, in words.
         rope_type: The ``rope_type`` of Transformers that is read back as this method; None if none is.
@@ -99,6 +122,8 @@ class Method(abc.ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
+    formula: ClassVar[str] = ""
+    symbols: ClassVar[str] = ""
     on_disk: ClassVar[str]
     explanation: ClassVar[str] = "No words are written for this method yet; below are its numbers."
     on_short_texts: ClassVar[str] = "See the numbers below."
@@ -112,6 +137,7 @@ class Method(abc.ABC):
     look: ClassVar[int | None] = None
     zero_shot: ClassVar[bool] = True
     needs_options: ClassVar[bool] = False  # its defaults alone suit no model
+    example_options: ClassVar[str] = ""  # of a call in the documentation, on a model whose heads have 128 features
     default_factor: ClassVar[float] = 4.0
     is_encoding: ClassVar[bool] = False  # it replaces the model's RoPE by other code; NoPE is none, its RoPE is at rest
     instead_of_rope: ClassVar[bool] = False  # weights trained with it suit no rule for RoPE: encodings, and NoPE

@@ -42,6 +42,14 @@ class DynamicNtk(StagedMethod):
     summary: ClassVar[str] = (
         "NTK in stages, by the position of each query: exact with a KV cache, nothing lost on short texts."
     )
+    formula: ClassVar[str] = r"\theta'_i = b_k^{-2i/d}, \qquad b_k = b \, s_k^{d/(d-2)}, \qquad s_k = \frac{e_k}{L}"
+    symbols: ClassVar[str] = (
+        r"Up to the original length, $\theta'_i = \theta_i$. Past it, $e_k$ is the position at which the stage $k$ "
+        r"of the query ends: $L + k t$ with growth='linear' and $L (1 + t / L)^k$ with growth='geometric', rounded "
+        r"to whole tokens, for a first stage of $t$ tokens (option stage). With scope='sequence' there are no "
+        r"stages: $s_k$ is $\frac{s T}{L} - (s - 1)$ for a forward pass of $T > L$ tokens, and 1 for a shorter "
+        r"one."
+    )
     explanation: ClassVar[str] = (
         "NTK's raised base, but only as far as needed at a query's position: up to the original length the "
         "model is left as it is, and past it each stage of tokens has the scale of its own end, for its "

@@ -24,6 +24,11 @@ class Llama3(StaticMethod):
     look: ClassVar[int | None] = 9
     paper: ClassVar[str] = "Llama Team 2024, arXiv:2407.21783, section 3.4.2"
     summary: ClassVar[str] = "Llama 3.1's frequencies: NTK-by-parts between 1 and 4 turns."
+    formula: ClassVar[str] = (
+        r"\theta'_i = \gamma_i \theta_i + (1 - \gamma_i) \frac{\theta_i}{s}, \qquad \gamma_i = \min\left(1, "
+        r"\max\left(0, \frac{r_i - \alpha}{\beta - \alpha}\right)\right)"
+    )
+    symbols: ClassVar[str] = r"$\alpha$ is the option low_freq_factor and $\beta$ is high_freq_factor."
     explanation: ClassVar[str] = (
         "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
         "One that hardly rotated would meet angles it never had: its frequency is divided by the factor, "

@@ -36,6 +36,11 @@ class LongRope(StaticMethod):
     look: ClassVar[int | None] = 11
     paper: ClassVar[str] = "Ding et al. 2024, arXiv:2402.13753, section 3"
     summary: ClassVar[str] = "A divisor per pair, given as a list (found by search, or another model's)."
+    formula: ClassVar[str] = r"\theta'_i = \frac{\theta_i}{\lambda_i}, \qquad a = \sqrt{1 + \frac{\ln s}{\ln L}}"
+    symbols: ClassVar[str] = (
+        r"$\lambda_i$ is number $i$ of short_factor in a forward pass of up to $L$ tokens, and of long_factor in a "
+        r"longer one. The option attention_factor replaces $a$."
+    )
     explanation: ClassVar[str] = (
         "Each pair is divided by a number of its own, from a list that was found by a search over "
         "perplexity or taken from another model: long_factor past the original length, short_factor up to "
@@ -47,6 +52,7 @@ class LongRope(StaticMethod):
         "with one list it stays right."
     )
     needs_options: ClassVar[bool] = True
+    example_options: ClassVar[str] = "long_factor=[1.0] * 32 + [4.0] * 32"
     on_disk: ClassVar[str] = "longrope"
     rope_type: ClassVar[str | None] = "longrope"
     rope_keys: ClassVar[frozenset[str]] = frozenset(

@@ -24,9 +24,9 @@ class Nope(InPlaceOfRope, StaticMethod):
     look: ClassVar[int | None] = 13
     aliases: ClassVar[tuple[str, ...]] = ("drope",)
     paper: ClassVar[str] = "Kazemnejad et al. 2023, arXiv:2305.19466; Gelberg et al. 2025, arXiv:2512.12167 (DroPE)"
-    summary: ClassVar[str] = (
-        "Drops the positions altogether; of no use before fine-tuning, which it wants on short texts only."
-    )
+    summary: ClassVar[str] = "Removes the positions; of no use before fine-tuning, for which short texts are enough."
+    formula: ClassVar[str] = r"\theta'_i = 0"
+    symbols: ClassVar[str] = "The option attention_factor is $a$."
     on_disk: ClassVar[str] = "longrope"
     zero_shot: ClassVar[bool] = False
     title: ClassVar[str] = "No positional encoding (NoPE)"

@@ -28,6 +28,7 @@ class Ntk(StaticMethod):
     look: ClassVar[int | None] = 2
     paper: ClassVar[str] = "bloc97 2023; Peng et al. 2023, arXiv:2309.00071, section 3.1"
     summary: ClassVar[str] = "Raises the base: keeps fast pairs, stretches slow ones; useful without fine-tuning."
+    formula: ClassVar[str] = r"\theta'_i = (b')^{-2i/d}, \qquad b' = b \, s^{d/(d-2)}"
     explanation: ClassVar[str] = (
         "The base is raised so that the slowest pair is stretched by the whole factor and the fastest not "
         "at all, with all others between them in equal ratios. Near words stay as they were. Pairs in the "

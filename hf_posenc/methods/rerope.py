@@ -27,6 +27,8 @@ class ReRope(DistanceMethod):
     look: ClassVar[int | None] = 7
     paper: ClassVar[str] = "Su 2023, github.com/bojone/rerope"
     summary: ClassVar[str] = "Distances stop growing at a window; no fine-tuning."
+    formula: ClassVar[str] = r"\Delta = \min(m - n, w)"
+    symbols: ClassVar[str] = "$w$ is the option window."
     explanation: ClassVar[str] = (
         "Distances stop growing at a window: every key that is farther away counts as exactly that "
         "far. The model knows that such keys are far, not how far."

@@ -57,6 +57,19 @@ class Yarn(YarnOptions, StaticMethod):
     summary: ClassVar[str] = (
         "NTK-by-parts with an attention temperature: the usual choice, with or without fine-tuning."
     )
+    formula: ClassVar[str] = (
+        r"\theta'_i = \rho_i \frac{\theta_i}{s} + (1 - \rho_i) \theta_i, \qquad \rho_i = \min\left(1, \max\left(0, "
+        r"\frac{i - j(\beta)}{j(\alpha) - j(\beta)}\right)\right), \qquad j(r) = \frac{d \ln \frac{L}{2 \pi r}}{2 "
+        r"\ln b}, \qquad a = 0.1 \ln s + 1"
+    )
+    symbols: ClassVar[str] = (
+        r"$\alpha$ is the option beta_slow, $\beta$ is beta_fast, and $j(r)$ is the index of the pair that makes "
+        r"$r$ rotations over $L$ tokens; with truncate, $j(\beta)$ is rounded down and $j(\alpha)$ up, and both "
+        r"are held between 0 and $d - 1$. With ramp='harmonic', $\theta'_i = \theta_i / (\rho_i s + 1 - \rho_i)$. "
+        r"With ramp='paper', $\theta'_i$ is that of ntk_by_parts. The option attention_factor replaces $a$; mscale "
+        r"and mscale_all_dim, given together as $p$ and $q$, replace it by $(0.1 p \ln s + 1) / (0.1 q \ln s + "
+        r"1)$."
+    )
     explanation: ClassVar[str] = (
         "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
         "One that hardly rotated would meet angles it never had: its frequency is divided by the factor, "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -14,6 +13,7 @@ from hf_posenc.families.sliding_window import KEEP, choose_window, warn_about_wi
 from hf_posenc.methods.base import Extension, Method
 from hf_posenc.patching.extension import MARK, SCALING_KEYS
 from hf_posenc.spec import RopeSpec
+from hf_posenc.utils.warning import warn_user
 
 
 def rope_parameters_of(model_type: str, label: str | None, method: Method, spec: RopeSpec) -> dict[str, Any]:
@@ -59,4 +59,4 @@ def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:
     """Warn about what the positions cannot help: a sliding window on every layer, Transformers' dynamic rule."""
     warn_about_window(config, extension.context_length)
     if extension.method.caution is not None:
-        warnings.warn(extension.method.caution, stacklevel=4)
+        warn_user(extension.method.caution)

@@ -15,7 +15,10 @@ NO_METHOD = "none"  # the model as it is
 
 @dataclass
 class ExtensionConfig:
-    """How far a model is extended; the names are those of ``patch_model``. Each help text is the documentation."""
+    """How far a model is extended.
+
+    The names are those of ``patch_model``. Each help text is the documentation.
+    """
 
     preset: str | None = field(
         default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}

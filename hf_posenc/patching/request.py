@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.presets import choose_preset
 from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
 from hf_posenc.spec import RopeSpec, check_length
+from hf_posenc.utils.warning import warn_user
 
 
 def _base_spec(config: PreTrainedConfig, declared: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
@@ -88,10 +88,9 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
         and declared is None
         and original > (own := plain_spec(config)).original_max_position_embeddings
     ):
-        warnings.warn(
+        warn_user(
             f"rope_scaling says that the model was trained on {original} tokens, and its config "
-            f"{own.original_max_position_embeddings}: is the dictionary another model's?",
-            stacklevel=4,
+            f"{own.original_max_position_embeddings}: is the dictionary another model's?"
         )
     target = _target(original, request.factor, request.context_length, method.default_factor)
     # target is whole, so factor is made to agree with it: Transformers compares the two exactly.

@@ -63,6 +63,12 @@ class Alibi(Encoding):
     look: ClassVar[int | None] = 18
     paper: ClassVar[str] = "Press et al. 2021, arXiv:2108.12409, section 3"
     summary: ClassVar[str] = "Takes a constant times the distance off the logits; for training from scratch."
+    formula: ClassVar[str] = r"z_{m,n} = \frac{q_m \cdot k_n}{\sqrt{d_h}} - 2^{-8 h / H} (m - n)"
+    symbols: ClassVar[str] = (
+        "The head $h = 1, ..., H$ of $H$ heads; the slopes are these where $H$ is a power of two. For other "
+        "numbers of heads, the slopes of the next smaller power of two are followed by every other slope of the "
+        "next larger one."
+    )
     title: ClassVar[str] = "Attention with linear biases (ALiBi)"
     explanation: ClassVar[str] = (
         "Nothing is added to words and nothing is rotated. A penalty is added to each score: minus the distance times "

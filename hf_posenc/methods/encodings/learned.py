@@ -50,6 +50,8 @@ class Learned(Encoding):
     summary: ClassVar[str] = (
         "Adds a trained vector for each position, and ends where the table does; for training from scratch."
     )
+    formula: ClassVar[str] = "x'_m = x_m + T_m"
+    symbols: ClassVar[str] = "Row $m$ of the table $T$ is trained; $T$ has as many rows as the target has tokens."
     has_parameters: ClassVar[bool] = True
     title: ClassVar[str] = "Learned positions"
     explanation: ClassVar[str] = (

@@ -28,6 +28,8 @@ class RelativeBias(Encoding):
         "arXiv:1910.10683"
     )
     summary: ClassVar[str] = "Adds a trained bias for each distance and head to the logits; for training from scratch."
+    formula: ClassVar[str] = r"z_{m,n} = \frac{q_m \cdot k_n}{\sqrt{d_h}} + B_{h, \min(m - n, D)}"
+    symbols: ClassVar[str] = "The numbers $B$ are trained; $h$ is the head and $D$ is the option max_distance."
     has_parameters: ClassVar[bool] = True
     title: ClassVar[str] = "Learned relative bias, clipped"
     explanation: ClassVar[str] = (

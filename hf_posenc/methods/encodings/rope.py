@@ -166,6 +166,10 @@ class Rope(RopeOptions):
     look: ClassVar[int | None] = 19
     paper: ClassVar[str] = "Su et al. 2021, arXiv:2104.09864, section 3"
     summary: ClassVar[str] = "Rotates pairs of features by position, in either layout, in real or complex numbers."
+    formula: ClassVar[str] = (
+        r"q'_{m,i} = q_{m,i} \, e^{\mathrm{i} m \theta_i}, \qquad k'_{n,i} = k_{n,i} \, e^{\mathrm{i} n \theta_i}"
+    )
+    symbols: ClassVar[str] = "Pair $i$ of a query or a key is written as one complex number."
     title: ClassVar[str] = "Rotary position embedding (RoPE)"
     explanation: ClassVar[str] = (
         "In every layer the features of queries and keys are taken in pairs, and each pair is rotated by an angle: "

@@ -91,6 +91,13 @@ class Sinusoidal(Encoding):
     look: ClassVar[int | None] = 14
     paper: ClassVar[str] = "Vaswani et al. 2017, arXiv:1706.03762, section 3.5"
     summary: ClassVar[str] = "Adds sines and cosines of each position to the embeddings; for training from scratch."
+    formula: ClassVar[str] = (
+        r"x'_m = x_m + c \, S_m, \qquad S_{m,2i} = \sin\left(m \, B^{-2i/w}\right), \qquad S_{m,2i+1} = "
+        r"\cos\left(m \, B^{-2i/w}\right)"
+    )
+    symbols: ClassVar[str] = (
+        "$B$ is the option base, $c$ the option embedding_scale, and $w$ the hidden size of the model."
+    )
     title: ClassVar[str] = "Sinusoidal positions"
     explanation: ClassVar[str] = (
         "Before the first layer a row of sines and cosines of the position, of wavelengths in a geometric series, is "

@@ -59,6 +59,16 @@ class T5Bias(Encoding):
     summary: ClassVar[str] = (
         "Adds a trained bias for each bucket of distances and head to the logits; for training from scratch."
     )
+    formula: ClassVar[str] = (
+        r"z_{m,n} = \frac{q_m \cdot k_n}{\sqrt{d_h}} + B_{h, \beta(m - n)}, \qquad \beta(\delta) = \begin{cases} "
+        r"\delta & \delta < E \\ \min\left(N - 1, \; E + \left\lfloor (N - E) \frac{\ln(\delta / E)}{\ln(D / E)} "
+        r"\right\rfloor\right) & \delta \ge E \end{cases}"
+    )
+    symbols: ClassVar[str] = (
+        r"The numbers $B$ are trained; $h$ is the head, $\beta$ the bucket of a distance, $N$ the option "
+        r"num_buckets, $E = \lfloor N / 2 \rfloor$, and $D$ the option max_distance. With bidirectional, each "
+        r"direction has $N / 2$ buckets."
+    )
     has_parameters: ClassVar[bool] = True
     title: ClassVar[str] = "T5's relative bias"
     explanation: ClassVar[str] = (

@@ -86,6 +86,13 @@ class Xpos(RopeOptions):
     look: ClassVar[int | None] = 20
     paper: ClassVar[str] = "Sun et al. 2022, arXiv:2212.10554, section 3.2"
     summary: ClassVar[str] = "RoPE whose pairs shrink with distance, the fast ones most; for training from scratch."
+    formula: ClassVar[str] = (
+        r"q'_{m,i} = q_{m,i} \, \zeta_i^{m/S} \, e^{\mathrm{i} m \theta_i}, \qquad k'_{n,i} = k_{n,i} \, "
+        r"\zeta_i^{-n/S} \, e^{\mathrm{i} n \theta_i}, \qquad \zeta_i = \frac{2i/d + 0.4}{1.4}"
+    )
+    symbols: ClassVar[str] = (
+        "Pair $i$ of a query or a key is written as one complex number; $S$ is the option scale_base."
+    )
     title: ClassVar[str] = "xPos (extrapolatable position embedding)"
     explanation: ClassVar[str] = (
         "As RoPE, and besides each pair of a query is multiplied by its decay to the power of position / scale_base, "

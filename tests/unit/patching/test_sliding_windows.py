@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from hf_posenc import load_extended, patch_model, save_extended, unpatch_model
+from hf_posenc import extend_config, load_extended, patch_model, save_extended, unpatch_model
 from hf_posenc.cli.main import main
 from tiny_models import logits, make_model, native, token_ids
 
@@ -21,6 +21,13 @@ IDS = token_ids(200)  # past the window of 160, or of 128
 def test_a_window_that_ends_before_the_target_is_pointed_out_with_its_reach() -> None:
     with pytest.warns(UserWarning, match=r"at most 128 x 2 layers = 256.*sliding_window='off'"):
         patch_model(make_model("Mistral", sliding_window=128), "yarn", 4)
+
+
+def test_warnings_name_the_users_line() -> None:
+    for call in (patch_model, lambda model, *request: extend_config(model.config, *request)):
+        with pytest.warns(UserWarning, match="at most 128 x 2 layers") as caught:
+            call(make_model("Mistral", sliding_window=128), "yarn", 4)
+        assert {one.filename for one in caught} == {__file__}
 
 
 def test_what_information_cannot_reach_is_refused() -> None:
