@@ -5,7 +5,8 @@ page does otherwise in a test is written in it:
 
 - ```` ```sh title="Not run by our tests: needs a GPU" ````: the block is shown with this title, and not run; the
   flags of its commands are checked all the same.
-- ```` ```toml title="run.toml" ````: a block of another language with a title is a file that the reader has.
+- ```` ```toml title="run.toml" ````: a block with the name of a file as its title is a file that the reader has. So is
+  ```` ```python title="my_rope.py" ````, which is not run where it stands.
 - ``<!-- test: 32k => 512 -->``: the text to the left stands for the other in the blocks of this page.
 
 ``# -> TEXT`` after a line of Python is what it prints.
@@ -60,8 +61,12 @@ class Block:
     line: int
 
     @property
+    def is_file(self) -> bool:
+        return bool(self.title) and self.language not in ("sh", "text") and not self.title.startswith(NOT_RUN)
+
+    @property
     def is_run(self) -> bool:
-        return self.language in ("python", "sh") and not self.title.startswith(NOT_RUN)
+        return self.language in ("python", "sh") and not self.title.startswith(NOT_RUN) and not self.is_file
 
 
 @dataclass(frozen=True)
@@ -152,7 +157,7 @@ def run_page(page: Page, folder: Path) -> dict[str, Any]:
     """
     namespace: dict[str, Any] = {"__name__": "page"}
     for block in page.blocks:
-        if block.title and block.language not in ("python", "sh", "text"):
+        if block.is_file:
             (folder / block.title).write_text(page.substituted(block.code), encoding="utf-8")
         elif block.is_run and block.language == "python":
             run_python(page, block, namespace)
