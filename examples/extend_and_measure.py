@@ -8,7 +8,7 @@
 # 3. generates text after a prompt that is longer than the trained length;
 # 4. saves the extended model, and loads it in a process that does not have hf_posenc.
 #
-# It needs no GPU and no download. On two quiet CPU cores it takes about a minute.
+# It needs no GPU and no download. On two quiet CPU cores it takes less than a minute.
 
 # %%
 import json

@@ -40,7 +40,8 @@ plt.rcParams.update({"figure.figsize": (7, 3.6), "figure.dpi": 80, "axes.grid": 
 # ## 1. The texts
 #
 # Put your own `.txt` files into the folder `TEXTS` before you run this cell. If the folder does not exist, it is filled
-# with three novels from the package.
+# with three novels from the package. The tiny model was pretrained on two of them, but not on *Persuasion*, which is
+# held out here.
 #
 # The file `HELD_OUT` is not trained on. The model is measured on it, because results on texts that it was trained on
 # say nothing about how it reads other texts.
@@ -92,6 +93,7 @@ config = FinetuneConfig(
     eval_lengths=[original // 2, original, 2 * original, target],
     eval_documents=8,  # pieces of the held-out text, each as long as the longest length
     resume_from_checkpoint="true",  # if the run was interrupted, run this cell again: it goes on where it was
+    logging_steps=4,  # steps between losses that are shown; the log file has every step
     report_to="none",
 )
 result = finetune(model, tokenizer, documents, config, eval_documents=held_out)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import jupytext
@@ -58,7 +59,9 @@ def execute(path: Path, folder: Path) -> NotebookNode:
     """
     notebook = read_source(path)
     resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=_TIMEOUT, record_timing=False, resources=resources).execute()
+    NotebookClient(
+        notebook, timeout=_TIMEOUT, startup_timeout=_TIMEOUT, record_timing=False, resources=resources
+    ).execute()
     return tidied(notebook)
 
 
@@ -75,10 +78,7 @@ def tidied(notebook: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({})
         if cell.cell_type == "code":
-            cell.outputs = [one for one in cell.outputs if not _is_left_out(one)]
-            for output in cell.outputs:
-                if output.output_type == "stream":
-                    output.text = output.text.replace(str(tiny_model_path()), "MODEL")
+            cell.outputs = _joined(one for one in cell.outputs if not _is_left_out(one))
     return notebook
 
 
@@ -86,6 +86,19 @@ def _is_left_out(output: NotebookNode) -> bool:
     if output.output_type == "stream":
         return bool(output.name == "stderr")
     return output.output_type == "display_data" and "image/png" not in output.data
+
+
+def _joined(outputs: Iterable[NotebookNode]) -> list[NotebookNode]:
+    """Join what is printed one after the other, which arrives in pieces of chance."""
+    joined: list[NotebookNode] = []
+    for output in outputs:
+        if output.output_type == "stream":
+            output.text = output.text.replace(str(tiny_model_path()), "MODEL")
+            if joined and joined[-1].output_type == "stream":
+                joined[-1].text += output.text
+                continue
+        joined.append(output)
+    return joined
 
 
 def main() -> None:
