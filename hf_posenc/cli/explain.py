@@ -37,7 +37,7 @@ class ExplainArguments:
 
 
 def explain(argv: Sequence[str]) -> None:
-    """Show in words and pictures what a method does to a model, or how an encoding works; reads the config only."""
+    """Explain in words and pictures what a method does to a model, or how an encoding works; reads the config only."""
     positional = {"name": "a method from `hf-posenc methods`, or rope, xpos, sinusoidal, learned, alibi, t5_bias, ..."}
     known = (ExplainArguments, ExtensionConfig, OptionArguments)
     given, what, extension, flags = parse("explain", explain.__doc__, argv, known, positional)

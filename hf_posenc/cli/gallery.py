@@ -16,7 +16,7 @@ class GalleryArguments:
 
 
 def gallery(argv: Sequence[str]) -> None:
-    """Draw positional encodings, and the rules that stretch RoPE: pictures and one HTML page."""
+    """Draw positional encodings, and the methods that extend RoPE, as pictures and one HTML page."""
     _, where = parse("gallery", gallery.__doc__, argv, (GalleryArguments,), {})
     from hf_posenc.explain.overview import LEAD, gallery_pictures
     from hf_posenc.explain.sections import PICTURES, picture_panel, write_page

@@ -28,7 +28,7 @@ class PresetsArguments:
     """What `hf-posenc presets` lists."""
 
     checkpoints: bool = field(
-        default=False, metadata={"help": "list what is known of published checkpoints, each with its source"}
+        default=False, metadata={"help": "list known facts about published checkpoints, each with its source"}
     )
 
 
@@ -39,13 +39,13 @@ def methods(argv: Sequence[str]) -> None:
 
 
 def presets(argv: Sequence[str]) -> None:
-    """List how published checkpoints are extended, or what is known of them."""
+    """List published settings for known checkpoints, or facts about these checkpoints."""
     _, chosen = parse("presets", presets.__doc__, argv, (PresetsArguments,), {})
     print((checkpoints_text if chosen.checkpoints else presets_text)(text_width()))
 
 
 def recipes(argv: Sequence[str]) -> None:
-    """List the published ways to fine-tune: what each sets, and what of the paper is left to you."""
+    """List the fine-tuning recipes of papers: what each sets, and what it leaves to you."""
     parse("recipes", recipes.__doc__, argv, (), {})
     print(recipes_text(text_width()))
 
