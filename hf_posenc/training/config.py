@@ -117,7 +117,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     output_dir: str = field(metadata={"help": "folder for the trained model, checkpoints, results and logs"})
     # Only the name: the values are put in by ``from_recipe``, and by the command line.
     recipe: str | None = field(
-        default=None, metadata={"help": "a recipe from `hf-posenc recipes`; other flags override its values"}
+        default=None, metadata={"help": "a recipe from `hf-posenc recipes`; flags override its values"}
     )
     method: str | None = field(
         default=None,
@@ -131,7 +131,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     # is in use after 200 steps. 1M is a first try: hundreds of steps for a small model, and cheap to raise.
     token_budget: TokenCount = field(
         default=TokenCount("1M"),
-        metadata={"help": "number of tokens to train on, at most (300k, 1M)"},
+        metadata={"help": "tokens to train on, at most (300k, 1M)"},
     )
     seq_len: ContextLength | None = field(
         default=None,
