@@ -93,7 +93,7 @@ class Evaluation:
         self.progress.forget(keys)
 
     def _walk(self, one: Pass, advance: Advance) -> int:
-        """Score the portions that are not done yet, each in one process; return the number of all portions of the pass."""
+        """Score the portions that are not done yet, each in one process; return the number of all portions."""
         key, portions, alone = self._key(one), self.portions(one), self.processes.count == 1
         left = [index for index in range(len(portions)) if self.progress.get(key, index) is None]
         inside = advance if alone else None
