@@ -91,7 +91,7 @@ the angle $m \\theta_i$, and pair $i$ of a key at position $n$ by $n \\theta_i$.
 _COMMANDS_LEAD = """\
 # Command line
 
-This page is made from the parsers of the commands. `hf-posenc COMMAND --help` prints the same text, and
+This page is made from the parsers of the commands. `hf-posenc COMMAND --help-all` prints the same text, and
 `hf-posenc --version` prints the version.
 
 - `MODEL` is a name on the Hugging Face Hub, a folder or a `.gguf` file.
@@ -318,7 +318,7 @@ def parser_of(run: Callable[[Sequence[str]], int | None]) -> argparse.ArgumentPa
     found: list[argparse.ArgumentParser] = []
     keep = mock.patch.object(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self))
     with keep, contextlib.suppress(SystemExit):
-        run(["--help"])
+        run(["--help-all"])
     return found[0]
 
 

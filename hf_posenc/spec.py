@@ -1,4 +1,4 @@
-"""What a model was trained with (``RopeSpec``), and checks of single values."""
+"""The rotary settings that a model was trained with (``RopeSpec``), and checks of single values."""
 
 from __future__ import annotations
 

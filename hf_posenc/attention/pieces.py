@@ -184,7 +184,7 @@ class Pieces:
         return (self.dense if len(self.dense) == 1 else self.dense[index])[:, :, few]
 
     def untouched(self) -> Output:
-        """Attend to queries and keys as they come."""
+        """Attend with the queries and keys that the model computed, without rotating them again."""
         return self._call(self.query, self.key[:, :, : self.forward.layout.num_keys], self.value, self._whole_mask())
 
     def whole(self, stages: tuple[int, ...]) -> Output:

@@ -63,9 +63,8 @@ class Groups:
 def make_groups(documents: torch.Tensor, group: int, first: int) -> Groups:
     """Cut a batch into groups: slots of one row, one document and one stretch of ``group`` slots.
 
-    Rows of equal width are attended to in one call. Widths are halves of the longest group, halves of those and so on,
-    so that however many lengths documents leave there are few calls, and no row is filled to more than twice its
-    tokens.
+    Groups are padded to a few widths, so that all groups of one width are computed in one call of attention: the
+    longest group, its half, its quarter and so on. A group is padded to less than twice its tokens.
 
     Args:
         documents: int64 ``(batch, length)`` on the CPU; a token sees those before it that have its number.
@@ -170,7 +169,7 @@ class LazyMask:
 def lazy_mask(*positional: Any, **request: Any) -> LazyMask:
     """Return a mask to be made later; the arguments are Transformers' for a mask function, by name."""
     if positional:
-        raise TypeError("a mask function is called with arguments by name.")
+        raise TypeError("lazy_mask takes keyword arguments only, as Transformers calls mask functions.")
     return LazyMask(request)
 
 

@@ -10,7 +10,8 @@ import torch
 from hf_posenc.methods.base import Frequencies, StagedMethod, plain_frequencies
 from hf_posenc.spec import RopeSpec
 
-# Stage 0 is the original length; each later one is this share of it long, unless another is given. Measured: docs/pages/results.
+# Stage 0 is the original length; each later one is this share of it long, unless another is given. The measurements
+# are in docs/pages/understand/staged-and-distance-methods.md.
 DEFAULT_STAGE = 0.25
 
 

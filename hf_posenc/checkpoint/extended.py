@@ -209,7 +209,7 @@ def write_extension(
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write the config of a model into the folder that its weights alone were saved to."""
+    """Write the config of a model into a folder to which only its weights were saved."""
     config = copy.deepcopy(model.config)
     config.architectures, config.dtype = [type(model).__name__.removeprefix("FSDP")], model.dtype
     config.save_pretrained(folder)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def compare(argv: Sequence[str]) -> None:
-    """Measure all methods that suit a model on your own text, with a time estimate first, and recommend one.
+    """Measure all methods that suit a model on your own text, after a time estimate, and recommend one.
 
     Examples:
         hf-posenc compare MODEL --documents book.txt --context-length 32k --dry-run

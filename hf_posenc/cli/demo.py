@@ -35,11 +35,14 @@ class DemoArguments:
 
     output_dir: str = field(default="outputs/demo", metadata={"help": "folder for results, report and trained model"})
     token_budget: TokenCount = field(default=TokenCount("100k"), metadata={"help": "tokens to fine-tune on"})
-    dtype: str = field(default="auto", metadata={"help": "as for eval; auto is what the hardware computes natively"})
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "float32, bfloat16, float16, checkpoint or auto (what the hardware computes natively)"},
+    )
 
 
 def demo(argv: Sequence[str]) -> None:
-    """Show the full pipeline on a tiny model: extend, measure, fine-tune, measure, report; minutes on two cores.
+    """Run the full pipeline on a tiny model: extend, measure, fine-tune, measure, report; takes minutes on a CPU.
 
     Examples:
         hf-posenc demo --output-dir demo

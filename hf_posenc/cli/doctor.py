@@ -13,31 +13,36 @@ from hf_posenc.utils.units import ContextLength
 
 @dataclass
 class DoctorArguments:
-    """Where the mended config goes, and what the config does not say."""
+    """Where the mended config goes, and facts that the config lacks."""
 
     live: bool = field(
-        default=False, metadata={"help": "load the model too, and hold its modules against what the config means"}
+        default=False, metadata={"help": "also load the model, and compare its modules with what the config means"}
     )
     fix: str | None = field(
-        default=None, metadata={"help": "write a mended config to this folder or .json file (the input gets a .bak)"}
+        default=None,
+        metadata={"help": "write a mended config to this folder or .json file; if that is the input, a .bak is kept"},
     )
     original_max_position_embeddings: ContextLength | None = field(
-        default=None, metadata={"help": "tokens the model was trained on, where the config does not say it"}
+        default=None, metadata={"help": "tokens the model was trained on, if the config lacks it"}
     )
-    rope_theta: float | None = field(default=None, metadata={"help": "the base, where the config lost it"})
+    rope_theta: float | None = field(
+        default=None, metadata={"help": "base of the rotary frequencies, if the config lacks it"}
+    )
     ramp: Literal["code", "paper", "harmonic"] | None = field(
-        default=None, metadata={"help": "curve that a YaRN model was trained with: harmonic for PoSE's"}
+        default=None, metadata={"help": "ramp that a YaRN model was trained with; models of PoSE: harmonic"}
     )
     trained_length: ContextLength | None = field(
-        default=None, metadata={"help": "tokens a LongLoRA merge was tuned to, whose config lacks the linear rule"}
+        default=None,
+        metadata={"help": "tokens that a merged LongLoRA model was tuned to, if its config lacks linear scaling"},
     )
     capabilities: bool = field(
-        default=False, metadata={"help": "without PATH: the model types that can be extended, and why others cannot"}
+        default=False,
+        metadata={"help": "without PATH: list the model types that can be extended, and why others cannot"},
     )
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Say what a checkpoint's config declares, how each Transformers reads it, and what is wrong; mend it with --fix.
+    """Find what is wrong with a checkpoint's positions, and how each Transformers reads its config; --fix mends it.
 
     Examples:
         hf-posenc doctor longer-model

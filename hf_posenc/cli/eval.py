@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.cli.shared_arguments import (
     MODEL,
@@ -32,15 +32,19 @@ _OUTPUT = ("output", "label", "model_name")
 
 @dataclass
 class EvalArguments(OutputConfig, EvalConfig):
-    """What is measured, and where the numbers go."""
+    """What is measured, and where the results go."""
+
+    HELP_COMMON: ClassVar[tuple[str, ...]] = (
+        *("context_lengths", "method", "output", "max_documents", "cut", "protocol"),
+    )
 
     method: list[str] = field(
         default_factory=list,
-        metadata={"help": "one or more from `hf-posenc methods`, or none: as it is; default: none, or --preset"},
+        metadata={"help": "methods from `hf-posenc methods`; none: the unextended model; default: none, or --preset"},
     )
     evaluator: str | None = field(
         default=None,
-        metadata={"help": "model that chooses longppl's key tokens; default: the measured one itself"},
+        metadata={"help": "longppl: model that chooses the key tokens; default: the measured model itself"},
     )
     alpha: float = same_field(KeyTokens, "alpha")
     beta: float = same_field(KeyTokens, "beta")
@@ -48,15 +52,15 @@ class EvalArguments(OutputConfig, EvalConfig):
 
 
 def evaluate(argv: Sequence[str]) -> None:
-    """Measure perplexity or retrieval by context length, of a model as it is or extended by one or more methods.
+    """Measure perplexity or retrieval by context length, of a model as it is or extended by methods.
 
     Examples:
         hf-posenc eval MODEL --documents book.txt --context-lengths 512 2k 8k --method none yarn --output r.jsonl
         hf-posenc eval MODEL --tasks passkey --context-lengths 4k 8k --depths 0 50 100 --method none yarn --factor 2
     """
-    known: list[Any] = [EvalArguments, ExtensionConfig, OptionArguments]
-    known += [DocumentArguments, ModelArguments, RetrievalConfig]
-    given, what, extension, options, source, loading, prompts = parse("eval", evaluate.__doc__, argv, known, MODEL)
+    known: list[Any] = [EvalArguments, DocumentArguments, RetrievalConfig]
+    known += [ExtensionConfig, OptionArguments, ModelArguments]
+    given, what, source, prompts, extension, options, loading = parse("eval", evaluate.__doc__, argv, known, MODEL)
     rows = rows_to_measure(what.method, extension, parse_options(options.option))
     settings = retrieval_settings(what, prompts) if prompts.tasks else perplexity_settings(what, prompts)
     settings["documents"] = None if prompts.tasks and not source.documents else source.texts()

@@ -37,7 +37,7 @@ class ExplainArguments:
 
 
 def explain(argv: Sequence[str]) -> None:
-    """Show in words and pictures what a method does to a model, or how an encoding works; reads the config only.
+    """Explain in words and pictures what a method does to a model, or how an encoding works; reads the config only.
 
     Examples:
         hf-posenc explain yarn --model MODEL --factor 4 --output-dir yarn-in-pictures

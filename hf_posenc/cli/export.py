@@ -15,12 +15,12 @@ STACKS = ("vllm", "sglang", "llama.cpp", "tgi")
 class ExportArguments:
     """Which program is to run the model."""
 
-    to: str = field(metadata={"help": "one of vllm, sglang, llama.cpp, tgi", "choices": STACKS})
+    to: str = field(metadata={"help": "the server", "choices": STACKS})
     # A keyword of Python, so the field has another name than the flag.
     as_method: str | None = field(
         default=None,
         metadata={
-            "help": "for a rule that only hf_posenc runs: the static rule to run instead, such as yarn",
+            "help": "for a method that only hf_posenc runs: the static method to run instead, such as yarn",
             "aliases": ["--as"],
             "metavar": "METHOD",
         },

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.cli.output_folders import check_folder
 from hf_posenc.cli.shared_arguments import (
@@ -32,11 +32,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FinetuneModelArguments(ModelArguments):
-    """How the model is loaded to be trained."""
+    """How the model is loaded."""
+
+    HELP_COMMON: ClassVar[tuple[str, ...]] = ()
 
     load_in_4bit: bool = field(
         default=False,
-        metadata={"help": "hold the weights in 4 bits (NF4, nested; bitsandbytes) and train --lora adapters on them"},
+        metadata={"help": "hold the weights in 4 bits (bitsandbytes, NF4, nested), to train --lora adapters on them"},
     )
 
 
@@ -46,29 +48,31 @@ class TrainingDocumentArguments(DocumentArguments):
 
     streaming: bool = field(
         default=False,
-        metadata={"help": "read a dataset as a stream, and only until the token budget and the held-out are filled"},
+        metadata={
+            "help": "read a dataset as a stream, only until the token budget and the held-out texts are complete"
+        },
     )
     chat_template_path: str | None = field(
         default=None,
-        metadata={"help": "Jinja file with the chat template to use, and to save, instead of the tokenizer's"},
+        metadata={"help": "Jinja file with a chat template, used and saved instead of the tokenizer's"},
     )
 
 
 @dataclass
 class RunArguments:
-    """Where settings come from besides the flags."""
+    """The run."""
 
     config: str | None = field(
         default=None,
         metadata={
-            "help": "TOML or YAML file of flags, as run.toml of an earlier run: their names are its keys, the method's "
-            "options are under options; flags win over it, and it wins over --recipe"
+            "help": "TOML or YAML file of flags (options of the method under options), such as run.toml of an earlier "
+            "run; flags override it, and it overrides --recipe"
         },
     )
 
 
 def finetune(argv: Sequence[str]) -> None:
-    """Fine-tune an extended model on a budget of tokens, measure it as it came, before and after, and save it.
+    """Extend a model, fine-tune it on a budget of tokens, measure it before and after, and save it.
 
     Examples:
         hf-posenc finetune MODEL --documents books/ --method yarn --factor 4 --token-budget 1M --output-dir trained

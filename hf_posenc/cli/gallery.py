@@ -16,7 +16,7 @@ class GalleryArguments:
 
 
 def gallery(argv: Sequence[str]) -> None:
-    """Draw positional encodings, and the rules that stretch RoPE: pictures and one HTML page.
+    """Draw positional encodings, and the methods that extend RoPE, as pictures and one HTML page.
 
     Examples:
         hf-posenc gallery --output-dir gallery

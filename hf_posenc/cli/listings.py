@@ -28,7 +28,7 @@ class PresetsArguments:
     """What `hf-posenc presets` lists."""
 
     checkpoints: bool = field(
-        default=False, metadata={"help": "list what is known of published checkpoints, each with its source"}
+        default=False, metadata={"help": "list known facts about published checkpoints, each with its source"}
     )
 
 
@@ -44,7 +44,7 @@ def methods(argv: Sequence[str]) -> None:
 
 
 def presets(argv: Sequence[str]) -> None:
-    """List how published checkpoints are extended, or what is known of them.
+    """List published settings for known checkpoints, or facts about these checkpoints.
 
     Examples:
         hf-posenc presets
@@ -55,7 +55,7 @@ def presets(argv: Sequence[str]) -> None:
 
 
 def recipes(argv: Sequence[str]) -> None:
-    """List the published ways to fine-tune: what each sets, and what of the paper is left to you.
+    """List the fine-tuning recipes of papers: what each sets, and what it leaves to you.
 
     Examples:
         hf-posenc recipes

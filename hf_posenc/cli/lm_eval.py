@@ -19,16 +19,16 @@ _FLAG = re.compile(r"--?[A-Za-z]")
 
 @dataclass
 class HarnessArguments:
-    """Which rule the model is extended by."""
+    """How the model is extended."""
 
     method: str | None = field(
         default=None,
-        metadata={"help": "a name from `hf-posenc methods`; default: as it is, or as its folder or --preset says"},
+        metadata={"help": "a method from `hf-posenc methods`; default: the model as it is, or as --preset says"},
     )
 
 
 def lm_eval(argv: Sequence[str]) -> None:
-    """Run tasks of lm-eval on a model as it is or extended: MODEL, flags as for eval, then any of lm-eval's.
+    """Run tasks of lm-eval on a model, as it is or extended; all other flags are passed to lm-eval.
 
     Examples:
         hf-posenc lm-eval MODEL --method yarn --factor 4 --tasks piqa --limit 100
@@ -57,7 +57,7 @@ def lm_eval(argv: Sequence[str]) -> None:
 
 def split_flags(argv: Sequence[str], known: Sequence[Any]) -> tuple[list[str], list[str]]:
     """Return the words of our flags, with what comes before any flag, and those of all others."""
-    names = {one.name for kind in known for one in fields(kind)} | {"h", "help", "traceback"}
+    names = {one.name for kind in known for one in fields(kind)} | {"h", "help", "help_all", "traceback"}
     ours: list[str] = []
     theirs: list[str] = []
     here = ours

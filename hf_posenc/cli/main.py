@@ -37,7 +37,8 @@ examples:
   hf-posenc report r.jsonl --output-dir report
   hf-posenc export longer-model --to vllm
 
-MODEL is a name on the Hugging Face Hub, a folder or a .gguf file. `hf-posenc COMMAND --help` lists a command's flags.
+MODEL is a name on the Hugging Face Hub, a folder or a .gguf file.
+`hf-posenc COMMAND --help` shows a command's common flags, `hf-posenc COMMAND --help-all` every flag.
 """
 
 
@@ -87,11 +88,11 @@ def _command(words: list[str]) -> int | None:
     listing = "\n".join(f"  {name:<10}{first_line(run.__doc__)}" for name, run in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="hf-posenc",
-        description="Make a LLaMA, Mistral or Qwen model read further, and measure that it does.",
+        description="Make a LLaMA, Mistral or Qwen model read texts longer than it was trained on, and measure it.",
         epilog=f"commands:\n{listing}\n\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
     parser.add_argument("--version", action="version", version=f"hf-posenc {_version()}")
     parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)
     own = next((index + 1 for index, word in enumerate(words) if not word.startswith("-")), len(words))

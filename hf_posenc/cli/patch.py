@@ -13,10 +13,10 @@ from hf_posenc.patching.extension_config import ExtensionConfig, check_request, 
 
 @dataclass
 class PatchArguments:
-    """Which rule is written into the checkpoint."""
+    """How the model is extended."""
 
     method: str | None = field(
-        default=None, metadata={"help": "a name from `hf-posenc methods`; default: yarn, unless --preset is given"}
+        default=None, metadata={"help": "a method from `hf-posenc methods`; default: yarn, unless --preset is given"}
     )
 
 

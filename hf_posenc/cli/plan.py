@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hf_posenc.cli.shared_arguments import MODEL, parse
 from hf_posenc.utils.units import ContextLength, MemorySize, TokenCount
@@ -21,67 +22,77 @@ _SHARED = (
 class PlanArguments:
     """How far, with which memory, and how fast."""
 
+    HELP_COMMON: ClassVar[tuple[str, ...]] = (
+        *("context_length", "gpu_memory", "gpus", "training", "token_budget", "server", "recipe", "lora"),
+        *("gradient_checkpointing", "measure", "json"),
+    )
+
     context_length: ContextLength = field(metadata={"help": "tokens the model is to read (128k = 131072)"})
     gpu_memory: MemorySize | None = field(
-        default=None, metadata={"help": "memory of one device, such as 24GB: what fits, and how long a text"}
+        default=None, metadata={"help": "memory of one GPU, such as 24GB: also show what fits, and the longest text"}
     )
-    gpus: int = field(default=1, metadata={"help": "devices of that memory"})
+    gpus: int = field(default=1, metadata={"help": "number of GPUs with that memory"})
     training: bool = field(
         default=False,
         metadata={
-            "help": "say too what fits to train, with the command for each way; any flag below that is about training "
-            "implies it"
+            "help": "also plan training: what fits, and the finetune command for each way; implied by any flag that "
+            "is about training"
         },
     )
     token_budget: TokenCount | None = field(
-        default=None, metadata={"help": "tokens to train on (1M); left out: whether to train is part of the answer"}
+        default=None, metadata={"help": "tokens to train on (1M); without it, the answer includes whether to train"}
     )
     original_max_position_embeddings: ContextLength | None = field(
-        default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
+        default=None, metadata={"help": "tokens the model was trained on; default: the value in its config"}
     )
-    server: bool = field(default=False, metadata={"help": "a server is to run it, which only static rules can"})
+    server: bool = field(default=False, metadata={"help": "consider only static methods, which servers can run"})
     recipe: str | None = field(
-        default=None, metadata={"help": "train by a recipe (see `hf-posenc recipes`); other flags win over its values"}
+        default=None, metadata={"help": "training recipe from `hf-posenc recipes`; other flags override its values"}
     )
-    lora: bool = field(default=False, metadata={"help": "train adapters, the embedding and the norms only"})
+    lora: bool = field(default=False, metadata={"help": "train only adapters, the embedding and the norms"})
     gradient_checkpointing: bool = field(default=False, metadata={"help": "recompute each layer in the backward pass"})
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "of the weights; auto: the checkpoint's own with --gpu-memory, else what this machine computes "
-            "natively, as for eval and finetune"
+            "help": "dtype of the weights; auto: the checkpoint's own with --gpu-memory, else what this machine "
+            "computes natively, as in eval and finetune"
         },
     )
     bf16: bool | None = field(
-        default=None, metadata={"help": "compute in bfloat16; default: if the weights are in half precision"}
+        default=None, metadata={"help": "compute in bfloat16; default: true if the weights are in half precision"}
     )
     per_device_train_batch_size: int | None = field(
-        default=None, metadata={"help": "blocks per forward; default: as for finetune"}
+        default=None, metadata={"help": "blocks in one forward pass; default: as in finetune"}
     )
     gradient_accumulation_steps: int | None = field(
-        default=None, metadata={"help": "forwards per optimizer step; default: as for finetune"}
+        default=None, metadata={"help": "forward passes per optimizer step; default: as in finetune"}
     )
     whole_documents: bool = field(
         default=False,
-        metadata={"help": "every block is of one document, so that attention needs no mask of block x block"},
+        metadata={
+            "help": "every training block is one document, so that attention needs no mask of size block x block"
+        },
     )
     tokens_per_second: float | None = field(
-        default=None, metadata={"help": "measured speed of training at the planned length, for the hours"}
+        default=None, metadata={"help": "measured training speed at the planned length, to compute the hours"}
     )
     tflops: float | None = field(
-        default=None, metadata={"help": "sustained speed of the device in 10^12 operations a second, for the hours"}
+        default=None,
+        metadata={
+            "help": "sustained speed of the device in TFLOPS (10^12 operations per second), to compute the hours"
+        },
     )
     measure: bool = field(
-        default=False, metadata={"help": "train a few steps with random weights here, and take the hours from them"}
+        default=False, metadata={"help": "train a few steps with random weights on this machine, to estimate the hours"}
     )
     measure_length: ContextLength = field(
-        default=ContextLength("1k"), metadata={"help": "tokens of a block for --measure, at most the planned length"}
+        default=ContextLength("1k"), metadata={"help": "tokens of a block in --measure, at most the planned length"}
     )
     json: bool = field(default=False, metadata={"help": "print JSON instead of a table"})
 
 
 def plan(argv: Sequence[str]) -> None:
-    """Say what a context length costs in memory and time, and which method, recipe and setting to take; config only.
+    """Predict memory and time of a context length, and suggest method, recipe and settings; reads the config only.
 
     Examples:
         hf-posenc plan MODEL --context-length 128k --gpu-memory 24GB

@@ -19,7 +19,7 @@ class ReportArguments:
     output_dir: str = field(default="report", metadata={"help": "folder for report.html, report.md and the plots"})
     title: str = field(
         default="Results by context length",
-        metadata={"help": "heading of the report; names the models if this does not"},
+        metadata={"help": "heading of the report; the names of the models are added if it lacks them"},
     )
 
 

@@ -1,25 +1,34 @@
-"""The flags that several commands have, as dataclasses whose help texts are their documentation, and their parser.
+"""The flags that several commands share, and the parser of every command.
 
-The flags of one command are in its file, or are the fields of the configs that it lists. Nothing here imports PyTorch,
-so that help and mistakes answer at once.
+The flags of a command are the fields of dataclasses, and the help text of a field is its documentation. Three class
+variables of such a dataclass arrange the help:
+
+- ``HELP_COMMON``: the fields that ``--help`` shows; ``--help-all`` shows every field. Without it, ``--help`` shows all.
+- ``HELP_GROUPS``: headings with their fields. Without it, the first line of the docstring is the only heading.
+- ``HELP_HIDDEN``: fields that can be given as flags, but that neither help shows.
+
+Nothing here imports PyTorch, so that help and error messages appear at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from hf_posenc.errors import HfPosencError, InvalidRequestError, add_flags, did_you_mean
+from hf_posenc.utils.units import ContextLength, Duration, MemorySize, TokenCount
 
 if TYPE_CHECKING:
     from hf_posenc.data.columns import Document
     from hf_posenc.data.reading import DocumentStream
 
 _EXAMPLES = "examples:\n"
-TRACEBACK, TRACEBACK_HELP = "--traceback", "show where an error came from"
+TRACEBACK, TRACEBACK_HELP = "--traceback", "show the Python traceback of an error"
+HELP, HELP_ALL = "--help", "--help-all"
 # The help of the argument that most commands begin with.
 MODEL = {"model": "name on the Hub, folder or .gguf file"}
 
@@ -28,27 +37,31 @@ MODEL = {"model": "name on the Hub, folder or .gguf file"}
 class ModelArguments:
     """How the model is loaded."""
 
+    HELP_COMMON: ClassVar[tuple[str, ...]] = ("dtype", "device")
+
     dtype: str = field(
         default="auto",
         metadata={
-            "help": "auto (the checkpoint's own where the hardware has instructions for it, else float32), checkpoint "
-            "(its own everywhere), float32, bfloat16 or float16"
+            "help": "float32, bfloat16, float16, checkpoint (as stored) or auto (as stored if the hardware has "
+            "instructions for it, else float32)"
         },
     )
     device: str | None = field(
-        default=None, metadata={"help": "cpu, cuda, auto (all GPUs); default: a GPU if there is one"}
+        default=None, metadata={"help": "cpu, cuda or auto (all GPUs); default: a GPU if there is one"}
     )
-    attn_implementation: str | None = field(default=None, metadata={"help": "sdpa, eager, flash_attention_2, ..."})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "attention implementation of Transformers: sdpa, eager, flash_attention_2, ..."}
+    )
 
 
 @dataclass
 class OptionArguments:
-    """The method's own options."""
+    """How the model is extended."""
 
     option: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "options of the method: --option beta_fast=16 ramp=paper",
+            "help": "options of the method, such as --option beta_fast=16 ramp=paper",
             "action": "extend",
             "metavar": "K=V",
         },
@@ -59,24 +72,26 @@ class OptionArguments:
 class DocumentArguments:
     """Where the texts come from."""
 
+    HELP_COMMON: ClassVar[tuple[str, ...]] = ("documents", "text_field")
+
     documents: str = field(
         default="",
         metadata={
-            "help": "text, .jsonl, .json, .csv or .parquet file, folder of text files, - (stdin), novel:persuasion, or "
-            "a dataset's name"
+            "help": "file (text, .jsonl, .json, .csv, .parquet), folder of text files, name of a dataset, "
+            "novel:persuasion, or - for stdin"
         },
     )
     text_field: list[str] | None = field(
         default=None,
         metadata={
-            "help": "column of texts, or of chats to train on; or two: prompt and answer. Default: text, messages, "
-            "conversations, or prompt with completion, the first there is"
+            "help": "column of the texts or chats, or two: prompt and answer; default: the first found of text, "
+            "messages, conversations, prompt with completion"
         },
     )
     template: str | None = field(
         default=None,
         metadata={
-            "help": "instead of --text-field: a text with columns in braces, the last of them the answer: "
+            "help": "instead of --text-field: a text with columns in braces, of which the last is the answer: "
             r"'Question: {question}\nAnswer: {answer}' (\n ends a line)"
         },
     )
@@ -177,38 +192,75 @@ def parse(
         ["hf-posenc", command, *(name.upper() + (" ..." if several else "") for name in positional), "[flags]"]
     )
     examples = "\n".join(f"  {example}" for example in examples_in(summary))
-    parser = Parser(known, usage=usage, description=first_line(summary), formatter_class=_Help)
+    parser = Parser(known, usage=usage, description=first_line(summary), formatter_class=_Help, add_help=False)
+    # Of --help-all: --help has no line to spare.
     parser.epilog = f"{_EXAMPLES}{examples}" if examples else None
     for action in parser._actions:  # both forms are read, and those with dashes shown, in help and in messages
         action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
     for name, help_text in positional.items():
         parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
-    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)  # for main, which looks for the word
+    parser.add_argument("-h", HELP, action=_ShowHelp, help="show the common flags and exit")
+    parser.add_argument(HELP_ALL, action=_ShowHelp, help="show every flag and exit")
+    parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)  # main looks for this word itself
+    vars(parser._actions[-1])[_RARE] = True
     _group_flags(parser, known)
     _check_flags(command, argv, parser)
     parser.set_defaults(command=command)  # so that a namespace is returned even where nothing is positional
-    if defaults is not None and not {"-h", "--help"} & set(argv):
+    if defaults is not None and not {"-h", HELP, HELP_ALL} & set(argv):
         _put_defaults(parser, argv, defaults)
     *filled, given = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
     return given, *filled
 
 
 def _group_flags(parser: argparse.ArgumentParser, known: Sequence[Any]) -> None:
-    """List the flags in the help by what they are about: those of a dataclass, or of each of its ``HELP_GROUPS``.
-
-    A dataclass' ``HELP_HIDDEN`` are flags too, which the help leaves out.
-    """
+    """Put the flags of each dataclass under their headings, and mark those that ``--help`` leaves out."""
     flags = parser._optionals._group_actions
+    groups: dict[str, Any] = {}  # dataclasses with one heading share it
     for kind in known:
         names = tuple(one.name for one in fields(kind))
+        common = getattr(kind, "HELP_COMMON", names)
         for action in flags:
             if action.dest in getattr(kind, "HELP_HIDDEN", ()):
                 action.help = argparse.SUPPRESS
-        for title, of_group in getattr(kind, "HELP_GROUPS", {first_line(kind.__doc__).rstrip("."): names}).items():
-            group = parser.add_argument_group(title)
-            for action in [action for action in flags if action.dest in of_group]:
-                flags.remove(action)
-                group._group_actions.append(action)
+            elif action.dest in names and action.dest not in common:
+                vars(action)[_RARE] = True
+        rest = tuple(name for name in names if name not in common)
+        one_group = {first_line(kind.__doc__).rstrip("."): (*common, *rest)}
+        for title, of_group in getattr(kind, "HELP_GROUPS", one_group).items():
+            group = groups.setdefault(title, parser.add_argument_group(title))
+            for name in of_group:
+                for action in [action for action in flags if action.dest == name]:
+                    flags.remove(action)
+                    group._group_actions.append(action)
+
+
+# The attribute of a flag that only --help-all shows.
+_RARE = "only_in_help_all"
+
+
+class _ShowHelp(argparse.Action):
+    """Print the help and exit: with the common flags for ``--help``, with every flag for ``--help-all``."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+        rare = [action for action in shown if hasattr(action, _RARE)]
+        if HELP in self.option_strings and rare:
+            for action in rare:
+                action.help = argparse.SUPPRESS
+            command = str(parser.usage).removeprefix("hf-posenc ").partition(" ")[0]
+            flags = len({action.dest for action in rare})
+            parser.epilog = f"`hf-posenc {command} {HELP_ALL}` lists every flag ({flags} more)."
+        parser.print_help()
+        parser.exit()
 
 
 def first_line(text: str | None) -> str:
@@ -256,8 +308,32 @@ def _put_defaults(
         action.required = action.dest not in values
 
 
+# What stands for the value of a flag in the help, by the type of the value.
+_METAVARS = {
+    ContextLength: "TOKENS",
+    TokenCount: "TOKENS",
+    Duration: "TIME",
+    MemorySize: "SIZE",
+    int: "N",
+    float: "X",
+}
+
+
+def _metavar(action: argparse.Action) -> str:
+    """Return what stands for the value of a flag: its kind, or the last word of the flag's name."""
+    if getattr(action.type, "__name__", "") == "string_to_bool":  # HfArgumentParser's type of a bool or None
+        return "{true,false}"
+    return next(
+        (name for kind, name in _METAVARS.items() if action.type is kind), action.dest.rpartition("_")[2].upper()
+    )
+
+
 class _Help(argparse.HelpFormatter):
     """Flags with their values once, defaults only where flags have any, and examples as they are written."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        width = min(shutil.get_terminal_size().columns, 120) - 2
+        super().__init__(prog, max_help_position=36, width=width, **settings)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
@@ -265,8 +341,13 @@ class _Help(argparse.HelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        values = "" if action.nargs in (0, "?") else self._format_args(action, action.dest.upper())
+        values = "" if action.nargs in (0, "?") else self._format_args(action, _metavar(action))
         return f"{', '.join(action.option_strings)} {values}".strip()
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if action.nargs == "+":
+            return f"{self._metavar_formatter(action, default_metavar)(1)[0]} ..."
+        return super()._format_args(action, default_metavar)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from hf_posenc.errors import argument
 from hf_posenc.evaluation.config import EvalConfig, OutputConfig
@@ -17,27 +17,33 @@ from hf_posenc.utils.units import ContextLength, Duration
 class CompareConfig:
     """What is compared, on how much text, and for how long."""
 
+    HELP_COMMON: ClassVar[tuple[str, ...]] = (
+        *("context_length", "methods", "rope_scaling", "tasks", "output", "budget", "dry_run", "max_documents"),
+    )
+
     context_length: ContextLength = field(metadata={"help": "tokens the model is to read (32k = 32768)"})
     methods: list[str] = field(
-        default_factory=list, metadata={"help": "from `hf-posenc methods`; default: all that suit the model zero-shot"}
+        default_factory=list,
+        metadata={"help": "methods from `hf-posenc methods`; default: all that suit the model without training"},
     )
     rope_scaling: str | None = same_field(
         ExtensionConfig,
         "rope_scaling",
-        help="one more row: a dictionary as vLLM, LLaMA-Factory and Transformers take it, such as "
-        """'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'; without a factor """
-        "it goes as far as --context-length",
+        help="one more row: a rope_scaling dictionary of Transformers, vLLM or LLaMA-Factory, such as "
+        """'{"rope_type": "yarn", "factor": 4.0}'; without a factor it extends to --context-length""",
     )
     tasks: list[str] = same_field(
-        RetrievalConfig, "tasks", help="measure retrieval in the documents too: one or more of %(choices)s"
+        RetrievalConfig, "tasks", help="also measure retrieval in the documents: one or more of %(choices)s"
     )
     depths: list[float] = same_field(RetrievalConfig, "depths")
     samples: int = same_field(RetrievalConfig, "samples")
     output: str | None = same_field(OutputConfig, "output")
     budget: Duration | None = field(
-        default=None, metadata={"help": "time to take at most (90s, 20m, 1.5h): the most expensive rows are left out"}
+        default=None, metadata={"help": "longest time to take (90s, 20m, 1.5h): the most expensive rows are left out"}
     )
-    dry_run: bool = field(default=False, metadata={"help": "only say what would be measured, and how long it takes"})
+    dry_run: bool = field(
+        default=False, metadata={"help": "only show what would be measured, and how long it would take"}
+    )
     max_documents: int = same_field(EvalConfig, "max_documents", default=1)
     cut: bool = same_field(EvalConfig, "cut")
     prefill_chunk: ContextLength | None = same_field(EvalConfig, "prefill_chunk")

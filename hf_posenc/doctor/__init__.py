@@ -1,4 +1,4 @@
-"""What a checkpoint or a live model declares of its positions, who reads it how, what is wrong, and how to mend it."""
+"""Find what is wrong with the positions of a checkpoint or a loaded model, and mend its config."""
 
 from __future__ import annotations
 

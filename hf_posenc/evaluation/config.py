@@ -28,11 +28,11 @@ class EvalConfig:
     The names are those of ``perplexity``. Each help text is the documentation.
     """
 
-    context_lengths: list[ContextLength] = field(metadata={"help": "tokens fed at a time: 512 2k 32k"})
+    context_lengths: list[ContextLength] = field(metadata={"help": "text lengths to measure, in tokens: 512 2k 32k"})
     protocol: list[str] = field(
         default_factory=lambda: ["truncated"],
         metadata={
-            "help": "which tokens are scored, one or more of " + ", ".join(PROTOCOLS) + "; results say it in words",
+            "help": "which tokens are scored: one or more of " + ", ".join(PROTOCOLS),
             "choices": PROTOCOLS,
             "metavar": "PROTOCOL",
         },
@@ -40,33 +40,45 @@ class EvalConfig:
     stride: int | None = field(
         default=None,
         metadata={
-            "help": "new tokens of a window; default: the published number, half the length for same_tokens, else 256, "
-            "or half of a shorter window"
+            "help": "tokens by which a sliding window advances; default: the published number, half the length for "
+            "same_tokens, else 256, or half of a shorter window"
         },
     )
-    last_k: int | None = field(default=None, metadata={"help": "tokens scored by last_k (256) and rerope (4096)"})
+    last_k: int | None = field(
+        default=None,
+        metadata={"help": "number of last tokens that last_k (default: 256) and rerope (default: 4096) score"},
+    )
     max_tokens: ContextLength | None = field(
         default=None,
-        metadata={"help": "tokens of a document that windows cover; default: the longest length, or as published"},
+        metadata={"help": "tokens of each document that windows cover; default: the longest length, or as published"},
     )
     min_tokens: ContextLength | None = field(
-        default=None, metadata={"help": "take documents from so many tokens on; default: the longest length"}
+        default=None, metadata={"help": "skip documents with fewer tokens; default: the longest length"}
     )
     average: Literal["tokens", "windows"] | None = field(
-        default=None, metadata={"help": "windows: mean of window means, as in some papers; default: the protocol's own"}
+        default=None,
+        metadata={"help": "tokens or windows: mean of window means, as in some papers; default: the protocol's own"},
     )
-    bos: Literal["prepended"] | None = field(default=None, metadata={"help": "put a BOS token before every document"})
+    bos: Literal["prepended"] | None = field(
+        default=None, metadata={"help": "prepended: put a BOS token before every document"}
+    )
     prefill_chunk: ContextLength | None = field(
         default=None,
-        metadata={"help": "feed so many tokens at a time over a KV cache: same numbers; the log tells the memory"},
+        metadata={
+            "help": "feed this many tokens at a time with a KV cache: the same results; the log shows the memory"
+        },
     )
     logits_chunk: int | None = field(
-        default=None, metadata={"help": "rows whose logits exist at one time; default: what fits into 64 MiB"}
+        default=None,
+        metadata={"help": "positions whose logits are in memory at one time; default: what fits into 64 MiB"},
     )
     batch_size: int | None = field(
-        default=None, metadata={"help": "sliding windows fed together; default: by their length, 1 for long ones"}
+        default=None,
+        metadata={"help": "sliding windows in one forward pass; default: chosen by their length, 1 for long ones"},
     )
-    max_documents: int | None = field(default=None, metadata={"help": "at most so many documents, evenly spread"})
+    max_documents: int | None = field(
+        default=None, metadata={"help": "measure at most this many documents, evenly spread"}
+    )
     cut: bool = field(default=False, metadata={"help": "cut long documents into pieces of the longest length"})
 
     def runs(self) -> list[Run]:
@@ -121,14 +133,14 @@ class OutputConfig:
     """Where results go, and under which names."""
 
     output: str | None = field(
-        default=None, metadata={"help": "append results to this .jsonl file, and resume from it"}
+        default=None, metadata={"help": "append results to this .jsonl file, and skip those that it holds"}
     )
-    label: str = field(default="", metadata={"help": "words for the row in a report"})
+    label: str = field(default="", metadata={"help": "name of the row in a report"})
     model_name: str | None = field(
         default=None,
-        metadata={"help": "the model's name in results, where rows of one name are compared; default: as given"},
+        metadata={"help": "name of the model in results, where only rows of one name are compared; default: MODEL"},
     )
-    hide_progress: bool = field(default=False, metadata={"help": "no progress bar"})
+    hide_progress: bool = field(default=False, metadata={"help": "show no progress bar"})
 
 
 def check_at_least_one(name: str, value: int | None) -> None:
@@ -154,10 +166,15 @@ class KeyTokens:
     """
 
     evaluator: PreTrainedModel | None = None
-    alpha: float = field(default=2.0, metadata={"help": "nats a key token of longppl gains from the long context"})
-    beta: float = field(default=-2.0, metadata={"help": "log-probability a key token of longppl has after it"})
+    alpha: float = field(
+        default=2.0, metadata={"help": "longppl: nats that a key token gains from the long context, at least"}
+    )
+    beta: float = field(
+        default=-2.0, metadata={"help": "longppl: log-probability of a key token after the long context, at least"}
+    )
     short_context: int | None = field(
-        default=None, metadata={"help": "tokens longppl compares with; default: 4096, at most half the original length"}
+        default=None,
+        metadata={"help": "longppl: tokens of the short context; default: 4096, at most half the original length"},
     )
 
     def short_tokens(self, original_length: int | None) -> int:

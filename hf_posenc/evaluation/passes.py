@@ -74,9 +74,9 @@ class Evaluation:
     def measure(
         self, passes: list[Pass], peak_memory_bytes: Callable[[], int], show_progress: bool, shorter: str
     ) -> None:
-        """Walk over every document of every pass that has a record to give, and append the records.
+        """Run every pass of which a record is missing over all documents, and append the records.
 
-        Of work that takes long ``shorter`` is said (see ``hf_posenc.utils.console.Progress``).
+        If the work takes long, ``shorter`` is printed as advice (see ``hf_posenc.utils.console.Progress``).
         """
         keys = [self._key(one) for one in passes]  # of those with their records too: a kill may have left their lines
         passes = [one for one in passes if any(run not in self.records for run in one.runs)]
@@ -93,7 +93,7 @@ class Evaluation:
         self.progress.forget(keys)
 
     def _walk(self, one: Pass, advance: Advance) -> int:
-        """Score the portions that are left, each in one of the processes; return how many the pass has."""
+        """Score the portions that are not done yet, each in one process; return the number of all portions."""
         key, portions, alone = self._key(one), self.portions(one), self.processes.count == 1
         left = [index for index in range(len(portions)) if self.progress.get(key, index) is None]
         inside = advance if alone else None

@@ -125,7 +125,7 @@ def check_rule(folder: ExportFolder) -> None:
     if folder.rope != written or folder.config.get("max_position_embeddings") != folder.context_length:
         raise InvalidRequestError(
             f"{CONFIG} in {folder.path!r} does not carry the rule of {MANIFEST} ({manifest['method']}, "
-            f"{folder.context_length} tokens): it was edited since. Save the model again."
+            f"{folder.context_length} tokens): one of the two files was edited after saving. Save the model again."
         )
 
 

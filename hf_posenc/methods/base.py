@@ -497,10 +497,10 @@ class Encoding(InPlaceOfRope, Method):
 
     @abc.abstractmethod
     def module(self, sizes: ModelSizes) -> nn.Module:
-        """Return the encoding as a module, with parameters drawn anew: see ``hf_posenc.methods.encodings.modules``.
+        """Return the encoding as a module with newly initialised parameters (``hf_posenc.methods.encodings.modules``).
 
         Raises:
-            ValueError: A size does not fit.
+            ValueError: The encoding is not defined for these sizes of the model.
         """
 
 

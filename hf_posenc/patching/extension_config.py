@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownOptionError, argument
 from hf_posenc.utils.units import ContextLength
@@ -15,37 +15,44 @@ NO_METHOD = "none"  # the model as it is
 
 @dataclass
 class ExtensionConfig:
-    """How far a model is extended.
+    """How the model is extended.
 
-    The names are those of ``patch_model``. Each help text is the documentation.
+    The names are those of ``patch_model``. The help text of a field is its documentation.
     """
 
+    HELP_COMMON: ClassVar[tuple[str, ...]] = ("preset", "factor", "context_length")
+
     preset: str | None = field(
-        default=None, metadata={"help": "a name from `hf-posenc presets`, instead of method, factor and options"}
+        default=None,
+        metadata={"help": "a published setting from `hf-posenc presets`; it replaces --method, --factor and --option"},
     )
     rope_scaling: str | None = field(
         default=None,
         metadata={
-            "help": "a dictionary as vLLM, LLaMA-Factory and Transformers take it, instead of method, factor and "
-            """options: '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}'"""
+            "help": "a rope_scaling dictionary of Transformers, vLLM or LLaMA-Factory, such as "
+            """'{"rope_type": "yarn", "factor": 4.0}'; it replaces --method, --factor and --option"""
         },
     )
     factor: float | None = field(
-        default=None, metadata={"help": "target length / original length; 4, 4x further, if no length is given either"}
+        default=None,
+        metadata={"help": "target length divided by original length; default: 4, unless a length is given"},
     )
     context_length: ContextLength | None = field(
-        default=None, metadata={"help": "target length in tokens (32k = 32768), instead of --factor"}
+        default=None, metadata={"help": "target length in tokens (32k = 32768); it replaces --factor"}
     )
     original_max_position_embeddings: ContextLength | None = field(
-        default=None, metadata={"help": "tokens the model was trained on; default: what its config says"}
+        default=None, metadata={"help": "tokens the model was trained on; default: the value in its config"}
     )
     # A number of tokens is taken too, and kept as its digits.
     sliding_window: str = field(
-        default="keep", metadata={"help": "what becomes of a window that every layer has: keep, off or tokens (16k)"}
+        default="keep",
+        metadata={
+            "help": "sliding window of a model that has one in every layer: keep, off or a number of tokens (16k)"
+        },
     )
     on_scaled: Literal["refuse", "replace"] = field(
         default="refuse",
-        metadata={"help": "replace: put the method in place of the scaling that the checkpoint came with"},
+        metadata={"help": "a checkpoint that is extended already: refuse it, or replace its rule by the method"},
     )
 
 

@@ -51,7 +51,7 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidRequestError(
             f"model_type {config.model_type!r} cannot be run without data, so its memory is not predicted: {reason} "
-            "(experts want bf16=True, --bf16.)"
+            "(If the model has experts, try bf16=True, --bf16: some experts run in half precision only.)"
         ) from error
     finally:
         log.setLevel(level)

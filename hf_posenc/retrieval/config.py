@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.retrieval.tasks import get_task, tasks
@@ -14,26 +14,28 @@ DEFAULT_DEPTHS = (0.0, 25.0, 50.0, 75.0, 100.0)
 
 @dataclass
 class RetrievalConfig:
-    """What is hidden in long texts and asked for, instead of measuring perplexity.
+    """Retrieval, measured instead of perplexity.
 
-    The names are those of ``retrieval``. Each help text is the documentation.
+    The names are those of ``retrieval``. The help text of a field is its documentation.
     """
+
+    HELP_COMMON: ClassVar[tuple[str, ...]] = ("tasks",)
 
     tasks: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "retrieval, by default in the package's novels, instead of perplexity: one or more of %(choices)s",
+            "help": "measure retrieval, without --documents in the package's novels: one or more of %(choices)s",
             "choices": tasks(),  # the registry itself: what is registered later is allowed too
             "metavar": "TASK",
         },
     )
     depths: list[float] = field(
         default_factory=lambda: list(DEFAULT_DEPTHS),
-        metadata={"help": "where it is hidden, in percent of the text before it"},
+        metadata={"help": "where the answer is hidden: percent of the text that comes before it"},
     )
-    samples: int = field(default=1, metadata={"help": "prompts of each task, length and depth"})
+    samples: int = field(default=1, metadata={"help": "prompts for each task, length and depth"})
     chat: Literal["auto", "on", "off"] = field(
-        default="auto", metadata={"help": "ask in the tokenizer's chat template: on, off, or where there is one"}
+        default="auto", metadata={"help": "use the tokenizer's chat template: on, off, or auto: if it has one"}
     )
 
 

@@ -52,7 +52,7 @@ class PromptMaker:
     """Builds prompts for one tokenizer from one text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, haystack: Haystack, chat: Chat = "auto") -> None:
-        """Make one.
+        """Prepare to make prompts.
 
         Args:
             tokenizer: The model's, a fast one.

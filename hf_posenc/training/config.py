@@ -98,22 +98,30 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
             *("per_device_train_batch_size", "gradient_accumulation_steps", "optim", "learning_rate"),
             *("lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm"),
         ),
-        "Adapters": ("lora", "lora_rank", "lora_alpha", "lora_targets", "lora_embeddings"),
-        "Memory and precision": ("gradient_checkpointing", "bf16", "logits_chunk"),
+        "Adapters, memory and precision": (
+            *("lora", "lora_rank", "lora_alpha", "lora_targets", "lora_embeddings"),
+            *("gradient_checkpointing", "bf16", "logits_chunk"),
+        ),
         "What is measured and logged": ("eval_lengths", "eval_documents", "logging_steps", "report_to", "run_name"),
         "Publishing": ("push_to_hub", "hub_model_id", "hub_private_repo", "hub_token", "hub_revision"),
     }
-    # Not shown by --help: what hf_posenc decides, and what has another name here.
+    # Shown by --help; --help-all shows all of them.
+    HELP_COMMON: ClassVar[tuple[str, ...]] = (
+        *("output_dir", "recipe", "resume_from_checkpoint", "method", "factor", "context_length"),
+        *("token_budget", "per_device_train_batch_size", "gradient_accumulation_steps"),
+        *("learning_rate", "lora", "gradient_checkpointing"),
+    )
+    # Not shown at all: what hf_posenc decides, and what has another name here.
     HELP_HIDDEN: ClassVar[frozenset[str]] = frozenset(decided_options()) | _RENAMED.keys() | {"local_rank"}
 
-    output_dir: str = field(metadata={"help": "folder for checkpoints, logs, results and the trained model"})
+    output_dir: str = field(metadata={"help": "folder for the trained model, checkpoints, results and logs"})
     # Only the name: the values are put in by ``from_recipe``, and by the command line.
     recipe: str | None = field(
-        default=None, metadata={"help": "a name from `hf-posenc recipes`; all other flags win over its values"}
+        default=None, metadata={"help": "a recipe from `hf-posenc recipes`; flags override its values"}
     )
     method: str | None = field(
         default=None,
-        metadata={"help": "extension method (see `methods`); default: yarn, unless the model is extended already"},
+        metadata={"help": "a method from `hf-posenc methods`; default: yarn, unless the model is extended already"},
     )
     # Options of the method, such as {"beta_fast": 16}. Not shown as a flag: the command line has --option for them.
     options: dict[str, Any] = field(default_factory=dict, metadata={"help": argparse.SUPPRESS})
@@ -123,86 +131,96 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     # is in use after 200 steps. 1M is a first try: hundreds of steps for a small model, and cheap to raise.
     token_budget: TokenCount = field(
         default=TokenCount("1M"),
-        metadata={"help": "tokens to train on (300k, 1M) at most, in whole steps, one at least"},
+        metadata={"help": "tokens to train on, at most (300k, 1M)"},
     )
     seq_len: ContextLength | None = field(
         default=None,
         metadata={
-            "help": "tokens of a training block; default: the target length, as in YaRN and PI, or the original "
-            "length where positions skip"
+            "help": "tokens of a training block; default: the target length, as in YaRN and PI, or the original length "
+            "if --position-schedule skips positions"
         },
     )
     # PoSE, section 3.2: two chunks of a short window, skipped apart at random, show every distance up to the target.
     position_schedule: Literal["full", "pose", "random"] = field(
         default="full",
         metadata={
-            "help": "positions of a training block: full (one after the other); pose (two chunks of a block of the "
-            "original length, skipped apart by up to the target); random (as many of the target's, in order)"
+            "help": "positions of a training block: full (consecutive); pose (PoSE: consecutive within --pose-chunks "
+            "chunks, with random gaps between them, up to the target length); random (a random rising subset of the "
+            "target's positions)"
         },
     )
-    pose_chunks: int = field(default=2, metadata={"help": "chunks of a block for --position-schedule pose (PoSE: 2)"})
+    pose_chunks: int = field(default=2, metadata={"help": "chunks of a block in --position-schedule pose (PoSE: 2)"})
     short_share: float = field(
         default=0.0,
-        metadata={"help": "share of the blocks read as windows of the original length, to keep short texts; 0 to 1"},
+        metadata={
+            "help": "share of the blocks that is read in windows of the original length, to keep short texts; 0 to 1"
+        },
     )
     length_upsampling: float = field(
         default=1.0,
-        metadata={"help": "documents longer than the original length are read this many times as often as others"},
+        metadata={"help": "how many times as often documents longer than the original length are read as others"},
     )
     # Chen et al. 2024, LongRoPE and others grow in steps; each stage is a run of its own length and budget.
     stages: list[str] | None = field(
         default=None,
-        metadata={"help": "target lengths and budgets one after the other, such as 16k:500k 32k:500k, instead of one"},
+        metadata={"help": "several target lengths with token budgets, trained one after the other: 16k:500k 32k:500k"},
     )
     # LongLoRA, section 3.2: half of the heads see groups shifted by half a group; a quarter of the block each.
     shifted_sparse_attention: bool = field(
-        default=False, metadata={"help": "attend within groups of a block while training (LongLoRA); full afterwards"}
+        default=False,
+        metadata={"help": "LongLoRA: attend only within groups of a block in training; the saved model attends fully"},
     )
     group_share: float = field(
-        default=0.25, metadata={"help": "group of --shifted-sparse-attention as a share of the block (LongLoRA: 1/4)"}
+        default=0.25,
+        metadata={"help": "size of a group of --shifted-sparse-attention as a share of the block (LongLoRA: 0.25)"},
     )
     # TRL's names and defaults.
     assistant_only_loss: bool = field(
-        default=False, metadata={"help": "of chats only the assistant's turns count in the loss, not all tokens"}
+        default=False, metadata={"help": "only the assistant's turns of a chat count in the loss, not all tokens"}
     )
     completion_only_loss: bool | None = field(
         default=None,
         metadata={
-            "help": "of prompts with answers only the answers count in the loss; default: yes; false: all tokens",
+            "help": "only the answers to prompts count in the loss; default: true; false: all tokens count",
             "nargs": "?",  # the flag alone says True
             "const": True,
         },
     )
-    per_device_train_batch_size: int = field(default=1, metadata={"help": "blocks per forward and device"})
+    per_device_train_batch_size: int = field(default=1, metadata={"help": "blocks in one forward pass, on each device"})
     gradient_accumulation_steps: int = field(
-        default=1, metadata={"help": "forwards per optimizer step; YaRN and PI step on 64 blocks"}
+        default=1, metadata={"help": "forward passes per step (YaRN, PI: 64 blocks)"}
     )
     # YaRN, section 4.1: rate 2e-5, no weight decay, linear warm-up over 20 steps, AdamW with 0.9 and 0.95.
     # PI, section 3.1: the same for 7B and 13B (1e-5 for larger ones), warming up from a tenth. Neither names a decay.
-    learning_rate: float = field(default=2e-5, metadata={"help": "peak rate; 2e-5 is YaRN's and PI's for 7B models"})
+    learning_rate: float = field(default=2e-5, metadata={"help": "peak learning rate (YaRN, PI for 7B: 2e-5)"})
     lr_scheduler_type: str = field(
         default="constant_with_warmup", metadata={"help": "constant_with_warmup, linear, cosine, ..."}
     )
     warmup_steps: float = field(
         default=20,
         metadata={
-            "help": "steps of linear warm-up (YaRN, PI: 20), at most a fifth of a short run; < 1: share of the run"
+            "help": "steps of linear warm-up (YaRN, PI: 20), at most a fifth of the run; below 1: share of the run"
         },
     )
-    weight_decay: float = field(default=0.0, metadata={"help": "AdamW's; YaRN and PI use none"})
-    adam_beta1: float = field(default=0.9, metadata={"help": "AdamW's first beta (YaRN, PI)"})
-    adam_beta2: float = field(default=0.95, metadata={"help": "AdamW's second beta (YaRN, PI)"})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "clip the gradient's norm; 0 does not clip"})
+    weight_decay: float = field(default=0.0, metadata={"help": "weight decay of AdamW; YaRN and PI use none"})
+    adam_beta1: float = field(default=0.9, metadata={"help": "first beta of AdamW (YaRN, PI: 0.9)"})
+    adam_beta2: float = field(default=0.95, metadata={"help": "second beta of AdamW (YaRN, PI: 0.95)"})
+    max_grad_norm: float = field(
+        default=1.0, metadata={"help": "largest norm of the gradient, which is clipped to it; 0: no clipping"}
+    )
     # LongLoRA, section 3.3: adapters alone fall well short of full fine-tuning at long contexts; training the
     # embedding and the norms as well, a small share of the parameters, closes the gap. Rank 8 on the attention.
     lora: bool = field(default=False, metadata={"help": "train adapters, the embedding and the norms, not all weights"})
     lora_rank: int = field(default=8, metadata={"help": "rank of the adapters (LongLoRA: 8)"})
-    lora_alpha: int = field(default=16, metadata={"help": "the adapters' output is scaled by alpha / rank"})
+    lora_alpha: int = field(
+        default=16, metadata={"help": "alpha of the adapters, whose output is scaled by alpha / rank"}
+    )
     lora_targets: Literal["attention", "all-linear"] = field(
-        default="attention", metadata={"help": "layers that get adapters: those of the attention, or all linear ones"}
+        default="attention",
+        metadata={"help": "layers that get adapters: the attention projections, or all linear layers"},
     )
     lora_embeddings: bool = field(
-        default=True, metadata={"help": "train the embedding and the norms too (LongLoRA's LoRA+)"}
+        default=True, metadata={"help": "with --lora, train the embedding and the norms too (LongLoRA's LoRA+)"}
     )
     gradient_checkpointing: bool = field(
         default=False, metadata={"help": "recompute each layer in the backward pass: less memory, about a third slower"}
@@ -210,27 +228,32 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     bf16: bool | None = field(  # type: ignore[assignment]  # None leaves it to the model and the machine
         default=None,
         metadata={
-            "help": "compute in bfloat16 (autocast); default: if the checkpoint is in half precision and the hardware "
-            "has instructions for bfloat16. Trained weights are float32 either way, and saved as they came"
+            "help": "compute in bfloat16 (autocast); default: true if the checkpoint is in half precision and the "
+            "hardware has instructions for bfloat16. In both cases weights are trained in float32, and saved in the "
+            "checkpoint's dtype"
         },
     )
-    seed: int = field(default=0, metadata={"help": "of the order of the documents and blocks, and of new weights"})
+    seed: int = field(
+        default=0, metadata={"help": "random seed of the order of documents and blocks, and of new weights"}
+    )
     save_steps: float = field(default=100, metadata={"help": "steps between checkpoints"})
-    save_total_limit: int | None = field(default=2, metadata={"help": "checkpoints that are kept, the last ones"})
+    save_total_limit: int | None = field(
+        default=2, metadata={"help": "number of checkpoints that are kept; older ones are deleted"}
+    )
     resume_from_checkpoint: str | None = field(
         default=None,
         metadata={
-            "help": "go on from the last intact checkpoint in the output folder, or from the one that is named",
+            "help": "continue from the last intact checkpoint, or from a named one",
             "nargs": "?",
             "const": "true",
         },
     )
     check_first_loss: bool = field(
         default=True,
-        metadata={"help": "stop if the first loss is not what the same tokens give outside of the trainer"},
+        metadata={"help": "stop if the first loss differs from the loss of the same tokens outside of the trainer"},
     )
     logging_steps: float = field(
-        default=1, metadata={"help": "steps between losses shown on the console; train_log.jsonl has every step"}
+        default=1, metadata={"help": "steps between losses printed on the console; train_log.jsonl has every step"}
     )
     # Trainer's own default would drop position_ids where it does not see them in a model's forward.
     remove_unused_columns: bool = field(default=False, metadata={"help": argparse.SUPPRESS})
@@ -238,14 +261,16 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     eval_lengths: list[ContextLength] | None = field(
         default=None,
         metadata={
-            "help": "lengths perplexity is measured at; default: half the original length, the original, the target"
+            "help": "lengths to measure perplexity at; default: half the original length, the original, the target"
         },
     )
     eval_documents: int = field(
-        default=8, metadata={"help": "held-out texts of the longest measured length; 0 measures nothing"}
+        default=8,
+        metadata={"help": "number of held-out texts, as long as the longest measured length; 0: measure nothing"},
     )
     logits_chunk: int = field(
-        default=DEFAULT_ROWS_PER_CHUNK, metadata={"help": "rows whose logits exist at one time in the loss"}
+        default=DEFAULT_ROWS_PER_CHUNK,
+        metadata={"help": "positions whose logits are in memory at one time in the loss"},
     )
 
     def __post_init__(self) -> None:  # not that of TrainingArguments, which sets up devices and process groups

@@ -61,8 +61,8 @@ def check_not_the_models_own(folder: Path, base_model: str) -> None:
 def open_run(folder: Path, settings: dict[str, Any], *, resume: bool, named: Path | None = None) -> Path | None:
     """Claim a folder for a run, or check that it holds the beginning of this same run.
 
-    A start that failed before its first step left nothing to go on with: its folder can be claimed again, with other
-    settings too. Of several processes only the first may call this (see ``processes.from_main``).
+    If a run failed before its first step, there is nothing to continue, so that its folder can be claimed again, also
+    with other settings. Of several processes only the first may call this (see ``processes.from_main``).
 
     Args:
         folder: Made if it is not there.
@@ -71,8 +71,8 @@ def open_run(folder: Path, settings: dict[str, Any], *, resume: bool, named: Pat
         named: The checkpoint to go on from; None for the last one.
 
     Returns:
-        The last intact checkpoint to resume from, damaged ones after it named in a warning; None to start at the
-        beginning.
+        The last intact checkpoint to resume from, or None to start at the beginning. A warning names damaged
+        checkpoints that are newer.
 
     Raises:
         ValueError: There is a run in the folder and ``resume`` is off, it was started with other settings, none of its

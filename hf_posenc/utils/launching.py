@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from hf_posenc.errors import InvalidRequestError
 
@@ -16,23 +17,30 @@ _LAUNCHED = "HF_POSENC_LAUNCHED"
 
 @dataclass
 class LaunchArguments:
-    """Where and how often a command is started; all but the first go to ``accelerate launch`` as they are."""
+    """Training in several processes.
+
+    Every flag but the first is passed to ``accelerate launch`` unchanged.
+    """
+
+    HELP_COMMON: ClassVar[tuple[str, ...]] = ()
 
     accelerate_config: str | None = field(
         default=None,
-        metadata={"help": "start through accelerate: single_gpu, multi_gpu, fsdp2, zero3, ... or a .yaml file"},
+        metadata={"help": "start with accelerate launch: single_gpu, multi_gpu, fsdp2, zero3, ... or a .yaml file"},
     )
     num_processes: int | None = field(
-        default=None, metadata={"help": "with --accelerate-config: processes in all; default: what it says"}
+        default=None, metadata={"help": "with --accelerate-config: total number of processes; default: its own"}
     )
-    num_machines: int | None = field(default=None, metadata={"help": "with --accelerate-config: machines"})
+    num_machines: int | None = field(default=None, metadata={"help": "with --accelerate-config: number of machines"})
     machine_rank: int | None = field(
-        default=None, metadata={"help": "with --accelerate-config: number of this machine"}
+        default=None, metadata={"help": "with --accelerate-config: rank of this machine, from 0"}
     )
     main_process_ip: str | None = field(
         default=None, metadata={"help": "with --accelerate-config: address of machine 0"}
     )
-    main_process_port: int | None = field(default=None, metadata={"help": "with --accelerate-config: its port"})
+    main_process_port: int | None = field(
+        default=None, metadata={"help": "with --accelerate-config: port of machine 0"}
+    )
 
 
 def config_file(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""RoPE itself, in either layout of the pairs, in real or complex numbers."""
+"""RoPE as a replaceable encoding: pairs of halves or of neighbours, computed with real or with complex numbers."""
 
 from __future__ import annotations
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import json
 import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -16,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from hf_posenc.checkpoint.extended import save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.cli import shared_arguments
 from hf_posenc.cli.main import COMMANDS, main
 from hf_posenc.cli.shared_arguments import parse_options
 from hf_posenc.evaluation import perplexity, read_records
@@ -217,6 +221,49 @@ def test_help_works_and_has_no_empty_defaults(command: list[str], capsys: pytest
     shown = capsys.readouterr().out
     assert "default: None" not in shown
     assert not [word for word in shown.split() if word.startswith("--") and "_" in word]
+
+
+def shown_flags(text: str) -> set[str]:
+    """Return the flags that a help lists: one or more at the beginning of an indented line."""
+    lines = [line.split("  ")[1] for line in text.splitlines() if line.startswith("  -")]
+    return {word for line in lines for word in line.replace(",", " ").split() if word.startswith("--")}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_a_screen_and_help_all_lists_every_flag(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    parsers: list[tuple[Any, Any]] = []
+    group = shared_arguments._group_flags
+
+    def note_and_group(parser: Any, kinds: Any) -> None:
+        parsers.append((parser, kinds))
+        group(parser, kinds)
+
+    monkeypatch.setattr(shared_arguments, "_group_flags", note_and_group)
+    printed = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([command, flag])
+        printed[flag] = capsys.readouterr().out
+    assert printed["--help"].count("\n") <= 50
+    assert "lists every flag" in printed["--help"].splitlines()[-1]
+    common, every = shown_flags(printed["--help"]), shown_flags(printed["--help-all"])
+    assert {"--help", "--help-all"} <= common < every
+    for parser, kinds in parsers:
+        hidden = {name for kind in kinds for name in getattr(kind, "HELP_HIDDEN", ())}
+        suppressed = {
+            one.name
+            for kind in kinds
+            for one in dataclasses.fields(kind)
+            if one.metadata.get("help") == argparse.SUPPRESS
+        }
+        flags = [one for one in parser._actions if one.dest not in hidden | suppressed]
+        assert every >= {flag for one in flags for flag in one.option_strings if flag.startswith("--")}
+        for kind in kinds:
+            documented = {one.name for one in dataclasses.fields(kind) if one.metadata.get("help")}
+            assert documented >= set(getattr(kind, "HELP_COMMON", ()))
 
 
 def test_version_is_the_packages() -> None:

@@ -187,12 +187,12 @@ def test_perplexity_does_not_depend_on_line_ends(tmp_path: Path) -> None:
 
 def test_the_help_of_finetune_has_headings_for_all_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["finetune", "--help"])
+        main(["finetune", "--help-all"])
     shown = capsys.readouterr().out
     headings = [line.rstrip(":") for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings[2:] == [*FinetuneConfig.HELP_GROUPS, *headings[2 + len(FinetuneConfig.HELP_GROUPS) :]]
     options = shown[shown.index("options:") : shown.index("The run:")]
-    assert [word for word in options.split() if word.startswith("--")] == ["--help", "--traceback"]
+    assert [word for word in options.split() if word.startswith("--")] == ["--help", "--help-all", "--traceback"]
 
 
 def test_every_setting_of_a_run_is_under_one_heading() -> None:
@@ -203,7 +203,7 @@ def test_every_setting_of_a_run_is_under_one_heading() -> None:
 
 def test_what_is_decided_is_not_shown_and_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["finetune", "--help"])
+        main(["finetune", "--help-all"])
     shown = capsys.readouterr().out
     assert "--optim-args" in shown
     assert "--eval-strategy" not in shown

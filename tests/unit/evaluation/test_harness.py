@@ -84,5 +84,5 @@ def test_help_names_both_kinds_of_flags(capsys: pytest.CaptureFixture[str]) -> N
         main(["lm-eval", "--help"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "hf-posenc lm-eval MODEL [flags]" in printed
-    assert "then any of lm-eval's" in printed
+    assert "all other flags are passed to lm-eval" in printed
     assert "--option" in printed

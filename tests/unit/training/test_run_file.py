@@ -155,8 +155,8 @@ def test_help_shows_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         finetune(["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert "trained model (required)" in shown
-    assert "--learning-rate LEARNING_RATE peak rate; 2e-5 is YaRN's and PI's for 7B models (default: 2e-05)" in shown
+    assert "results and logs (required)" in shown
+    assert "--learning-rate X peak learning rate (YaRN, PI for 7B: 2e-5) (default: 2e-05)" in shown
 
 
 @pytest.mark.parametrize(
