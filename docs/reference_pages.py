@@ -9,8 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from unittest import mock
 
+from measured import read_rows  # beside this file, which scripts/docs puts on the path
+
 from hf_posenc.cli.main import COMMANDS
 from hf_posenc.cli.shared_arguments import examples_in, first_line
+from hf_posenc.evaluation.protocols import RULES, in_words
 from hf_posenc.families.family_data import attention_capabilities, capabilities, table_version
 from hf_posenc.families.refusals import Refusal
 from hf_posenc.methods.base import (
@@ -213,9 +216,43 @@ def _method_section(cls: type[Method]) -> str:
         facts += [("Whether a KV cache stays right", cls.kv_cache)]
     else:
         facts += [("Texts up to the original length", cls.on_short_texts), ("KV cache", cls.kv_cache)]
-    facts += [("On disk", _on_disk(cls)), ("Source", _linked(cls.paper))]
+    facts += [("Measured", _measured(cls)), ("On disk", _on_disk(cls)), ("Source", _linked(cls.paper))]
     parts += ["".join(f"{term}\n:   {text}\n\n" for term, text in facts if text)]
     return "\n".join(parts)
+
+
+def _measured(cls: type[Method]) -> str:
+    """Return one measured row of a method: on SmolLM2, or else on the tiny model; with the page that has the others."""
+    rows = {row["name"]: row for row in read_rows("smollm2-zero-shot-2x.jsonl")}
+    if found := rows.get(cls.name):
+        plain = rows["unpatched"]
+        return (
+            f"perplexity of *Persuasion* at factor 2 without fine-tuning: {found['8k']} at 8k tokens and "
+            f"{found['16k']} at 16k. The unpatched SmolLM2-135M, trained on 8k tokens, has {plain['8k']} and "
+            f"{plain['16k']}. "
+            "[All methods](../results/zero-shot.md)."
+        )
+    encodings = {row["name"]: row for row in read_rows("encodings.csv")}
+    if (found := encodings.get(cls.name)) and issubclass(cls, InPlaceOfRope):
+        far = f"{found['1024']} at 1024" if found["1024"] else "it cannot read 1024"
+        return (
+            f"perplexity of the tiny model trained from scratch with it on 256 tokens at a time: {found['256']} at 256 "
+            f"tokens, {far}. RoPE has {encodings['rope']['256']} and {encodings['rope']['1024']}. "
+            "[All encodings](../results/encodings.md)."
+        )
+    near, far = (_by_first_name(read_rows("study-budget-4x.csv", at=length)) for length in ("256", "1024"))
+    if found := far.get(cls.name):
+        return (
+            f"perplexity of the tiny model, trained on 256 tokens at a time, at factor 4 without fine-tuning: "
+            f"{near[cls.name]['zero-shot']} at 256 tokens and {found['zero-shot']} at 1024. The unpatched model has "
+            f"{near['unpatched']['zero-shot']} and {far['unpatched']['zero-shot']}. "
+            "[All budgets](../results/fine-tuning.md)."
+        )
+    return "no published row of ours."
+
+
+def _by_first_name(rows: Iterable[dict[str, str]]) -> dict[str, dict[str, str]]:
+    return {re.split(r"[, ]", row["name"])[0]: row for row in reversed(list(rows))}
 
 
 def _on_disk(cls: type[Method]) -> str:
@@ -393,8 +430,34 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
+_PROTOCOLS_LEAD = """# Protocols
+
+A protocol says which tokens are scored, how much context each of them has, where a BOS token is added and what is
+averaged. `--protocol NAME` and `perplexity(protocol=NAME)` take these names. The published ones do what their authors'
+code does. This page is made from the package. [Numbers and protocols](../understand/numbers-and-protocols.md) explains
+which one to choose.
+"""
+
+
+def protocols_page() -> str:
+    """Return the page of all protocols, from the table that perplexities are measured by."""
+    parts = [_PROTOCOLS_LEAD]
+    for name, rule in RULES.items():
+        numbers = {
+            "n": "N",
+            "stride": rule.stride or "`--stride`",
+            "last_k": rule.last_k or "`--last-k`",
+            "first": "`score_from`",
+        }
+        words = in_words(name, rule.bos or "none", rule.average, **numbers)
+        bos = "" if rule.bos else " `--bos` changes the rule for the BOS token."
+        parts += [f"## `{name}` {{ #{name} }}\n", f"{words}{bos}\n", f"Source: {_linked(rule.source)}.\n"]
+    return "\n".join(parts)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/methods.md": methods_page,
+    "reference/protocols.md": protocols_page,
     "reference/command-line.md": command_line_page,
     "reference/model-families.md": families_page,
 }

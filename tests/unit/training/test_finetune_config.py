@@ -135,7 +135,7 @@ def test_flags_are_made_from_the_config():
     (plain,) = parser.parse_args_into_dataclasses(["--output_dir", "out"], look_for_args_file=False)
     assert plain == FinetuneConfig("out")
     assert (plain.learning_rate, plain.warmup_steps, plain.adam_beta2) == (2e-5, 20, 0.95)
-    assert "2e-5 is YaRN's and PI's" in " ".join(parser.format_help().split())
+    assert "(YaRN, PI for 7B: 2e-5)" in " ".join(parser.format_help().split())
 
 
 def test_options_of_trainer_that_are_not_ours_reach_it(tmp_path: Path, tiny_llama: Build):
