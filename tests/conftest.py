@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,6 +33,23 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
+
+
+# A file whose tests share a fixture that takes half a minute runs in one process; all other tests go to any.
+IN_ONE_PROCESS = ("test_standard_saving.py",)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return who shares the tests out; the marker that pytest-xdist 3.8 has for this has no effect in pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file.endswith(IN_ONE_PROCESS) else nodeid
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)

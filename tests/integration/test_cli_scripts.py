@@ -49,6 +49,6 @@ def test_the_demo_from_the_root_writes_to_outputs(repository: Path) -> None:
 
 def test_other_scripts_run_in_the_repository(repository: Path, tmp_path: Path) -> None:
     test = run(str(repository / "scripts" / "test"), "-k", "x", cwd=tmp_path)
-    assert test == [str(repository), "-m", "pytest", "-n", "auto", "--dist", "loadgroup", "-k", "x"]
+    assert test == [str(repository), "-m", "pytest", "-n", "auto", "-k", "x"]
     fetch = run(str(repository / "scripts" / "fetch_smollm2"), "model", cwd=tmp_path)
     assert fetch == [str(repository), "scripts/fetch_smollm2.py", str(tmp_path / "model")]

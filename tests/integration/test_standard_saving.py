@@ -122,7 +122,6 @@ WAYS: tuple[Callable[[Path, str, Path], Any], ...] = (
 ADAPTERS = ("by_trl_lora", "by_peft")
 SAVED = [(way.__name__, method) for way in WAYS for method in METHODS]
 SAVED += [("by_trainer-checkpoint", method) for method in METHODS]
-one_process = pytest.mark.xdist_group("standard_saving")  # those of the fixture that takes half a minute
 
 
 @dataclass
@@ -165,7 +164,6 @@ def reloaded(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Reloaded:
     return found
 
 
-@one_process
 @pytest.mark.parametrize(("way", "method"), SAVED)
 def test_what_was_saved_is_read_back(reloaded: Reloaded, way: str, method: str) -> None:
     folder = str(reloaded.folder(way, method))
@@ -180,7 +178,6 @@ def test_what_was_saved_is_read_back(reloaded: Reloaded, way: str, method: str) 
         assert reloaded.plain[f"{folder}.length"] == ORIGINAL
 
 
-@one_process
 @pytest.mark.parametrize(("way", "method"), SAVED)
 def test_the_folder_says_what_it_is(reloaded: Reloaded, way: str, method: str) -> None:
     folder = reloaded.folder(way, method)
@@ -208,13 +205,11 @@ def test_the_folder_says_what_it_is(reloaded: Reloaded, way: str, method: str) -
         assert "rope_scaling" in config
 
 
-@one_process
 def test_peft_alone_is_warned_that_something_is_missing(reloaded: Reloaded) -> None:
     assert "Unexpected keyword arguments ['context_extension']" in str(reloaded.plain["stderr"])
     assert "Unexpected keyword arguments" not in str(reloaded.with_us["stderr"])
 
 
-@one_process
 def test_what_is_put_in_while_loading_is_said(reloaded: Reloaded) -> None:
     said = str(reloaded.with_us["stderr"])
     for way, method in SAVED:
