@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ZERO_SHOT = "smollm2-zero-shot-2x.jsonl"
 SHOWN = ("unpatched", "ntk", "yarn", "dynamic_yarn", "dca")  # linear is far above, the others lie on these
-SHOWN_OF_STUDY = ("rerope", "dynamic_yarn", "ntk", "yarn", "yarn, LoRA", "no scaling", "linear")
+SHOWN_OF_STUDY = ("rerope", "dynamic_yarn", "ntk", "yarn", "no scaling", "linear")
 PERPLEXITY = "perplexity, lower is better"
 
 
@@ -35,7 +35,9 @@ def result_pictures() -> Iterator[tuple[str, Drawing]]:
     yield "demo", draw_chart(_by_length(read_rows("demo.csv"), title, "256", "trained on 256"))
     title = "Trained with each encoding, 256 tokens at a time"
     yield "encodings", draw_chart(_by_length(read_rows("encodings.csv"), title, "256", "trained on 256"))
-    yield "study_budget", draw_chart(_study_chart())
+    yield "study_budget", draw_chart(_study_chart("study-budget-4x.csv", "1024", 62, "yarn, LoRA"))
+    yield "study_budget_8x", draw_chart(_study_chart("study-budget-8x.csv", "2048", 75, "yarn, PoSE"))
+    yield "smollm2_fine_tuned", draw_chart(_fine_tuned_chart())
     yield (
         "smollm2_passkey",
         draw(partial(_passkey_maps, (1, 4), (7.6, 2.2)), partial(_passkey_maps, (4, 1), (3.4, 6.4))),
@@ -91,22 +93,41 @@ def _look(name: str) -> Look:
     return numbered_look(known[word], variant=int(name != word))._replace(fill="none" if name == word else "left")
 
 
-def _study_chart() -> Chart:
-    """Return perplexity at 1024 tokens by the tokens of fine-tuning; what is far above the others begins outside."""
-    rows = read_rows("study-budget-4x.csv", at="1024")
+def _study_chart(file: str, at: str, highest: float, another: str) -> Chart:
+    """Return perplexity at a length by the tokens of fine-tuning; what is above ``highest`` is left out.
+
+    ``another`` is the one row that is shown besides those of both studies.
+    """
+    rows = read_rows(file, at=at)
     budgets = [column for column in rows[0] if column != "name"]
     lines = []
     for row in rows:
-        points = [(at, float(row[budget])) for at, budget in enumerate(budgets) if row[budget]]
-        points = [(at, value) for at, value in points if value < 62]
-        if row["name"] in SHOWN_OF_STUDY:
+        points = [(number, float(row[budget])) for number, budget in enumerate(budgets) if row[budget]]
+        points = [(number, value) for number, value in points if value < highest]
+        if row["name"] in (*SHOWN_OF_STUDY, another):
             lines.append(Line(row["name"], *map(list, zip(*points, strict=True)), _look(row["name"])))
         elif "from the start" in row["name"]:
             everywhere = list(range(len(budgets)))
             lines.append(Line(row["name"], everywhere, [points[0][1]] * len(budgets), Look(INK, "", "dashed")))
-    ticks = [(float(at), budget) for at, budget in enumerate(budgets)]
-    title = "256 to 1024 tokens: perplexity at 1024 tokens of the held-out novel"
-    return Chart(title, "tokens of fine-tuning", "perplexity; above 62 is not shown", lines, ticks, log_x=False)
+    ticks = [(float(number), budget) for number, budget in enumerate(budgets)]
+    title = f"256 to {at} tokens: perplexity at {at} tokens of the held-out novel"
+    return Chart(title, "tokens of fine-tuning", f"perplexity; above {highest} is not shown", lines, ticks, log_x=False)
+
+
+def _fine_tuned_chart() -> Chart:
+    """Return perplexity by length of three texts, before and after fine-tuning: thin and bold lines."""
+    rows = read_rows("smollm2-fine-tuned.csv", **{"with": "dynamic_yarn"})
+    lengths = {column: ContextLength(column) for column in rows[0] if column not in ("name", "text")}
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    lines = []
+    for row in rows:
+        trained = row["name"] == "trained"
+        look = numbered_look(texts.index(row["text"]))._replace(bold=trained, fill="full" if trained else "none")
+        words = f"{row['text']}, {row['name']}  {row['32k']}"
+        lines.append(Line(words, list(lengths.values()), [float(row[length]) for length in lengths], look))
+    mark = (lengths["8k"], "trained on 8k")
+    title = "SmolLM2-135M with dynamic_yarn, factor 4, before and after fine-tuning"
+    return Chart(title, "tokens read", PERPLEXITY, lines, length_ticks(list(lengths.values())), [mark])
 
 
 def _passkey_maps(grid: tuple[int, int], size: tuple[float, float]) -> Figure:
