@@ -34,7 +34,7 @@ Rows = list[dict[str, str]]
 
 README = ROOT / "README.md"
 MEASURED = [README, *sorted(PAGES.rglob("*.md"))]
-NUMBER = re.compile(r"(?<![\w.-])-?\d")  # where one begins; not in qwen2 or 4-bit's name
+NUMBER = re.compile(r"(?<![\w.-])-?\d")  # its first digit, not one inside a name such as qwen2
 TABLE = re.compile(r"(?:^ *<!-- numbers: (?P<source>[^>]*) -->\n+)?(?P<lines>(?:^ *\|.*\|\n)+)", re.MULTILINE)
 # Tables with numbers that nobody measured for this documentation, by page and first heading.
 NOT_MEASURED = {
