@@ -13,6 +13,7 @@ from typing import Any
 import pictures  # beside this file, which scripts/docs puts on the path
 import reference_pages
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from hf_posenc.report.page import inline_svg
@@ -45,7 +46,7 @@ def on_page_content(content: str, page: Any, config: Any, files: Files) -> str:
     """Write formulas as MathML and put pictures into the page, so that their colours follow its theme."""
     content = _FORMULA.sub(_math, content)
     folder = Path(config.docs_dir) / "pictures"
-    return _PICTURE.sub(lambda found: _figure(folder, found[2], found[1]), content)
+    return _PICTURE.sub(lambda found: picture(folder, found[2], found[1]), content)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
@@ -60,13 +61,23 @@ def _math(found: re.Match[str]) -> str:
     return convert(html.unescape(found[2]), display=display)
 
 
-def _figure(folder: Path, name: str, words: str) -> str:
-    """Return one picture in its forms for wide and narrow screens, the second where there is one."""
+def picture(folder: Path, name: str, words: str) -> str:
+    """Return one picture in its forms for wide and narrow screens, the second where there is one.
+
+    Raises:
+        PluginError: There is no such picture.
+    """
     forms = [("wide", folder / f"{name}.svg"), ("narrow", folder / f"{name}.narrow.svg")]
     found = [(form, file) for form, file in forms if file.is_file()]
+    if not found:
+        raise PluginError(f"there is no picture {name}.svg; docs/pictures.py draws these: {_names(folder)}")
     drawn = [
         f'<svg class="{form if len(found) == 2 else "only"}" role="img" aria-label="{words}"'
         + str(inline_svg(file.read_text(encoding="utf-8"), f"{name}-{form}"))
         for form, file in found
     ]
     return f'<span class="picture">{"".join(drawn)}</span>'
+
+
+def _names(folder: Path) -> str:
+    return ", ".join(sorted({file.name.partition(".")[0] for file in folder.glob("*.svg")}))

@@ -1,13 +1,15 @@
-"""The pages of README.md and docs/: their fenced blocks, and how a test runs them on the tiny model of the package.
+"""The Markdown files that a reader sees: their fenced blocks, and how a test runs these on the tiny model.
 
-The blocks of a page run in their order, in one folder and one Python namespace, as a reader would type them. What a
-page does otherwise in a test is written in it:
+The blocks of README.md and of the pages of docs/ run in their order, in one folder and one Python namespace for a page,
+as a reader would type them. Of examples/README.md and CONTRIBUTING.md, only the flags of commands are checked;
+test_example_programs.py runs the examples. What a page does otherwise in a test is written in it:
 
 - ```` ```sh title="Not run by our tests: needs a GPU" ````: the block is shown with this title, and not run; the
-  flags of its commands are checked all the same.
+  flags of its commands are checked all the same. A file that the reason names has to exist.
 - ```` ```toml title="run.toml" ````: a block with the name of a file as its title is a file that the reader has. So is
   ```` ```python title="my_rope.py" ````, which is not run where it stands.
-- ``<!-- test: 32k => 512 -->``: the text to the left stands for the other in the blocks of this page.
+- ``<!-- test: 32k => 512 -->``: in tests, the text to the right replaces the text to the left, in the blocks of this
+  page.
 
 ``# -> TEXT`` after a line of Python is what it prints.
 """
@@ -92,6 +94,10 @@ class Page:
         """Of this page alone."""
         return dict(re.findall(r"<!-- test: (.+?) => (.*?) -->", self.text))
 
+    @property
+    def is_run(self) -> bool:
+        return self.path == ROOT / "README.md" or self.path.is_relative_to(PAGES)
+
     def substituted(self, code: str) -> str:
         for said, instead in {**self.substitutions, **SUBSTITUTIONS}.items():
             code = code.replace(said, instead)
@@ -104,7 +110,15 @@ class Page:
 
 
 def all_pages() -> list[Page]:
-    return [Page(ROOT / "README.md"), *map(Page, sorted(PAGES.rglob("*.md")))]
+    others = [Page(ROOT / name) for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")]
+    return [*others, *map(Page, sorted(PAGES.rglob("*.md")))]
+
+
+def missing_files(reason: str) -> list[str]:
+    """Return the files that a reason names, in backquotes or as a test, and that the repository does not have."""
+    quoted = re.findall(r"`([^` ]*[./][^` ]*)`", reason)
+    named = dict.fromkeys([*quoted, *re.findall(r"\b[\w/]*test_\w+\.py\b", reason)])
+    return [name for name in named if not (ROOT / name).exists() and not any((ROOT / "tests").rglob(name))]
 
 
 def blocks_of(text: str) -> list[Block]:
@@ -137,7 +151,7 @@ def commands_in_sentences(text: str) -> list[str]:
 
 
 def is_ours(command: str) -> bool:
-    return re.match(r"(hf-posenc|python (\./)?scripts/\S+|(\./)?scripts/\S+)( |$)", command) is not None
+    return re.match(r"(hf-posenc|(python )?(\./)?(scripts|examples)/\S+)( |$)", command) is not None
 
 
 def set_out(folder: Path) -> None:

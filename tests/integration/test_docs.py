@@ -21,12 +21,14 @@ from transformers import AutoModelForCausalLM, HfArgumentParser
 from documents import (
     LANGUAGES,
     NOT_RUN,
+    RUN_ELSEWHERE,
     Block,
     Page,
     all_pages,
     blocks_of,
     commands_in_sentences,
     commands_of,
+    missing_files,
     run_page,
     set_out,
     words_of,
@@ -42,7 +44,7 @@ FIRST_READ = ("README.md", "docs/pages/start/quickstart.md")
 # Names of commands inside sentences, without the arguments that they need.
 NAMES = {f"hf-posenc {name}" for name in COMMANDS}
 
-with_run_blocks = [page for page in PAGES if any(block.is_run for block in page.blocks)]
+with_run_blocks = [page for page in PAGES if page.is_run and any(block.is_run for block in page.blocks)]
 parameters = [
     pytest.param(page, id=page.name, marks=[] if page.name in FIRST_READ else [pytest.mark.slow])
     for page in with_run_blocks
@@ -76,6 +78,7 @@ def test_what_a_page_says_of_its_blocks(page: Page) -> None:
     for block in page.blocks:
         if block.title.startswith(NOT_RUN):
             assert len(block.title) > len(NOT_RUN) + 5, block  # a reason
+            assert missing_files(block.title) == []
     code = "\n".join(block.code for block in page.blocks)
     assert [said for said in page.substitutions if said not in " ".join(code.replace("\\\n", " ").split())] == []
 
@@ -103,6 +106,15 @@ def test_blocks_and_commands_are_found() -> None:
     assert (titled.language, titled.title, titled.is_run) == ("sh", f"{NOT_RUN}needs a GPU", False)
 
 
+def test_a_reason_names_files_that_exist() -> None:
+    assert [reason for reason in RUN_ELSEWHERE.values() if missing_files(reason)] == []
+    assert (
+        missing_files("test_docs.py and `scripts/test` and `tests/unit/test_errors.py`; `hf-posenc eval` tests it")
+        == []
+    )
+    assert missing_files("`scripts/no-such`, see test_no_such.py") == ["scripts/no-such", "test_no_such.py"]
+
+
 def test_a_wrong_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Page, "name", "wrong.md")
@@ -117,6 +129,10 @@ def test_wrong_flags_are_found() -> None:
         parse_only("hf-posenc eval MODEL --context-lengths 4k --no-such-flag 1")
     with pytest.raises(SystemExit):
         parse_only("python scripts/study_budget.py --no-such-flag")
+    with pytest.raises(SystemExit):
+        parse_only("python examples/train_with_trl.py --no-such-flag")
+    with pytest.raises(AssertionError):
+        parse_only("python examples/encodings_by_hand.py --no-such-flag")
 
 
 class _ParsedError(BaseException):
@@ -137,6 +153,8 @@ def parse_only(command: str) -> None:
             patch.setattr(sys, "argv", [program, *words])
             with pytest.raises(_ParsedError):
                 COMMANDS[words[0]](words[1:])
+        elif program == "python" and is_notebook(ROOT / words[0]):
+            assert not words[1:]  # it has no flags
         elif program == "python" and len(words) > 1:
             patch.syspath_prepend(ROOT / "scripts")  # as python does; runpy does not
             patch.setattr(sys, "argv", words)
@@ -146,6 +164,10 @@ def parse_only(command: str) -> None:
         else:  # a script of the shell, whose flags no parser knows
             path = words[0] if program == "python" else program
             assert os.access(ROOT / path, os.R_OK if path.endswith(".py") else os.X_OK)
+
+
+def is_notebook(path: Path) -> bool:
+    return path.suffix == ".py" and path.read_text(encoding="utf-8").startswith("# %%")
 
 
 def stopping(parse: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,6 +20,11 @@ from notebooks import EXAMPLES, execute, read_source, sources
 SOURCES = sources()
 IN_SECONDS = ("encodings_by_hand",)  # these run in the fast suite, the others take a minute each
 NUMBER = r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?"
+# Not after a letter or digit, as inside addresses and the base64 of pictures.
+ABSOLUTE_PATH = re.compile(
+    r"(?<![A-Za-z0-9+])/(?:home|root|Users|tmp|private|work|workspace|usr|opt|var|mnt|srv|etc)/[^\s\"']*"
+    r"|(?<![A-Za-z0-9+/])[A-Z]:(?:\\\\)[^\s\"']+"
+)
 
 
 def shown(source: Path) -> NotebookNode:
@@ -67,8 +72,10 @@ def test_a_notebook_was_executed_whole_and_holds_nothing_of_the_machine(source: 
     outputs = [output for cell in code for output in cell.outputs]
     assert {output.output_type for output in outputs} == {"stream", "display_data"}
     assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
-    assert "/tmp/" not in printed(notebook)
-    assert str(Path.home()) + os.sep not in printed(notebook)
+    raw = source.with_suffix(".ipynb").read_text(encoding="utf-8")
+    assert ABSOLUTE_PATH.findall(raw) == []
+    assert str(ROOT) not in raw
+    assert str(Path.home()) + os.sep not in raw
     assert source.with_suffix(".ipynb").stat().st_size < 500_000
 
 
@@ -80,7 +87,14 @@ def test_a_notebook_runs_and_gives_what_is_shown(source: Path, tmp_path: Path, m
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # for the kernel
     ran, kept = printed(execute(source, tmp_path)), printed(shown(source))
     assert re.sub(NUMBER, "N", ran).split() == re.sub(NUMBER, "N", kept).split()
-    assert numbers_of(ran) == pytest.approx(numbers_of(kept), rel=0.05, abs=0.5)
+    # Other CPUs round float32 otherwise, and training adds to it: perplexities and losses differ by less than 5 %.
+    assert numbers_of(ran) == pytest.approx(numbers_of(kept), rel=0.05, abs=1e-3)
+
+
+@pytest.mark.parametrize("path", ["/home/me/x", "/tmp/tmpab12/out", "file:///work/main/x", "C:\\\\Users\\\\me"])
+def test_absolute_paths_are_found(path: str) -> None:
+    assert ABSOLUTE_PATH.search(f'"saved to {path}\\n"')
+    assert not ABSOLUTE_PATH.search("https://example.org/home/me and base64+/tmp/Ab/ and outputs/tmp/x")
 
 
 @pytest.mark.slow

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
-from types import ModuleType
+from pathlib import Path
 
 import pytest
+import reference_pages
+from hooks import picture
 from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
 
 import hf_posenc
-from documents import words_of
+from documents import PAGES, words_of
 from folders import ROOT
 from hf_posenc.cli.main import COMMANDS
 from hf_posenc.evaluation.records import Record, RetrievalRecord
@@ -24,23 +26,13 @@ from hf_posenc.methods.registry import methods
 REFERENCE = ROOT / "docs" / "pages" / "reference"
 
 
-@pytest.fixture(scope="module")
-def made() -> Iterator[ModuleType]:
-    """The module that makes the pages."""
-    sys.path.insert(0, str(ROOT / "docs"))
-    try:
-        yield pytest.importorskip("reference_pages")
-    finally:
-        sys.path.remove(str(ROOT / "docs"))
-
-
 def section(page: str, name: str) -> str:
     """Return the part of a page under the heading with an anchor."""
     return page.partition(f"{{ #{name} }}\n")[2].partition("{ #")[0]
 
 
-def test_every_method_has_a_section_with_its_formula_and_options(made: ModuleType) -> None:
-    page = made.methods_page()
+def test_every_method_has_a_section_with_its_formula_and_options() -> None:
+    page = reference_pages.methods_page()
     for name, cls in methods().items():
         assert f"[`{name}`](#{name})" in page
         found = section(page, name)
@@ -60,10 +52,10 @@ def test_formulas_are_latex_that_the_site_can_show(name: str) -> None:
         assert "\\" not in re.sub(r"<[^>]*>", "", convert(formula)), formula  # a command it does not know
 
 
-def test_every_command_has_a_section_with_all_flags_that_its_help_shows(made: ModuleType) -> None:
-    page = made.command_line_page()
+def test_every_command_has_a_section_with_all_flags_that_its_help_shows() -> None:
+    page = reference_pages.command_line_page()
     for name, run in COMMANDS.items():
-        found, parser = section(page, name), made.parser_of(run)
+        found, parser = section(page, name), reference_pages.parser_of(run)
         assert parser.usage in found
         flags = {flag for one in parser._actions if one.help != argparse.SUPPRESS for flag in one.option_strings}
         missing = {flag for flag in flags - {"-h", "--help", "--traceback"} if not re.search(rf"`{flag}[ `]", found)}
@@ -83,8 +75,12 @@ def check_examples(name: str, run: Callable[..., object], parser: argparse.Argum
         assert used - theirs <= parser._option_string_actions.keys(), line
 
 
-def test_every_model_type_has_a_row_with_what_extends_it(made: ModuleType) -> None:
-    rows = {cells[1].strip(" `"): cells for line in made.families_page().splitlines() if (cells := line.split("|"))[1:]}
+def test_every_model_type_has_a_row_with_what_extends_it() -> None:
+    rows = {
+        cells[1].strip(" `"): cells
+        for line in reference_pages.families_page().splitlines()
+        if (cells := line.split("|"))[1:]
+    }
     for model_type, refusal in capabilities().items():
         static, in_attention, reason = (cell.strip() for cell in rows[model_type][2:5])
         assert static == ("no" if refusal else "yes")
@@ -104,3 +100,26 @@ def test_every_public_name_is_documented() -> None:
 def test_every_field_of_a_record_is_documented(kind: type) -> None:
     described = re.findall(r"^    (\w+): ", inspect.getdoc(kind) or "", re.MULTILINE)
     assert described == [one.name for one in fields(kind)]
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.rglob("*.md")), ids=lambda page: page.name)
+def test_options_of_the_python_reference_belong_to_a_name(page: Path) -> None:
+    assert lost_options(page.read_text(encoding="utf-8")) == []
+
+
+def test_lost_options_are_found() -> None:
+    right = "::: hf_posenc.patch_model\n    options:\n      members: false\n"
+    assert lost_options(right) == []
+    assert lost_options(right.replace("model\n", "model\n\n")) == ["hf_posenc.patch_model"]
+
+
+def lost_options(text: str) -> list[str]:
+    """Return the names after which an empty line makes a block of code of their options."""
+    return re.findall(r"^::: (\S+)\n[ \t]*\n\s*options:", text, re.MULTILINE)
+
+
+def test_a_picture_that_nothing_draws_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "drawn.svg").write_text('<svg viewBox="0 0 1 1"></svg>', encoding="utf-8")
+    assert 'aria-label="words"' in picture(tmp_path, "drawn", "words")
+    with pytest.raises(PluginError, match=r"no picture missing\.svg.* drawn$"):
+        picture(tmp_path, "missing", "words")
