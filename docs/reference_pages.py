@@ -111,7 +111,7 @@ _FAMILIES_LEAD = """\
 
 hf_posenc extends causal language models whose attention layers rotate queries and keys (RoPE). This page lists every
 causal language model type of Transformers {version}; the model type is the value of `model_type` in `config.json`.
-The list is made from a table in the package, and a test holds each row of the table against a small random model of
+The list is made from a table in the package, and a test compares each row of the table with a small random model of
 that type.
 
 Of the {all} model types, {extended} can be extended, and {refused} are refused. A refused model raises
