@@ -20,7 +20,9 @@ class DoctorArguments:
     )
     fix: str | None = field(
         default=None,
-        metadata={"help": "write a corrected config to this folder or .json file; if that is the input, a .bak is kept"},
+        metadata={
+            "help": "write a corrected config to this folder or .json file; if that is the input, a .bak is kept"
+        },
     )
     original_max_position_embeddings: ContextLength | None = field(
         default=None, metadata={"help": "tokens the model was trained on, if the config lacks it"}

@@ -1,4 +1,4 @@
-"""``diagnose``: what a checkpoint or a live model declares, what reads it how, what is wrong; and the corrected config."""
+"""``diagnose``: what a checkpoint or live model declares, what reads it how, what is wrong; the corrected config."""
 
 from __future__ import annotations
 
@@ -154,7 +154,9 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         config = {**config, MARK: marked}
     meaning = read_meaning(config, known)
     text = text_part(config)[1]
-    tokens = f"{meaning.original} tokens, given by {meaning.original_from}" if meaning.original else meaning.original_from
+    tokens = meaning.original_from
+    if meaning.original:
+        tokens = f"{meaning.original} tokens, given by {meaning.original_from}"
     lines = [("declared", f"{meaning.rope or 'no rule that can be read'}, in {meaning.serialization}")]
     if meaning.rope is None and not meaning.parameters:
         lines = [("declared", "no rotary embedding")]
