@@ -10,8 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from measured import read_rows  # beside this file, which scripts/docs puts on the path
-
 from hf_posenc.cli.main import COMMANDS
 from hf_posenc.cli.shared_arguments import HELP_ALL, HelpShown, examples_in, first_line
 from hf_posenc.evaluation.protocols import RULES, in_words
@@ -29,6 +27,7 @@ from hf_posenc.methods.base import (
 from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import methods
 from hf_posenc.spec import RopeSpec
+from measured import read_rows  # beside this file, which scripts/docs puts on the path
 
 # The model that the examples of rope_parameters are of.
 _SPEC = RopeSpec(rotary_dim=128, rope_theta=10000.0, original_max_position_embeddings=4096)
@@ -236,10 +235,10 @@ def _measured(cls: type[Method]) -> str:
         )
     encodings = {row["name"]: row for row in read_rows("encodings.csv")}
     if (found := encodings.get(cls.name)) and issubclass(cls, InPlaceOfRope):
-        far = f"{found['1024']} at 1024" if found["1024"] else "it cannot read 1024"
+        longer = f"{found['1024']} at 1024" if found["1024"] else "it cannot read 1024"
         return (
             f"perplexity of the tiny model trained from scratch with it on 256 tokens at a time: {found['256']} at 256 "
-            f"tokens, {far}. RoPE has {encodings['rope']['256']} and {encodings['rope']['1024']}. "
+            f"tokens, {longer}. RoPE has {encodings['rope']['256']} and {encodings['rope']['1024']}. "
             "[All encodings](../results/encodings.md)."
         )
     near, far = (_by_first_name(read_rows("study-budget-4x.csv", at=length)) for length in ("256", "1024"))

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from measured import FOLDER, facts, read_rows
-from result_pictures import SHOWN, ZERO_SHOT, readme_svg
 
 from documents import PAGES
 from folders import ROOT
+from measured import FOLDER, facts, read_rows
+from result_pictures import SHOWN, ZERO_SHOT, readme_svg
 from svg_values import line_values
 
 README = ROOT / "README.md"
