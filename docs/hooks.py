@@ -10,12 +10,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pictures  # beside this file, which scripts/docs puts on the path
-import reference_pages
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+import pictures  # beside this file, which scripts/docs puts on the path
+import reference_pages
 from hf_posenc.report.page import inline_svg
 
 HERE = Path(__file__).parent

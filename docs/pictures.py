@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from result_pictures import readme_svg, result_pictures  # beside this file, which scripts/docs puts on the path
 
 from hf_posenc.attention.staged import Stages
 from hf_posenc.explain.canvas import HeatMap, Picture, draw_heat_maps
@@ -24,6 +23,7 @@ from hf_posenc.methods.yarn import Yarn
 from hf_posenc.report.frequencies import PairRule
 from hf_posenc.report.plot import Drawing
 from hf_posenc.utils.files import write_whole
+from result_pictures import readme_svg, result_pictures  # beside this file, which scripts/docs puts on the path
 
 README_PICTURE = Path(__file__).parents[1] / ".github" / "images" / "perplexity.svg"
 TARGET = round(FACTOR * LLAMA_2.original_max_position_embeddings)

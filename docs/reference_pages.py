@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from unittest import mock
-
-from measured import read_rows  # beside this file, which scripts/docs puts on the path
+from itertools import groupby
 
 from hf_posenc.cli.main import COMMANDS
-from hf_posenc.cli.shared_arguments import examples_in, first_line
+from hf_posenc.cli.shared_arguments import HELP_ALL, HelpShown, examples_in, first_line
 from hf_posenc.evaluation.protocols import RULES, in_words
 from hf_posenc.families.family_data import attention_capabilities, capabilities, table_version
 from hf_posenc.families.refusals import Refusal
@@ -28,6 +27,7 @@ from hf_posenc.methods.base import (
 from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import methods
 from hf_posenc.spec import RopeSpec
+from measured import read_rows  # beside this file, which scripts/docs puts on the path
 
 # The model that the examples of rope_parameters are of.
 _SPEC = RopeSpec(rotary_dim=128, rope_theta=10000.0, original_max_position_embeddings=4096)
@@ -111,7 +111,7 @@ _FAMILIES_LEAD = """\
 
 hf_posenc extends causal language models whose attention layers rotate queries and keys (RoPE). This page lists every
 causal language model type of Transformers {version}; the model type is the value of `model_type` in `config.json`.
-The list is made from a table in the package, and a test holds each row of the table against a small random model of
+The list is made from a table in the package, and a test compares each row of the table with a small random model of
 that type.
 
 Of the {all} model types, {extended} can be extended, and {refused} are refused. A refused model raises
@@ -119,7 +119,8 @@ Of the {all} model types, {extended} can be extended, and {refused} are refused.
 
 Of the {extended} model types that can be extended, {both} can also be extended by the methods that run in hf_posenc's
 attention implementation: {names}. The other {static_only} cannot be extended by these
-methods.
+methods; the table below gives the reason for each of them: multi-head latent attention, an indexer that rotates keys of
+its own, or a normalisation after the rotation, for example.
 
 `hf-posenc methods --families` prints this list. `hf-posenc doctor PATH` says which model type a checkpoint has.
 
@@ -199,7 +200,7 @@ def _method_section(cls: type[Method]) -> str:
     if cls.symbols:
         parts.append(_names_as_code(cls, cls.symbols) + "\n")
     arguments = [f'"{cls.name}"', *(["factor=4"] if not cls.is_encoding else [])]
-    arguments += [cls.example_options] if cls.example_options else []
+    arguments += [f"{name}={_in_python(value)}" for name, value in cls.example_options.items()]
     parts.append(f"```python\npatch_model(model, {', '.join(arguments)})\n```\n")
     if options := cls.option_fields():
         rows = [
@@ -234,10 +235,10 @@ def _measured(cls: type[Method]) -> str:
         )
     encodings = {row["name"]: row for row in read_rows("encodings.csv")}
     if (found := encodings.get(cls.name)) and issubclass(cls, InPlaceOfRope):
-        far = f"{found['1024']} at 1024" if found["1024"] else "it cannot read 1024"
+        longer = f"{found['1024']} at 1024" if found["1024"] else "it cannot read 1024"
         return (
             f"perplexity of the tiny model trained from scratch with it on 256 tokens at a time: {found['256']} at 256 "
-            f"tokens, {far}. RoPE has {encodings['rope']['256']} and {encodings['rope']['1024']}. "
+            f"tokens, {longer}. RoPE has {encodings['rope']['256']} and {encodings['rope']['1024']}. "
             "[All encodings](../results/encodings.md)."
         )
     near, far = (_by_first_name(read_rows("study-budget-4x.csv", at=length)) for length in ("256", "1024"))
@@ -262,7 +263,7 @@ def _on_disk(cls: type[Method]) -> str:
             f'`config.json` gets `"rope_type": "{ENCODING_MARK}{cls.name}"`, which plain Transformers refuses, and '
             "`context_extension.json` says the rest."
         )
-    method = cls(4.0, **eval(f"dict({cls.example_options})"))
+    method = cls(4.0, **cls.example_options)
     if method.needs_hf_posenc:
         said = "`context_extension.json`; the `rope_parameters` of `config.json` remain those of the base model."
         return said + (f" {cls.on_disk[0].upper()}{cls.on_disk[1:]}." if "(" in cls.on_disk else "")
@@ -296,6 +297,13 @@ def _names_as_code(cls: type[Method], text: str) -> str:
         return "`" + found[0].replace("'", '"') + "`"
 
     return pattern.sub(marked, text)
+
+
+def _in_python(value: object) -> str:
+    """Return a value as a line of Python has it: a list by its repeated numbers, a large number with underscores."""
+    if isinstance(value, list):
+        return " + ".join(f"[{number}] * {len(list(same))}" for number, same in groupby(value))
+    return f"{value:_}" if isinstance(value, int) else repr(value)
 
 
 def _default(value: object) -> str:
@@ -352,11 +360,12 @@ def _command_section(name: str, run: Callable[[Sequence[str]], int | None]) -> s
 
 def parser_of(run: Callable[[Sequence[str]], int | None]) -> argparse.ArgumentParser:
     """Return the parser of a command, which makes it when it is called."""
-    found: list[argparse.ArgumentParser] = []
-    keep = mock.patch.object(argparse.ArgumentParser, "print_help", lambda self, file=None: found.append(self))
-    with keep, contextlib.suppress(SystemExit):
-        run(["--help-all"])
-    return found[0]
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            run([HELP_ALL])
+        except HelpShown as shown:
+            return shown.parser
+    raise AssertionError(f"{run.__name__} did not show its help")
 
 
 def shown_actions(group: argparse._ArgumentGroup) -> list[argparse.Action]:

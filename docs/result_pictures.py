@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from measured import read_rows
-
 from hf_posenc.methods.registry import methods
 from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK, INK, PLAIN, Look, numbered_look
 from hf_posenc.report.page import inline_svg
 from hf_posenc.report.plot import Chart, Drawing, Line, draw, draw_chart, length_ticks, new_figure
 from hf_posenc.utils.units import ContextLength
+from measured import read_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -84,7 +83,7 @@ def _label(row: dict[str, str], last: str) -> str:
 
 def _look(name: str) -> Look:
     """Return how a method is drawn in reports too; a second row of it has other dashes, a trained one is bold."""
-    known = {**{key: cls.look for key, cls in methods().items()}, "no scaling": len(methods())}
+    known = {**{key: cls.look for key, cls in methods().items() if cls.look is not None}, "no scaling": len(methods())}
     word = next((word for word in sorted(known, key=len, reverse=True) if name.startswith(word)), None)
     if word is None:
         return PLAIN
@@ -105,7 +104,8 @@ def _study_chart(file: str, at: str, highest: float, another: str) -> Chart:
         points = [(number, float(row[budget])) for number, budget in enumerate(budgets) if row[budget]]
         points = [(number, value) for number, value in points if value < highest]
         if row["name"] in (*SHOWN_OF_STUDY, another):
-            lines.append(Line(row["name"], *map(list, zip(*points, strict=True)), _look(row["name"])))
+            corners = [at for at, _ in points], [value for _, value in points]
+            lines.append(Line(row["name"], *corners, _look(row["name"])))
         elif "from the start" in row["name"]:
             everywhere = list(range(len(budgets)))
             lines.append(Line(row["name"], everywhere, [points[0][1]] * len(budgets), Look(INK, "", "dashed")))

@@ -81,7 +81,9 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         target = round(self.method.factor * self.spec.original_max_position_embeddings)
         if length > target and not self.warned:
             self.warned = True
-            warn_user(f"{length} tokens, and {self.method.name} was requested for {target}: it goes on as it did.")
+            warn_user(
+                f"{length} tokens, and {self.method.name} was requested for {target}: the method continues beyond it."
+            )
 
     def frequencies(self, stage: int, device: torch.device) -> tuple[torch.Tensor, float]:
         """Return float32 ``inv_freq`` and the attention factor of a stage."""

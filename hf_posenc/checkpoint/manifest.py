@@ -45,7 +45,7 @@ def make_manifest(rotary: RotaryModel, *, tokens_trained: int | None, base_model
         raise InvalidRequestError("the model is not extended: call patch_model first, or save it with save_pretrained.")
     if not extension.original_known:
         raise InvalidRequestError(
-            "the model was loaded scaled (linear), and its config does not say what length it was trained on. Say it: "
+            "the model was loaded scaled (linear), and its config does not say what length it was trained on. Pass it: "
             "patch_model(model, 'linear', factor, original_max_position_embeddings=..., on_scaled='replace')."
         )
     model, config = rotary.model, rotary.text_config

@@ -13,14 +13,16 @@ from hf_posenc.utils.units import ContextLength
 
 @dataclass
 class DoctorArguments:
-    """Where the mended config goes, and facts that the config lacks."""
+    """Where the corrected config goes, and facts that the config lacks."""
 
     live: bool = field(
         default=False, metadata={"help": "also load the model, and compare its modules with what the config means"}
     )
     fix: str | None = field(
         default=None,
-        metadata={"help": "write a mended config to this folder or .json file; if that is the input, a .bak is kept"},
+        metadata={
+            "help": "write a corrected config to this folder or .json file; if that is the input, a .bak is kept"
+        },
     )
     original_max_position_embeddings: ContextLength | None = field(
         default=None, metadata={"help": "tokens the model was trained on, if the config lacks it"}
@@ -42,14 +44,14 @@ class DoctorArguments:
 
 
 def doctor(argv: Sequence[str]) -> int:
-    """Find what is wrong with a checkpoint's positions, and how each Transformers reads its config; --fix mends it.
+    """Find what is wrong with a checkpoint's positions, and how each Transformers reads its config; --fix corrects it.
 
     Examples:
         hf-posenc doctor longer-model
-        hf-posenc doctor longer-model --fix mended
+        hf-posenc doctor longer-model --fix corrected
 
     Returns:
-        1 if something is wrong, 0 if the checkpoint is sound or was mended.
+        1 if something is wrong, 0 if the checkpoint is sound or was corrected.
     """
     if "--capabilities" in argv:  # alone, without a checkpoint
         methods(["--families"])

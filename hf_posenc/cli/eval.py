@@ -35,7 +35,12 @@ class EvalArguments(OutputConfig, EvalConfig):
     """What is measured, and where the results go."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = (
-        *("context_lengths", "method", "output", "max_documents", "cut", "protocol"),
+        "context_lengths",
+        "method",
+        "output",
+        "max_documents",
+        "cut",
+        "protocol",
     )
 
     method: list[str] = field(

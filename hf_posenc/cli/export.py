@@ -32,7 +32,7 @@ def export(argv: Sequence[str]) -> None:
 
     Examples:
         hf-posenc export longer-model --to vllm
-        hf-posenc export longer-model --to llama.cpp --as yarn
+        hf-posenc export staged-model --to llama.cpp --as yarn
     """
     positional = {"model": "folder that hf-posenc patch or finetune wrote"}
     given, where = parse("export", export.__doc__, argv, (ExportArguments,), positional)

@@ -104,7 +104,7 @@ def run_finetune(
     source: TrainingDocumentArguments,
     loading: FinetuneModelArguments,
 ) -> None:
-    """Fine-tune a model and print its perplexities as it came, before and after.
+    """Fine-tune a model and print the perplexities of the base model, and before and after.
 
     Args:
         name: Of the model on the Hub, its folder or .gguf file.

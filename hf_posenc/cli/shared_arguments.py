@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -184,6 +184,12 @@ def parse(
                     raise argparse.ArgumentError(action, str(error.__context__)) from None
                 raise
 
+        def _check_value(self, action: argparse.Action, value: Any) -> None:
+            if action.choices is not None and value not in action.choices:
+                known = [str(choice) for choice in action.choices]
+                message = f"unknown value {str(value)!r}.{did_you_mean(str(value), known)} Known: {', '.join(known)}."
+                raise argparse.ArgumentError(action, message)
+
         def _get_option_tuples(self, option_string: str) -> list[Any]:
             # A flag with dashes and with underscores is one: an abbreviation of both is not ambiguous.
             return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
@@ -199,50 +205,72 @@ def parse(
         action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
     for name, help_text in positional.items():
         parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
-    parser.add_argument("-h", HELP, action=_ShowHelp, help="show the common flags and exit")
-    parser.add_argument(HELP_ALL, action=_ShowHelp, help="show every flag and exit")
+    rare = {"traceback"}.union(*map(_rare, known))
+    parser.add_argument("-h", HELP, action=_ShowHelp, command=command, rare=rare, help="show the common flags and exit")
+    parser.add_argument(HELP_ALL, action=_ShowHelp, command=command, rare=(), help="show every flag and exit")
     parser.add_argument(TRACEBACK, action="store_true", help=TRACEBACK_HELP)  # main looks for this word itself
-    vars(parser._actions[-1])[_RARE] = True
     _group_flags(parser, known)
     _check_flags(command, argv, parser)
     parser.set_defaults(command=command)  # so that a namespace is returned even where nothing is positional
     if defaults is not None and not {"-h", HELP, HELP_ALL} & set(argv):
         _put_defaults(parser, argv, defaults)
-    *filled, given = parser.parse_args_into_dataclasses(list(argv), look_for_args_file=False)
+    *filled, given, others = parser.parse_args_into_dataclasses(
+        list(argv), look_for_args_file=False, return_remaining_strings=True
+    )
+    if others:
+        takes = " ".join([*(name.upper() for name in positional), "and flags"]) if positional else "flags only"
+        parser.error(f"unexpected {' '.join(others)!r}: hf-posenc {command} takes {takes}")
     return given, *filled
 
 
 def _group_flags(parser: argparse.ArgumentParser, known: Sequence[Any]) -> None:
-    """Put the flags of each dataclass under their headings, and mark those that ``--help`` leaves out."""
+    """Put the flags of each dataclass under their headings."""
     flags = parser._optionals._group_actions
     groups: dict[str, Any] = {}  # dataclasses with one heading share it
     for kind in known:
         names = tuple(one.name for one in fields(kind))
-        common = getattr(kind, "HELP_COMMON", names)
         for action in flags:
             if action.dest in getattr(kind, "HELP_HIDDEN", ()):
                 action.help = argparse.SUPPRESS
-            elif action.dest in names and action.dest not in common:
-                vars(action)[_RARE] = True
-        rest = tuple(name for name in names if name not in common)
-        one_group = {first_line(kind.__doc__).rstrip("."): (*common, *rest)}
+        one_group = {first_line(kind.__doc__).rstrip("."): (*getattr(kind, "HELP_COMMON", names), *_rare(kind))}
         for title, of_group in getattr(kind, "HELP_GROUPS", one_group).items():
-            group = groups.setdefault(title, parser.add_argument_group(title))
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            group = groups[title]
             for name in of_group:
                 for action in [action for action in flags if action.dest == name]:
                     flags.remove(action)
                     group._group_actions.append(action)
 
 
-# The attribute of a flag that only --help-all shows.
-_RARE = "only_in_help_all"
+def _rare(kind: Any) -> list[str]:
+    """Return the fields of a dataclass that ``--help`` leaves out, in their order."""
+    names = [one.name for one in fields(kind)]
+    common = getattr(kind, "HELP_COMMON", names)
+    return [name for name in names if name not in common]
+
+
+class HelpShown(SystemExit):
+    """The help of a command was printed, and the program ends.
+
+    Attributes:
+        parser: The parser of the command.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        """Take the parser; the exit code is 0."""
+        super().__init__(0)
+        self.parser = parser
 
 
 class _ShowHelp(argparse.Action):
-    """Print the help and exit: with the common flags for ``--help``, with every flag for ``--help-all``."""
+    """Print the help and exit; the flags of the fields ``rare`` are left out, and their number is given instead."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+    def __init__(
+        self, option_strings: Sequence[str], dest: str, command: str, rare: Collection[str], help: str | None = None
+    ) -> None:
         super().__init__(option_strings, dest=argparse.SUPPRESS, default=argparse.SUPPRESS, nargs=0, help=help)
+        self.command, self.rare = command, rare
 
     def __call__(
         self,
@@ -252,15 +280,14 @@ class _ShowHelp(argparse.Action):
         option_string: str | None = None,
     ) -> NoReturn:
         shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-        rare = [action for action in shown if hasattr(action, _RARE)]
-        if HELP in self.option_strings and rare:
-            for action in rare:
-                action.help = argparse.SUPPRESS
-            command = str(parser.usage).removeprefix("hf-posenc ").partition(" ")[0]
-            flags = len({action.dest for action in rare})
-            parser.epilog = f"`hf-posenc {command} {HELP_ALL}` lists every flag ({flags} more)."
+        left_out = [action for action in shown if action.dest in self.rare]
+        for action in left_out:
+            action.help = argparse.SUPPRESS
+        if left_out:
+            flags = len({action.dest for action in left_out})
+            parser.epilog = f"`hf-posenc {self.command} {HELP_ALL}` lists every flag ({flags} more)."
         parser.print_help()
-        parser.exit()
+        raise HelpShown(parser)
 
 
 def first_line(text: str | None) -> str:

@@ -94,7 +94,7 @@ def find_candidates(
             left_out[name] = "takes the place of RoPE, and a model trained with RoPE reads nothing with it"
             continue
         if not chosen and not all_methods()[name].zero_shot:
-            left_out[name] = "wants fine-tuning"
+            left_out[name] = "needs fine-tuning"
             continue
         own = Candidate(name, {"method": name, **shared})
         if theirs is not None and own.rule == theirs.rule and _lengths(own) == _lengths(theirs):

@@ -18,7 +18,14 @@ class CompareConfig:
     """What is compared, on how much text, and for how long."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = (
-        *("context_length", "methods", "rope_scaling", "tasks", "output", "budget", "dry_run", "max_documents"),
+        "context_length",
+        "methods",
+        "rope_scaling",
+        "tasks",
+        "output",
+        "budget",
+        "dry_run",
+        "max_documents",
     )
 
     context_length: ContextLength = field(metadata={"help": "tokens the model is to read (32k = 32768)"})

@@ -1,4 +1,4 @@
-"""Find what is wrong with the positions of a checkpoint or a loaded model, and mend its config."""
+"""Find what is wrong with the positions of a checkpoint or a loaded model, and correct its config."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Finding:
         what: What is wrong.
         why: Why it matters.
         todo: What to do.
-        mendable: Whether ``mended`` can put it right.
+        mendable: Whether ``mended`` can correct it.
     """
 
     code: str
@@ -120,7 +120,8 @@ def _check_words(facts: ConfigFacts) -> Iterator[Finding]:
             "finetuned-key",
             "note",
             "finetuned is a word of YaRN's own code",
-            "Transformers warns and goes on without it.",
+            "Transformers warns and continues without it.",
+            "hf-posenc doctor --fix removes it.",
         )
 
 
@@ -150,7 +151,7 @@ def _check_original(facts: ConfigFacts) -> Iterator[Finding]:
             f"{rope_type} has no {ORIGINAL}",
             f"Transformers takes max_position_embeddings ({length}) for it, silently: if that was raised, the "
             "frequencies are wrong.",
-            "Say it: hf-posenc doctor ... --original-max-position-embeddings N --fix OUT.",
+            "Pass: hf-posenc doctor ... --original-max-position-embeddings N --fix OUT.",
             mendable=False,
         )
     elif facts.original is None and rope_type == "linear":
@@ -159,6 +160,7 @@ def _check_original(facts: ConfigFacts) -> Iterator[Finding]:
             "note",
             "the original length is not recorded",
             "The linear rule does not need it; extending the model further does.",
+            "To extend it further: hf-posenc patch ... --original-max-position-embeddings N --on-scaled replace.",
         )
     elif reads_original(rope_type) and not stated and not facts.text.get(ORIGINAL) and not facts.marked:
         yield Finding(
@@ -190,7 +192,7 @@ def _check_theta(facts: ConfigFacts) -> Iterator[Finding]:
             "rope_parameters has no rope_theta",
             "Assigning config.rope_scaling or rope_parameters replaces the whole dict, base included; Transformers "
             + ("fails." if lost else f"takes {default_theta(text['model_type']):g}."),
-            "Say it: hf-posenc doctor ... --rope-theta 500000 --fix OUT.",
+            "Pass: hf-posenc doctor ... --rope-theta 500000 --fix OUT.",
             mendable=False,
         )
 
@@ -342,7 +344,7 @@ def check_versions(facts: ConfigFacts, rope: Rope | None) -> Iterator[Finding]:
             "flat-on-layers",
             "error",
             "rope_parameters is one dict, and each layer type of this family has its own",
-            "Transformers 5 does not read it: it wants the settings under full_attention.",
+            "Transformers 5 does not read it: it needs the settings under full_attention.",
         )
 
 

@@ -1,4 +1,4 @@
-"""``diagnose``: what a checkpoint or a live model declares, what reads it how, what is wrong; and the mended config."""
+"""``diagnose``: what a checkpoint or live model declares, what reads it how, what is wrong; the corrected config."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def diagnose(source: Any, known: Known | None = None, *, live: bool = False) -> 
 
     Args:
         source: A folder, a config.json, a .gguf file or a name on the Hub; the JSON of a config as a dict; a
-            ``PreTrainedConfig``; or a loaded model, whose modules are held against what its config says.
+            ``PreTrainedConfig``; or a loaded model, whose modules are compared with its config.
         known: What the config does not say; it wins.
-        live: Load the model of a checkpoint too, on the CPU, and hold its modules against what the config means.
+        live: Load the model of a checkpoint too, on the CPU, and compare its modules with what the config means.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -154,7 +154,9 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         config = {**config, MARK: marked}
     meaning = read_meaning(config, known)
     text = text_part(config)[1]
-    tokens = f"{meaning.original} tokens, says {meaning.original_from}" if meaning.original else meaning.original_from
+    tokens = meaning.original_from
+    if meaning.original:
+        tokens = f"{meaning.original} tokens, given by {meaning.original_from}"
     lines = [("declared", f"{meaning.rope or 'no rule that can be read'}, in {meaning.serialization}")]
     if meaning.rope is None and not meaning.parameters:
         lines = [("declared", "no rotary embedding")]
@@ -162,7 +164,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         lines += [("original", tokens), ("target", f"{meaning.target} tokens")]
         lines += [(f"{version} loads", _reading(version, text)) for version in VERSIONS]
     if meaning.rope is not None and reads_original(meaning.rope.rope_type):
-        lines.append(("needs", "Transformers 4.43 or newer; older ones want a dictionary with two fields"))
+        lines.append(("needs", "Transformers 4.43 or newer; older ones accept only a dictionary with two fields"))
     findings += meaning.findings
     reach, hidden = look_at_reach(text, meaning)
     lines += reach
@@ -266,7 +268,7 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
 
 
 def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
-    """Write the mended config, and into a folder the tokenizer's with its limit raised, where that was too low.
+    """Write the corrected config, and into a folder the tokenizer's with its limit raised, where that was too low.
 
     Args:
         diagnosis: Of a checkpoint or a config.
@@ -277,10 +279,10 @@ def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
         The files written.
 
     Raises:
-        ValueError: It cannot be mended, or another file is in the way.
+        ValueError: It cannot be corrected, or another file is in the way.
     """
     if diagnosis.config is None:
-        raise InvalidRequestError(f"{diagnosis.source}: there is no config.json to mend.")
+        raise InvalidRequestError(f"{diagnosis.source}: there is no config.json to correct.")
     target = Path(out).expanduser()
     fixed = mended(diagnosis.config, diagnosis.known)
     into_folder = target.suffix != ".json"
@@ -305,7 +307,7 @@ def _make_room(file: Path, is_input: bool) -> None:
         return
     backup = file.with_name(file.name + ".bak")
     if not is_input:
-        raise InvalidRequestError(f"{str(file)!r} is there already. Give another path for the mended config.")
+        raise InvalidRequestError(f"{str(file)!r} is there already. Give another path for the corrected config.")
     if backup.exists():
         raise InvalidRequestError(
             f"{str(backup)!r} is there already, so {file.name} is not replaced. Move it away first."

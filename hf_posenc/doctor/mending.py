@@ -40,9 +40,9 @@ def mended(config: Mapping[str, Any], known: Known | None = None) -> dict[str, A
     known = known or Known()
     meaning = read_meaning(config, known)
     if stuck := [finding for finding in meaning.findings if not finding.mendable]:
-        raise InvalidRequestError("the config cannot be mended: " + "; ".join(f"{f.what}. {f.todo}" for f in stuck))
+        raise InvalidRequestError("the config cannot be corrected: " + "; ".join(f"{f.what}. {f.todo}" for f in stuck))
     if meaning.rope is None:
-        raise InvalidRequestError(f"model_type {meaning.model_type!r} has no rotary positions to mend.")
+        raise InvalidRequestError(f"model_type {meaning.model_type!r} has no rotary positions to correct.")
     key, text = text_part(config)
     fixed = _write(text, meaning, known)
     return {**copy.deepcopy(dict(config)), key: fixed} if key else fixed

@@ -162,7 +162,7 @@ def read_by(version: str, config: Mapping[str, Any]) -> Rope | None:
         if own_rule or family.not_in_4:
             return None
     if version == "5.23" and isinstance(config.get("max_position_embeddings"), float):
-        raise Refused("it wants max_position_embeddings to be an int")
+        raise Refused("max_position_embeddings must be an int")
     if version == "5.0" and is_nested(config):
         return _read_5_0_by_layer(config)
     rope = _read_4(config) if version == "4.57" else _read_5(config)

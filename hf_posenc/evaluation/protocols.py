@@ -178,7 +178,7 @@ def rule_of(name: str) -> Rule:
     raise InvalidRequestError(f"unknown protocol {name!r}. Known: {', '.join(PROTOCOLS)}.")
 
 
-def in_words(name: ProtocolName, bos: Bos, average: Average, **numbers: int | None) -> str:
+def in_words(name: ProtocolName, bos: Bos, average: Average, **numbers: int | str | None) -> str:
     """Say which tokens a number is of, where there was a BOS token, and what was averaged."""
     rule = RULES[name]
     where = _BOS_WORDS[bos]

@@ -29,7 +29,7 @@ from hf_posenc.report.frequencies import PairRule, wavelengths
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.units import length_name, number_name
 
-_PAIR_HEADS = ("pair", "wavelength", "turns", "new wavelength", "stretch", "")
+_PAIR_HEADS = ("pair", "wavelength", "rotations", "new wavelength", "stretch", "")
 _PAIR_ROWS = 12  # of the small table of pairs, besides those where something begins
 _NEAR = 100  # tokens of the first heat map of an encoding
 
@@ -98,7 +98,7 @@ def _rotary_numbers(method: Method, model: ModelShape) -> Numbers:
         return Numbers([])
     spec = method.rotary_spec(model.rope, model.head_dim)
     rule = PairRule(method.name, spec, Unscaled(), model.target)
-    heads = [*_PAIR_HEADS[:2], f"turns in {spec.original_max_position_embeddings:,}"]
+    heads = [*_PAIR_HEADS[:2], f"rotations in {spec.original_max_position_embeddings:,}"]
     sentences = [*partial_sentence(model.head_dim, spec), *pair_sentences(rule)]
     return Numbers(sentences, heads, [row[:3] for row in pair_rows(rule)])
 
@@ -119,15 +119,17 @@ def pair_sentences(rule: PairRule) -> list[str]:
     first = f" (from pair {spec.rotated_pairs - never})" if never else ""
     lines = [
         f"{spec.rotated_pairs} pairs of features are rotated by the position, at base {spec.rope_theta:g}: the fastest "
-        f"turns once in {number_name(tokens[0])} tokens, the slowest once in {number_name(tokens[-1])}.{unrotated}",
-        f"Within the {original:,} tokens of training {_pairs(never, 'never completes', 'never complete')} a turn{first}"
+        f"completes one rotation in {number_name(tokens[0])} tokens, the slowest one in {number_name(tokens[-1])}."
+        f"{unrotated}",
+        f"Within the {original:,} tokens of training {_pairs(never, 'never completes', 'never complete')} a rotation"
+        + first
         + (", and so met only a part of the circle." if never else ": every angle was met."),
     ]
     if rule.reach > original:
         unscaled = PairRule("unscaled", spec, Unscaled(), rule.reach)
         lines.append(
             f"Unscaled, within {rule.reach:,} tokens {_pairs(unscaled.incomplete()[1], 'completes', 'complete')} no "
-            f"turn, and {_pairs(unscaled.unseen() or 0, 'meets', 'meet')} angles never met in training."
+            f"rotation, and {_pairs(unscaled.unseen() or 0, 'meets', 'meet')} angles never met in training."
         )
     return lines
 
@@ -138,7 +140,9 @@ def rule_sentences(rule: PairRule) -> list[str]:
     slowest = rule.stretch[-1]
     by = "stopped" if math.isinf(slowest) else f"stretched by {slowest:.4g}"
     never = rule.incomplete()[1]
-    complete = _pairs(never, "completes no turn", "complete no turn") if never else "every pair completes a turn"
+    complete = "every pair completes a rotation"
+    if never:
+        complete = _pairs(never, "completes no rotation", "complete no rotation")
     lines = [
         f"{rule.name}, {len(rule.stretch)} pairs: {kept} kept, {blended} between, {stretched} stretched by "
         f"{rule.method.factor:.4g} or more; the slowest is {by}. Within {rule.reach:,} tokens {complete}, and "
@@ -158,13 +162,13 @@ def _ramp(rule: PairRule) -> list[str]:
         kept, whole = int((ramp == 0).sum()), int((ramp == 1).sum())
         shape = "wavelengths mixed, linear in the pair's index" if method.ramp == "harmonic" else "linear in its index"
     else:
-        kept, whole = sum(turns >= fast for turns in rule.turns), sum(turns <= slow for turns in rule.turns)
-        shape = "linear in its turns"
+        kept, whole = sum(count >= fast for count in rule.rotations), sum(count <= slow for count in rule.rotations)
+        shape = "linear in its rotations"
     begin, end = kept, rule.spec.rotated_pairs - whole
     between = f"from pair {begin} to {end - 1} the share grows ({shape})" if end > begin else "no pair lies between"
     return [
-        f"The ramp: a pair of {fast:g} turns or more is kept, one of {slow:g} or less divided by {method.factor:g}; "
-        f"{between}."
+        f"The ramp: a pair of {fast:g} rotations or more is kept, one of {slow:g} or less divided by "
+        f"{method.factor:g}; {between}."
     ]
 
 
@@ -180,14 +184,14 @@ def temperature_sentence(attention_factor: float) -> str:
 
 
 def pair_rows(rule: PairRule) -> list[list[str]]:
-    """Return a row for each rotated pair: index, tokens and turns before, tokens after, stretch, and its share."""
+    """Return a row for each rotated pair: index, tokens and rotations before, tokens after, stretch, and its share."""
     rows = []
-    for pair, (tokens, turns) in enumerate(zip(wavelengths(rule.spec), rule.turns, strict=False)):
+    for pair, (tokens, rotations) in enumerate(zip(wavelengths(rule.spec), rule.rotations, strict=False)):
         stretch = rule.stretch[pair]
         stopped = math.isinf(stretch)
         after = ["never", "stopped"] if stopped else [number_name(tokens * stretch), f"{stretch:.3f}"]
         share = "" if isinstance(rule.method, Unscaled) else rule.share_of(pair)
-        rows.append([str(pair), number_name(tokens), number_name(turns), *after, share])
+        rows.append([str(pair), number_name(tokens), number_name(rotations), *after, share])
     return rows
 
 
@@ -196,7 +200,7 @@ def chosen_pairs(rule: PairRule) -> list[int]:
     last = rule.spec.rotated_pairs - 1
     shares = [rule.share_of(pair) for pair in range(last + 1)]
     begins = {pair for pair in range(1, last + 1) if shares[pair] != shares[pair - 1]}
-    never = {pair for pair in range(last + 1) if rule.turns[pair] < 1}
+    never = {pair for pair in range(last + 1) if rule.rotations[pair] < 1}
     return sorted({*evenly(last + 1, _PAIR_ROWS)} | begins | set(sorted(never)[:1]))
 
 
@@ -216,14 +220,14 @@ def _frequencies(rule: PairRule) -> Section:
     if method.temperature_on_logits:
         sentences.append("The temperature is put on whole logits, by the softmax scale (temperature=logits).")
     sentences.append(
-        "A wavelength is the tokens of one turn; kept, blended and stretched say how much of the factor a pair has; * "
-        "marks pairs that complete no turn in training."
+        "A wavelength is the tokens of one rotation; kept, blended and stretched say how much of the factor a pair "
+        "has; * marks pairs that complete no rotation in training."
     )
     heads = list(_PAIR_HEADS)
-    heads[2] = f"turns in {length_name(spec.original_max_position_embeddings)}"
+    heads[2] = f"rotations in {length_name(spec.original_max_position_embeddings)}"
     rows = pair_rows(rule)
-    for row, turns in zip(rows, rule.turns, strict=False):
-        row[0] += "*" if turns < 1 else ""
+    for row, rotations in zip(rows, rule.rotations, strict=False):
+        row[0] += "*" if rotations < 1 else ""
     heading = "What it does to the pairs"
     if isinstance(method, (StagedMethod, LongRope)):
         heading += f", at {rule.reach:,} tokens"

@@ -43,7 +43,7 @@ def frequency_pictures(rule: PairRule) -> list[Picture]:
     """Return the pictures of a rule that changes frequencies."""
     caption = (
         "How many times longer each pair's wavelength becomes, the fast pairs to the left. In the grey are those "
-        "that complete no turn in training."
+        "that complete no rotation in training."
     )
     return drawn(
         draw_stretch([rule], "stretch", "How far each pair is stretched", caption),
@@ -59,15 +59,15 @@ def draw_stretch(rules: Sequence[PairRule], slug: str, title: str, caption: str)
 
     A pair that is stopped is stretched without end: rules with one are left out.
     """
-    turns = rules[0].turns[: rules[0].spec.rotated_pairs]
+    rotations = rules[0].rotations[: rules[0].spec.rotated_pairs]
     shown = [rule for rule in rules if math.isfinite(max(rule.stretch))]
-    lines = [Line("unscaled", turns, [1.0] * len(turns), PLAIN)]
-    lines += [Line(rule.name, turns, rule.stretch, numbered_look(at)) for at, rule in enumerate(shown)]
+    lines = [Line("unscaled", rotations, [1.0] * len(rotations), PLAIN)]
+    lines += [Line(rule.name, rotations, rule.stretch, numbered_look(at)) for at, rule in enumerate(shown)]
     return Picture(slug, title, caption, draw_chart(stretch_chart(title, rules[0], lines))) if shown else None
 
 
 def draw_wavelengths(rule: PairRule) -> Picture | None:
-    """Draw the tokens of a turn of each pair, before and after; None of a rule that stops pairs."""
+    """Draw the tokens of a rotation of each pair, before and after; None of a rule that stops pairs."""
     spec, target, original = rule.spec, rule.reach, rule.spec.original_max_position_embeddings
     if math.isinf(max(rule.stretch)):
         return None
@@ -80,10 +80,10 @@ def draw_wavelengths(rule: PairRule) -> Picture | None:
     ]
     if target > original:
         lines.append(Line(f"target: {length_name(target)}", ends, [target] * 2, Look(COLOURS[3], "", (0, (1, 2)))))
-    chart = Chart("Tokens of one turn", "pair", "wavelength in tokens", lines, _pair_ticks(spec), log_x=False)
+    chart = Chart("Tokens of one rotation", "pair", "wavelength in tokens", lines, _pair_ticks(spec), log_x=False)
     caption = (
-        "A pair below the line of the training length completes at least one turn there, so it had every angle. One "
-        "above it had only a part of the circle, and in longer texts it goes on to angles it never had."
+        "A pair below the line of the training length completes at least one rotation there, so it had every angle. "
+        "One above it had only a part of the circle, and in longer texts it goes on to angles it never had."
     )
     return Picture("wavelengths", "Wavelengths", caption, draw_chart(chart))
 
@@ -108,12 +108,12 @@ def draw_ramp(rule: PairRule) -> Picture | None:
         "0: kept, 1: divided by the factor",
         [Line(rule.name, list(range(rotated)), share.clamp(0, 1).tolist(), numbered_look(0))],
         _pair_ticks(spec),
-        [(rotated - slow - 0.5, "no complete turn in training")] if 0 < slow < rotated else [],
+        [(rotated - slow - 0.5, "no complete rotation in training")] if 0 < slow < rotated else [],
         log_x=False,
     )
     caption = (
         "Frequencies between the plain one (0) and that divided by the factor (1), by pair, the fast ones to the left. "
-        "The dashed line is where pairs begin that complete no turn in training."
+        "The dashed line is where pairs begin that complete no rotation in training."
     )
     return Picture("ramp", "The ramp", caption, draw_chart(chart))
 
@@ -259,7 +259,7 @@ def draw_distance_maps(spec: RopeSpec, rules: Sequence[tuple[str, Method]], leng
 def draw_spirals(spec: RopeSpec) -> Picture:
     """Draw three pairs over the first tokens, the position as the third axis."""
     inv_freq = plain_frequencies(spec)[: spec.rotated_pairs]
-    # A fast pair, one of a few turns in the picture, and one that hardly moves in it.
+    # A fast pair, one of a few rotations in the picture, and one that hardly moves in it.
     wanted = (0, _nearest(inv_freq, 2 * math.pi / (_TOKENS / 3)), _nearest(inv_freq, 2 * math.pi / (8 * _TOKENS)))
     pairs = sorted(set(wanted))
     plots = [_spiral(pair, float(inv_freq[pair])) for pair in pairs]
@@ -291,7 +291,7 @@ def _spiral(pair: int, frequency: float) -> Draw:
             axis.pane.set_alpha(0.0)
         axes.tick_params(labelsize=7, pad=-2)
         axes.set_title(
-            f"pair {pair}: a turn every {2 * math.pi / frequency:,.3g} tokens", loc="center", fontsize=8.5, pad=0
+            f"pair {pair}: a rotation every {2 * math.pi / frequency:,.3g} tokens", loc="center", fontsize=8.5, pad=0
         )
         axes.set_box_aspect((1, 1, 1.5), zoom=0.85)
 
@@ -299,7 +299,7 @@ def _spiral(pair: int, frequency: float) -> Draw:
 
 
 def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, rule: str = "") -> Picture | None:
-    """Draw the angles a slow pair had in training, and those it meets at the target; None if all pairs complete a turn.
+    """Draw the angles a slow pair had in training, and those it meets at the target; None if all complete a rotation.
 
     Args:
         spec: What the model was trained with.
@@ -314,7 +314,7 @@ def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, 
     slow = torch.nonzero(reached * target / original < 2 * math.pi).flatten()
     if target <= original or float(reached[-1]) >= 2 * math.pi:
         return None
-    # The fastest that stays within one turn, of which the most is to be seen; or the slowest.
+    # The fastest that stays within one rotation, of which the most is to be seen; or the slowest.
     pair = int(slow[0]) if len(slow) else spec.rotated_pairs - 1
     before, after = float(plain[pair]), float(scaled[pair])
     seen = before * original
@@ -324,7 +324,7 @@ def draw_dials(spec: RopeSpec, target: int, scaled: torch.Tensor | None = None, 
         _dial(after, target, seen, f"{rule}, {tick_name(target)}"),
     ]
     caption = (
-        f"Pair {pair}, a turn every {2 * math.pi / before:,.0f} tokens, with the position as the growing radius. "
+        f"Pair {pair}, a rotation every {2 * math.pi / before:,.0f} tokens, with the position as the growing radius. "
         f"Within the {original:,} tokens of training it came {math.degrees(before * original):.0f} degrees far (blue). "
         f"Unscaled at {target:,} tokens it comes {math.degrees(before * target):.0f} degrees far, to angles it never "
         f"had (orange); under {rule} it comes {math.degrees(after * target):.0f} degrees far."

@@ -64,9 +64,9 @@ def rule_pictures(spec: RopeSpec, factor: float) -> list[Picture]:
         compared_rules(spec, factor),
         "rules",
         f"How far each rule stretches each pair, x{factor:g}",
-        f"{where}. Fast pairs are to the left; in the grey are those that never complete a turn in training, which a "
-        f"rule has to stretch by {factor:g} if they are to stay at angles they had. Transformers' dynamic rule at the "
-        "target and at half of it; abf is as far as its base goes, whatever the factor.",
+        f"{where}. Fast pairs are to the left; in the grey are those that never complete a rotation in training, which "
+        f"a rule has to stretch by {factor:g} if they are to stay at angles they had. Transformers' dynamic rule at "
+        "the target and at half of it; abf is as far as its base goes, whatever the factor.",
     )
     target = round(factor * spec.original_max_position_embeddings)
     ramps = [PairRule(f"yarn, ramp={ramp}", spec, Yarn(factor, ramp=ramp), target) for ramp in _RAMPS]
@@ -74,7 +74,7 @@ def rule_pictures(spec: RopeSpec, factor: float) -> list[Picture]:
         ramps,
         "yarn_ramps",
         f"YaRN's three ramps, x{factor:g}",
-        f"{where}. Three published curves between what is kept (32 turns and more) and what is stretched in full (one "
-        "turn and less): the authors' code, the paper's text, and PoSE's.",
+        f"{where}. Three published curves between what is kept (32 rotations and more) and what is stretched in full "
+        "(one rotation and less): the authors' code, the paper's text, and PoSE's.",
     )
     return drawn(every, yarn)

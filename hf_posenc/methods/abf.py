@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,7 +30,7 @@ class Abf(StaticMethod):
     )
     on_short_texts: ClassVar[str] = "Before training all lengths read worse, the more the larger the base."
     needs_options: ClassVar[bool] = True
-    example_options: ClassVar[str] = "rope_theta=500_000"
+    example_options: ClassVar[Mapping[str, Any]] = {"rope_theta": 500_000}
     on_disk: ClassVar[str] = "default"
     zero_shot: ClassVar[bool] = False
 

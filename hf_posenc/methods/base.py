@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
@@ -139,7 +140,8 @@ class Method(abc.ABC):
     look: ClassVar[int | None] = None
     zero_shot: ClassVar[bool] = True
     needs_options: ClassVar[bool] = False  # its defaults alone suit no model
-    example_options: ClassVar[str] = ""  # of a call in the documentation, on a model whose heads have 128 features
+    # Of a call in the documentation, on a model whose heads have 128 features.
+    example_options: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     default_factor: ClassVar[float] = 4.0
     is_encoding: ClassVar[bool] = False  # it replaces the model's RoPE by other code; NoPE is none, its RoPE is at rest
     instead_of_rope: ClassVar[bool] = False  # weights trained with it suit no rule for RoPE: encodings, and NoPE

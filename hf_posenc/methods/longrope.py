@@ -52,7 +52,7 @@ class LongRope(StaticMethod):
         "with one list it stays right."
     )
     needs_options: ClassVar[bool] = True
-    example_options: ClassVar[str] = "long_factor=[1.0] * 32 + [4.0] * 32"
+    example_options: ClassVar[Mapping[str, Any]] = {"long_factor": [1.0] * 32 + [4.0] * 32}
     on_disk: ClassVar[str] = "longrope"
     rope_type: ClassVar[str | None] = "longrope"
     rope_keys: ClassVar[frozenset[str]] = frozenset(

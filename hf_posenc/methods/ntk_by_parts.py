@@ -16,12 +16,12 @@ from hf_posenc.spec import RopeSpec
 
 def beta_fast_option() -> Any:
     """Return the option by which pairs that rotate often are kept."""
-    return option(32.0, positive, "turns over the original length from which a pair keeps its frequency")
+    return option(32.0, positive, "rotations over the original length from which a pair keeps its frequency")
 
 
 def beta_slow_option() -> Any:
     """Return the option by which pairs that hardly rotate are divided."""
-    return option(1.0, positive, "turns up to which a pair's frequency is divided by the factor")
+    return option(1.0, positive, "rotations up to which a pair's frequency is divided by the factor")
 
 
 class BlendInTurns:
@@ -39,13 +39,13 @@ class BlendInTurns:
 
 
 def by_parts_frequencies(spec: RopeSpec, factor: float, slow: float, fast: float) -> torch.Tensor:
-    """Keep pairs of at least ``fast`` turns, divide pairs of at most ``slow``, blend linearly in turns between.
+    """Keep pairs of at least ``fast`` rotations, divide pairs of at most ``slow``, blend linearly in rotations between.
 
-    A turn is a full rotation of a pair over the original length.
+    Rotations are the full rotations of a pair over the original length.
     """
     plain = plain_frequencies(spec)
-    turns = spec.original_max_position_embeddings * plain / (2 * math.pi)
-    keep = ((turns - slow) / (fast - slow)).clamp(0, 1)
+    rotations = spec.original_max_position_embeddings * plain / (2 * math.pi)
+    keep = ((rotations - slow) / (fast - slow)).clamp(0, 1)
     return keep * plain + (1 - keep) * plain / factor
 
 
@@ -63,7 +63,7 @@ def llama3_parameters(spec: RopeSpec, factor: float, slow: float, fast: float) -
 @register_method
 @dataclass(frozen=True)
 class NtkByParts(BlendInTurns, StaticMethod):
-    """Keep the pairs that rotate often, divide those that hardly rotate, blend by the number of turns (full rotations).
+    """Keep the pairs that rotate often, divide those that hardly rotate, blend by the number of rotations.
 
     The paper's ramp, without a temperature; equations 17 to 20.
     """
@@ -71,7 +71,7 @@ class NtkByParts(BlendInTurns, StaticMethod):
     name: ClassVar[str] = "ntk_by_parts"
     look: ClassVar[int | None] = 10
     paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, section 3.2"
-    summary: ClassVar[str] = "Keeps pairs that rotate often, divides those that hardly rotate, blends by turns between."
+    summary: ClassVar[str] = "Keeps pairs that rotate often, divides those that hardly do, blends by rotations between."
     formula: ClassVar[str] = (
         r"\theta'_i = \gamma_i \theta_i + (1 - \gamma_i) \frac{\theta_i}{s}, \qquad \gamma_i = \min\left(1, "
         r"\max\left(0, \frac{r_i - \alpha}{\beta - \alpha}\right)\right)"
@@ -81,7 +81,7 @@ class NtkByParts(BlendInTurns, StaticMethod):
         "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
         "One that hardly rotated would meet angles it never had: its frequency is divided by the factor, "
         "so that the longer text covers the angles that the training length did. Between beta_fast and "
-        "beta_slow turns the two are mixed, linearly in the number of turns."
+        "beta_slow rotations the two are mixed, linearly in the number of rotations."
     )
     on_short_texts: ClassVar[str] = "A little: the slow pairs move at every length."
     on_disk: ClassVar[str] = "llama3"

@@ -24,7 +24,7 @@ class YarnOptions(BlendInTurns, Method):
     ramp: str = option(
         "code",
         one_of("code", "paper", "harmonic"),
-        "the blend of kept and divided pairs: code, linear in the pair's index; paper, linear in turns; harmonic, "
+        "the blend of kept and divided pairs: code, linear in the pair's index; paper, linear in rotations; harmonic, "
         "PoSE's, which blends wavelengths",
     )
     beta_fast: float = beta_fast_option()
@@ -46,9 +46,9 @@ class YarnOptions(BlendInTurns, Method):
 class Yarn(YarnOptions, StaticMethod):
     """Keep the pairs that rotate often, stretch those that hardly do, blend between, and sharpen attention.
 
-    A pair of at least ``beta_fast`` turns over the original length keeps its frequency; one of at most ``beta_slow``
-    has it divided by ``factor``. Three published curves differ in between (``ramp``): the authors' code, the paper's
-    text (equations 17 to 20), and PoSE's (Zhu et al. 2023, arXiv:2309.10400), which blends wavelengths.
+    A pair of at least ``beta_fast`` rotations over the original length keeps its frequency; one of at most
+    ``beta_slow`` has it divided by ``factor``. Three published curves differ in between (``ramp``): the authors' code,
+    the paper's text (equations 17 to 20), and PoSE's (Zhu et al. 2023, arXiv:2309.10400), which blends wavelengths.
     """
 
     name: ClassVar[str] = "yarn"
@@ -178,8 +178,8 @@ def yarn_ramp(spec: RopeSpec, method: YarnOptions) -> torch.Tensor:
     """Return the share of interpolation per pair, 0 (keep) to 1 (divide), linear in the pair's index."""
     original = spec.original_max_position_embeddings
 
-    def index_of(turns: float) -> float:
-        wanted = original / (turns * 2 * math.pi)
+    def index_of(rotations: float) -> float:
+        wanted = original / (rotations * 2 * math.pi)
         return spec.rotary_dim * math.log(wanted) / (2 * math.log(spec.rope_theta))
 
     low, high = index_of(method.beta_fast), index_of(method.beta_slow)

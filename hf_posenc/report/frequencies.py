@@ -68,8 +68,8 @@ class PairRule:
         return self.method.frequencies(self.spec, self.reach)
 
     @cached_property
-    def turns(self) -> list[float]:
-        """Turns of each pair over the original length, as the model was trained; 0 for pairs that are not rotated."""
+    def rotations(self) -> list[float]:
+        """Rotations of each pair over the original length, as the model was trained; 0 for unrotated pairs."""
         return (self._plain * self.spec.original_max_position_embeddings / (2 * math.pi)).tolist()
 
     @cached_property
@@ -85,12 +85,12 @@ class PairRule:
     def unseen(self) -> int | None:
         """Return how many pairs reach angles they never had in training; None of a rule that changes distances.
 
-        A pair that completed a turn has had every angle; one that did not has had none beyond its last one.
+        A pair that completed a rotation has had every angle; one that did not has had none beyond its last one.
         """
         if self.changes_distances:
             return None
         reached = self.frequencies[0] * self.reach / (2 * math.pi)
-        pairs: zip[tuple[float, float]] = zip(self.turns, reached.tolist(), strict=True)
+        pairs: zip[tuple[float, float]] = zip(self.rotations, reached.tolist(), strict=True)
         return sum(had < 1 and comes > had * (1 + _EPSILON) for had, comes in pairs)
 
     def shares(self) -> tuple[int, int, int]:
@@ -105,10 +105,10 @@ class PairRule:
         return "stretched" if self.stretch[pair] >= self.method.factor * (1 - _SAME) else "blended"
 
     def incomplete(self) -> tuple[int, int]:
-        """Return how many of the rotated pairs complete no turn: in training, and under the rule within ``reach``."""
+        """Return how many rotated pairs complete no rotation: in training, and under the rule within ``reach``."""
         rotated = self.spec.rotated_pairs
         reached = (self.frequencies[0][:rotated] * self.reach / (2 * math.pi)).tolist()
-        return sum(turns < 1 for turns in self.turns[:rotated]), sum(turns < 1 for turns in reached)
+        return sum(rotations < 1 for rotations in self.rotations[:rotated]), sum(rotations < 1 for rotations in reached)
 
 
 @dataclass(frozen=True)
@@ -119,31 +119,32 @@ class Rule(PairRule):
 
 
 def wavelengths(spec: RopeSpec) -> list[float]:
-    """Return the tokens of one turn of each rotated pair."""
+    """Return the tokens of one rotation of each rotated pair."""
     inv_freq = plain_frequencies(spec)[: spec.rotated_pairs]
     return (2 * math.pi / inv_freq).tolist()
 
 
 def stretch_chart(title: str, rule: PairRule, lines: Sequence[Line]) -> Chart:
-    """Return a chart of how far pairs are stretched, the fast ones to the left; those that complete no turn are shaded.
+    """Return a chart of how far pairs are stretched, the fast ones to the left; those of no full rotation are shaded.
 
     Args:
         title: Its title.
         rule: Any rule of the model.
-        lines: By the turns of each rotated pair.
+        lines: By the rotations of each rotated pair.
     """
-    turns = rule.turns[: rule.spec.rotated_pairs]
-    decades = [10.0**power for power in range(-9, 10) if turns[-1] <= 10.0**power <= turns[0]]
-    has_slow = turns[-1] < 1 < turns[0]
+    rotations = rule.rotations[: rule.spec.rotated_pairs]
+    decades = [10.0**power for power in range(-9, 10) if rotations[-1] <= 10.0**power <= rotations[0]]
+    has_slow = rotations[-1] < 1 < rotations[0]
+    trained = length_name(rule.spec.original_max_position_embeddings)
     return Chart(
         title,
-        f"turns of the pair within the {length_name(rule.spec.original_max_position_embeddings)} tokens of training",
+        f"rotations of the pair within the {trained} tokens of training",
         "stretch of its wavelength",
         lines,
         [(at, f"{at:,.4g}") for at in decades],
-        [(1.0, "one turn")] if has_slow else [],
+        [(1.0, "one rotation")] if has_slow else [],
         falls=True,
-        shade=(turns[-1], 1.0) if has_slow else None,
+        shade=(rotations[-1], 1.0) if has_slow else None,
     )
 
 
@@ -189,21 +190,21 @@ def _panel(rules: list[Rule], slug: str, model: str, num_models: int, looks: Loo
     # A pair that is stopped is stretched without end: no chart shows that.
     drawn = [rule for rule in shown if math.isfinite(max(rule.stretch))]
     pairs = _pair_rows(first, extended)
-    heads = ["pair", "wavelength in tokens", f"turns in {length_name(first.spec.original_max_position_embeddings)}"]
+    heads = ["pair", "wavelength in tokens", f"rotations in {length_name(first.spec.original_max_position_embeddings)}"]
     blocks: list[Block] = [
         Paragraph(_lead(first)),
         NumberTable(slug + "_methods", _HEADS, [_summary(rule) for rule in rules]),
         Paragraph(_legend(rules), "quiet"),
         NumberTable(
             slug + "_pairs",
-            [*heads, "a whole turn", *(rule.name for rule in extended)],
+            [*heads, "a whole rotation", *(rule.name for rule in extended)],
             pairs,
             folded=f"All {len(pairs)} pairs",
         ),
     ]
     if any(rule in extended for rule in drawn):
-        turns = first.turns[: first.spec.rotated_pairs]
-        lines = [Line(rule.name, turns, rule.stretch, looks[row_key(rule.first)]) for rule in drawn]
+        rotations = first.rotations[: first.spec.rotated_pairs]
+        lines = [Line(rule.name, rotations, rule.stretch, looks[row_key(rule.first)]) for rule in drawn]
         drawing = draw_chart(stretch_chart(f"{model}: how far each pair is stretched", first, lines))
         label, alt = "How far each method stretches each rotary pair", "How far each pair is stretched"
         blocks.insert(1, Figure(drawing, slug, label, alt=alt))
@@ -213,11 +214,11 @@ def _panel(rules: list[Rule], slug: str, model: str, num_models: int, looks: Loo
 def _lead(rule: Rule) -> str:
     spec = rule.spec
     still = f", and {spec.unrotated_pairs} more are not rotated" if spec.unrotated_pairs else ""
-    count = sum(turns < 1 for turns in rule.turns[: spec.rotated_pairs])
+    count = sum(rotations < 1 for rotations in rule.rotations[: spec.rotated_pairs])
     never = f"{count} of them never complete" if count != 1 else "One of them never completes"
     return (
         f"{spec.rotated_pairs} pairs of features are rotated by the position, at base {spec.rope_theta:g}. {never} "
-        f"a turn within the {length_name(spec.original_max_position_embeddings)} tokens of training{still}."
+        f"a rotation within the {length_name(spec.original_max_position_embeddings)} tokens of training{still}."
     )
 
 
@@ -225,7 +226,7 @@ def _legend(rules: Sequence[Rule]) -> str:
     text = (
         "Stretch is how many times longer the wavelength of a pair becomes: 1 is kept, the method's factor or more is "
         "in full. Angles never trained: pairs that, at the length given, are rotated further than ever in training, "
-        "where they did not complete a turn. By hf_posenc's closed forms, from what the records say."
+        "where they did not complete a rotation. By hf_posenc's closed forms, from what the records say."
     )
     if any(rule.changes_distances for rule in rules):
         text += " Where it says distances, the frequencies stay, and far distances are shortened."
@@ -247,13 +248,13 @@ def _summary(rule: Rule) -> list[Cell]:
 def _pair_rows(rule: Rule, extended: Sequence[Rule]) -> list[list[Cell]]:
     """Return a row for each rotated pair; the methods' cells are its stretch."""
     rows = []
-    for pair, (tokens, turns) in enumerate(zip(wavelengths(rule.spec), rule.turns, strict=False)):
+    for pair, (tokens, rotations) in enumerate(zip(wavelengths(rule.spec), rule.rotations, strict=False)):
         numbers = [
             Cell(str(pair), sort=pair),
             Cell(number_name(tokens), sort=tokens),
-            Cell(number_name(turns), sort=turns),
+            Cell(number_name(rotations), sort=rotations),
         ]
-        complete = Cell("never", mark="never") if turns < 1 else Cell("yes")
+        complete = Cell("never", mark="never") if rotations < 1 else Cell("yes")
         rows.append([*numbers, complete, *(_stretch_cell(one.stretch[pair]) for one in extended)])
     return rows
 

@@ -242,7 +242,8 @@ def _row(label: str, records: Sequence[Record]) -> str:
 
 def _label(run: TrainedRun, record: Record) -> str:
     if run.unextended and record is run.unextended[0]:
-        own = "unextended" if record.method == "none" else f"as it came (`{record.method}`, {record.factor:g} times)"
+        extended = f"before this run (`{record.method}`, {record.factor:g} times)"
+        own = "unextended" if record.method == "none" else extended
         return f"the base model, {own}"
     trained = f"fine-tuned on {record.tokens_trained:,} tokens" if record.tokens_trained else "not yet trained"
     return f"{_changed(record.method, round(record.factor * run.original))}, {trained}"

@@ -221,7 +221,7 @@ class ExampleTokenizer:
         kind = message.partition(": ")[2][:20]
         if kind not in self._said:
             self._said.add(kind)
-            logger.warning("%s This is said once, of the first.", message)
+            logger.warning("%s Only the first such document is reported.", message)
 
 
 def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:

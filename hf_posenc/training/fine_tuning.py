@@ -91,7 +91,7 @@ def finetune(
     tokens_trained: int = 0,
     source: Mapping[str, Any] | None = None,
 ) -> FinetuneResult:
-    """Extend a model, train it on packed documents, measure it as it came, before and after, and save it.
+    """Extend a model, train it on packed documents, measure the base model and the extended one, and save it.
 
     The model is trained in place. Trained weights are float32 meanwhile and end in the dtype they came in. In a
     distributed run every process calls this; the first one writes the files, and all return the same numbers.

@@ -46,7 +46,7 @@ def flash_reason(rotary: RotaryModel, config: FinetuneConfig, *, bf16: bool) -> 
     reasons = {
         "the model is not on a GPU": not _on_gpu(rotary),
         "flash-attn is not installed": not is_flash_attn_2_available(),
-        "it wants half precision (bf16)": not bf16,
+        "it needs half precision (bf16)": not bf16,
         "per_device_train_batch_size is not 1": config.per_device_train_batch_size != 1,
         "positions are not one after the other": config.position_schedule != "full",
         "the attention was chosen by the caller": base.config._attn_implementation != "sdpa",

@@ -62,7 +62,7 @@ class LossLog(TrainerCallback):
             if not math.isfinite(value):  # in every process: it is that of all, and one alone would leave them waiting
                 raise RunStoppedError(
                     f"the {what} of step {state.global_step} is {value}, so no checkpoint of it is written. "
-                    + ADVICE_NOT_FINITE.format(how_to_go_on(self.path.parent, "If the cause is mended otherwise, run"))
+                    + ADVICE_NOT_FINITE.format(how_to_go_on(self.path.parent, "If the cause is removed otherwise, run"))
                 )
         if state.is_world_process_zero:
             self._write(loss, logs, state.global_step)

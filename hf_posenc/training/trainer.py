@@ -380,5 +380,5 @@ def refuse_not_finite(model: nn.Module, folder: Path, step: int) -> None:
     if found:
         raise RunStoppedError(
             f"weights are not finite after step {step}, {found[0]} first, so no checkpoint of it was written. "
-            + ADVICE_NOT_FINITE.format(how_to_go_on(folder, "If the cause is mended otherwise, run"))
+            + ADVICE_NOT_FINITE.format(how_to_go_on(folder, "If the cause is removed otherwise, run"))
         )

@@ -169,7 +169,9 @@ def test_mistakes_are_found_before_anything_is_loaded(
     monkeypatch.setattr("hf_posenc.checkpoint.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     comparison = the_comparison(book)
     assert "Did you mean 'yarn'" in refused(capsys, *comparison, "--methods", "yran")
-    assert "argument --tasks: invalid choice: 'pass'" in refused(capsys, *comparison, "--tasks", "pass")
+    assert "argument --tasks: unknown value 'pass'. Did you mean 'passkey'?" in refused(
+        capsys, *comparison, "--tasks", "pass"
+    )
     assert "expected a time such as 90s, 20m or 1.5h, got 'soon'" in refused(capsys, *comparison, "--budget", "soon")
     assert "--max-documents must be >= 1" in refused(capsys, *comparison, "--max-documents", "0")
     assert "--samples is for --tasks" in refused(capsys, *comparison, "--samples", "3")

@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from measured import FOLDER, facts, read_rows
-from result_pictures import SHOWN, ZERO_SHOT, readme_svg
 
 from documents import PAGES
 from folders import ROOT

@@ -10,18 +10,18 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import reference_pages
-from hooks import picture
 from latex2mathml.converter import convert
 from mkdocs.exceptions import PluginError
 
 import hf_posenc
+import reference_pages
 from documents import PAGES, words_of
 from folders import ROOT
 from hf_posenc.cli.main import COMMANDS
 from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.families.family_data import attention_capabilities, capabilities
 from hf_posenc.methods.registry import methods
+from hooks import picture
 
 REFERENCE = ROOT / "docs" / "pages" / "reference"
 

@@ -78,8 +78,8 @@ class Alibi(Encoding):
     kv_cache: ClassVar[str] = "Yes: keys know of no position; the bias is made anew for each query, from the distance."
     trained: ClassVar[str] = "None: the slopes are fixed."
     extrapolates: ClassVar[str] = (
-        "Yes, without training: the bias goes on as it did, and far keys weigh next to nothing. It reads on without "
-        "breaking, but uses little that is farther away than the slowest head looks."
+        "Yes, without training: the bias continues to grow with the distance, and far keys weigh next to nothing. "
+        "It reads longer texts without breaking, but uses little that is farther away than the slowest head looks."
     )
     properties: ClassVar[tuple[tuple[str, str], ...]] = (
         (

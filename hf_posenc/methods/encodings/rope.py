@@ -182,7 +182,7 @@ class Rope(RopeOptions):
     kv_cache: ClassVar[str] = "Yes: a key is rotated once, by its position, and the cache holds it rotated."
     trained: ClassVar[str] = "None."
     extrapolates: ClassVar[str] = (
-        "Not by itself: slow pairs never complete a turn in training and meet new angles beyond it. The methods of "
+        "Not by itself: slow pairs never complete a rotation in training and meet new angles beyond it. The methods of "
         "`hf-posenc methods` stretch them."
     )
     properties: ClassVar[tuple[tuple[str, str], ...]] = (

@@ -137,12 +137,14 @@ class T5Bias(Encoding):
         return Numbers(sentences, ["bucket", "distances"], rows)
 
     def position_map(self, model: ModelShape) -> PositionMap:
+        found = self.buckets(-torch.arange(self.max_distance + 1))
+        begins = int(torch.nonzero(found == found[-1])[0])
         return PositionMap(
             "T5's bias",
             [("", lambda distances: self.buckets(-distances).double())],
             "bucket: which learned number",
             (0.0, self.num_buckets - 1.0),
             f"Which of a head's {self.num_buckets} learned numbers is added to the score. Near keys have one each, "
-            f"farther ones share, and from {self.max_distance} tokens on all have the last: past it, near and far are "
+            f"farther ones share, and from {begins:,} tokens on all have the last: past it, near and far are "
             "the same.",
         )

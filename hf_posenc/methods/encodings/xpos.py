@@ -102,7 +102,7 @@ class Xpos(RopeOptions):
         "Relative in effect: the score is RoPE's, each pair faded by the distance, the fast ones most."
     )
     kv_cache: ClassVar[str] = (
-        "Yes, with care: the factor of keys grows with the position without end, so long texts want positions counted "
+        "Yes, with care: the factor of keys grows with the position without end, so long texts need positions counted "
         "from the middle, or float32."
     )
     trained: ClassVar[str] = "None."
@@ -147,5 +147,5 @@ class Xpos(RopeOptions):
             "score, 1 at distance 0",
             EQUAL_VECTORS,
             f"As RoPE, and each pair fades besides, the fast ones most (scale_base {self.scale_base:g}): after some "
-            "thousands of tokens nothing is left.",
+            "thousands of tokens the score stays near 0.",
         )

@@ -294,7 +294,7 @@ class TestRefusals:
 def test_a_text_past_the_target_is_read_and_said_once() -> None:
     model = patch_model(sharp_model("Llama"), "dynamic", 2, stage=32)
     logits(model, IDS[:, :128])
-    with pytest.warns(UserWarning, match="130 tokens, and dynamic was requested for 128: it goes on as it did"):
+    with pytest.warns(UserWarning, match="130 tokens, and dynamic was requested for 128: the method continues"):
         longer = logits(model, IDS[:, :130])
     assert torch.equal(logits(model, IDS[:, :130]), longer)
     torch.testing.assert_close(longer, logits(staged(rule="dynamic"), IDS[:, :130]), atol=0, rtol=0)

@@ -35,6 +35,13 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_posenc.evaluation.measuring_perplexity", lambda *_, **__: pytest.fail("it was measured"))
 
 
+def test_words_that_a_command_does_not_take_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unexpected 'pose': hf-posenc recipes takes flags only" in refused(capsys, "recipes", "pose")
+    export = ("export", "longer-model", "--to")
+    assert "unexpected 'other': hf-posenc export takes MODEL and flags" in refused(capsys, *export, "vllm", "other")
+    assert "argument --to: unknown value 'vlm'. Did you mean 'vllm'? Known: vllm," in refused(capsys, *export, "vlm")
+
+
 @pytest.mark.usefixtures("nothing_loaded")
 def test_requests_are_checked_before_loading(
     tiny_checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

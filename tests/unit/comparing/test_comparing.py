@@ -46,8 +46,8 @@ def test_every_method_is_tried_or_named_with_its_reason() -> None:
         == {"linear", "longrope", "abf", "nope"}
         == set(methods()) - set(found) - method_names("is_encoding")
     )
-    assert "wants fine-tuning" in left_out["linear"]
-    assert "wants fine-tuning" in left_out["abf"]
+    assert "needs fine-tuning" in left_out["linear"]
+    assert "needs fine-tuning" in left_out["abf"]
     assert "needs long_factor" in left_out["longrope"]
 
 
@@ -82,7 +82,7 @@ def test_what_a_family_cannot_do_is_left_out_with_its_reason() -> None:
     assert shared.startswith(
         "  dynamic, dynamic_yarn, dca, leaky_rerope, rerope, self_extend: model_type 'deepseek_v3'"
     )
-    assert "  abf, linear, nope: wants fine-tuning" in lines
+    assert "  abf, linear, nope: needs fine-tuning" in lines
 
 
 def test_a_model_that_nothing_suits_says_why_once() -> None:
@@ -145,7 +145,7 @@ def plan_of(*seconds: float, **changes: Any) -> Plan:
     methods = ("none", "yarn", "dca", "rerope")[: len(seconds)]
     rows = [None if method == "none" else {"method": method, "context_length": 512} for method in methods]
     steps = tuple(Step(Candidate(method, row), cost) for method, row, cost in zip(methods, rows, seconds, strict=True))
-    plan = Plan(256, 512, (64, 128, 256, 512), (), 1, 0, steps, {"linear": "wants fine-tuning"}, (64, 128))
+    plan = Plan(256, 512, (64, 128, 256, 512), (), 1, 0, steps, {"linear": "needs fine-tuning"}, (64, 128))
     return replace(plan, **changes)
 
 
@@ -153,7 +153,7 @@ def test_a_budget_drops_the_most_expensive_rows_and_says_so() -> None:
     plan = plan_of(60, 60, 200, 500).within(330)
     assert [step.name for step in plan.steps] == ["unpatched", "yarn", "dca"]
     assert plan.left_out["rerope"] == "over the budget of 5.5 min: it takes 8.3 min"
-    assert plan.left_out["linear"] == "wants fine-tuning"
+    assert plan.left_out["linear"] == "needs fine-tuning"
     assert plan_of(60, 60, 200).within(320) == plan_of(60, 60, 200)
     assert [step.name for step in plan_of(60, 60, 200, 500).within(120).steps] == ["unpatched", "yarn"]
     with pytest.raises(ValueError, match=r"too short: unpatched and yarn alone take about 2.0 min"):
@@ -167,7 +167,7 @@ def test_a_plan_says_what_it_will_do() -> None:
     assert "retrieval: 10 prompts a row, at 256, 512" in text
     assert "passes of 64 and 128 tokens" in text
     assert text.splitlines()[-4].split() == ["total", "5.3", "min"]
-    assert text.endswith("left out:\n  linear: wants fine-tuning")
+    assert text.endswith("left out:\n  linear: needs fine-tuning")
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("20m", 1200), ("1.5h", 5400), ("45", 45), (" 2 m ", 120)])

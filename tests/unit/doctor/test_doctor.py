@@ -1,4 +1,4 @@
-"""One config for each way in which positions go wrong: what the doctor finds, and what its mended config loads.
+"""One config for each way in which positions go wrong: what the doctor finds, and what its corrected config loads.
 
 Rows are those of the project's table of users' pains.
 """
@@ -35,7 +35,7 @@ def check(
     known: Known | None = None,
     label: str = "",
 ) -> dict[str, Any]:
-    """Check what is found, and what the mended config loads; in it nothing is found any more."""
+    """Check what is found, and what the corrected config loads; in it nothing is found any more."""
     before = copy.deepcopy(config)
     assert codes(config, known) == found
     fixed = mended(config, known)
@@ -153,7 +153,7 @@ def test_row_19_a_base_at_the_top_level() -> None:
 
 def test_row_20_the_version_a_rule_needs_is_said() -> None:
     config = config_of(rope_theta=5e5, rope_scaling={**YARN, "type": "yarn"})
-    assert ("needs", "Transformers 4.43 or newer; older ones want a dictionary with two fields") in diagnose(
+    assert ("needs", "Transformers 4.43 or newer; older ones accept only a dictionary with two fields") in diagnose(
         config
     ).lines
 
@@ -204,7 +204,7 @@ def test_row_23_head_dim_is_written(model_type: str) -> None:
 def test_row_24_a_bad_factor_is_not_guessed(factor: Any) -> None:
     config = config_of(rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": factor})
     assert codes(config) == {"bad-factor"}
-    with pytest.raises(ValueError, match=r"inverse|cannot be mended"):
+    with pytest.raises(ValueError, match=r"inverse|cannot be corrected"):
         mended(config)
 
 
@@ -232,7 +232,7 @@ def test_row_28_an_adapter_carries_nothing(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     diagnosis = diagnose(tmp_path)
     assert [f.code for f in diagnosis.findings] == ["bare-adapter"]
-    with pytest.raises(ValueError, match=r"no config\.json to mend"):
+    with pytest.raises(ValueError, match=r"no config\.json to correct"):
         write_mended(diagnosis, tmp_path / "out")
 
 

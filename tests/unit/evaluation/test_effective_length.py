@@ -249,7 +249,7 @@ def test_eval_ends_with_how_far_each_row_reaches(tmp_path: Path, capsys: pytest.
     found = re.match(r"unpatched: reads to (\d+) \(loss by position, within", lines[0])
     assert found is not None
     assert 256 <= int(found[1]) <= 384  # it was trained on 256, and is lost soon after
-    assert "yarn x4: worse than unpatched at 256 already" in lines[1]  # as the demo shows: it wants fine-tuning
+    assert "yarn x4: worse than unpatched at 256 already" in lines[1]  # as the demo shows: it needs fine-tuning
 
 
 def of_buckets(*means: float, documents: int = 1, last: int = 16, factor: float = 1.0, method: str = "none") -> Record:

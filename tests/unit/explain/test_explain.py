@@ -111,9 +111,9 @@ def test_pairs_that_complete_no_turn_are_counted_by_hand(explain: Explain, confi
     turns = [64 * 10000.0 ** (-pair / 8) / (2 * math.pi) for pair in range(8)]
     never, still = sum(t < 1 for t in turns), sum(4 * t < 1 for t in turns)
     assert never > still > 0
-    assert f"Within the 64 tokens of training {never} pairs never complete a turn (from pair {8 - never})" in text
-    assert f"Unscaled, within 256 tokens {still} pairs complete no turn, and {never} pairs meet angles" in text
-    assert f"Within 256 tokens {never} pairs complete no turn, and no pairs meet angles never met" in text
+    assert f"Within the 64 tokens of training {never} pairs never complete a rotation (from pair {8 - never})" in text
+    assert f"Unscaled, within 256 tokens {still} pairs complete no rotation, and {never} pairs meet angles" in text
+    assert f"Within 256 tokens {never} pairs complete no rotation, and no pairs meet angles never met" in text
     assert "0 kept, 0 between, 8 stretched by 4 or more" in text
 
 
@@ -339,7 +339,7 @@ def test_the_page_has_every_pair_and_the_pictures_their_values(
         pair = 32 * math.log(512 / (2 * math.pi * turn)) / math.log(10000.0)
         assert shown == pytest.approx((theta / 10000.0) ** (pair / 32), abs=5e-3)
     words = re.findall("<!-- (.*?) -->", svg)
-    assert {"ntk x3", "unscaled", "one turn"} <= set(words)
+    assert {"ntk x3", "unscaled", "one rotation"} <= set(words)
     explain("dca", "--model", model, "--factor", 4, "--output-dir", folder)  # another one replaces it
     assert "pairs_table" not in (folder / "explain.html").read_text()
 

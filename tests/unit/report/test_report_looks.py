@@ -231,7 +231,7 @@ def test_titles_name_every_model(tmp_path: Path) -> None:
 
 def test_long_titles_and_labels_take_more_lines_on_a_phone() -> None:
     """They ran out of the drawing to the right."""
-    words = "turns of the pair within the 256 tokens that the model was trained on"
+    words = "rotations of the pair within the 256 tokens that the model was trained on"
     line = Line("yarn", [1.0, 2.0], [1.0, 2.0], PLAIN)
     drawing = draw_chart(Chart(f"a-model: {words}", words, "stretch", [line], [(1.0, "1")]))
     wide, narrow = (re.findall("<!-- (.*?) -->", svg.decode()) for svg in (drawing.svg, drawing.narrow))

@@ -98,7 +98,7 @@ def test_stretch_is_what_transformers_makes_of_the_frequencies(method: str, opti
     ((rule,),) = make_rules([extended(method, 4.0, **options)])
     assert rule.stretch == pytest.approx([p / f for p, f in zip(plain, inv_freq.tolist(), strict=True)], rel=1e-5)
     assert rule.frequencies[1] == pytest.approx(attention_factor)
-    assert rule.turns == pytest.approx([8192 * p / (2 * math.pi) for p in plain])
+    assert rule.rotations == pytest.approx([8192 * p / (2 * math.pi) for p in plain])
 
 
 def test_pairs_that_are_stopped_are_said_to_be_and_not_drawn(tmp_path: Path) -> None:
@@ -139,13 +139,13 @@ def test_the_frequency_panel_shows_each_pair_and_each_method(tmp_path: Path) -> 
     records = [extended("none", 1.0), extended("yarn", 4.0), extended("rerope", 4.0)]
     page = report(records, tmp_path).html.read_text()
     tables = read_page(page).tables
-    assert "12 of them never complete a turn within the 8k tokens" in page
+    assert "12 of them never complete a rotation within the 8k tokens" in page
     methods = {row[0]: row[1:] for row in tables["frequencies_methods"]}
     assert methods["unpatched"] == ["0 pairs", "8k", "32", "0", "0", "1"]
     assert (methods["yarn x4"][0], methods["yarn x4"][5]) == ("0 pairs", f"{0.1 * math.log(4) + 1:.4g}")
     assert methods["rerope x4"][0] == "distances"
     head, *pairs = tables["frequencies_pairs"]
-    assert head == ["pair", "wavelength in tokens", "turns in 8k", "a whole turn", "yarn x4"]
+    assert head == ["pair", "wavelength in tokens", "rotations in 8k", "a whole rotation", "yarn x4"]
     assert len(pairs) == 32
     assert [row[3] for row in pairs] == ["yes"] * 20 + ["never"] * 12
     assert pairs[31][:3] == ["31", f"{2 * math.pi * 100000 ** (62 / 64):,.0f}", "0.0187"]

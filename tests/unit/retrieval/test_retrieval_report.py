@@ -183,7 +183,7 @@ def test_mistakes_are_found_before_a_model_is_loaded(
         (["--tasks", "passkey", "--stride", "64"], "--stride says how perplexity is measured"),
         (["--tasks", "passkey", "--protocol", "last_k"], "--protocol says how perplexity is measured"),
         (["--tasks", "passkey", "--depths", "120"], "percentage from 0"),
-        (["--tasks", "passkye"], "argument --tasks: invalid choice: 'passkye' (choose from "),
+        (["--tasks", "passkye"], "argument --tasks: unknown value 'passkye'. Did you mean 'passkey'? Known: "),
         ([], "the following arguments are required: --documents"),
     ):
         assert main([*argv, *more]) == 2

@@ -159,9 +159,7 @@ def test_what_4_bits_cannot_be_is_said_before_anything_is_loaded(
         for optim in ("adamw_bnb_8bit", "paged_adamw_32bit", "adamw_8bit"):
             states = (*train[:-1], "--optim", optim)
             assert f"--optim {optim} needs a package that is not installed" in refused(capsys, *states)
-    assert "--optim: invalid choice: 'adam8' (choose from 'adamw_torch', 'adamw_torch_fused'" in refused(
-        capsys, *train[:-1], "--optim", "adam8"
-    )
+    assert "--optim: unknown value 'adam8'." in refused(capsys, *train[:-1], "--optim", "adam8")
     settings = BitsAndBytesConfig(load_in_4bit=True)
     quantised = AutoModelForCausalLM.from_pretrained(base, quantization_config=settings)
     quantised.save_pretrained(base.parent / "quantised")

@@ -279,7 +279,7 @@ def test_a_rule_that_is_replaced_is_named_beside_the_base_model(
     run = config(tmp_path / "run", token_budget=2 * SEQ, factor=4.0, on_scaled="replace", eval_lengths=[64])
     finetune(make_tiny_llama(rope_parameters=scaled), tokenizer, documents, run)
     labels = list(table_of(ModelCard.load(tmp_path / "run/README.md")))
-    assert labels[0] == "the base model, as it came (`llama3`, 2 times)"
+    assert labels[0] == "the base model, before this run (`llama3`, 2 times)"
     assert labels[1] == "extended to 128 tokens, not yet trained"
 
 
