@@ -26,6 +26,8 @@ import pytest
 from documents import PAGES
 from folders import ROOT
 from hf_posenc.families.family_data import attention_capabilities, capabilities
+from measured import FOLDER, facts, read_rows
+from result_pictures import SHOWN, ZERO_SHOT, readme_svg
 from svg_values import line_values
 
 Rows = list[dict[str, str]]
