@@ -39,14 +39,23 @@ from hf_posenc.cli.demo import run_demo
 from hf_posenc.cli.main import COMMANDS
 
 PAGES = all_pages()
-# These run in the fast suite; the blocks of all other pages run with --slow.
-FIRST_READ = ("README.md", "docs/pages/start/quickstart.md")
+# Their blocks take from 4 to 30 seconds, so they run with --slow; those of all other pages run in the fast suite.
+SLOW = (
+    "how-to/add-a-method.md",
+    "how-to/evaluate-perplexity.md",
+    "how-to/fine-tune.md",
+    "how-to/measure-retrieval.md",
+    "results/zero-shot.md",
+    "start/choosing-a-method.md",
+    "understand/positional-encodings.md",
+    "understand/staged-and-distance-methods.md",
+)
 # Names of commands inside sentences, without the arguments that they need.
 NAMES = {f"hf-posenc {name}" for name in COMMANDS}
 
 with_run_blocks = [page for page in PAGES if page.is_run and any(block.is_run for block in page.blocks)]
 parameters = [
-    pytest.param(page, id=page.name, marks=[] if page.name in FIRST_READ else [pytest.mark.slow])
+    pytest.param(page, id=page.name, marks=[pytest.mark.slow] if page.name.endswith(SLOW) else [])
     for page in with_run_blocks
 ]
 
