@@ -91,7 +91,7 @@ def test_a_notebook_runs_and_gives_what_is_shown(source: Path, tmp_path: Path, m
     assert numbers_of(ran) == pytest.approx(numbers_of(kept), rel=0.05, abs=1e-3)
 
 
-@pytest.mark.parametrize("path", ["/home/me/x", "/tmp/tmpab12/out", "file:///work/main/x", "C:\\\\Users\\\\me"])
+@pytest.mark.parametrize("path", ["/home/me/x", "/tmp/tmpab12/out", "file:///srv/project/x", "C:\\\\Users\\\\me"])
 def test_absolute_paths_are_found(path: str) -> None:
     assert ABSOLUTE_PATH.search(f'"saved to {path}\\n"')
     assert not ABSOLUTE_PATH.search("https://example.org/home/me and base64+/tmp/Ab/ and outputs/tmp/x")
