@@ -8,6 +8,7 @@ tests/integration/test_numbers.py compares the tables of the pages with them.
 from __future__ import annotations
 
 import csv
+from functools import cache
 from pathlib import Path
 
 from hf_posenc.evaluation import Record, read_records
@@ -24,10 +25,13 @@ def read_rows(file: str, **selected: str) -> list[dict[str, str]]:
         file: Its name in docs/records. Of records, a row has the perplexity at each length.
         selected: Columns and the values that they must have; these columns are left out.
     """
-    path = FOLDER / file
-    rows = _rows_of_records(read_records(path)) if path.suffix == ".jsonl" else _rows_of_table(path)
-    found = [row for row in rows if all(row[column] == value for column, value in selected.items())]
+    found = [row for row in _all_rows(FOLDER / file) if all(row[column] == value for column, value in selected.items())]
     return [{column: text for column, text in row.items() if column not in selected} for row in found]
+
+
+@cache  # the page of methods looks each of them up
+def _all_rows(path: Path) -> list[dict[str, str]]:
+    return _rows_of_records(read_records(path)) if path.suffix == ".jsonl" else _rows_of_table(path)
 
 
 def facts(file: str) -> dict[str, str]:

@@ -79,7 +79,7 @@ A **preset** is how a published checkpoint is extended: `patch_model(model, pres
 qwen2.5-yarn-4x`. `hf-posenc presets` lists all presets, and `hf-posenc presets --checkpoints` lists what published
 checkpoints were trained on and how they are already extended, each number with its source.
 
-A **rope_scaling dictionary** from a vLLM command, a LLaMA-Factory or Axolotl config or a model card is taken as it is:
+A **rope_scaling dictionary** from a vLLM command, an Axolotl config or a model card can be passed unchanged:
 `patch_model(model, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768})`, or
 `--rope-scaling` with the dictionary as JSON. `extend_config` takes it too, and for `hf-posenc compare` it is one more
 row. The dictionary must say how far the model is extended, by its `factor`, unless a length is given beside it. It must

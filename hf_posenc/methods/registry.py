@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-import warnings
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
@@ -11,6 +10,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hf_posenc.errors import InvalidRequestError, UnknownNameError, UnknownOptionError
+from hf_posenc.utils.warning import warn_user
 
 if TYPE_CHECKING:
     from hf_posenc.methods.base import Method
@@ -66,9 +66,7 @@ def _import_all() -> None:
         try:
             point.load()
         except Exception as error:  # whatever a package of somebody else trips over
-            warnings.warn(
-                f"the methods of {point.value!r} cannot be used: {type(error).__name__}: {error}", stacklevel=2
-            )
+            warn_user(f"the methods of {point.value!r} cannot be used: {type(error).__name__}: {error}")
 
 
 def get_method(name: str) -> type[Method]:
