@@ -30,6 +30,8 @@ Frequencies = tuple[torch.Tensor, float]
 STOPPED = 1e200
 # The divisor, in a longrope list, of a pair that the model itself never rotates: larger, so that a config tells which.
 NEVER_ROTATED = 1e300
+# The file beside an extended checkpoint that says what was requested.
+MANIFEST = "context_extension.json"
 MANIFEST_ONLY = "the manifest only"
 # The symbols that formulas of methods share, in LaTeX, and what each is, in Markdown.
 SYMBOLS: dict[str, str] = {
@@ -173,6 +175,11 @@ class Method(abc.ABC):
             if (value := getattr(self, name)) != field.default:
                 changed[name] = list(value) if isinstance(value, tuple) else value
         return changed
+
+    @classmethod
+    def default_factor_with(cls, options: Mapping[str, Any]) -> float:
+        """Return the factor of a request with these options that gives neither a factor nor a length."""
+        return cls.default_factor
 
     @property
     def words(self) -> Words:

@@ -12,15 +12,16 @@ from hf_posenc.spec import check_length, check_number
 Check = Callable[[str, Any], Any]
 
 
-def option(default: Any, check: Check, help: str) -> Any:
+def option(default: Any, check: Check, help: str, *, in_names: bool = True) -> Any:
     """Return the dataclass field of an option.
 
     Args:
         default: Its default; where that is None, None is allowed.
         check: Takes name and value, returns the value as it is kept, or raises TypeError or ValueError.
         help: What it does, with units; ``hf-posenc methods`` and ``--option`` show it.
+        in_names: Whether the names of rows in tables and plots say it, where it is not the default.
     """
-    return dataclasses.field(default=default, metadata={"check": check, "help": help})
+    return dataclasses.field(default=default, metadata={"check": check, "help": help, "in_names": in_names})
 
 
 def positive(name: str, value: Any) -> float:
@@ -49,6 +50,15 @@ def share(name: str, value: Any) -> float:
 def tokens(name: str, value: Any) -> int:
     """A whole number of tokens, or of anything else, of at least 1."""
     return check_length(name, value)
+
+
+def pair(name: str, value: Any) -> int:
+    """The index of a pair of features after the fastest one, which is pair 0."""
+    hint = "It is the index of a pair of features; pair 0, the fastest, is always kept."
+    number = check_number(name, value, at_least=1, hint=hint)
+    if number != int(number):
+        raise InvalidRequestError(f"{name} must be a whole number, the index of a pair of features, got {value!r}.")
+    return int(number)
 
 
 def flag(name: str, value: Any) -> bool:

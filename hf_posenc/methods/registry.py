@@ -108,6 +108,12 @@ def method_of_rope_type(rope_type: str | None) -> type[Method] | None:
     return next((cls for cls in methods().values() if cls.rope_type is not None and cls.rope_type == rope_type), None)
 
 
+def named_options(method: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options that names of rows say; all of a method that is not known here."""
+    known = methods()[method].option_fields() if method in methods() else {}
+    return {name: value for name, value in options.items() if name not in known or known[name].metadata["in_names"]}
+
+
 def available_methods() -> list[dict[str, Any]]:
     """Return the table of methods as rows: name, aliases, summary, paper, options, on_disk."""
     return [

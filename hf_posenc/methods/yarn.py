@@ -174,19 +174,24 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
+def pair_of_rotations(spec: RopeSpec, rotations: float) -> float:
+    """Return the index, a fraction too, of the pair that makes so many rotations over the original length."""
+    wanted = spec.original_max_position_embeddings / (rotations * 2 * math.pi)
+    return spec.rotary_dim * math.log(wanted) / (2 * math.log(spec.rope_theta))
+
+
+def linear_ramp(spec: RopeSpec, low: float, high: float) -> torch.Tensor:
+    """Return the share of interpolation per pair: 0 up to index ``low``, 1 from ``high`` on, linear between."""
+    pairs = torch.arange(spec.num_pairs, dtype=torch.float64)
+    return ((pairs - low) / (high - low)).clamp(0, 1)
+
+
 def yarn_ramp(spec: RopeSpec, method: YarnOptions) -> torch.Tensor:
     """Return the share of interpolation per pair, 0 (keep) to 1 (divide), linear in the pair's index."""
-    original = spec.original_max_position_embeddings
-
-    def index_of(rotations: float) -> float:
-        wanted = original / (rotations * 2 * math.pi)
-        return spec.rotary_dim * math.log(wanted) / (2 * math.log(spec.rope_theta))
-
-    low, high = index_of(method.beta_fast), index_of(method.beta_slow)
+    low, high = pair_of_rotations(spec, method.beta_fast), pair_of_rotations(spec, method.beta_slow)
     if method.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     if low == high:
         high += 0.001  # as the reference code does, to divide by something
-    pairs = torch.arange(spec.num_pairs, dtype=torch.float64)
-    return ((pairs - low) / (high - low)).clamp(0, 1)
+    return linear_ramp(spec, low, high)

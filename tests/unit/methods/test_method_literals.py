@@ -17,6 +17,8 @@ ALLOWED = {
     "evaluation/lm_eval_model.py": _EXAMPLE,
     "evaluation/protocols.py": "the name of a protocol of evaluation, after the paper's",
     "comparing/config.py": _EXAMPLE,
+    "fitting/config.py": "the methods that a fitted one is compared with",
+    "fitting/grid.py": "the methods that a fit may begin at",
     "training/recipes.py": "the methods of the papers' recipes",
     "cli/demo.py": "the methods that the demo shows",
 }

@@ -44,7 +44,7 @@ def test_unknown_method_suggests_the_nearest() -> None:
             4,
             {"beta_fast": 32},
             TypeError,
-            r"'linear' takes no option 'beta_fast' \(ntk_by_parts, yarn, dynamic_yarn do\)",
+            r"'linear' takes no option 'beta_fast' \(ntk_by_parts, yarn, yarn_rcd, dynamic_yarn do\)",
         ),
         ("yarn", 4, {"attn_factor": 1.0}, TypeError, r"takes no option 'attn_factor'\. It takes: attention_factor"),
         ("yarn", 0.25, {}, ValueError, r"factor must be >= 1, got 0\.25\. It is target / original"),

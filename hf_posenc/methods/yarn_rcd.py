@@ -1,0 +1,99 @@
+"""YaRN whose ramp ends at a critical pair, as LongRoPE2 compares it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from hf_posenc.errors import InvalidRequestError
+from hf_posenc.methods.base import Frequencies, StaticMethod, plain_frequencies
+from hf_posenc.methods.ntk_by_parts import beta_fast_option
+from hf_posenc.methods.ntk_rcd import critical_pair_of, critical_pair_option, scale_option
+from hf_posenc.methods.options import option, positive
+from hf_posenc.methods.registry import register_method
+from hf_posenc.methods.yarn import Yarn, linear_ramp, pair_of_rotations
+from hf_posenc.spec import RopeSpec
+
+
+@register_method
+@dataclass(frozen=True)
+class YarnRcd(StaticMethod):
+    """YaRN that divides by the whole scale from the critical pair on, in place of one rotation and less.
+
+    The ramp begins where YaRN's code begins it, at ``beta_fast`` rotations rounded down to a whole pair, and at the
+    latest at the pair before the critical one. The paper gives no temperature for it: it is YaRN's at the factor, not
+    at the scale, since it makes up for the longer text and not for the divisors.
+    """
+
+    name: ClassVar[str] = "yarn_rcd"
+    look: ClassVar[int | None] = 22
+    paper: ClassVar[str] = "Shang et al. 2025, arXiv:2502.20082, section 4.3"
+    summary: ClassVar[str] = "YaRN that divides by the whole factor from a pair of your choice on, the critical one."
+    formula: ClassVar[str] = (
+        r"\theta'_i = \rho_i \frac{\theta_i}{c} + (1 - \rho_i) \theta_i, \qquad \rho_i = \min\left(1, \max\left(0, "
+        r"\frac{i - j}{k - j}\right)\right), \qquad j = \left\lfloor \frac{d}{2} \log_b \frac{L}{2 \pi \beta} "
+        r"\right\rfloor, \qquad k = \left\lceil \frac{d}{2} \log_b \frac{L}{2 \pi} \right\rceil - 1, \qquad "
+        r"a = 0.1 \ln s + 1"
+    )
+    symbols: ClassVar[str] = (
+        r"$\beta$ is the option beta_fast; $c$ is the option scale, by default $s$; the option critical_pair replaces "
+        r"$k$, which is at least 1 and at most the slowest pair; $j$ is at least 0 and at most $k - 1$. The option "
+        r"attention_factor replaces $a$."
+    )
+    explanation: ClassVar[str] = (
+        "As with YaRN, pairs that rotate often in training are kept, pairs that hardly do are divided by the factor, "
+        "and those between are mixed; attention is made sharper. But pairs are divided in full from the critical "
+        "pair on. In theory that is the last one that makes a full rotation in training. LongRoPE2 finds that slow "
+        "pairs are trained too little, so that the real critical pair is an earlier one."
+    )
+    on_short_texts: ClassVar[str] = (
+        "A little, and more the earlier the critical pair: slow pairs and the temperature are felt at every length."
+    )
+    on_disk: ClassVar[str] = "yarn (longrope for a scale other than the factor)"
+    plain_at_factor_1: ClassVar[bool] = False  # the scale may be larger than the factor
+
+    critical_pair: int | None = critical_pair_option()
+    scale: float | None = scale_option()
+    beta_fast: float = beta_fast_option()
+    attention_factor: float | None = option(
+        None, positive, "multiplies cos and sin, so logits grow by its square; default: 0.1 ln(factor) + 1"
+    )
+
+    def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        critical = critical_pair_of(spec, self.critical_pair)
+        low = min(max(math.floor(pair_of_rotations(spec, self.beta_fast)), 0), critical - 1)
+        plain, share = plain_frequencies(spec), linear_ramp(spec, low, critical)
+        scale = self.factor if self.scale is None else self.scale
+        return plain / scale * share + plain * (1 - share), self._attention_factor()
+
+    def _attention_factor(self) -> float:
+        return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor
+
+    def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
+        # Transformers' yarn rounds the end of its ramp up to a whole pair: half a pair before the critical one, no
+        # rounding error leads to another.
+        end = critical_pair_of(spec, self.critical_pair) - 0.5
+        if self.scale in (None, self.factor) and pair_of_rotations(spec, self.beta_fast) < end:
+            rotations = spec.original_max_position_embeddings * spec.rope_theta ** (-2 * end / spec.rotary_dim)
+            yarn = Yarn(
+                self.factor,
+                beta_fast=self.beta_fast,
+                beta_slow=rotations / (2 * math.pi),
+                attention_factor=self.attention_factor,
+            )
+            return yarn.rope_parameters(spec, per_layer_type=per_layer_type)
+        return self.longrope_parameters(spec)
+
+    def for_latent_attention(self) -> Self:
+        if self.attention_factor is None:
+            raise InvalidRequestError(
+                "yarn_rcd on multi-head latent attention: there Transformers puts YaRN's temperature into the softmax "
+                "scale, by mscale_all_dim of rope_type 'yarn', which this method does not write. Take yarn; or give "
+                "attention_factor, which multiplies the rotated part of a head only (1 for no temperature)."
+            )
+        return self
+
+    def without_temperature(self) -> Self | None:
+        return dataclasses.replace(self, attention_factor=1.0) if self.attention_factor in (None, 1) else None
