@@ -26,7 +26,7 @@ from hf_posenc.attention.interface import (
 )
 from hf_posenc.attention.rotating_attention import RotatingAttention
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
-from hf_posenc.errors import RotaryMismatchError, argument
+from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
 from hf_posenc.families.discovery import declared_rope
 from hf_posenc.families.family_data import FULL_ATTENTION, family_of
 from hf_posenc.families.refusals import TAKE_STATIC, Refusal
@@ -150,11 +150,17 @@ def install_attention(
         rotation: How the family rotates.
 
     Raises:
+        ValueError: The model's output is not a number, on a short text already.
         RotaryMismatchError: A short text reads otherwise then, or what reaches the attention is not what the rotary
             module says; the attention is as it was.
     """
     tokens = min(_PROBE_TOKENS, _plain_until(extension))
     before = probe(rotary.model, tokens)
+    if before is not None and bool(before.isnan().any()):
+        raise InvalidRequestError(
+            f"the output of {type(rotary.model).__name__} is not a number (NaN) on a text of {tokens} tokens, before "
+            f"it is extended: its weights are damaged, or it overflows in {rotary.model.dtype}."
+        )
     installed = set_up_attention(rotary, extension, saved.buffers[f"{rotary.prefix}inv_freq"], rotation)
     try:
         after = probe(rotary.model, tokens)
@@ -223,7 +229,7 @@ def set_up_attention(
     inner = config._attn_implementation
     attention = RotatingAttention(extension, inner, plain, rotation)
     for module in attention_layers(rotary.model):
-        set_attention(module, attention, _kind(module, config))
+        set_attention(module, attention, layer_kind(module, config))
     for each in rotary.text_configs:
         each._attn_implementation = PREFIX + inner
     hooks = [
@@ -275,7 +281,7 @@ def attends_to_text(layer: nn.Module) -> bool:
     return hasattr(layer, "is_causal")
 
 
-def _kind(module: nn.Module, config: PreTrainedConfig) -> str:
+def layer_kind(module: nn.Module, config: PreTrainedConfig) -> str:
     if not attends_to_text(module):
         return CROSS
     return FULL if reads_whole_context(module, config) and has_positions(module) else PASS

@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,7 @@ def save_extended(
     tokens_trained: int | None = 0,
     base_model: str | None = None,
     card: str | None = None,
+    fitted_on: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save a patched model so that Transformers 4.57 and 5 load it extended, without hf_posenc.
 
@@ -119,6 +120,7 @@ def save_extended(
         tokens_trained: Tokens it was fine-tuned on since, for the manifest; None if that is not known.
         base_model: Where the unextended model came from; None to take it from the config.
         card: Text of the model card, README.md.
+        fitted_on: For the manifest: what a fitted rule was fitted on, and how (``FitResult.facts``).
 
     Returns:
         The folder.
@@ -138,7 +140,7 @@ def save_extended(
         _refuse_class(base)
     else:
         refuse_adapter(base, "Merge it (model.merge_and_unload()) and save the whole model.")
-    manifest = make_manifest(rotary, tokens_trained=tokens_trained, base_model=base_model)
+    manifest = make_manifest(rotary, tokens_trained=tokens_trained, base_model=base_model, fitted_on=fitted_on)
     verify_model(rotary)
     if manifest["options"].get("temperature") == "logits":
         logger.warning(

@@ -16,6 +16,7 @@ from hf_posenc.checkpoint.pretrained import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.base import MANIFEST as MANIFEST
 from hf_posenc.methods.base import Extension
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.api import describe as describe_loaded
@@ -24,7 +25,6 @@ from hf_posenc.patching.extension import MARK, describe_config, mark_on
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import __version__
 
-MANIFEST = "context_extension.json"
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 # 2: the config beside it, a model's or an adapter's, says the same under MARK, so that one saved over it is found.
@@ -32,13 +32,20 @@ FORMAT = 2
 _NEEDED = (*Extension.FACTS, "rope_theta", "base_model", "tokens_trained")
 
 
-def make_manifest(rotary: RotaryModel, *, tokens_trained: int | None, base_model: str | None) -> dict[str, Any]:
+def make_manifest(
+    rotary: RotaryModel,
+    *,
+    tokens_trained: int | None,
+    base_model: str | None,
+    fitted_on: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Return the manifest: what was requested, of which model, how long it was trained, and with which versions.
 
     Args:
         rotary: The extended model.
         tokens_trained: Tokens it was fine-tuned on since; None where others trained it, and did not say.
         base_model: Where the unextended model came from; None to take it from the config.
+        fitted_on: What a fitted rule was fitted on, and how; None for any other.
     """
     extension = extension_of(rotary)
     if extension is None:
@@ -62,6 +69,7 @@ def make_manifest(rotary: RotaryModel, *, tokens_trained: int | None, base_model
         "rope_theta": extension.spec.rope_theta,
         "base_model": base_model or mark.get("base_model", getattr(model.config, "_name_or_path", "") or None),
         "tokens_trained": tokens_trained,
+        **({} if fitted_on is None else {"fitted_on": dict(fitted_on)}),
         "rope_parameters": config.rope_parameters,
         **kept,
         **head,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from hf_posenc.evaluation.intervals import Z, wilson_interval
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
+from hf_posenc.methods.registry import named_options
 from hf_posenc.utils.units import length_name
 
 NOT_MEASURED = "loss not measured"
@@ -143,8 +144,8 @@ def reach_lines(records: Sequence[AnyRecord]) -> list[str]:
 
 def _name(record: AnyRecord, models: Mapping[str, str]) -> str:
     name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
-    if record.options:
-        name += f" ({', '.join(f'{key}={json.dumps(value)}' for key, value in record.options.items())})"
+    if said := named_options(record.method, record.options):
+        name += f" ({', '.join(f'{key}={json.dumps(value)}' for key, value in said.items())})"
     trained = [] if record.tokens_trained == 0 else [training_words(record)]
     model = [models[record.model]] if len(models) > 1 else []
     return ", ".join([" · ".join([name, *([record.label] if record.label else []), *model]), *trained])

@@ -92,7 +92,8 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
             f"rope_scaling says that the model was trained on {original} tokens, and its config "
             f"{own.original_max_position_embeddings}: is the dictionary another model's?"
         )
-    target = _target(original, request.factor, request.context_length, method.default_factor)
+    default = method.default_factor_with(request.options)
+    target = _target(original, request.factor, request.context_length, default)
     # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
     made = _for_family(config, spec, make_method(method.name, target / original, request.options))
     choose_window(config, request.sliding_window, target)

@@ -16,6 +16,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.intervals import is_tie
 from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
+from hf_posenc.methods.registry import named_options
 from hf_posenc.utils.units import length_name
 
 # What must be equal among all numbers of a table, and what it is in words; and among those of one column, where the
@@ -304,8 +305,8 @@ def share_name(scores: Sequence[float]) -> str:
 def rule_name(record: Record | RetrievalRecord) -> str:
     """Return how a model was extended, such as ``yarn x4 (beta_fast=16)``."""
     name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
-    if record.options:
-        values = {key: json.dumps(value).strip('"') for key, value in record.options.items()}
+    if said := named_options(record.method, record.options):
+        values = {key: json.dumps(value).strip('"') for key, value in said.items()}
         name += " (" + ", ".join(f"{k}={v if len(v) <= 20 else '...'}" for k, v in values.items()) + ")"
     return name
 

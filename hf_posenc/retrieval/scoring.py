@@ -62,12 +62,12 @@ def reply(
     if length_dependent_rope_types(model):
         forced = _in_one_pass(model, prompt_ids, answer_ids)
         reset_dynamic_frequencies(model)
-        cache, first = _prefill(model, prompt_ids, None, advance)
+        cache, first = prefill(model, prompt_ids, None, advance)
     else:
-        cache, first = _prefill(model, prompt_ids, prefill_chunk, advance)
-        forced = first if len(answer_ids) == 1 else torch.cat([first, _feed(model, answer_ids[:-1], cache)])
-        if not _take_back(cache, len(answer_ids) - 1):
-            cache, first = _prefill(model, prompt_ids, prefill_chunk, None)
+        cache, first = prefill(model, prompt_ids, prefill_chunk, advance)
+        forced = first if len(answer_ids) == 1 else torch.cat([first, feed(model, answer_ids[:-1], cache)])
+        if not take_back(cache, len(answer_ids) - 1):
+            cache, first = prefill(model, prompt_ids, prefill_chunk, None)
     if not forced.isfinite().all():
         raise InvalidRequestError(f"logits are not finite in {model.dtype}. Load the model in bfloat16 or float32.")
     losses = nn.functional.cross_entropy(forced, torch.tensor(answer_ids, device=forced.device), reduction="none")
@@ -75,7 +75,7 @@ def reply(
     return Reply(forced.argmax(-1).tolist(), losses.tolist(), written)
 
 
-def _prefill(
+def prefill(
     model: PreTrainedModel, ids: list[int], chunk: int | None, advance: Advance | None
 ) -> tuple[DynamicCache, torch.Tensor]:
     """Return the cache of a prompt, and the logits ``(1, vocab_size)`` of what follows it."""
@@ -88,7 +88,7 @@ def _prefill(
     return cache, head_logits(model, hidden[0, -1:])
 
 
-def _feed(model: PreTrainedModel, ids: list[int], cache: DynamicCache) -> torch.Tensor:
+def feed(model: PreTrainedModel, ids: list[int], cache: DynamicCache) -> torch.Tensor:
     """Return the logits ``(len(ids), vocab_size)`` of what follows each token."""
     batch = torch.tensor([ids], device=model.device)
     hidden = decoder_body(model)(input_ids=batch, past_key_values=cache, use_cache=True).last_hidden_state
@@ -101,7 +101,7 @@ def _in_one_pass(model: PreTrainedModel, prompt_ids: list[int], answer_ids: list
     return head_logits(model, hidden[0, len(prompt_ids) - 1 : -1])
 
 
-def _take_back(cache: DynamicCache, num_tokens: int) -> bool:
+def take_back(cache: DynamicCache, num_tokens: int) -> bool:
     """Remove the last tokens from a cache; return whether that could be done."""
     plain = all(type(layer) is DynamicLayer for layer in cache.layers)
     if plain and num_tokens:
@@ -118,5 +118,5 @@ def _write(
         written.append(token)
         if len(written) == max_new_tokens:
             break
-        token = int(_feed(model, [token], cache)[-1].argmax())
+        token = int(feed(model, [token], cache)[-1].argmax())
     return written

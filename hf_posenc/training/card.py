@@ -10,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_posenc.checkpoint.manifest import needs_hf_posenc
 from hf_posenc.evaluation.records import Record
-from hf_posenc.methods.registry import get_method, method_names
+from hf_posenc.methods.registry import get_method, method_names, named_options
 from hf_posenc.training.provenance import BaseModel, DocumentSource
 
 _HUB = "https://huggingface.co"
@@ -166,7 +166,8 @@ def _eval_results(run: TrainedRun) -> list[EvalResult]:
 
 def _what_was_done(run: TrainedRun) -> str:
     paper = f"`{run.method}` ({get_method(run.method).paper})"
-    options = "".join(f", {name} {value}" for name, value in run.description["options"].items())
+    said = named_options(run.description["method"], run.description["options"])
+    options = "".join(f", {name} {value}" for name, value in said.items())
     before_run = run.tokens_trained - sum(stage.tokens for stage in run.stages)
     earlier = f" ({before_run:,} of them in earlier runs)" if before_run else ""
     staged = f" in {len(run.stages)} stages, the last" if len(run.stages) > 1 else ""

@@ -344,5 +344,7 @@ def fit_recipe(rotary: RotaryModel, config: FinetuneConfig) -> FinetuneConfig:
         target = config.context_length
     else:
         method = get_method(config.method or DEFAULT_METHOD)
-        target = round((method.default_factor if config.factor is None else config.factor) * original)
+        target = round(
+            (method.default_factor_with(config.options) if config.factor is None else config.factor) * original
+        )
     return fit(rotary, config, int(original), int(target))
