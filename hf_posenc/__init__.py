@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from hf_posenc.errors import HfPosencError, RotaryMismatchError
     from hf_posenc.evaluation.measuring_perplexity import perplexity
     from hf_posenc.evaluation.records import Record
+    from hf_posenc.fitting.config import FitConfig
+    from hf_posenc.fitting.fitting import FitResult, fit_method
     from hf_posenc.methods.registry import available_methods
     from hf_posenc.patching.api import patch_model, patched, unpatch_model, verify_model
     from hf_posenc.patching.layouts import convert_layout
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "FinetuneConfig": "training",
     "FinetuneResult": "training",
+    "FitConfig": "fitting.config",
+    "FitResult": "fitting.fitting",
     "HfPosencError": "errors",
     "PerplexityCallback": "training",
     "Plan": "planning",
@@ -41,6 +45,7 @@ _MODULES = {
     "diagnose": "doctor",
     "extend_config": "patching.request",
     "finetune": "training",
+    "fit_method": "fitting.fitting",
     "load_extended": "checkpoint.extended",
     "patch_model": "patching.api",
     "patched": "patching.api",
@@ -54,6 +59,8 @@ _MODULES = {
 __all__ = [
     "FinetuneConfig",
     "FinetuneResult",
+    "FitConfig",
+    "FitResult",
     "HfPosencError",
     "PerplexityCallback",
     "Plan",
@@ -67,6 +74,7 @@ __all__ = [
     "diagnose",
     "extend_config",
     "finetune",
+    "fit_method",
     "load_extended",
     "patch_model",
     "patched",

@@ -18,6 +18,7 @@ from hf_posenc.cli.eval import evaluate
 from hf_posenc.cli.explain import explain
 from hf_posenc.cli.export import export
 from hf_posenc.cli.finetune import finetune
+from hf_posenc.cli.fit import fit
 from hf_posenc.cli.gallery import gallery
 from hf_posenc.cli.listings import methods, presets, recipes
 from hf_posenc.cli.lm_eval import lm_eval
@@ -34,6 +35,7 @@ examples:
   hf-posenc compare MODEL --documents book.txt --context-length 32k --dry-run
   hf-posenc plan MODEL --context-length 128k --gpu-memory 24GB
   hf-posenc finetune MODEL --documents books/ --method yarn --factor 4 --token-budget 1M --output-dir trained
+  hf-posenc fit MODEL --documents books/ --context-length 32k --output longer
   hf-posenc report r.jsonl --output-dir report
   hf-posenc export longer-model --to vllm
 
@@ -48,6 +50,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "lm-eval": lm_eval,
     "compare": compare,
     "plan": plan,
+    "fit": fit,
     "finetune": finetune,
     "report": report,
     "export": export,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 
 from hf_posenc.errors import InvalidRequestError
@@ -44,4 +46,25 @@ def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
         raise InvalidRequestError(
             f"folder {output!r} is not empty and was not written by hf-posenc; it holds {', '.join(found[:8])}. "
             "Give a new folder, so that nothing is mixed up."
+        )
+
+
+def check_work_folder(folder: Path, known: Sequence[str]) -> None:
+    """Check a folder that is removed with all it holds at the end of a command.
+
+    Args:
+        folder: Need not exist.
+        known: Patterns of the names of the command's own files.
+
+    Raises:
+        ValueError: It is a file, or holds others.
+    """
+    check_writable(str(folder))
+    if not folder.is_dir():
+        return
+    names = sorted(path.name for path in folder.iterdir())
+    if found := [name for name in names if not any(fnmatch(name, pattern) for pattern in known)]:
+        raise InvalidRequestError(
+            f"{str(folder)!r} holds {', '.join(found[:8])}, and a folder of that name is removed at the end. Move "
+            "that, or give another output folder."
         )

@@ -20,6 +20,7 @@ from hf_posenc.planning.architecture import ModelFacts, model_facts
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.gpus import usable
 from hf_posenc.planning.inference_memory import Reading, kv_cache, predict_readings
+from hf_posenc.planning.planned_fit import PlannedFit, predict_fit
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.training.config import FinetuneConfig
@@ -46,6 +47,7 @@ class Plan:
         gpu_memory: Bytes of one device; None: not given.
         gpus: Devices.
         kv_cache: Bytes of one sequence's keys and values at the target, in the dtype computed in.
+        fitting: What fitting a rule takes; None where the target is not past the original length.
         reading: What reading the target takes, by how the weights are held.
         training_options: Ways to train, up to the first that fits; all of them where none does or no memory was given;
             none where training was not requested.
@@ -66,6 +68,7 @@ class Plan:
     gpu_memory: int | None
     gpus: int
     kv_cache: int
+    fitting: PlannedFit | None
     reading: tuple[Reading, ...]
     training_options: tuple[TrainingOption, ...]
     chosen: int
@@ -117,6 +120,7 @@ class Plan:
             "inference": self.inference,
             "hours": self.hours,
             "dtype": self.model.dtype,
+            "fitting": None if self.fitting is None else self.fitting.as_dict(),
             "dtype_reason": self.dtype.reason,
             "reading": [
                 {**row.as_dict(), "per_device": row.per_device(self.gpus), "fits": self._fits(row, self.gpus)}
@@ -239,6 +243,7 @@ def plan(
         gpu_memory=memory,
         gpus=gpus,
         kv_cache=cache.at(context_length),
+        fitting=predict_fit(config, facts, context_length) if context_length > original else None,
         reading=predict_readings(config, cache, rule, original, context_length, memory, gpus),
         training_options=tuple(rows),
         chosen=chosen,

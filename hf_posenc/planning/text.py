@@ -9,13 +9,14 @@ from typing import Any
 
 from hf_posenc.planning.gpus import RENTED, RESERVE, smallest_gpu, usable
 from hf_posenc.planning.inference_memory import LONGEST_FACTOR, READ_CHUNK, Reading
+from hf_posenc.planning.planned_fit import PlannedFit
 from hf_posenc.planning.planner import Plan
 from hf_posenc.planning.training_memory import TrainingMemory
 from hf_posenc.planning.training_options import NO_MASK, SHARED_OVER, TrainingOption, shared_out
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.recipes import get_recipe
 from hf_posenc.utils.dtypes import dtype_name
-from hf_posenc.utils.units import aligned, duration_name, length_name
+from hf_posenc.utils.units import aligned, duration_name, length_name, size_name
 
 # Settings of finetune that are the same for every way, or are given by --option.
 _NOT_FLAGS = ("output_dir", "options", "context_length")
@@ -26,13 +27,17 @@ _HEADS = {"optimizer": "AdamW", "half_weights": "bf16 copies", "attention_matric
 def plan_text(plan: Plan) -> str:
     """Return the plan as it is printed: the answer, reading, and training where it was requested."""
     parts = [[*_answer(plan), *_advice(plan)], _model(plan), _reading(plan)]
+    if plan.fitting is not None:
+        parts.append(_fitting(plan.fitting))
     if plan.training_options:
         parts += [_training(plan), _work(plan)]
     return "\n\n".join("\n".join(lines) for lines in parts)
 
 
 def _answer(plan: Plan) -> list[str]:
-    words = {row.weights_in: f"{row.weights_in} weights ({_size(row.per_device(plan.gpus))})" for row in plan.reading}
+    words = {
+        row.weights_in: f"{row.weights_in} weights ({size_name(row.per_device(plan.gpus))})" for row in plan.reading
+    }
     text = f"Reading {plan.target:,} tokens"
     if plan.gpu_memory is None:
         needs = ", ".join(words.values())
@@ -49,9 +54,18 @@ def _answer(plan: Plan) -> list[str]:
         return lines
     block = f"{plan.option.seq_len:,} tokens"
     if plan.fits:
-        size = _size(plan.option.per_device)
+        size = size_name(plan.option.per_device)
         return [*lines, f"Training in blocks of {block} fits {_devices(plan)}: {plan.option.label} ({size})."]
     return [*lines, f"Training: nothing fits {_devices(plan)}. {_rent(plan)}"]
+
+
+def _fitting(fit: PlannedFit) -> list[str]:
+    steps, measured = (100 * part / fit.flops for part in (fit.step_flops, fit.measuring_flops))
+    return [
+        f"fitting a rule to it (hf-posenc fit, default settings): {size_name(fit.memory)} of memory on one device, "
+        f"{size_name(fit.disk)} on disk, {fit.flops:.2e} operations ({steps:.0f} % the steps, {measured:.0f} % the "
+        "comparison with published rules)"
+    ]
 
 
 def _or(words: list[str]) -> str:
@@ -59,7 +73,7 @@ def _or(words: list[str]) -> str:
 
 
 def _devices(plan: Plan) -> str:
-    return f"{plan.gpus} x {_size(plan.gpu_memory or 0)}" if plan.gpus > 1 else _size(plan.gpu_memory or 0)
+    return f"{plan.gpus} x {size_name(plan.gpu_memory or 0)}" if plan.gpus > 1 else size_name(plan.gpu_memory or 0)
 
 
 def _rent(plan: Plan) -> str:
@@ -130,7 +144,7 @@ def _reading(plan: Plan) -> list[str]:
     lines = [f"reading {length_name(plan.target)} tokens, {READ_CHUNK} at a time:", *aligned(rows, left=(0,))]
     lines.append("8 and 4 bits: bitsandbytes' int8 and nested NF4, of all linear layers but the head")
     if rule:
-        lines.append(f"a static rule, such as yarn, keeps no rotated keys: {_size(plan.reading[0].rule)} less")
+        lines.append(f"a static rule, such as yarn, keeps no rotated keys: {size_name(plan.reading[0].rule)} less")
     return lines
 
 
@@ -237,20 +251,20 @@ def _row(plan: Plan, option: TrainingOption) -> list[str]:
 def _verdict(plan: Plan) -> list[str]:
     lines = []
     if plan.gpu_memory is not None:
-        room = f"{_size(plan.gpu_memory)}, of which {_size(RESERVE)} are left for the device's own use"
+        room = f"{size_name(plan.gpu_memory)}, of which {size_name(RESERVE)} are left for the device's own use"
         words = f"the first that fits: {plan.option.label}" if plan.fits else "nothing here fits"
         lines.append(f"{words} ({room})")
     weights = plan.all_weights.memory.weights
     if plan.gpu_memory is not None and weights > usable(plan.gpu_memory):
         lines.append(
             f"more devices do not help to train all weights: before they are shared out each holds them whole, "
-            f"{_size(weights)}"
+            f"{size_name(weights)}"
         )
     if plan.sharding is not None:
         how = "FSDP2 or ZeRO-3" + (" with context parallel" if plan.sharding.context_parallel else "")
         lines.append(
             f"all weights at the full length: {plan.sharding.num_devices} devices with {how}, about "
-            f"{_size(plan.sharding.per_device)} on each (estimated)"
+            f"{size_name(plan.sharding.per_device)} on each (estimated)"
         )
     if any(option.name == NO_MASK for option in plan.training_options):
         lines.append(
@@ -274,10 +288,6 @@ def _work(plan: Plan) -> list[str]:
         return [*lines, f"time: {plan.rate}"]
     lines.append(f"time: {duration_name(hours * 3600)} at {plan.tokens_per_second:,.4g} tokens a second ({plan.rate})")
     return lines
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
 
 
 def _count(number: float) -> str:

@@ -69,6 +69,11 @@ class MemorySize(int):
         return super().__new__(cls, _parse_bytes(value) if isinstance(value, str) else value)
 
 
+def size_name(size: float) -> str:
+    """Return bytes as ``1.46 GB`` or ``3.20 MB``, of 10^9 and 10^6 bytes."""
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"
+
+
 def _parse_bytes(text: str) -> int:
     match = re.match(r"^\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*$", text)
     if match is None or match[2].upper() not in _BYTES or not float(match[1]):

@@ -1,0 +1,1 @@
+"""Rules fitted to a model: a divisor for each slow pair of features, and one temperature, with all weights frozen."""

@@ -1,0 +1,204 @@
+"""What is fitted, how, and for how long; imports no PyTorch, so that help answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from hf_posenc.errors import InvalidRequestError, UnknownNameError, argument
+from hf_posenc.evaluation.config import OutputConfig
+from hf_posenc.patching.extension_config import NO_METHOD, ExtensionConfig
+from hf_posenc.spec import check_length, check_number
+from hf_posenc.utils.settings import same_field
+from hf_posenc.utils.units import ContextLength, Duration
+
+# What a fitted rule has to be better than: the static rules that need no training, and the model as it is.
+GRID = "grid"
+PUBLISHED = (NO_METHOD, "linear", "ntk", "ntk_rcd", "yarn", "llama3")
+# What a fit keeps in its folder, to go on after it was stopped.
+WORK_FILES = ("teacher-*", "fit_state*", "steps*", "results.jsonl*", "seeds.jsonl*")
+# The files of the folder: importing them would import PyTorch.
+_FOLDER = Path(__file__).with_name("objectives")
+OBJECTIVES = tuple(sorted(one.name for one in pkgutil.iter_modules([str(_FOLDER)]) if one.name != "base"))
+
+
+@dataclass
+class FitConfig:
+    """What is fitted, how, and for how long."""
+
+    HELP_COMMON: ClassVar[tuple[str, ...]] = (
+        "context_length",
+        "teacher",
+        "objectives",
+        "max_texts",
+        "steps",
+        "compare",
+        "held_out_numbers",
+        "short_list",
+        "budget",
+        "dry_run",
+    )
+
+    context_length: ContextLength = field(metadata={"help": "tokens the model is to read (32k = 32768)"})
+    teacher: str = field(
+        default="dca",
+        metadata={
+            "help": "method whose attention is matched, from `hf-posenc methods`; none: the unextended model, for "
+            "texts within its original length"
+        },
+    )
+    objectives: list[str] = field(
+        default_factory=lambda: ["attention_matching"],
+        metadata={"help": f"what is lowered, each as NAME or NAME=WEIGHT: {', '.join(OBJECTIVES)}", "metavar": "NAME"},
+    )
+    start: str = field(
+        default="ntk",
+        metadata={"help": "static method to begin at; grid: the best of a small grid of ntk_rcd and yarn_rcd"},
+    )
+    steps: int = field(default=100, metadata={"help": "steps of Adam"})
+    learning_rate: float = field(default=0.05, metadata={"help": "of Adam, on the logarithms of the divisors"})
+    keep_rotations: float = field(
+        default=30.0,
+        metadata={"help": "pairs of at least so many rotations over the original length keep a divisor of 1"},
+    )
+    lower_bound: Literal["none", "critical"] = field(
+        default="none",
+        metadata={
+            "help": "critical: pairs that make less than one rotation over the original length are divided by at "
+            "least the factor"
+        },
+    )
+    monotone: bool = field(default=False, metadata={"help": "no divisor is less than that of a faster pair"})
+    smoothness: float = field(
+        default=0.0, metadata={"help": "weight of the squared second difference of neighbouring divisors' logarithms"}
+    )
+    fit_temperature: bool = field(default=True, metadata={"help": "fit the attention factor too; false: it is 1"})
+    short_share: float = field(
+        default=0.4, metadata={"help": "share of the queries, blocks and questions within the original length"}
+    )
+    queries: int = field(default=64, metadata={"help": "attention_matching: queries of a step in each layer"})
+    layers: int = field(default=10, metadata={"help": "attention_matching: layers of a step"})
+    block: int = field(default=256, metadata={"help": "tokens of a block"})
+    questions: int = field(default=8, metadata={"help": "needles: questions of a step"})
+    fitted_numbers: int = field(default=32, metadata={"help": "needles: numbers hidden in each text that is fitted on"})
+    seed: int = field(default=0, metadata={"help": "of everything random"})
+    seeds: int = field(
+        default=1,
+        metadata={"help": "fit with this many seeds, and say by how much the perplexities at the target length differ"},
+    )
+    max_texts: int = field(
+        default=1,
+        metadata={"help": "texts of the target length to fit on, at most, evenly spread over the documents"},
+    )
+    held_out: int = field(
+        default=1,
+        metadata={
+            "help": "texts that are kept apart, of the last documents, and measured at the end; 0: nothing is measured"
+        },
+    )
+    compare: list[str] = field(
+        default_factory=lambda: list(PUBLISHED),
+        metadata={
+            "help": "static methods to compare the fitted one with on the held-out texts; none: the model as it is"
+        },
+    )
+    held_out_numbers: int = field(
+        default=24,
+        metadata={
+            "help": "numbers hidden in a held-out text that the fitted rule, and the published one of the lowest "
+            "perplexity, are asked for at the target length; 0: none"
+        },
+    )
+    take_best: bool = field(
+        default=False,
+        metadata={"help": "if another of the compared rules is better than the fitted one, save that one instead"},
+    )
+    short_list: Literal["equal", "plain"] = field(
+        default="equal",
+        metadata={
+            "help": "the list for texts up to the original length: equal, the fitted one, or plain, all ones, with "
+            "which a KV cache that grows past the original length is wrong"
+        },
+    )
+    budget: Duration | None = field(
+        default=None, metadata={"help": "longest time to take (20m): fewer steps, and fewer compared methods"}
+    )
+    dry_run: bool = field(default=False, metadata={"help": "only show what it will take"})
+    original_max_position_embeddings: ContextLength | None = same_field(
+        ExtensionConfig, "original_max_position_embeddings"
+    )
+    hide_progress: bool = same_field(OutputConfig, "hide_progress")
+    teacher_options: dict[str, Any] = field(default_factory=dict, metadata={"help": argparse.SUPPRESS})
+
+    def request(self, method: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the keywords of ``patch_model`` for a method at the target."""
+        original = self.original_max_position_embeddings
+        return {
+            "method": method,
+            "context_length": int(self.context_length),
+            "original_max_position_embeddings": None if original is None else int(original),
+            **(options or {}),
+        }
+
+    def weights(self) -> dict[str, float]:
+        """Return the weight of each objective.
+
+        Raises:
+            ValueError: One is unknown or named twice, or a weight is no number above 0.
+        """
+        found: dict[str, float] = {}
+        for word in self.objectives:
+            name, equals, text = word.partition("=")
+            if name not in OBJECTIVES:
+                raise UnknownNameError("objective", name, OBJECTIVES)
+            if name in found:
+                raise InvalidRequestError(f"{argument('objectives')}: {name!r} is given twice.")
+            try:
+                found[name] = check_number(f"the weight of {name}", float(text) if equals else 1.0, above=0)
+            except ValueError as error:
+                raise InvalidRequestError(
+                    f"{argument('objectives')} takes NAME or NAME=WEIGHT, such as needles=0.2, got {word!r}: {error}"
+                ) from error
+        if not found:
+            raise InvalidRequestError(f"{argument('objectives')} is empty: give at least one of {OBJECTIVES}.")
+        return found
+
+    def check(self) -> None:
+        """Check what can be checked before a model is loaded.
+
+        Raises:
+            ValueError, TypeError: A name is unknown or a value is out of range.
+        """
+        from hf_posenc.methods.base import AttentionMethod, StaticMethod
+        from hf_posenc.methods.registry import get_method, make_method
+
+        self.weights()
+        for name in ("context_length", "steps", "queries", "layers", "block", "questions", "max_texts", "seeds"):
+            check_length(argument(name), getattr(self, name))
+        if self.fitted_numbers < 1 or self.held_out < 0 or self.held_out_numbers < 0:
+            raise InvalidRequestError(
+                f"{argument('fitted_numbers')} must be at least 1, {argument('held_out')} and "
+                f"{argument('held_out_numbers')} at least 0, got {self.fitted_numbers}, {self.held_out} and "
+                f"{self.held_out_numbers}."
+            )
+        check_number(argument("learning_rate"), self.learning_rate, above=0)
+        check_number(argument("keep_rotations"), self.keep_rotations, above=0)
+        check_number(argument("smoothness"), self.smoothness, at_least=0)
+        if not 0 <= self.short_share <= 1:
+            raise InvalidRequestError(f"{argument('short_share')} must be from 0 to 1, got {self.short_share}.")
+        if self.teacher != NO_METHOD and not issubclass(get_method(self.teacher), (AttentionMethod, StaticMethod)):
+            raise InvalidRequestError(f"{argument('teacher')} must be a method for RoPE, got {self.teacher!r}.")
+        if self.teacher != NO_METHOD:
+            make_method(self.teacher, 1.0, self.teacher_options)
+        named: Mapping[str, list[str]] = {"start": [] if self.start == GRID else [self.start], "compare": self.compare}
+        for flag, names in named.items():
+            for name in names:
+                if name != NO_METHOD and not issubclass(get_method(name), StaticMethod):
+                    raise InvalidRequestError(
+                        f"{argument(flag)} takes static methods, got {name!r}: servers run no other, and a list of "
+                        "divisors expresses no other."
+                    )

@@ -1,0 +1,118 @@
+"""What a fit needs, before anything is computed: memory at its peak, and room on disk for the recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_posenc.evaluation.memory import MemoryNeed, ModelShape, predict_memory, shape_of
+from hf_posenc.fitting.objectives import get_objective
+from hf_posenc.fitting.recording import RECORDED_QUERIES
+from hf_posenc.methods.base import Extension
+from hf_posenc.patching.extension_config import NO_METHOD
+from hf_posenc.utils.units import size_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_posenc.fitting.config import FitConfig
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class FitCost:
+    """What a fit needs.
+
+    Attributes:
+        teacher: Bytes of memory while the teacher reads a text; None where no objective needs one.
+        step: Bytes while a step is taken, the model included.
+        disk: Bytes of all recordings.
+    """
+
+    teacher: MemoryNeed | None
+    step: int
+    disk: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak."""
+        return max(self.step, 0 if self.teacher is None else self.teacher.peak)
+
+
+def fit_cost(
+    shape: ModelShape,
+    objectives: Collection[str],
+    *,
+    target: int,
+    queries: int,
+    block: int,
+    texts: int,
+    needs_teacher: bool,
+    teacher: Extension | None = None,
+) -> FitCost:
+    """Predict what a fit needs.
+
+    Counted is what a LLaMA-like layer holds. ``attention_matching`` holds one layer's recorded keys and values, the
+    rotated keys with what their gradients need in float32, and a mask of its queries. A block over a recorded prefix
+    holds the rotated keys and the values of all layers, and a text of full length the activations of every layer.
+
+    Args:
+        shape: The model's numbers.
+        objectives: Their names.
+        target: The target length, in tokens.
+        queries: Of ``attention_matching``, in a step.
+        block: Tokens of a block.
+        texts: How many are recorded.
+        needs_teacher: Whether any objective needs recordings.
+        teacher: What the teacher's model is patched with; None for the unextended model.
+    """
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    number, layers = shape.number_bytes, shape.num_layers
+    step = 0
+    if "attention_matching" in objectives:
+        of_keys = target * kv * (2 * number + 6 * _FLOAT32)
+        of_mask = 2 * target * queries * (shape.num_heads // shape.num_kv_heads) * (1 + number)
+        step = max(step, of_keys + of_mask)
+    if {"teacher_tokens", "last_block", "needles"} & set(objectives):
+        of_keys = target * kv * (3 * number + 2 * _FLOAT32)
+        of_block = block * (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
+        step = max(step, layers * (of_keys + of_block) + block * shape.vocab_size * 4 * _FLOAT32)
+    if "full_length" in objectives:
+        of_text = target * (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
+        step = max(step, layers * of_text + target * shape.vocab_size * 4 * _FLOAT32)
+    disk = texts * layers * (2 * target * kv + 2 * RECORDED_QUERIES * q) * number if needs_teacher else 0
+    return FitCost(
+        predict_memory(shape, target, extension=teacher) if needs_teacher else None, shape.weight_bytes + step, disk
+    )
+
+
+def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, output: str) -> str:
+    """Return what a fit of a loaded model will need, for people.
+
+    Args:
+        model: Not extended.
+        config: The settings, checked.
+        num_texts: Texts that are fitted on.
+        output: The folder that the model goes to, beside which the recordings are kept.
+    """
+    kinds = {name: get_objective(name) for name in config.weights()}
+    cost = fit_cost(
+        shape_of(model),
+        kinds,
+        target=int(config.context_length),
+        queries=config.queries,
+        block=config.block,
+        texts=num_texts,
+        needs_teacher=any(kind.needs_teacher for kind in kinds.values()),
+    )
+    first = ""
+    if cost.teacher is not None:
+        teacher = "the model as it is" if config.teacher == NO_METHOD else config.teacher
+        first = f"{teacher} reads {num_texts} text{'s' * (num_texts > 1)} once, then "
+    room = f", {size_name(cost.disk)} on disk in {output}.work" if cost.disk else ""
+    return (
+        f"{first}{config.steps} steps on {', '.join(kinds)}: about {size_name(cost.peak)} of memory for weights and "
+        f"tensors{room}"
+    )

@@ -1,0 +1,190 @@
+"""The steps of a fit: Adam on the rule's numbers, saved as it goes, so that a stopped fit goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from hf_posenc.errors import InvalidRequestError
+from hf_posenc.fitting.objectives.base import Objective
+from hf_posenc.fitting.rule import RuleParameters
+from hf_posenc.utils.console import Progress
+from hf_posenc.utils.files import read_json, write_whole
+
+_BETAS, _EPSILON = (0.9, 0.95), 1e-8
+_LAST_RATE = 0.05  # of the learning rate, at the end of the cosine
+_SAVE_EVERY = 5
+_AVERAGED = 0.25  # of the steps: the rule is the mean over the last ones, whose noise cancels
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step measured: the objectives' losses, and the seconds it took."""
+
+    losses: dict[str, float]
+    seconds: float
+
+
+class Descent:
+    """Adam on a rule, one step at a time.
+
+    Its state is 2 x 33 numbers and a random generator, kept as JSON in ``file``: the same request goes on from there
+    and ends at the same numbers as one that was never stopped.
+    """
+
+    def __init__(
+        self,
+        rule: RuleParameters,
+        objectives: Mapping[str, tuple[Objective, float]],
+        generator: torch.Generator,
+        *,
+        steps: int,
+        learning_rate: float,
+        smoothness: float,
+        file: Path,
+        identity: str,
+    ) -> None:
+        """Prepare, or go on where ``file`` ends.
+
+        Args:
+            rule: What is changed, in place.
+            objectives: By name, with their weights.
+            generator: What the objectives draw from.
+            steps: How many in all.
+            learning_rate: Of the first step; it falls along a cosine to a twentieth.
+            smoothness: Weight of the rule's roughness.
+            file: Where the state is kept.
+            identity: Of the request; a state of another one is not used.
+        """
+        self.rule, self.objectives, self.generator = rule, objectives, generator
+        self.steps, self.learning_rate, self.smoothness = steps, learning_rate, smoothness
+        self.file, self.identity = file, identity
+        self.parameters = [one for one in (rule.log_divisors, rule.log_factor) if one.requires_grad and one.numel()]
+        self.moments = [(torch.zeros_like(one), torch.zeros_like(one)) for one in self.parameters]
+        self.averages = [torch.zeros_like(one) for one in self.parameters]
+        self.history: list[Step] = []
+        self._load()
+
+    @property
+    def done(self) -> int:
+        """Steps so far."""
+        return len(self.history)
+
+    def step(self) -> Step:
+        """Take one step."""
+        began = time.perf_counter()
+        losses = self._gradients()
+        self._adam()
+        numbers = [float(one.detach().abs().max()) for one in self.parameters]
+        if not all(math.isfinite(value) for value in (*losses.values(), *numbers)):
+            raise InvalidRequestError(
+                f"step {self.done + 1} gave {losses}, which is not finite: the model overflows in its dtype, or the "
+                "learning rate is too large. Load it in bfloat16 or float32, or lower --learning-rate."
+            )
+        taken = Step(losses, time.perf_counter() - began)
+        self.history.append(taken)
+        if self.done % _SAVE_EVERY == 0 or self.done == self.steps:
+            self._save()
+        return taken
+
+    def _gradients(self) -> dict[str, float]:
+        """Put the gradients of a new sample into the parameters; return the objectives' losses."""
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        losses = {}
+        for name, (objective, weight) in self.objectives.items():
+            losses[name] = 0.0
+            for part in objective.losses():
+                (weight * part).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+                losses[name] += float(part.detach())
+        if self.smoothness:
+            (self.smoothness * self.rule.roughness()).backward()  # type: ignore[no-untyped-call]
+        return losses
+
+    def seconds_of_a_step(self) -> float:
+        """Time a step that changes nothing; the second of two, as the first one warms up."""
+        state = self.generator.get_state()
+        objectives = {name: objective.state() for name, (objective, _) in self.objectives.items()}
+        for _ in range(2):
+            began = time.perf_counter()
+            self._gradients()
+        seconds = time.perf_counter() - began
+        self.generator.set_state(state)
+        for name, (objective, _) in self.objectives.items():
+            objective.load_state(objectives[name])
+        return seconds
+
+    def run(self, show_progress: bool) -> None:
+        """Take all steps that are left, and put the mean of the last ones into the rule."""
+        with Progress("fit", self.steps, unit="steps", done=self.done, shown=show_progress) as bar:
+            while self.done < self.steps:
+                self.step()
+                bar.update()
+        with torch.no_grad():
+            for parameter, average in zip(self.parameters, self.averages, strict=True):
+                parameter.copy_(average / self._averaged)
+        self.rule.project()
+
+    @property
+    def _averaged(self) -> int:
+        return max(1, round(_AVERAGED * self.steps))
+
+    @torch.no_grad()
+    def _adam(self) -> None:
+        """Kingma and Ba 2015, arXiv:1412.6980, algorithm 1, on a rate that falls along a cosine."""
+        at, number = self.done / self.steps, self.done + 1
+        rate = self.learning_rate * (_LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * at)))
+        for parameter, (first, second) in zip(self.parameters, self.moments, strict=True):
+            gradient = parameter.grad
+            assert gradient is not None
+            first.lerp_(gradient, 1 - _BETAS[0])
+            second.lerp_(gradient.square(), 1 - _BETAS[1])
+            mean, square = first / (1 - _BETAS[0] ** number), second / (1 - _BETAS[1] ** number)
+            parameter.sub_(rate * mean / (square.sqrt() + _EPSILON))
+        self.rule.project()
+        if self.done >= self.steps - self._averaged:
+            for parameter, average in zip(self.parameters, self.averages, strict=True):
+                average.add_(parameter)
+
+    def _save(self) -> None:
+        state = {
+            "identity": self.identity,
+            "parameters": [one.tolist() for one in self.parameters],
+            "moments": [[first.tolist(), second.tolist()] for first, second in self.moments],
+            "averages": [one.tolist() for one in self.averages],
+            "generator": self.generator.get_state().tolist(),
+            "objectives": {name: objective.state() for name, (objective, _) in self.objectives.items()},
+            "history": [[one.losses, one.seconds] for one in self.history],
+        }
+        write_whole(self.file, json.dumps(state))
+
+    @torch.no_grad()
+    def _load(self) -> None:
+        if not self.file.is_file():
+            return
+        state = read_json(self.file)
+        if state["identity"] != self.identity:
+            return
+        for parameter, values in zip(self.parameters, state["parameters"], strict=True):
+            parameter.copy_(torch.tensor(values))
+        for moments, saved in zip(self.moments, state["moments"], strict=True):
+            for moment, values in zip(moments, saved, strict=True):
+                moment.copy_(torch.tensor(values))
+        for average, values in zip(self.averages, state["averages"], strict=True):
+            average.copy_(torch.tensor(values))
+        self.generator.set_state(torch.tensor(state["generator"], dtype=torch.uint8))
+        for name, (objective, _) in self.objectives.items():
+            objective.load_state(state["objectives"][name])
+        self.history = [Step(losses, seconds) for losses, seconds in state["history"]]
+
+
+def mean_loss(history: Sequence[Step], name: str) -> float:
+    """Return an objective's mean loss over the last quarter of some steps."""
+    last = history[-max(1, len(history) // 4) :]
+    return sum(step.losses[name] for step in last) / len(last)

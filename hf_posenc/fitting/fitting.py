@@ -1,0 +1,415 @@
+"""``fit_method``: a static rule fitted to a model whose weights are frozen, and measured on held-out texts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from hf_posenc.attention.installation import check_attention
+from hf_posenc.attention.rotation import Rotation
+from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, argument
+from hf_posenc.evaluation.documents import Document, hash_token_ids, to_token_ids
+from hf_posenc.evaluation.lm_head import decoder_body
+from hf_posenc.evaluation.losses import evaluation_mode
+from hf_posenc.evaluation.model_facts import hash_json, hash_weights
+from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.rows import extended_as, try_rows
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.fitting.config import GRID, FitConfig
+from hf_posenc.fitting.descent import Descent, Step
+from hf_posenc.fitting.grid import best_of_grid
+from hf_posenc.fitting.hidden_numbers import HiddenNumber, hide_numbers
+from hf_posenc.fitting.measuring import NumbersFound, find_numbers, measure_rows, spread_of_seeds
+from hf_posenc.fitting.objectives import get_objective
+from hf_posenc.fitting.problem import FitProblem
+from hf_posenc.fitting.recording import RECORDED_QUERIES, Recording, is_recorded, record
+from hf_posenc.fitting.rule import RuleParameters, rotations_in_training
+from hf_posenc.fitting.rule_attention import rule_attention
+from hf_posenc.fitting.run import FitRun
+from hf_posenc.fitting.splitting import Texts, split_texts
+from hf_posenc.fitting.verdict import Verdict, judge
+from hf_posenc.methods.base import Frequencies
+from hf_posenc.methods.registry import make_method
+from hf_posenc.patching.api import describe, is_patched
+from hf_posenc.patching.extension import declared_scaling, plain_spec
+from hf_posenc.patching.extension_config import NO_METHOD, ExtensionRequest
+from hf_posenc.patching.request import resolve
+from hf_posenc.spec import RopeSpec
+from hf_posenc.utils.console import quiet
+from hf_posenc.utils.files import read_json, write_whole
+from hf_posenc.utils.units import duration_name
+
+logger = logging.getLogger(__name__)
+
+_FEWEST_STEPS = 20
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a fit found.
+
+    Attributes:
+        options: Those of the method ``fitted``: ``patch_model(model, "fitted", **result.options)``.
+        verdict: Whether it is better than the compared rules; None where nothing was compared.
+        records: What was measured on the held-out texts, by the method of each row.
+        numbers_found: How many numbers hidden in a held-out text were found, by the method of each row.
+        steps: What each step measured.
+        facts: What was fitted on and how, for the manifest: teacher, objectives, steps, seed, texts, tokens.
+        seconds: How long all of it took.
+    """
+
+    options: dict[str, Any]
+    verdict: Verdict | None
+    records: dict[str, list[Record]]
+    numbers_found: dict[str, NumbersFound]
+    steps: list[Step] = field(repr=False)
+    facts: dict[str, Any]
+    seconds: float
+
+    def save(self, file: str | Path) -> Path:
+        """Write the rule as a JSON file, which ``patch_model(model, "fitted", source=file)`` reads."""
+        rule = {"method": "fitted", "options": self.options, "fitted_on": self.facts}
+        return write_whole(Path(file).expanduser(), json.dumps(rule, indent=2) + "\n")
+
+
+def fit_method(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    documents: Sequence[Document],
+    config: FitConfig,
+    *,
+    work_dir: str | Path | None = None,
+    model_name: str | None = None,
+) -> FitResult:
+    """Fit a divisor for each slow pair of features, and one temperature, to a model; its weights do not change.
+
+    The rule is static: servers run it. It is compared with published rules on held-out documents, and is called better
+    only where the paired interval says so.
+
+    Args:
+        model: A loaded model with a rotary embedding, not extended; it is left as it was.
+        tokenizer: Its tokenizer; may be None where documents are token ids and no objective writes text.
+        documents: Texts or rows of token ids of at least the target length: those that are fitted on, and one more,
+            which is held out.
+        config: The settings.
+        work_dir: Where the teacher's recordings, the state of the fit and the results are kept, so that a stopped fit
+            goes on; None takes a temporary folder.
+        model_name: The model in records; None takes where it was loaded from.
+
+    Returns:
+        The rule and what was measured.
+
+    Raises:
+        TypeError, ValueError: A setting that cannot be, documents that are too short, a model that is extended already
+            or whose family the teacher refuses, losses that are not finite.
+    """
+    began = time.perf_counter()
+    config = copy.deepcopy(config)
+    rotary = RotaryModel(model)
+    spec, texts, rotation = _checked(rotary, tokenizer, documents, config)
+    with _folder(work_dir) as folder, evaluation_mode(rotary.model), _frozen(rotary.model):
+        run = FitRun(rotary, tokenizer, texts, spec, rotation, config, folder, model_name, began)
+        folder.mkdir(parents=True, exist_ok=True)
+        (options, steps, facts), *others = (_fit(run, config.seed + more) for more in range(config.seeds))
+        rows, left_out = measure_rows(run, options)
+        left_out += spread_of_seeds(run, rows, [found for found, _, _ in others])
+        verdict = judge(rows) if rows else None
+        found = find_numbers(run, rows, options)
+    if verdict is not None and left_out:
+        verdict = Verdict(verdict.better, verdict.best, (*verdict.lines, *left_out))
+    if config.take_best and verdict is not None and verdict.better is False:
+        options = run.options_of(make_method(verdict.best, run.factor))
+        facts |= {"instead": verdict.best}
+    return FitResult(options, verdict, rows, found, steps, facts, time.perf_counter() - began)
+
+
+def texts_to_fit(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, documents: Sequence[Document], config: FitConfig
+) -> Texts:
+    """Check a request as ``fit_method`` does, without computing anything; errors as there.
+
+    Returns:
+        What would be fitted on, and what would be held out.
+    """
+    return _checked(RotaryModel(model), tokenizer, documents, config)[1]
+
+
+def _checked(
+    rotary: RotaryModel, tokenizer: PreTrainedTokenizerBase | None, documents: Sequence[Document], config: FitConfig
+) -> tuple[RopeSpec, Texts, Rotation]:
+    """Return what the model was trained with, the texts, and how the family rotates, after all checks."""
+    config.check()
+    spec = _spec_to_fit(rotary, config)
+    if tokenizer is None and "needles" in config.weights():
+        raise InvalidRequestError("objective 'needles' writes numbers into the texts: it needs a tokenizer.")
+    texts = split_texts(
+        to_token_ids(rotary.model, documents, tokenizer),
+        int(config.context_length),
+        config.max_texts,
+        config.held_out,
+    )
+    _check_start(spec, config)
+    rotation = _rotation(rotary, config)
+    _try_rules(rotary, config)
+    return spec, texts, rotation
+
+
+def _check_start(spec: RopeSpec, config: FitConfig) -> None:
+    """Raise unless there is something to fit, and a rule to begin at.
+
+    Raises:
+        ValueError: The rule to begin at needs options or stops pairs, or every number is held.
+    """
+    if config.start != GRID:
+        inv_freq, _ = make_method(
+            config.start, config.context_length / spec.original_max_position_embeddings
+        ).frequencies(spec)
+        if not bool((inv_freq[: spec.rotated_pairs] > 0).all()):
+            raise InvalidRequestError(
+                f"{argument('start')} must be a method that rotates every pair of features, got {config.start!r}."
+            )
+    if not config.fit_temperature and bool((rotations_in_training(spec) >= config.keep_rotations).all()):
+        raise InvalidRequestError(
+            f"nothing is left to fit: every pair makes at least {argument('keep_rotations')} {config.keep_rotations:g} "
+            f"rotations over the original length, and {argument('fit_temperature')} is false."
+        )
+
+
+def _spec_to_fit(rotary: RotaryModel, config: FitConfig) -> RopeSpec:
+    """Return what the model was trained with.
+
+    Raises:
+        ValueError: It is extended already, or the target is none.
+    """
+    if is_patched(rotary) or declared_scaling(rotary.text_config) is not None:
+        found = describe(rotary)
+        raise AlreadyExtendedError(
+            f"the model is extended already ({found['method']}, factor {found['factor']:g}), and a rule is fitted to "
+            "the model as it was trained: give the base model, or call unpatch_model first.",
+            found["method"],
+            found["factor"],
+        )
+    spec = plain_spec(rotary.text_config)
+    original = int(config.original_max_position_embeddings or spec.original_max_position_embeddings)
+    if config.context_length <= original:
+        raise InvalidRequestError(
+            f"{argument('context_length')} must be longer than the original length, {original} tokens, got "
+            f"{config.context_length}: up to there nothing has to be extended."
+        )
+    return RopeSpec(spec.rotary_dim, spec.rope_theta, original, spec.unrotated_pairs)
+
+
+def _rotation(rotary: RotaryModel, config: FitConfig) -> Rotation:
+    """Return how a family rotates queries and keys.
+
+    Raises:
+        ValueError: Its attention cannot be replaced; with the reason.
+    """
+    # Any method that runs in attention asks the same of a family.
+    return check_attention(rotary, resolve(rotary.text_config, ExtensionRequest.of(**config.request("dynamic_yarn"))))
+
+
+def _try_rules(rotary: RotaryModel, config: FitConfig) -> None:
+    """Try every rule that will be needed, before anything expensive.
+
+    Raises:
+        ValueError: The family refuses one of them.
+    """
+    rows = [config.request(name) for name in config.compare if name != NO_METHOD]
+    if config.teacher != NO_METHOD:
+        rows.append(config.request(config.teacher, config.teacher_options))
+    with quiet("hf_posenc.patching.api"):
+        try_rows(rotary.model, rows)
+
+
+@contextmanager
+def _folder(work_dir: str | Path | None) -> Iterator[Path]:
+    if work_dir is not None:
+        yield Path(work_dir).expanduser()
+        return
+    temporary = Path(tempfile.mkdtemp(prefix="hf_posenc_fit_"))
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """While open, no weight of a model needs a gradient."""
+    needed = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in needed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in needed:
+            parameter.requires_grad_(True)
+
+
+def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, Any]]:
+    """Return the rule as options, what the steps measured, and what was fitted on.
+
+    Args:
+        run: The fit.
+        seed: Of the samples; the texts, and what is recorded of them, depend on that of the settings alone.
+    """
+    config, spec = run.config, run.spec
+    weights = config.weights()
+    kinds = {name: get_objective(name) for name in weights}
+    fitted, hidden = _hide(run) if "needles" in kinds else (run.texts.fitted, [[] for _ in run.texts.fitted])
+    facts = {
+        **_settings(config),
+        "seed": seed,
+        "texts": [hash_token_ids([ids]) for ids in fitted],
+        "tokens": sum(map(len, fitted)),
+        "weights": hash_weights(run.rotary.model),
+    }
+    recordings = []
+    if any(kind.needs_teacher for kind in kinds.values()):
+        recordings = [_record(run, ids, at, facts) for at, ids in enumerate(fitted)]
+    generator = torch.Generator().manual_seed(seed)
+    start = None if config.start == GRID else make_method(config.start, run.factor).frequencies(spec)
+    rule = _parameters(run, start or make_method("ntk", run.factor).frequencies(spec))
+    with rule_attention(run.rotary, rule, run.rotation) as attention:
+        attention.note_arguments(run.rotary)
+        problem = FitProblem(run.rotary, attention, fitted, recordings, hidden, run.original, run.target, generator)
+        objectives = {name: (kind(problem, config), weights[name]) for name, kind in kinds.items()}
+        if start is None:
+            name, start = best_of_grid(run, rule, problem, objectives)
+            logger.info("the fit begins at %s", name)
+            rule.begin_at(start)
+        identity = hash_json(facts)
+        descent = Descent(
+            rule,
+            objectives,
+            generator,
+            steps=config.steps,
+            learning_rate=config.learning_rate,
+            smoothness=config.smoothness,
+            file=run.folder / f"fit_state-{seed}.json",
+            identity=identity,
+        )
+        descent.steps = _affordable_steps(run, descent, identity)
+        descent.run(show_progress=not config.hide_progress)
+    numbers = rule.numbers()
+    facts |= {"steps": descent.steps}
+    return run.options(list(numbers.divisors), numbers.attention_factor), descent.history, facts
+
+
+def _hide(run: FitRun) -> tuple[list[torch.Tensor], list[list[HiddenNumber]]]:
+    """Return the texts with numbers hidden in them, and these."""
+    assert run.tokenizer is not None  # checked before
+    pairs = [
+        hide_numbers(run.tokenizer, ids, run.config.fitted_numbers, Random(f"{run.config.seed} {at}"))
+        for at, ids in enumerate(run.texts.fitted)
+    ]
+    return [ids for ids, _ in pairs], [found for _, found in pairs]
+
+
+def _parameters(run: FitRun, start: Frequencies) -> RuleParameters:
+    config = run.config
+    # Pairs that never finish a rotation in training have not met all angles.
+    lowest = torch.where(rotations_in_training(run.spec) < 1, run.factor, 1e-6)
+    return RuleParameters(
+        run.spec,
+        start,
+        keep_rotations=config.keep_rotations,
+        lowest=lowest if config.lower_bound == "critical" else None,
+        monotone=config.monotone,
+        temperature=config.fit_temperature,
+    ).to(run.rotary.device)
+
+
+def _settings(config: FitConfig) -> dict[str, Any]:
+    """Return what decides the rule: all settings but those of the measurement."""
+    left_out = (
+        "seed",
+        "seeds",
+        "compare",
+        "held_out",
+        "held_out_numbers",
+        "take_best",
+        "short_list",
+        "budget",
+        "dry_run",
+        "hide_progress",
+    )
+    return {name: value for name, value in vars(config).items() if name not in left_out}
+
+
+def _record(run: FitRun, ids: torch.Tensor, at: int, facts: Mapping[str, Any]) -> Recording:
+    """Return the recording of the teacher's forward over a text."""
+    config = run.config
+    unextended = config.teacher == NO_METHOD
+    ids = ids[: run.original] if unextended else ids  # past there it is no teacher
+    generator = torch.Generator().manual_seed(config.seed)
+    queries = torch.randperm(len(ids), generator=generator)[:RECORDED_QUERIES].sort().values
+    teacher = (config.teacher, config.teacher_options, run.original, run.target)
+    identity = hash_json([facts["weights"], *teacher, facts["texts"][at], config.seed])
+    row = None if unextended else run.config.request(config.teacher, config.teacher_options)
+    folder = run.folder / f"teacher-{at}"
+    known = is_recorded(folder, identity)
+    with warnings.catch_warnings(), quiet("hf_posenc.patching.api"):
+        warnings.simplefilter("ignore")  # said when the rules were tried
+        with extended_as(run.rotary.model, row):
+            found = record(run.rotary.model, ids, folder, queries, identity)
+    run.pass_seconds = max(run.pass_seconds, found.facts["seconds"])
+    text = f"text {at + 1} of {len(run.texts.fitted)}, {len(ids)} tokens"
+    if known:
+        logger.info("%s: read before", text)
+    else:
+        logger.info("%s: read by %s in %s", text, config.teacher, duration_name(found.facts["seconds"]))
+    return found
+
+
+@torch.no_grad()
+def _seconds_of_a_pass(run: FitRun) -> float:
+    began = time.perf_counter()
+    ids = run.texts.held_out[0][None].to(run.rotary.device)
+    decoder_body(run.rotary.model)(input_ids=ids, use_cache=False)
+    return time.perf_counter() - began
+
+
+def _affordable_steps(run: FitRun, descent: Descent, identity: str) -> int:
+    """Return the number of steps: as requested, or what the budget leaves beside the measurement.
+
+    Raises:
+        ValueError: It leaves hardly any.
+    """
+    config = run.config
+    if config.budget is None:
+        return config.steps
+    file = run.folder / f"steps-{identity}.json"
+    known = read_json(file) if file.is_file() else {}
+    if known:  # decided before the fit was stopped
+        return int(known["steps"])
+    step = descent.seconds_of_a_step()
+    if run.texts.held_out and not run.pass_seconds:  # no teacher has read a text of this length
+        run.pass_seconds = _seconds_of_a_pass(run)
+    measured = run.pass_seconds * 2 * len(run.texts.held_out)  # the fitted rule and one other
+    steps = min(config.steps, int((run.seconds_left - measured) / step))
+    if steps < min(_FEWEST_STEPS, config.steps):
+        least = config.budget - run.seconds_left + measured + min(_FEWEST_STEPS, config.steps) * step
+        raise InvalidRequestError(
+            f"a budget of {duration_name(config.budget)} is too short: {_FEWEST_STEPS} steps and the measurement of "
+            f"two rules need {duration_name(least)} in all. Give more, a shorter {argument('context_length')}, or "
+            f"{argument('held_out')} 0. What was computed so far is kept if there is a folder for it."
+        )
+    write_whole(file, json.dumps({"steps": steps}))
+    return steps

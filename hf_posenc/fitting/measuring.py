@@ -1,0 +1,194 @@
+"""What a fitted rule and published ones make of held-out texts: perplexity at all lengths, and hidden numbers."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import InvalidRequestError
+from hf_posenc.evaluation.intervals import wilson_interval
+from hf_posenc.evaluation.measuring_perplexity import perplexity
+from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.rows import extended_as
+from hf_posenc.fitting.hidden_numbers import MEASURED_BY, HiddenNumber, hide_numbers
+from hf_posenc.fitting.run import FitRun
+from hf_posenc.fitting.verdict import FITTED
+from hf_posenc.patching.extension_config import NO_METHOD
+from hf_posenc.retrieval.scoring import feed, prefill, take_back
+from hf_posenc.utils.console import quiet
+from hf_posenc.utils.units import duration_name, length_name
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST = 512  # tokens, of the first measured length
+
+
+@dataclass(frozen=True)
+class NumbersFound:
+    """How many numbers hidden in one text of the target length a model found.
+
+    Attributes:
+        scores: Of each number 1 or 0.
+        context_length: Tokens of the text.
+    """
+
+    scores: tuple[float, ...]
+    context_length: int
+
+    def __str__(self) -> str:
+        low, high = wilson_interval(self.scores)
+        share = sum(self.scores) / len(self.scores)
+        return f"{sum(self.scores):.0f} of {len(self.scores)}, {share:.0%} ({low:.0%} to {high:.0%})"
+
+
+def measured_lengths(original: int, target: int) -> list[int]:
+    """Return the lengths of the table: 512 (or half the original length), the original, its doublings, the target."""
+    lengths = {max(min(_SHORTEST, original // 2), 2), max(original // 4, 2), original, target}
+    length = 2 * original
+    while length < target:
+        lengths.add(length)
+        length *= 2
+    return sorted(lengths)
+
+
+def measure_rows(run: FitRun, options: Mapping[str, Any]) -> tuple[dict[str, list[Record]], list[str]]:
+    """Measure the perplexity of the fitted rule and of those it is compared with, in this order.
+
+    The unextended model is measured up to the original length only. With a budget, rows that no longer fit are left
+    out, after the fitted rule, the unextended model and one other.
+
+    Args:
+        run: The fit.
+        options: The rule, as options of the method ``fitted``.
+
+    Returns:
+        The records of each row by its method, and sentences about rows that were left out.
+    """
+    if not run.texts.held_out:
+        return {}, []
+    lengths = measured_lengths(run.original, run.target)
+    rows: dict[str, dict[str, Any] | None] = {FITTED: run.config.request(FITTED, options)}
+    rows |= {name: None if name == NO_METHOD else run.config.request(name) for name in run.config.compare}
+    found: dict[str, list[Record]] = {}
+    left_out = []
+    for name, row in rows.items():
+        short = row is None
+        rivals = len(found.keys() - {FITTED, NO_METHOD})
+        if rivals and not short and run.seconds_left < run.pass_seconds * len(run.texts.held_out):
+            left_out.append(name)
+            continue
+        with _extended(run, row):
+            found[name] = perplexity(
+                run.rotary.model,
+                [ids[: run.original] if short else ids for ids in run.texts.held_out],
+                [length for length in lengths if length <= run.original or not short],
+                tokenizer=run.tokenizer,
+                output=run.folder / "results.jsonl",
+                model_name=run.model_name,
+                progress=not run.config.hide_progress,
+            )
+    if not left_out:
+        return found, []
+    budget = duration_name(run.config.budget or 0)
+    return found, [f"not compared, as the budget of {budget} is spent: {', '.join(left_out)}"]
+
+
+def spread_of_seeds(
+    run: FitRun, rows: Mapping[str, Sequence[Record]], others: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Return in a sentence by how much fits with other seeds differ at the target length; empty if there are none.
+
+    Args:
+        run: The fit.
+        rows: From ``measure_rows``.
+        others: The rules of the other seeds, as options of the method ``fitted``.
+    """
+    if not rows or not others:
+        return []
+    found = [rows[FITTED][-1].perplexity]
+    for options in others:
+        with _extended(run, run.config.request(FITTED, options)):
+            [record] = perplexity(
+                run.rotary.model,
+                run.texts.held_out,
+                [run.target],
+                tokenizer=run.tokenizer,
+                output=run.folder / "seeds.jsonl",
+                progress=not run.config.hide_progress,
+            )
+        found.append(record.perplexity)
+    spread = 100 * (max(found) / min(found) - 1)
+    values = ", ".join(f"{value:.2f}" for value in found)
+    return [f"{len(found)} fits with different seeds differ by {spread:.1f} % at {length_name(run.target)}: {values}"]
+
+
+def find_numbers(
+    run: FitRun, rows: Mapping[str, Sequence[Record]], options: Mapping[str, Any]
+) -> dict[str, NumbersFound]:
+    """Ask the fitted rule, and the published one of the lowest perplexity, for numbers hidden in a held-out text.
+
+    Args:
+        run: The fit.
+        rows: From ``measure_rows``.
+        options: The rule, as options of the method ``fitted``.
+    """
+    count, tokenizer = run.config.held_out_numbers, run.tokenizer
+    rivals = [name for name in rows if name not in (FITTED, NO_METHOD)]
+    if not count or not rows or tokenizer is None:
+        return {}
+    best = min(rivals, key=lambda name: rows[name][-1].perplexity, default=None)
+    asked: dict[str, dict[str, Any]] = {FITTED: run.config.request(FITTED, options)}
+    asked |= {} if best is None else {best: run.config.request(best)}
+    if run.seconds_left < len(asked) * run.pass_seconds:
+        return {}
+    try:
+        ids, hidden = hide_numbers(
+            tokenizer, run.texts.held_out[0], count, Random(f"{run.config.seed} held out"), MEASURED_BY
+        )
+    except InvalidRequestError as error:  # a text too short for them
+        logger.warning("nothing is hidden in the held-out text: %s", error)
+        return {}
+    found = {}
+    for name, row in asked.items():
+        with _extended(run, row):
+            found[name] = NumbersFound(tuple(numbers_found(run.rotary.model, ids, hidden)), len(ids))
+    return found
+
+
+@contextmanager
+def _extended(run: FitRun, row: dict[str, Any] | None) -> Iterator[None]:
+    """While open, the model is extended as a row says; what there is to warn of was said when the rules were tried."""
+    with warnings.catch_warnings(), quiet("hf_posenc.patching.api", "hf_posenc.evaluation.memory"):
+        warnings.simplefilter("ignore")
+        with extended_as(run.rotary.model, row):
+            yield
+
+
+@torch.no_grad()
+def numbers_found(model: PreTrainedModel, ids: torch.Tensor, hidden: Sequence[HiddenNumber]) -> list[float]:
+    """Return for each number 1 if the likeliest tokens are all of its digits, else 0.
+
+    The text is read once; each question reads on over its KV cache, which is then cut back.
+
+    Args:
+        model: In evaluation mode, under a rule whose frequencies do not depend on the length.
+        ids: The text, int64 ``(num_tokens,)``.
+        hidden: What is hidden in it.
+    """
+    cache, _ = prefill(model, ids.tolist(), None, None)
+    found = []
+    for number in hidden:
+        asked = number.question + number.answer[:-1]
+        choices = feed(model, asked, cache)[len(number.question) - 1 :].argmax(-1)
+        found.append(float(choices.tolist() == number.answer))
+        if not take_back(cache, len(asked)):
+            cache, _ = prefill(model, ids.tolist(), None, None)
+    return found

@@ -1,0 +1,50 @@
+"""What an objective is: a loss on samples that it draws itself, differentiable in the rule."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+if TYPE_CHECKING:
+    from hf_posenc.fitting.config import FitConfig
+    from hf_posenc.fitting.problem import FitProblem
+
+
+class Objective(abc.ABC):
+    """One term of what a fit lowers.
+
+    Attributes:
+        name: As ``--objectives`` has it.
+        summary: One plain sentence.
+        needs_teacher: Whether it compares with recordings of a teacher, or reads on behind them.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    needs_teacher: ClassVar[bool] = True
+
+    def __init__(self, problem: FitProblem, config: FitConfig) -> None:
+        """Prepare.
+
+        Args:
+            problem: The model, the rule and the texts.
+            config: The settings of the fit.
+        """
+        self.problem, self.config = problem, config
+
+    @abc.abstractmethod
+    def losses(self) -> Iterator[torch.Tensor]:
+        """Yield scalars with gradients, whose sum is the loss of a new sample.
+
+        The gradient of each is taken before the next is asked for, so that only one graph is in memory.
+        """
+
+    def state(self) -> list[int]:
+        """Return what the next sample depends on besides the generator, for a fit that goes on later."""
+        return []
+
+    def load_state(self, state: list[int]) -> None:  # noqa: B027  # most have none
+        """Take what ``state`` returned."""

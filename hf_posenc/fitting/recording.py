@@ -1,0 +1,223 @@
+"""One long forward of a teacher, recorded layer by layer on disk: keys, values, some queries and their outputs.
+
+A layer is written as soon as it is computed, so the memory of a recording is that of one layer more than a forward's.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from hf_posenc.attention.inner import PREFIX, inner_attention, inner_name, piece_mask
+from hf_posenc.attention.installation import attention_layers, layer_kind
+from hf_posenc.attention.interface import CROSS, attention_of, drop_attention, register, set_attention
+from hf_posenc.evaluation.lm_head import decoder_body
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.utils.files import write_whole
+
+RECORDED_QUERIES = 2048  # of each layer and text
+_DONE = "recording.json"
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was recorded of one document.
+
+    Attributes:
+        folder: Where it is.
+    """
+
+    folder: Path
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What was recorded, and the frequencies that keys and queries come rotated by."""
+        found: dict[str, Any] = json.loads((self.folder / _DONE).read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def layers(self) -> list[int]:
+        """Indices of the recorded layers: those whose positions are extended."""
+        return list(self.facts["layers"])
+
+    @cached_property
+    def inv_freq(self) -> torch.Tensor:
+        """The frequencies that queries and keys come rotated by, float32 ``(num_pairs,)``."""
+        return torch.tensor(self.facts["inv_freq"])
+
+    @property
+    def attention_factor(self) -> float:
+        """What queries and keys come multiplied by, each."""
+        return float(self.facts["attention_factor"])
+
+    @cached_property
+    def input_ids(self) -> torch.Tensor:
+        """The document, int64 ``(num_tokens,)``."""
+        return self._of_text("input_ids")
+
+    @cached_property
+    def query_positions(self) -> torch.Tensor:
+        """Positions of the recorded queries, int64 ``(num_queries,)``, rising."""
+        return self._of_text("query_positions")
+
+    @cached_property
+    def hidden(self) -> torch.Tensor:
+        """What the teacher's head gets, ``(num_tokens, hidden_size)``."""
+        return self._of_text("hidden")
+
+    def layer(self, index: int, *names: str, stop: int | None = None) -> list[torch.Tensor]:
+        """Return recorded tensors of a layer.
+
+        Args:
+            index: Of the layer.
+            *names: ``keys`` and ``values``, ``(kv_heads, num_tokens, head_dim)``; ``queries`` ``(heads, num_queries,
+                head_dim)``; ``outputs`` ``(num_queries, heads, head_dim)``.
+            stop: Of keys and values only the tokens before this one.
+        """
+        with safe_open(self.folder / _file(index), framework="pt") as file:
+            found = []
+            for name in names:
+                part = file.get_slice(name)
+                cut = stop is not None and name in ("keys", "values")
+                found.append(part[:, :stop] if cut else part[:])
+            return found
+
+    def _of_text(self, name: str) -> torch.Tensor:
+        with safe_open(self.folder / "text.safetensors", framework="pt") as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+
+def _file(index: int) -> str:
+    return f"layer-{index:03d}.safetensors"
+
+
+class Recorder:
+    """Stands before what a layer attends by, and writes down what comes in and goes out."""
+
+    def __init__(self, folder: Path, inner: str, query_positions: torch.Tensor, positions: torch.Tensor) -> None:
+        self.folder, self.inner, self.query_positions = folder, inner, query_positions
+        self.positions = positions
+        self.recorded: dict[int, Any] = {}
+
+    def wrap(self, attention: Any) -> Any:
+        """Return what attends as ``attention`` does, or as the model itself does where that is None."""
+        return _Recorded(self, attention, self.positions)
+
+
+class _Recorded:
+    def __init__(self, recorder: Recorder, attention: Any, positions: torch.Tensor) -> None:
+        self.recorder, self.attention, self.inner = recorder, attention, recorder.inner
+        self.positions = positions  # for layers that get none
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend, and write the layer's file."""
+        recorder = self.recorder
+        if self.attention is None:
+            if mask is None:  # Transformers makes no causal masks for hf_posenc's implementations
+                mask = piece_mask(recorder.inner, query.shape[2], key.shape[2], None, query)
+            output, weights = inner_attention(recorder.inner, module)(module, query, key, value, mask, **kwargs)
+        else:
+            output, weights = self.attention.attend(module, query, key, value, mask, kind, kwargs)
+        index: Any = module.layer_idx
+        at = recorder.query_positions.to(query.device)
+        tensors = {
+            "keys": key[0],
+            "values": value[0],
+            "queries": query[0].index_select(1, at),
+            "outputs": output[0].index_select(0, at),
+        }
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            recorder.folder / _file(index),
+        )
+        recorder.recorded[index] = kind
+        return output, weights
+
+
+@contextmanager
+def _recording(rotary: RotaryModel, recorder: Recorder) -> Iterator[None]:
+    """While open, every attention layer of a model is recorded."""
+    register()
+    layers = [module for module in attention_layers(rotary.model) if layer_kind(module, rotary.text_config) != CROSS]
+    before = {module: attention_of(module) for module in layers}
+    implementations = [(each, each._attn_implementation) for each in rotary.text_configs]
+    try:
+        for module in layers:
+            set_attention(module, recorder.wrap(before[module]), layer_kind(module, rotary.text_config))
+        for each, name in implementations:
+            each._attn_implementation = PREFIX + inner_name(str(name))
+        yield
+    finally:
+        for module in layers:
+            drop_attention(module)
+            attention = before[module]
+            if attention is not None:
+                set_attention(module, attention, layer_kind(module, rotary.text_config))
+        for each, name in implementations:
+            each._attn_implementation = name
+
+
+def is_recorded(folder: Path, identity: str) -> bool:
+    """Return whether a folder holds a whole recording of this identity."""
+    return (folder / _DONE).is_file() and Recording(folder).facts["identity"] == identity
+
+
+@torch.no_grad()
+def record(
+    model: Any, input_ids: torch.Tensor, folder: Path, query_positions: torch.Tensor, identity: str
+) -> Recording:
+    """Record one forward of a model as it is now, patched or not; what is there already is not computed again.
+
+    Args:
+        model: The model, in evaluation mode.
+        input_ids: The document, int64 ``(num_tokens,)``.
+        folder: Where the files go.
+        query_positions: Which queries are kept, rising int64 ``(num_queries,)``.
+        identity: What the recording depends on; another one is recorded anew.
+    """
+    if is_recorded(folder, identity):
+        return Recording(folder)
+    (folder / _DONE).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    rotary = RotaryModel(model)
+    inner = inner_name(str(rotary.text_config._attn_implementation))
+    positions = torch.arange(len(input_ids), device=rotary.device)[None]
+    recorder = Recorder(folder, inner, query_positions, positions)
+    began = time.perf_counter()
+    with _recording(rotary, recorder):
+        output = decoder_body(rotary.model)(input_ids=input_ids[None].to(rotary.device), use_cache=False)
+    seconds = time.perf_counter() - began
+    text = {"input_ids": input_ids, "query_positions": query_positions, "hidden": output.last_hidden_state[0]}
+    save_file({name: tensor.cpu().contiguous() for name, tensor in text.items()}, folder / "text.safetensors")
+    module = rotary.rotary_module
+    facts = {
+        "identity": identity,
+        "seconds": seconds,
+        "layers": sorted(recorder.recorded),
+        "kinds": [recorder.recorded[index] for index in sorted(recorder.recorded)],
+        "inv_freq": getattr(module, f"{rotary.prefix}inv_freq").float().cpu().tolist(),
+        "attention_factor": float(getattr(module, f"{rotary.prefix}attention_scaling")),
+    }
+    write_whole(folder / _DONE, json.dumps(facts))
+    return Recording(folder)

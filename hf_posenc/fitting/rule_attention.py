@@ -1,0 +1,211 @@
+"""Attention under the rule that is being fitted, differentiable in it, over keys and values that were recorded.
+
+Recorded queries and keys come rotated by known frequencies; they are rotated on by the difference to the rule's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_posenc.attention.inner import PREFIX, inner_attention, inner_name
+from hf_posenc.attention.installation import attention_layers, has_positions, layer_kind
+from hf_posenc.attention.interface import CROSS, FULL, PASS, drop_attention, register, set_attention
+from hf_posenc.attention.rotation import Rotation, Tables, angles_at
+from hf_posenc.evaluation.lm_head import decoder_body
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.fitting.recording import Recording
+from hf_posenc.fitting.rule import RuleParameters
+
+
+def rule_kind(module: nn.Module, rotary: RotaryModel) -> str:
+    """Return ``FULL`` for a layer that a static rule extends; layers with a window too, where all share their RoPE."""
+    kind = layer_kind(module, rotary.text_config)
+    return FULL if kind == PASS and rotary.label is None and has_positions(module) else kind
+
+
+class RuleAttention:
+    """What every attention layer of an unpatched model attends by while its rule is fitted.
+
+    Attributes:
+        recording: What comes before the tokens that are fed; None for nothing.
+        start: How many of its tokens come before them.
+    """
+
+    def __init__(self, rotary: RotaryModel, rule: RuleParameters, rotation: Rotation) -> None:
+        """Make one.
+
+        Args:
+            rotary: The model, unpatched.
+            rule: What is fitted.
+            rotation: How the family rotates.
+        """
+        self.rule, self.rotation = rule, rotation
+        self.inner = inner_name(str(rotary.text_config._attn_implementation))
+        self.plain: torch.Tensor = getattr(rotary.rotary_module, f"{rotary.prefix}inv_freq").detach().clone()
+        self.recording: Recording | None = None
+        self.start = 0
+        self.positions: torch.Tensor | None = None
+        self.kwargs: dict[int, dict[str, Any]] = {}
+        self._tables: dict[Any, Tables] = {}
+
+    def begin(self, recording: Recording | None, start: int, num_tokens: int) -> torch.Tensor:
+        """Forget the last step; return the positions of the tokens that are fed next, int64 ``(1, num_tokens)``."""
+        self._tables = {}
+        self.recording, self.start = recording, start
+        self.positions = torch.arange(start, start + num_tokens, device=self.plain.device)[None]
+        return self.positions
+
+    @torch.no_grad()
+    def note_arguments(self, rotary: RotaryModel) -> None:
+        """Run the model on two tokens, to see what each layer's attention is called with, such as its scaling."""
+        positions = self.begin(None, 0, 2)
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=rotary.device)
+        decoder_body(rotary.model)(input_ids=ids, position_ids=positions, use_cache=False)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to the recorded tokens and among those fed; as Transformers' attention functions."""
+        index: Any = module.layer_idx
+        self.kwargs[index] = {name: value for name, value in kwargs.items() if name != "position_ids"}
+        count, start = query.shape[2], self.start
+        positions = torch.arange(start, start + count, device=query.device)
+        if kind == FULL:
+            query = self.rotated(query, positions, None, of_queries=True)
+            key = self.rotated(key, positions, None)
+        if start:
+            assert self.recording is not None
+            keys, values = (part.to(key) for part in self.recording.layer(index, "keys", "values", stop=start))
+            if kind == FULL:
+                before = torch.arange(start, device=query.device)
+                keys = self.rotated(keys[None], before, self.recording)[0]
+            key = torch.cat((keys.expand(len(query), -1, -1, -1), key), dim=2)
+            value = torch.cat((values.expand(len(query), -1, -1, -1), value), dim=2)
+        seen = None
+        if start or kwargs.get("sliding_window"):
+            seen = _seen(positions, start + count, kwargs)
+        return self._call(module, query, key, value, seen, kwargs), None
+
+    def replay(self, module: nn.Module, recording: Recording, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's outputs under the rule, and the recorded ones, ``(num_rows, heads, head_dim)`` each.
+
+        Args:
+            module: The attention layer.
+            recording: Its inputs.
+            rows: Which of the recorded queries, int64 ``(num_rows,)``.
+        """
+        index: Any = module.layer_idx
+        positions = recording.query_positions[rows]
+        stop = int(positions.max()) + 1
+        keys, values, queries, outputs = recording.layer(index, "keys", "values", "queries", "outputs", stop=stop)
+        device = self.plain.device
+        query = queries[:, rows][None].to(device)
+        positions = positions.to(device)
+        query = self.rotated(query, positions, recording, of_queries=True)
+        slots = torch.arange(stop, device=device)
+        key = self.rotated(keys[None].to(device), slots, recording)
+        kwargs = self.kwargs[index]
+        found = self._call(module, query, key, values[None].to(device), _seen(positions, stop, kwargs), kwargs)
+        return found[0], outputs[rows].to(device)
+
+    def rotated(
+        self, states: torch.Tensor, positions: torch.Tensor, recording: Recording | None, of_queries: bool = False
+    ) -> torch.Tensor:
+        """Rotate states ``(batch, heads, length, head_dim)`` on, from where they come to where the rule wants them.
+
+        The temperature of the rule is on the queries alone, squared.
+
+        Args:
+            states: Queries or keys.
+            positions: Theirs, int64 ``(length,)``.
+            recording: Where they come from; None for the model itself, which rotates by its plain frequencies.
+            of_queries: Whether they are queries.
+        """
+        is_run = bool((positions.diff() == 1).all())  # tables of drawn queries are not wanted again
+        key = (int(positions[0]), int(positions[-1]), recording is None, of_queries)
+        if is_run and key in self._tables:
+            return self.rotation.rotate(states, self._tables[key])
+        come, factor = (self.plain, 1.0) if recording is None else (recording.inv_freq, recording.attention_factor)
+        frequencies = (self.rule.inv_freq(), come.to(positions.device))
+        there, here = (angles_at(positions[None], one[None]) for one in frequencies)
+        wanted = self.rule.attention_factor() ** 2 if of_queries else self.rule.log_factor.new_ones(())
+        tables = self.rotation.tables(there - here, wanted[None] / factor)
+        if is_run:
+            self._tables[key] = tables
+        return self.rotation.rotate(states, tables)
+
+    def _call(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        seen: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> torch.Tensor:
+        """Attend with a mask ``(num_queries, num_keys)``; ``(batch, num_queries, heads, head_dim)``."""
+        # Implementations other than sdpa know sinks and caps of the logits; here only the family's own function does.
+        special = any(kwargs.get(name) is not None for name in ("s_aux", "softcap"))
+        if self.inner == "eager" or (special and self.inner != "sdpa"):
+            added = None
+            if seen is None:
+                seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+            zero = torch.zeros((), dtype=query.dtype, device=query.device)
+            added = torch.where(seen, zero, torch.finfo(query.dtype).min)[None, None]
+            output = inner_attention("eager", module)(module, query, key, value, added, **kwargs)[0]
+            return output
+        batch, heads, count, dim = query.shape
+        groups = heads // key.shape[1]
+        if seen is None:
+            output = scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=kwargs.get("scaling"), enable_gqa=groups > 1
+            )
+            return output.transpose(1, 2)
+        # Queries that share a head's keys are just more queries, so that no key is repeated.
+        stacked = query.reshape(batch, heads // groups, groups * count, dim)
+        output = scaled_dot_product_attention(
+            stacked, key, value, attn_mask=seen.repeat(groups, 1), scale=kwargs.get("scaling")
+        )
+        return output.reshape(batch, heads, count, -1).transpose(1, 2)
+
+
+def _seen(positions: torch.Tensor, num_keys: int, kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return which keys queries at ``positions`` may see, bool ``(num_queries, num_keys)``."""
+    slots = torch.arange(num_keys, device=positions.device)
+    seen = slots <= positions[:, None]
+    window = kwargs.get("sliding_window")
+    return seen & (slots > positions[:, None] - window) if window else seen
+
+
+@contextmanager
+def rule_attention(model: Any, rule: RuleParameters, rotation: Rotation) -> Iterator[RuleAttention]:
+    """While open, an unpatched model attends under a rule that can be differentiated."""
+    register()
+    rotary = RotaryModel.of(model)
+    attention = RuleAttention(rotary, rule, rotation)
+    layers = [module for module in attention_layers(rotary.model) if rule_kind(module, rotary) != CROSS]
+    implementations = [(each, each._attn_implementation) for each in rotary.text_configs]
+    try:
+        for module in layers:
+            set_attention(module, attention, rule_kind(module, rotary))  # type: ignore[arg-type]
+        for each, _ in implementations:
+            each._attn_implementation = PREFIX + attention.inner
+        yield attention
+    finally:
+        for module in layers:
+            drop_attention(module)
+        for each, name in implementations:
+            each._attn_implementation = name

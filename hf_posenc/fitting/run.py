@@ -1,0 +1,85 @@
+"""One fit in progress: its model, texts, settings, folder and time limit, which all of its stages share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_posenc.attention.rotation import Rotation
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.fitting.config import FitConfig
+from hf_posenc.fitting.splitting import Texts
+from hf_posenc.methods.base import Method, plain_frequencies
+from hf_posenc.spec import RopeSpec
+
+
+@dataclass
+class FitRun:
+    """What the stages of a fit share.
+
+    Attributes:
+        rotary: The model, unpatched between the stages.
+        tokenizer: Its tokenizer; None where documents came as token ids.
+        texts: What is fitted on, and what is held out.
+        spec: What the model was trained with.
+        rotation: How the family rotates queries and keys.
+        config: The settings.
+        folder: Where the recordings, the state and the results are kept.
+        model_name: The model in records.
+        began: When the fit began, by ``time.perf_counter``.
+        pass_seconds: What a forward over a text of the target length takes; 0 until one was timed.
+    """
+
+    rotary: RotaryModel
+    tokenizer: PreTrainedTokenizerBase | None
+    texts: Texts
+    spec: RopeSpec
+    rotation: Rotation
+    config: FitConfig
+    folder: Path
+    model_name: str | None
+    began: float
+    pass_seconds: float = 0.0
+
+    @property
+    def original(self) -> int:
+        """The original length, in tokens."""
+        return self.spec.original_max_position_embeddings
+
+    @property
+    def target(self) -> int:
+        """The target length, in tokens."""
+        return int(self.config.context_length)
+
+    @property
+    def factor(self) -> float:
+        """Target / original."""
+        return self.target / self.original
+
+    @property
+    def seconds_left(self) -> float:
+        """What is left of the budget; infinite without one."""
+        budget = self.config.budget
+        return float("inf") if budget is None else budget - (time.perf_counter() - self.began)
+
+    def options(self, divisors: list[float], attention_factor: float) -> dict[str, Any]:
+        """Return a list of divisors and a temperature as options of the method ``fitted``."""
+        plain = self.config.short_list == "plain"
+        return {
+            "long_factor": divisors,
+            "short_factor": [1.0] * len(divisors) if plain else divisors,
+            "attention_factor": attention_factor,
+            "fitted_rope_theta": self.spec.rope_theta,
+            "fitted_original_length": self.original,
+            "fitted_length": self.target,
+        }
+
+    def options_of(self, method: Method) -> dict[str, Any]:
+        """Return a static method, as it was measured, as options of the method ``fitted``."""
+        inv_freq, attention_factor = method.frequencies(self.spec)
+        divisors = (plain_frequencies(self.spec) / inv_freq)[: self.spec.rotated_pairs].tolist()
+        return {**self.options(divisors, attention_factor), "short_factor": divisors}

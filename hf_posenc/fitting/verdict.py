@@ -1,0 +1,79 @@
+"""Whether a fitted rule is better than the published ones, on texts that it was not fitted on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_posenc.evaluation.intervals import Ratio, paired_interval
+from hf_posenc.evaluation.records import Record
+from hf_posenc.patching.extension_config import NO_METHOD
+from hf_posenc.utils.units import length_name
+
+FITTED = "fitted"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the measurement says.
+
+    Attributes:
+        better: Whether the fitted rule is better than every compared one at the target length; False if one of these
+            is better than it, None if they cannot be told apart.
+        best: The method to take: ``"fitted"``, or the compared one that is better.
+        lines: Why, in words.
+    """
+
+    better: bool | None
+    best: str
+    lines: tuple[str, ...]
+
+
+def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict | None:
+    """Compare the fitted rule with the others by paired intervals on the same tokens.
+
+    Args:
+        rows: The records of each row by its method; ``"none"`` is the unextended model, which need not reach the
+            target length.
+
+    Returns:
+        The verdict; None where no published rule was measured.
+    """
+    by_length = {name: {record.context_length: record for record in records} for name, records in rows.items()}
+    ours = by_length[FITTED]
+    target = max(ours)
+    rivals = {name: found for name, found in by_length.items() if name not in (FITTED, NO_METHOD)}
+    if not rivals:
+        return None
+    at = length_name(target)
+    ratios = {name: paired_interval(ours[target], found[target]) for name, found in rivals.items()}
+    best = max(ratios, key=lambda name: ratios[name].value)  # of the lowest perplexity
+    lower = [name for name, ratio in ratios.items() if ratio.value > 1 and not ratio.is_tie]
+    ties = [name for name, ratio in ratios.items() if ratio.is_tie]
+    if lower:
+        better, lines = False, [f"{best} is better than the fitted rule at {at}: the fitted rule has {ratios[best]}"]
+    elif ties:
+        better = None
+        differences = ", ".join(f"{ratios[name]} against {name}" for name in ties)
+        lines = [f"at {at} the fitted rule cannot be told apart from {', '.join(ties)}: {differences}"]
+    else:
+        better = True
+        lines = [f"the fitted rule is better than every compared rule at {at}: {ratios[best]} against {best}, the next"]
+    for length in sorted(set(ours) - {target}):
+        name = min(rivals, key=lambda one: rivals[one][length].perplexity)
+        found = paired_interval(ours[length], rivals[name][length])
+        lines.append(f"at {length_name(length)}: {_against(found, name)}")
+    unmodified = by_length.get(NO_METHOD, {})
+    costs = [(length, paired_interval(ours[length], unmodified[length])) for length in sorted(unmodified)]
+    if costs:
+        lines.append(
+            "cost against the unextended model: "
+            + ", ".join(f"{cost} at {length_name(length)}" for length, cost in costs)
+        )
+    return Verdict(better, best if better is False else FITTED, tuple(lines))
+
+
+def _against(ratio: Ratio, name: str) -> str:
+    if ratio.is_tie:
+        return f"no difference from {name} that can be told ({ratio})"
+    return f"{'better' if ratio.value < 1 else 'worse'} than {name}, the best of the others ({ratio})"

@@ -1,0 +1,73 @@
+"""What ``hf-posenc fit`` with its default settings takes, from the config alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_posenc.checkpoint.loading import meta_model
+from hf_posenc.evaluation.memory import shape_of
+from hf_posenc.fitting.config import FitConfig
+from hf_posenc.fitting.cost import fit_cost
+from hf_posenc.planning.architecture import ModelFacts
+from hf_posenc.utils.units import ContextLength
+
+_BACKWARD_ATTENTION = 2.5  # of the forward; as for training
+
+
+@dataclass(frozen=True)
+class PlannedFit:
+    """What fitting a rule takes on one device.
+
+    Attributes:
+        memory: Bytes at the peak, the weights included.
+        disk: Bytes of the recordings.
+        teacher_flops: Operations of the teacher's pass over a text.
+        step_flops: Of all steps.
+        measuring_flops: Of measuring the fitted rule and those it is compared with on a held-out text.
+    """
+
+    memory: int
+    disk: int
+    teacher_flops: float
+    step_flops: float
+    measuring_flops: float
+
+    @property
+    def flops(self) -> float:
+        """Operations in all."""
+        return self.teacher_flops + self.step_flops + self.measuring_flops
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything, JSON-able."""
+        return {**asdict(self), "flops": self.flops}
+
+
+def predict_fit(config: PreTrainedConfig, facts: ModelFacts, target: int) -> PlannedFit:
+    """Predict a fit on one text, with one held out.
+
+    Args:
+        config: The model's, with the dtype it is loaded in.
+        facts: What it is.
+        target: The target length, in tokens.
+    """
+    settings = FitConfig(context_length=ContextLength(target))
+    shape = shape_of(meta_model(config))
+    cost = fit_cost(
+        shape,
+        settings.weights(),
+        target=target,
+        queries=settings.queries,
+        block=settings.block,
+        texts=settings.max_texts,
+        needs_teacher=True,
+    )
+    # Causal attention computes half of the square: two products with each key, of every head.
+    attention = 4.0 * facts.num_heads * facts.head_dim * target / 2 * target * facts.num_layers
+    one_pass = 2.0 * facts.matrix_parameters * target + attention
+    of_query = 4.0 * facts.num_heads * facts.head_dim * target * (1 + _BACKWARD_ATTENTION)
+    steps = settings.steps * min(settings.layers, facts.num_layers) * settings.queries * of_query
+    rows = len(settings.compare)  # the fitted rule, and all of them but the unextended model, which reads less
+    return PlannedFit(cost.peak, cost.disk, one_pass * settings.max_texts, steps, one_pass * rows)
