@@ -16,6 +16,7 @@ from tiny_models import STATIC_METHODS
 STATIC = {
     **{key: request for key, request in STATIC_METHODS.items() if key not in ("yarn-harmonic", "yarn-options")},
     "dynamic-sequence": ("dynamic", {"scope": "sequence"}),
+    "fitted": ("fitted", {}),
 }
 STAGED = {key: (key.partition("-")[0], options) for key, options in STAGED_RULES.items() if "geometric" not in key}
 DISTANCE = {key: request for key, request in DISTANCE_RULES.items() if key != "rerope-log_n"}
@@ -31,6 +32,9 @@ def patch(model: PreTrainedModel, key: str) -> PreTrainedModel:
     if name == "longrope":
         num_pairs = model.model.rotary_emb.inv_freq.numel()
         options = {"short_factor": [1.0] * num_pairs, "long_factor": [1.0 + i for i in range(num_pairs)]}
+    if name == "fitted":
+        divisors = [1.0 + i / 4 for i in range(model.model.rotary_emb.inv_freq.numel())]
+        options = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.05}
     if key == "learned":
         patch_model(model, name, context_length=8 * model.config.max_position_embeddings)
     else:

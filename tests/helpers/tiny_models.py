@@ -54,6 +54,9 @@ STATIC_METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope": ("longrope", {}),  # long_factor depends on the model: see method_options
     "abf": ("abf", {"rope_theta": 5e6}),
     "nope": ("nope", {}),
+    "ntk_rcd": ("ntk_rcd", {}),
+    "ntk_rcd-constant": ("ntk_rcd", {"critical_pair": 2, "scale": 6.0, "beyond_critical": "constant"}),
+    "yarn_rcd": ("yarn_rcd", {}),
 }
 
 

@@ -202,7 +202,7 @@ def test_a_later_layer_that_does_not_turn_is_found_out(monkeypatch: pytest.Monke
 
     model = cohere_whose_last_layer_has_no_positions()
     plain = logits(model, IDS)
-    monkeypatch.setattr(installation, "_kind", lambda module, config: FULL)
+    monkeypatch.setattr(installation, "layer_kind", lambda module, config: FULL)
     with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
         patch_in_attention(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)

@@ -44,6 +44,7 @@ SLOW = (
     "how-to/add-a-method.md",
     "how-to/evaluate-perplexity.md",
     "how-to/fine-tune.md",
+    "how-to/fit-a-method.md",
     "how-to/measure-retrieval.md",
     "results/zero-shot.md",
     "start/choosing-a-method.md",

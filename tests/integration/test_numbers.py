@@ -41,6 +41,7 @@ NOT_MEASURED = {
     ("how-to/check-a-checkpoint.md", "subject"): "limits of settings",
     ("how-to/evaluate-perplexity.md", "protocol"): "numbers of tables in a paper",
     ("how-to/extend-and-save.md", "file"): "versions of Transformers",
+    ("how-to/fit-a-method.md", "flag"): "settings",
     ("how-to/plan-memory.md", "row"): "bits of formats",
     ("how-to/plan-memory.md", "flag"): "a unit",
     ("reference/records.md", "key"): "a version of the format",

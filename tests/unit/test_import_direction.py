@@ -28,12 +28,13 @@ MAY_IMPORT = {
     "evaluation": "methods families data attention patching checkpoint",
     "retrieval": "assets families evaluation",
     "training": "methods families data attention encodings patching checkpoint evaluation",
-    "planning": "methods families attention patching checkpoint evaluation training",
+    "fitting": "methods families attention patching evaluation retrieval",
+    "planning": "methods families attention patching checkpoint evaluation training fitting",
     "report": "methods attention evaluation",
     "explain": "methods families attention patching checkpoint report",
     "comparing": "methods families patching evaluation retrieval",
-    "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieval training planning "
-    "report explain comparing",
+    "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieval training fitting "
+    "planning report explain comparing",
     "__main__": "cli",
     "__init__": "checkpoint",
 }

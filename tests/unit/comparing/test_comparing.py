@@ -24,7 +24,7 @@ from model_types import tiny_model
 from tiny_llama import make_tiny_llama
 from tiny_models import make_model
 
-ZERO_SHOT_STATIC = {"ntk", "ntk_by_parts", "yarn", "llama3"}
+ZERO_SHOT_STATIC = {"ntk", "ntk_by_parts", "ntk_rcd", "yarn", "yarn_rcd", "llama3"}
 IN_ATTENTION = {"dynamic", "dynamic_yarn", "self_extend", "dca", "rerope", "leaky_rerope"}
 
 
@@ -43,12 +43,13 @@ def test_every_method_is_tried_or_named_with_its_reason() -> None:
     assert set(found) == {"none"} | ZERO_SHOT_STATIC | IN_ATTENTION
     assert (
         set(left_out)
-        == {"linear", "longrope", "abf", "nope"}
+        == {"linear", "longrope", "abf", "fitted", "nope"}
         == set(methods()) - set(found) - method_names("is_encoding")
     )
     assert "needs fine-tuning" in left_out["linear"]
     assert "needs fine-tuning" in left_out["abf"]
     assert "needs long_factor" in left_out["longrope"]
+    assert "needs source" in left_out["fitted"]
 
 
 def test_an_encoding_in_place_of_rope_is_no_way_to_extend() -> None:
@@ -74,8 +75,9 @@ def test_what_a_family_cannot_do_is_left_out_with_its_reason() -> None:
     refusal = attention_capabilities()["deepseek_v3"]
     assert refusal is not None
     found, left_out = names(latent)
-    assert set(found) == {"none"} | ZERO_SHOT_STATIC
-    assert set(left_out) - {"linear", "longrope", "abf", "nope"} == IN_ATTENTION
+    assert set(found) == ({"none"} | ZERO_SHOT_STATIC) - {"yarn_rcd"}
+    assert set(left_out) - {"linear", "longrope", "abf", "fitted", "nope"} == IN_ATTENTION | {"yarn_rcd"}
+    assert "give attention_factor" in left_out["yarn_rcd"]
     assert left_out["dynamic_yarn"] == f"model_type 'deepseek_v3': {refusal.reason}"
     lines = plan_of(60, 60, left_out=left_out).text().splitlines()
     (shared,) = (line for line in lines if "'deepseek_v3'" in line)

@@ -45,10 +45,13 @@ REFUSED: dict[tuple[str, str], str] = {
     ("tgi", "yarn-paper"): "TGI cannot express attention_factor 1.13",
     ("tgi", "yarn-harmonic"): "TGI cannot express attention_factor 1.13",
     ("tgi", "nope"): "TGI cannot express attention_factor 1.0",
+    ("tgi", "ntk_rcd-constant"): "TGI cannot express attention_factor 1.0",
+    ("tgi", "yarn_rcd"): "TGI cannot express beta_slow 1.81",
     ("tgi", "yarn-options"): "TGI cannot express beta_fast 8.0, truncate False",
     ("llama.cpp", "yarn-paper"): "no flags for longrope",
     ("llama.cpp", "yarn-harmonic"): "no flags for longrope",
     ("llama.cpp", "nope"): "no flags for longrope",
+    ("llama.cpp", "ntk_rcd-constant"): "no flags for longrope",
     ("llama.cpp", "yarn-options"): "cannot express truncate=False",
 }
 # Two lists, an unrounded ramp. Other longrope is metadata and tensors, but no flags.
@@ -218,6 +221,8 @@ def test_gguf_metadata_survive_a_file_and_say_what_the_manifest_says(
         assert fields.pop(f"{prefix}factor") == manifest["factor"]
     if scaling_type in ("yarn", "longrope"):
         assert fields.pop(f"{prefix}original_context_length") == manifest["original_max_position_embeddings"]
+    if "beta_slow" in rope:
+        assert fields.pop(f"{prefix}yarn_beta_slow") == pytest.approx(rope["beta_slow"], rel=1e-7)
     if scaling_type == "longrope":
         assert fields.pop(f"{prefix}attn_factor") == pytest.approx(rope["attention_factor"], rel=1e-7)
         for length in ("short", "long"):

@@ -17,7 +17,7 @@ from hf_posenc.exports import STACKS, export_command, gguf_metadata, gguf_tensor
 from served_frequencies import Frequencies, extended, flag, keys_of_flags, llama_cpp_reads, sglang_reads, vllm_reads
 from tiny_models import make_model
 
-STATIC_IN_PLACE = ("linear", "ntk", "ntk_by_parts", "yarn", "llama3")
+STATIC_IN_PLACE = ("linear", "ntk", "ntk_by_parts", "ntk_rcd", "yarn", "yarn_rcd", "llama3")
 
 
 def run_in_attention(folder: Path, method: str = "dynamic_yarn") -> Path:
@@ -134,7 +134,7 @@ def test_what_as_cannot_do_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         ),
         ((path, "llama.cpp", "llama3"), r"no flags for llama3.*--as yarn, ntk or linear"),
         ((path, "llama.cpp", "ntk_by_parts"), "no flags for ntk_by_parts"),
-        ((path, "vllm", "longrope"), "linear, llama3, ntk, ntk_by_parts, yarn; got 'longrope'"),
+        ((path, "vllm", "longrope"), "linear, llama3, ntk, ntk_by_parts, ntk_rcd, yarn, yarn_rcd; got 'longrope'"),
         ((path, "vllm", "dynamic"), "takes a static rule"),
         ((path, "vllm", "yarm"), "Did you mean 'yarn'"),
         ((static, "vllm", "linear"), r"says its rule already \(yarn\), and servers run that: leave --as out"),

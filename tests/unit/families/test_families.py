@@ -30,7 +30,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "linear": {},
     "ntk": {},
     "ntk_by_parts": {},
+    "ntk_rcd": {"critical_pair": 3},
     "yarn": {},
+    "yarn_rcd": {},
     "llama3": {},
     "abf": {"rope_theta": 1e8},
 }
