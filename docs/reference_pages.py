@@ -289,7 +289,7 @@ def _names_as_code(cls: type[Method], text: str) -> str:
     names = sorted({*cls.option_fields(), "ntk_by_parts"}, key=len, reverse=True)
     values = r"(?:='\w+')?"
     pattern = re.compile(rf"(\$[^$]*\$)|\b(?:{'|'.join(names)})\b{values}")
-    plain = {"window", "group", "leak", "stage", "base"}  # words too: names after "option" only
+    plain = {"window", "group", "leak", "stage", "base", "scale"}  # words too: names after "option" only
 
     def marked(found: re.Match[str]) -> str:
         if found[1] or (found[0] in plain and not text[: found.start()].endswith("option ")):
