@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from hf_posenc.cli.output_folders import check_folder, check_work_folder
 from hf_posenc.cli.shared_arguments import MODEL, DocumentArguments, ModelArguments, parse, parse_options
 from hf_posenc.fitting.config import WORK_FILES, FitConfig
+from hf_posenc.utils.files import write_whole
 
 if TYPE_CHECKING:
     from hf_posenc.fitting.fitting import FitResult
@@ -66,9 +67,10 @@ def fit(argv: Sequence[str]) -> None:
         raise
     print(_in_words(result))
     del model
-    _save(given.model, output, result)
-    if result.records:
-        shutil.copy(work_dir / "results.jsonl", output)
+    _save(given.model, output, what, result)
+    if result.records:  # the file in the work folder has those of requests before this one too
+        lines = [record.to_json() + "\n" for row in result.records.values() for record in row]
+        write_whole(output / "results.jsonl", "".join(lines))
     shutil.rmtree(work_dir)
     print(
         f"saved: {where.output}, which plain Transformers loads. To serve it: hf-posenc export {where.output} --to vllm"
@@ -97,7 +99,7 @@ def _in_words(result: FitResult) -> str:
     return "\n".join([*lines, "", f"fitted and measured in {duration_name(result.seconds)}"])
 
 
-def _save(name: str, output: Path, result: FitResult) -> None:
+def _save(name: str, output: Path, config: FitConfig, result: FitResult) -> None:
     """Save the model with the rule, its weights as they are in the checkpoint."""
     from hf_posenc.checkpoint.extended import save_extended
     from hf_posenc.checkpoint.loading import load_model
@@ -109,5 +111,5 @@ def _save(name: str, output: Path, result: FitResult) -> None:
     trained = tokens_trained(name)
     model, tokenizer = load_model(name, dtype=CHECKPOINT, device="cpu")
     with quiet(patch_model.__module__):
-        patch_model(model, "fitted", tokenizer=tokenizer, **result.options)
+        patch_model(model, tokenizer=tokenizer, **config.request("fitted", result.options))
     save_extended(model, output, tokenizer, tokens_trained=trained, base_model=name, fitted_on=result.facts)

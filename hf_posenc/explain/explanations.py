@@ -154,6 +154,17 @@ def rule_sentences(rule: PairRule) -> list[str]:
 def _ramp(rule: PairRule) -> list[str]:
     """Say between which pairs the ramp of a rule by parts lies."""
     method = rule.method
+    if (pairs := method.ramp_pairs(rule.spec)) is not None:
+        kept, critical = pairs
+        count = critical - kept - 1
+        between = "no pair lies between"
+        if count:
+            where = f"from pair {kept + 1} to {critical - 1}" if count > 1 else f"at pair {critical - 1}"
+            between = f"{where} the share grows (linear in its index)"
+        return [
+            f"The ramp: pairs 0 to {kept} are kept, pair {critical}, the critical pair, and slower ones are divided by "
+            f"{method.ramp_scale:.4g}; {between}."
+        ]
     if method.ramp_turns is None:
         return []
     slow, fast = method.ramp_turns

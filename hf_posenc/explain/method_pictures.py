@@ -48,7 +48,7 @@ def frequency_pictures(rule: PairRule) -> list[Picture]:
     return drawn(
         draw_stretch([rule], "stretch", "How far each pair is stretched", caption),
         draw_wavelengths(rule),
-        draw_ramp(rule) if rule.method.ramp_turns else None,
+        draw_ramp(rule) if rule.method.ramp_turns or rule.method.ramp_pairs(rule.spec) else None,
         None if rule.method.needs_hf_posenc else draw_temperature(rule.spec, rule.method),
         draw_dials(rule.spec, rule.reach, rule.frequencies[0], rule.name),
     )
@@ -93,26 +93,27 @@ def _pair_ticks(spec: RopeSpec) -> list[tuple[float, str]]:
 
 
 def draw_ramp(rule: PairRule) -> Picture | None:
-    """Draw how much of its interpolation each pair has; None at factor 1, or of a rule that goes beyond dividing."""
-    spec, method, rotated = rule.spec, rule.method, rule.spec.rotated_pairs
-    if method.factor == 1:
+    """Draw how much of its interpolation each pair has; None where it divides by 1, or goes beyond dividing."""
+    spec, scale, rotated = rule.spec, rule.method.ramp_scale, rule.spec.rotated_pairs
+    if scale == 1:
         return None
     plain, scaled = plain_frequencies(spec)[:rotated], rule.frequencies[0][:rotated]
-    share = (plain - scaled) / (plain - plain / method.factor)
+    share = (plain - scaled) / (plain - plain / scale)
     if float(share.max()) > 1.01 or float(share.min()) < -0.01:
         return None
     slow, _ = rule.incomplete()
+    whole = "the factor" if scale == rule.method.factor else f"{scale:.4g}"
     chart = Chart(
         "The ramp: share of interpolation",
         "pair",
-        "0: kept, 1: divided by the factor",
+        f"0: kept, 1: divided by {whole}",
         [Line(rule.name, list(range(rotated)), share.clamp(0, 1).tolist(), numbered_look(0))],
         _pair_ticks(spec),
         [(rotated - slow - 0.5, "no complete rotation in training")] if 0 < slow < rotated else [],
         log_x=False,
     )
     caption = (
-        "Frequencies between the plain one (0) and that divided by the factor (1), by pair, the fast ones to the left. "
+        f"Frequencies between the plain one (0) and that divided by {whole} (1), by pair, the fast ones to the left. "
         "The dashed line is where pairs begin that complete no rotation in training."
     )
     return Picture("ramp", "The ramp", caption, draw_chart(chart))

@@ -179,6 +179,8 @@ class FitConfig:
         self.weights()
         for name in ("context_length", "steps", "queries", "layers", "block", "questions", "max_texts", "seeds"):
             check_length(argument(name), getattr(self, name))
+            if isinstance(getattr(self, name), float):  # a whole one, as JSON may have it
+                setattr(self, name, int(getattr(self, name)))
         if self.fitted_numbers < 1 or self.held_out < 0 or self.held_out_numbers < 0:
             raise InvalidRequestError(
                 f"{argument('fitted_numbers')} must be at least 1, {argument('held_out')} and "
@@ -194,10 +196,17 @@ class FitConfig:
             raise InvalidRequestError(f"{argument('teacher')} must be a method for RoPE, got {self.teacher!r}.")
         if self.teacher != NO_METHOD:
             make_method(self.teacher, 1.0, self.teacher_options)
+        elif self.teacher_options:
+            raise InvalidRequestError(
+                f"the teacher is the unextended model, which has no options, got {self.teacher_options}: name the "
+                f"{argument('teacher')} they are for."
+            )
         named: Mapping[str, list[str]] = {"start": [] if self.start == GRID else [self.start], "compare": self.compare}
         for flag, names in named.items():
             for name in names:
-                if name != NO_METHOD and not issubclass(get_method(name), StaticMethod):
+                if flag == "compare" and name == NO_METHOD:
+                    continue
+                if not issubclass(get_method(name), StaticMethod):
                     raise InvalidRequestError(
                         f"{argument(flag)} takes static methods, got {name!r}: servers run no other, and a list of "
                         "divisors expresses no other."

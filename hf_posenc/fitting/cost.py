@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_posenc.evaluation.memory import MemoryNeed, ModelShape, predict_memory, shape_of
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.objectives import get_objective
 from hf_posenc.fitting.recording import RECORDED_QUERIES
 from hf_posenc.methods.base import Extension
-from hf_posenc.patching.extension_config import NO_METHOD
+from hf_posenc.patching.extension_config import NO_METHOD, ExtensionRequest
+from hf_posenc.patching.request import resolve
 from hf_posenc.utils.units import size_name
 
 if TYPE_CHECKING:
@@ -28,64 +29,72 @@ class FitCost:
     Attributes:
         teacher: Bytes of memory while the teacher reads a text; None where no objective needs one.
         step: Bytes while a step is taken, the model included.
+        measuring: Bytes while a text of the target length is measured, the model included; 0 if none is.
         disk: Bytes of all recordings.
     """
 
     teacher: MemoryNeed | None
     step: int
+    measuring: int
     disk: int
 
     @property
     def peak(self) -> int:
         """Bytes at the peak."""
-        return max(self.step, 0 if self.teacher is None else self.teacher.peak)
+        return max(self.step, self.measuring, 0 if self.teacher is None else self.teacher.peak)
 
 
-def fit_cost(
-    shape: ModelShape,
-    objectives: Collection[str],
-    *,
-    target: int,
-    queries: int,
-    block: int,
-    texts: int,
-    needs_teacher: bool,
-    teacher: Extension | None = None,
-) -> FitCost:
+def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, teacher: Extension | None) -> FitCost:
     """Predict what a fit needs.
 
     Counted is what a LLaMA-like layer holds. ``attention_matching`` holds one layer's recorded keys and values, the
     rotated keys with what their gradients need in float32, and a mask of its queries. A block over a recorded prefix
     holds the rotated keys and the values of all layers, and a text of full length the activations of every layer.
+    Hidden numbers are asked for over the KV cache of a text, which is held beside the activations of its last layer.
 
     Args:
         shape: The model's numbers.
-        objectives: Their names.
-        target: The target length, in tokens.
-        queries: Of ``attention_matching``, in a step.
-        block: Tokens of a block.
+        config: The settings, checked.
         texts: How many are recorded.
-        needs_teacher: Whether any objective needs recordings.
         teacher: What the teacher's model is patched with; None for the unextended model.
     """
+    kinds = {name: get_objective(name) for name in config.weights()}
+    target, queries, block = int(config.context_length), config.queries, config.block
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     number, layers = shape.number_bytes, shape.num_layers
     step = 0
-    if "attention_matching" in objectives:
+    if "attention_matching" in kinds:
         of_keys = target * kv * (2 * number + 6 * _FLOAT32)
         of_mask = 2 * target * queries * (shape.num_heads // shape.num_kv_heads) * (1 + number)
         step = max(step, of_keys + of_mask)
-    if {"teacher_tokens", "last_block", "needles"} & set(objectives):
+    if any(kind.reads_on for kind in kinds.values()):
         of_keys = target * kv * (3 * number + 2 * _FLOAT32)
         of_block = block * (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
         step = max(step, layers * (of_keys + of_block) + block * shape.vocab_size * 4 * _FLOAT32)
-    if "full_length" in objectives:
+    if "full_length" in kinds:
         of_text = target * (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
         step = max(step, layers * of_text + target * shape.vocab_size * 4 * _FLOAT32)
-    disk = texts * layers * (2 * target * kv + 2 * RECORDED_QUERIES * q) * number if needs_teacher else 0
+    recorded = any(kind.needs_teacher for kind in kinds.values())
+    read = predict_memory(shape, target)
+    asked = 2 * target * kv * layers * number if config.held_out_numbers else 0
     return FitCost(
-        predict_memory(shape, target, extension=teacher) if needs_teacher else None, shape.weight_bytes + step, disk
+        teacher=predict_memory(shape, target, extension=teacher) if recorded else None,
+        step=shape.weight_bytes + step,
+        measuring=read.peak + asked if config.held_out else 0,
+        disk=texts * layers * (2 * target * kv + 2 * RECORDED_QUERIES * q) * number if recorded else 0,
     )
+
+
+def teacher_extension(rotary: RotaryModel, config: FitConfig) -> Extension | None:
+    """Return what the teacher's model is patched with; None for the unextended model.
+
+    Raises:
+        ValueError: The teacher is not for this model.
+    """
+    if config.teacher == NO_METHOD:
+        return None
+    request = config.request(config.teacher, config.teacher_options)
+    return resolve(rotary.text_config, ExtensionRequest.of(**request))
 
 
 def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, output: str) -> str:
@@ -97,22 +106,11 @@ def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, out
         num_texts: Texts that are fitted on.
         output: The folder that the model goes to, beside which the recordings are kept.
     """
-    kinds = {name: get_objective(name) for name in config.weights()}
-    cost = fit_cost(
-        shape_of(model),
-        kinds,
-        target=int(config.context_length),
-        queries=config.queries,
-        block=config.block,
-        texts=num_texts,
-        needs_teacher=any(kind.needs_teacher for kind in kinds.values()),
-    )
+    cost = fit_cost(shape_of(model), config, texts=num_texts, teacher=teacher_extension(RotaryModel(model), config))
     first = ""
     if cost.teacher is not None:
         teacher = "the model as it is" if config.teacher == NO_METHOD else config.teacher
         first = f"{teacher} reads {num_texts} text{'s' * (num_texts > 1)} once, then "
     room = f", {size_name(cost.disk)} on disk in {output}.work" if cost.disk else ""
-    return (
-        f"{first}{config.steps} steps on {', '.join(kinds)}: about {size_name(cost.peak)} of memory for weights and "
-        f"tensors{room}"
-    )
+    steps = f"{config.steps} steps on {', '.join(config.weights())}"
+    return f"{first}{steps}: about {size_name(cost.peak)} of memory for weights and tensors{room}"

@@ -34,8 +34,8 @@ class Step:
 class Descent:
     """Adam on a rule, one step at a time.
 
-    Its state is 2 x 33 numbers and a random generator, kept as JSON in ``file``: the same request goes on from there
-    and ends at the same numbers as one that was never stopped.
+    Its state is a few lists of as many numbers as are fitted, and a random generator, kept as JSON in ``file``: after
+    ``load``, the same request goes on from there and ends at the same numbers as one that was never stopped.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Descent:
         file: Path,
         identity: str,
     ) -> None:
-        """Prepare, or go on where ``file`` ends.
+        """Prepare the first step.
 
         Args:
             rule: What is changed, in place.
@@ -60,7 +60,7 @@ class Descent:
             learning_rate: Of the first step; it falls along a cosine to a twentieth.
             smoothness: Weight of the rule's roughness.
             file: Where the state is kept.
-            identity: Of the request; a state of another one is not used.
+            identity: Of the request; a state of another one, or of another number of steps, is not used.
         """
         self.rule, self.objectives, self.generator = rule, objectives, generator
         self.steps, self.learning_rate, self.smoothness = steps, learning_rate, smoothness
@@ -69,7 +69,6 @@ class Descent:
         self.moments = [(torch.zeros_like(one), torch.zeros_like(one)) for one in self.parameters]
         self.averages = [torch.zeros_like(one) for one in self.parameters]
         self.history: list[Step] = []
-        self._load()
 
     @property
     def done(self) -> int:
@@ -155,6 +154,7 @@ class Descent:
     def _save(self) -> None:
         state = {
             "identity": self.identity,
+            "steps": self.steps,
             "parameters": [one.tolist() for one in self.parameters],
             "moments": [[first.tolist(), second.tolist()] for first, second in self.moments],
             "averages": [one.tolist() for one in self.averages],
@@ -165,11 +165,13 @@ class Descent:
         write_whole(self.file, json.dumps(state))
 
     @torch.no_grad()
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Go on where ``file`` ends, if that is of this request and of as many steps."""
         if not self.file.is_file():
             return
         state = read_json(self.file)
-        if state["identity"] != self.identity:
+        # The rate and what is averaged depend on the number of steps.
+        if (state["identity"], state.get("steps")) != (self.identity, self.steps):
             return
         for parameter, values in zip(self.parameters, state["parameters"], strict=True):
             parameter.copy_(torch.tensor(values))

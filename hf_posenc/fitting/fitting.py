@@ -24,7 +24,7 @@ from hf_posenc.attention.installation import check_attention
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, argument
 from hf_posenc.evaluation.documents import Document, hash_token_ids, to_token_ids
-from hf_posenc.evaluation.lm_head import decoder_body
+from hf_posenc.evaluation.lm_head import check_head, decoder_body
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_json, hash_weights
 from hf_posenc.evaluation.records import Record
@@ -35,11 +35,11 @@ from hf_posenc.fitting.descent import Descent, Step
 from hf_posenc.fitting.grid import best_of_grid
 from hf_posenc.fitting.hidden_numbers import HiddenNumber, hide_numbers
 from hf_posenc.fitting.measuring import NumbersFound, find_numbers, measure_rows, spread_of_seeds
-from hf_posenc.fitting.objectives import get_objective
+from hf_posenc.fitting.objectives import get_objective, objectives
 from hf_posenc.fitting.problem import FitProblem
 from hf_posenc.fitting.recording import RECORDED_QUERIES, Recording, is_recorded, record
 from hf_posenc.fitting.rule import RuleParameters, rotations_in_training
-from hf_posenc.fitting.rule_attention import rule_attention
+from hf_posenc.fitting.rule_attention import RuleAttention, reads_on_from_keys_and_values, rule_attention
 from hf_posenc.fitting.run import FitRun
 from hf_posenc.fitting.splitting import Texts, split_texts
 from hf_posenc.fitting.verdict import Verdict, judge
@@ -64,7 +64,8 @@ class FitResult:
     """What a fit found.
 
     Attributes:
-        options: Those of the method ``fitted``: ``patch_model(model, "fitted", **result.options)``.
+        options: Those of the method ``fitted``: ``patch_model(model, "fitted", **result.options)``; with
+            ``original_max_position_embeddings`` too if the settings had it.
         verdict: Whether it is better than the compared rules; None where nothing was compared.
         records: What was measured on the held-out texts, by the method of each row.
         numbers_found: How many numbers hidden in a held-out text were found, by the method of each row.
@@ -165,8 +166,28 @@ def _checked(
     )
     _check_start(spec, config)
     rotation = _rotation(rotary, config)
+    with evaluation_mode(rotary.model):
+        check_head(rotary.model)
+        _check_objectives(rotary, config)
     _try_rules(rotary, config)
     return spec, texts, rotation
+
+
+def _check_objectives(rotary: RotaryModel, config: FitConfig) -> None:
+    """Raise unless the model's layers are such that each objective can be computed.
+
+    Raises:
+        ValueError: One reads on behind recorded keys and values, and these are not all that the model carries on.
+    """
+    reading_on = [name for name in config.weights() if get_objective(name).reads_on]
+    if reading_on and not reads_on_from_keys_and_values(rotary):
+        others = [name for name, kind in objectives().items() if not kind.reads_on]
+        raise InvalidRequestError(
+            f"{' and '.join(map(repr, reading_on))} cannot be used with model_type {rotary.text_config.model_type!r}: "
+            "a block is read over the recorded keys and values of each attention layer, and this model needs more of "
+            "the text before it (recurrent or convolutional layers, or layers that attend twice). Take "
+            f"{', '.join(others[:-1])} or {others[-1]}."
+        )
 
 
 def _check_start(spec: RopeSpec, config: FitConfig) -> None:
@@ -289,15 +310,11 @@ def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, 
     with rule_attention(run.rotary, rule, run.rotation) as attention:
         attention.note_arguments(run.rotary)
         problem = FitProblem(run.rotary, attention, fitted, recordings, hidden, run.original, run.target, generator)
-        objectives = {name: (kind(problem, config), weights[name]) for name, kind in kinds.items()}
-        if start is None:
-            name, start = best_of_grid(run, rule, problem, objectives)
-            logger.info("the fit begins at %s", name)
-            rule.begin_at(start)
-        identity = hash_json(facts)
+        terms = {name: (kind(problem, config), weights[name]) for name, kind in kinds.items()}
+        identity = hash_json([facts, run.spec.rope_theta, run.original])
         descent = Descent(
             rule,
-            objectives,
+            terms,
             generator,
             steps=config.steps,
             learning_rate=config.learning_rate,
@@ -305,7 +322,14 @@ def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, 
             file=run.folder / f"fit_state-{seed}.json",
             identity=identity,
         )
-        descent.steps = _affordable_steps(run, descent, identity)
+        if run.steps is None:
+            run.steps = _affordable_steps(run, descent, attention)
+        descent.steps = run.steps
+        descent.load()
+        if start is None and not descent.done:
+            name, start = best_of_grid(run, rule, problem, terms)
+            logger.info("the fit begins at %s", name)
+            rule.begin_at(start)
         descent.run(show_progress=not config.hide_progress)
     numbers = rule.numbers()
     facts |= {"steps": descent.steps}
@@ -369,7 +393,8 @@ def _record(run: FitRun, ids: torch.Tensor, at: int, facts: Mapping[str, Any]) -
         warnings.simplefilter("ignore")  # said when the rules were tried
         with extended_as(run.rotary.model, row):
             found = record(run.rotary.model, ids, folder, queries, identity)
-    run.pass_seconds = max(run.pass_seconds, found.facts["seconds"])
+    if len(ids) == run.target:
+        run.pass_seconds = max(run.pass_seconds, found.facts["seconds"])
     text = f"text {at + 1} of {len(run.texts.fitted)}, {len(ids)} tokens"
     if known:
         logger.info("%s: read before", text)
@@ -379,37 +404,43 @@ def _record(run: FitRun, ids: torch.Tensor, at: int, facts: Mapping[str, Any]) -
 
 
 @torch.no_grad()
-def _seconds_of_a_pass(run: FitRun) -> float:
+def _seconds_of_a_pass(run: FitRun, attention: RuleAttention) -> float:
+    ids = run.texts.held_out[0][None]
+    positions = attention.begin(None, 0, ids.shape[1])
     began = time.perf_counter()
-    ids = run.texts.held_out[0][None].to(run.rotary.device)
-    decoder_body(run.rotary.model)(input_ids=ids, use_cache=False)
+    decoder_body(run.rotary.model)(input_ids=ids.to(run.rotary.device), position_ids=positions, use_cache=False)
     return time.perf_counter() - began
 
 
-def _affordable_steps(run: FitRun, descent: Descent, identity: str) -> int:
-    """Return the number of steps: as requested, or what the budget leaves beside the measurement.
+def _affordable_steps(run: FitRun, descent: Descent, attention: RuleAttention) -> int:
+    """Return the number of steps of each seed: as requested, or what the budget leaves beside the measurement.
 
     Raises:
         ValueError: It leaves hardly any.
     """
-    config = run.config
+    config, held_out, seeds = run.config, len(run.texts.held_out), run.config.seeds
     if config.budget is None:
         return config.steps
-    file = run.folder / f"steps-{identity}.json"
+    file = run.folder / f"steps-{descent.identity}.json"
     known = read_json(file) if file.is_file() else {}
-    if known:  # decided before the fit was stopped
+    if known.get("budget") == config.budget:  # decided before the fit was stopped
         return int(known["steps"])
     step = descent.seconds_of_a_step()
-    if run.texts.held_out and not run.pass_seconds:  # no teacher has read a text of this length
-        run.pass_seconds = _seconds_of_a_pass(run)
-    measured = run.pass_seconds * 2 * len(run.texts.held_out)  # the fitted rule and one other
-    steps = min(config.steps, int((run.seconds_left - measured) / step))
-    if steps < min(_FEWEST_STEPS, config.steps):
-        least = config.budget - run.seconds_left + measured + min(_FEWEST_STEPS, config.steps) * step
+    if held_out and not run.pass_seconds:  # no teacher has read a text of this length
+        run.pass_seconds = _seconds_of_a_pass(run, attention)
+    measured = run.pass_seconds * held_out * (1 + seeds)  # the fitted rule of each seed, and one other rule
+    steps = min(config.steps, int((run.seconds_left - measured) / seeds / step))
+    fewest = min(_FEWEST_STEPS, config.steps)
+    if steps < fewest:
+        least = config.budget - run.seconds_left + measured + seeds * fewest * step
+        work = f"{fewest} steps" + f" for each of {seeds} seeds" * (seeds > 1)
+        advice = f"a shorter {argument('context_length')}"
+        if held_out:
+            work += f" and the measurement of {1 + seeds} rules"
+            advice += f", or {argument('held_out')} 0"
         raise InvalidRequestError(
-            f"a budget of {duration_name(config.budget)} is too short: {_FEWEST_STEPS} steps and the measurement of "
-            f"two rules need {duration_name(least)} in all. Give more, a shorter {argument('context_length')}, or "
-            f"{argument('held_out')} 0. What was computed so far is kept if there is a folder for it."
+            f"a budget of {duration_name(config.budget)} is too short: {work} need {duration_name(least)} in all. Give "
+            f"more, or {advice}. The recordings of the teacher are kept if there is a folder for them."
         )
-    write_whole(file, json.dumps({"steps": steps}))
+    write_whole(file, json.dumps({"steps": steps, "budget": config.budget}))
     return steps

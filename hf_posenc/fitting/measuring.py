@@ -22,7 +22,7 @@ from hf_posenc.fitting.hidden_numbers import MEASURED_BY, HiddenNumber, hide_num
 from hf_posenc.fitting.run import FitRun
 from hf_posenc.fitting.verdict import FITTED
 from hf_posenc.patching.extension_config import NO_METHOD
-from hf_posenc.retrieval.scoring import feed, prefill, take_back
+from hf_posenc.retrieval.scoring import Asked, replies
 from hf_posenc.utils.console import quiet
 from hf_posenc.utils.units import duration_name, length_name
 
@@ -172,23 +172,14 @@ def _extended(run: FitRun, row: dict[str, Any] | None) -> Iterator[None]:
             yield
 
 
-@torch.no_grad()
 def numbers_found(model: PreTrainedModel, ids: torch.Tensor, hidden: Sequence[HiddenNumber]) -> list[float]:
     """Return for each number 1 if the likeliest tokens are all of its digits, else 0.
 
-    The text is read once; each question reads on over its KV cache, which is then cut back.
-
     Args:
-        model: In evaluation mode, under a rule whose frequencies do not depend on the length.
+        model: In evaluation mode.
         ids: The text, int64 ``(num_tokens,)``.
         hidden: What is hidden in it.
     """
-    cache, _ = prefill(model, ids.tolist(), None, None)
-    found = []
-    for number in hidden:
-        asked = number.question + number.answer[:-1]
-        choices = feed(model, asked, cache)[len(number.question) - 1 :].argmax(-1)
-        found.append(float(choices.tolist() == number.answer))
-        if not take_back(cache, len(asked)):
-            cache, _ = prefill(model, ids.tolist(), None, None)
-    return found
+    asked = [Asked(number.question, number.answer) for number in hidden]
+    got = replies(model, ids.tolist(), asked)
+    return [float(one.choices == number.answer) for one, number in zip(got, hidden, strict=True)]

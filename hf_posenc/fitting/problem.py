@@ -59,12 +59,13 @@ class FitProblem:
 
         Args:
             num_tokens: Of the text; one that does not go past the original length has no place there.
-            block: Tokens of the block; one more follows it in the text.
+            block: Tokens of the block; one more follows it in the text. One that does not fit past the original length
+                ends where the text does.
             short_share: The share.
         """
         last = num_tokens - block - 1
-        is_short = float(torch.rand((), generator=self.generator)) < short_share or last < self.original
-        low, high = (0, min(self.original - block, last)) if is_short else (self.original, last)
+        is_short = float(torch.rand((), generator=self.generator)) < short_share or num_tokens <= self.original
+        low, high = (0, min(self.original - block, last)) if is_short else (min(self.original, max(last, 0)), last)
         return self.integer(low, max(high, low) + 1)
 
     def block_logits(self, recording: Recording | None, ids: torch.Tensor, start: int) -> torch.Tensor:

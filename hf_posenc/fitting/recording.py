@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -45,11 +45,6 @@ class Recording:
         """What was recorded, and the frequencies that keys and queries come rotated by."""
         found: dict[str, Any] = json.loads((self.folder / _DONE).read_text(encoding="utf-8"))
         return found
-
-    @property
-    def layers(self) -> list[int]:
-        """Indices of the recorded layers: those whose positions are extended."""
-        return list(self.facts["layers"])
 
     @cached_property
     def inv_freq(self) -> torch.Tensor:
@@ -103,13 +98,19 @@ def _file(index: int) -> str:
     return f"layer-{index:03d}.safetensors"
 
 
+def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+    except SafetensorError as error:  # a full disk, which is no OSError there
+        raise OSError(f"{str(file)!r} cannot be written: {error}") from error
+
+
 class Recorder:
     """Stands before what a layer attends by, and writes down what comes in and goes out."""
 
     def __init__(self, folder: Path, inner: str, query_positions: torch.Tensor, positions: torch.Tensor) -> None:
         self.folder, self.inner, self.query_positions = folder, inner, query_positions
         self.positions = positions
-        self.recorded: dict[int, Any] = {}
 
     def wrap(self, attention: Any) -> Any:
         """Return what attends as ``attention`` does, or as the model itself does where that is None."""
@@ -147,11 +148,7 @@ class _Recorded:
             "queries": query[0].index_select(1, at),
             "outputs": output[0].index_select(0, at),
         }
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
-            recorder.folder / _file(index),
-        )
-        recorder.recorded[index] = kind
+        _write(tensors, recorder.folder / _file(index))
         return output, weights
 
 
@@ -209,13 +206,11 @@ def record(
         output = decoder_body(rotary.model)(input_ids=input_ids[None].to(rotary.device), use_cache=False)
     seconds = time.perf_counter() - began
     text = {"input_ids": input_ids, "query_positions": query_positions, "hidden": output.last_hidden_state[0]}
-    save_file({name: tensor.cpu().contiguous() for name, tensor in text.items()}, folder / "text.safetensors")
+    _write(text, folder / "text.safetensors")
     module = rotary.rotary_module
     facts = {
         "identity": identity,
         "seconds": seconds,
-        "layers": sorted(recorder.recorded),
-        "kinds": [recorder.recorded[index] for index in sorted(recorder.recorded)],
         "inv_freq": getattr(module, f"{rotary.prefix}inv_freq").float().cpu().tolist(),
         "attention_factor": float(getattr(module, f"{rotary.prefix}attention_scaling")),
     }

@@ -5,6 +5,7 @@ Recorded queries and keys come rotated by known frequencies; they are rotated on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,9 @@ from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.recording import Recording
 from hf_posenc.fitting.rule import RuleParameters
+
+_PROBE_TOKENS = 8
+_PROBE_EPSILONS = 8  # roundings of the last hidden states
 
 
 def rule_kind(module: nn.Module, rotary: RotaryModel) -> str:
@@ -135,14 +139,14 @@ class RuleAttention:
             of_queries: Whether they are queries.
         """
         is_run = bool((positions.diff() == 1).all())  # tables of drawn queries are not wanted again
-        key = (int(positions[0]), int(positions[-1]), recording is None, of_queries)
+        device = positions.device  # layers may be on several
+        key = (int(positions[0]), int(positions[-1]), recording is None, of_queries, device)
         if is_run and key in self._tables:
             return self.rotation.rotate(states, self._tables[key])
         come, factor = (self.plain, 1.0) if recording is None else (recording.inv_freq, recording.attention_factor)
-        frequencies = (self.rule.inv_freq(), come.to(positions.device))
-        there, here = (angles_at(positions[None], one[None]) for one in frequencies)
+        there, here = (angles_at(positions[None], one[None].to(device)) for one in (self.rule.inv_freq(), come))
         wanted = self.rule.attention_factor() ** 2 if of_queries else self.rule.log_factor.new_ones(())
-        tables = self.rotation.tables(there - here, wanted[None] / factor)
+        tables = self.rotation.tables(there - here, wanted[None].to(device) / factor)
         if is_run:
             self._tables[key] = tables
         return self.rotation.rotate(states, tables)
@@ -193,17 +197,72 @@ def _seen(positions: torch.Tensor, num_keys: int, kwargs: dict[str, Any]) -> tor
 @contextmanager
 def rule_attention(model: Any, rule: RuleParameters, rotation: Rotation) -> Iterator[RuleAttention]:
     """While open, an unpatched model attends under a rule that can be differentiated."""
-    register()
     rotary = RotaryModel.of(model)
     attention = RuleAttention(rotary, rule, rotation)
+    with _attending_by(rotary, attention):
+        yield attention
+
+
+class _OwnValues:
+    """Attends from each token to itself alone, and counts the calls of each layer."""
+
+    def __init__(self, inner: str, positions: torch.Tensor) -> None:
+        self.inner, self.positions = inner, positions
+        self.calls: Counter[int] = Counter()
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        index: Any = module.layer_idx
+        self.calls[index] += 1
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2).contiguous(), None
+
+
+@torch.no_grad()
+def reads_on_from_keys_and_values(model: Any) -> bool:
+    """Return whether recorded keys and values are all that a token needs of those before it.
+
+    They are not where layers without attention carry something on (Mamba, linear attention, convolutions), nor where a
+    layer attends more than once in a forward, of which one call is recorded.
+
+    Args:
+        model: Unpatched, in evaluation mode.
+    """
+    rotary = RotaryModel.of(model)
+    positions = torch.arange(_PROBE_TOKENS, device=rotary.device)[None]
+    attention = _OwnValues(inner_name(str(rotary.text_config._attn_implementation)), positions)
+    found = []
+    with _attending_by(rotary, attention):
+        for ids in (positions + 1, positions.flip(1) + _PROBE_TOKENS):  # they have the last token in common
+            attention.calls.clear()
+            body = decoder_body(rotary.model)
+            found.append(body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0, -1].float())
+            if max(attention.calls.values()) > 1:
+                return False
+    # Experts are computed for several tokens at a time, which may round differently.
+    rounding = _PROBE_EPSILONS * max(torch.finfo(rotary.model.dtype).eps, torch.finfo(torch.float32).eps)
+    return bool((found[0] - found[1]).norm() <= rounding * found[0].norm())
+
+
+@contextmanager
+def _attending_by(rotary: RotaryModel, attention: Any) -> Iterator[None]:
+    """While open, every attention layer of an unpatched model attends by ``attention``."""
+    register()
     layers = [module for module in attention_layers(rotary.model) if rule_kind(module, rotary) != CROSS]
     implementations = [(each, each._attn_implementation) for each in rotary.text_configs]
     try:
         for module in layers:
-            set_attention(module, attention, rule_kind(module, rotary))  # type: ignore[arg-type]
+            set_attention(module, attention, rule_kind(module, rotary))
         for each, _ in implementations:
             each._attn_implementation = PREFIX + attention.inner
-        yield attention
+        yield
     finally:
         for module in layers:
             drop_attention(module)

@@ -32,6 +32,7 @@ class FitRun:
         model_name: The model in records.
         began: When the fit began, by ``time.perf_counter``.
         pass_seconds: What a forward over a text of the target length takes; 0 until one was timed.
+        steps: How many steps each seed takes; None until that is decided.
     """
 
     rotary: RotaryModel
@@ -44,6 +45,7 @@ class FitRun:
     model_name: str | None
     began: float
     pass_seconds: float = 0.0
+    steps: int | None = None
 
     @property
     def original(self) -> int:

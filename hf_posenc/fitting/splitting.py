@@ -37,8 +37,19 @@ def split_texts(ids: Sequence[torch.Tensor], target: int, max_texts: int, held_o
         held_out: How many are held out.
 
     Raises:
-        ValueError: There are not enough of that length; it says how many tokens are missing.
+        ValueError: There are not enough of that length, and it says how many tokens are missing; or a text would be
+            both.
     """
+    found = _split(ids, target, max_texts, held_out)
+    if any(torch.equal(one, other) for one in found.held_out for other in found.fitted):
+        raise InvalidRequestError(
+            "a text that is held out is the same as one that is fitted on, so that the measurement would say nothing "
+            "about other texts: a document is given twice. Take it out."
+        )
+    return found
+
+
+def _split(ids: Sequence[torch.Tensor], target: int, max_texts: int, held_out: int) -> Texts:
     documents = [[one for one in torch.split(row, target) if len(one) == target] for row in ids]
     documents = [texts for texts in documents if texts]
     if not documents:

@@ -47,8 +47,8 @@ def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict | None:
         return None
     at = length_name(target)
     ratios = {name: paired_interval(ours[target], found[target]) for name, found in rivals.items()}
-    best = max(ratios, key=lambda name: ratios[name].value)  # of the lowest perplexity
     lower = [name for name, ratio in ratios.items() if ratio.value > 1 and not ratio.is_tie]
+    best = max(lower or ratios, key=lambda name: ratios[name].value)  # of the lowest perplexity
     ties = [name for name, ratio in ratios.items() if ratio.is_tie]
     if lower:
         better, lines = False, [f"{best} is better than the fitted rule at {at}: the fitted rule has {ratios[best]}"]

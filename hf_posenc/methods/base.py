@@ -211,6 +211,18 @@ class Method(abc.ABC):
         """Turns up to which a pair is divided, and from which it is kept, of methods that blend between; else None."""
         return None
 
+    def ramp_pairs(self, spec: RopeSpec) -> tuple[int, int] | None:
+        """Return the pair up to which pairs are kept, and that from which they are divided in full.
+
+        None of methods whose ramp is between numbers of rotations (``ramp_turns``), and of those without one.
+        """
+        return None
+
+    @property
+    def ramp_scale(self) -> float:
+        """What a pair is divided by at the end of the ramp."""
+        return self.factor
+
     @property
     def declares_target(self) -> bool:
         """Whether ``max_position_embeddings`` becomes the target; Transformers' dynamic wants the original length."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError, MissingFileError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, MissingFileError, argument
 from hf_posenc.methods.base import MANIFEST, Frequencies
 from hf_posenc.methods.longrope import LongRope
 from hf_posenc.methods.options import divisors, option, positive, tokens
@@ -128,9 +128,12 @@ class Fitted(LongRope):
         own = {"rope_theta": spec.rope_theta, "original length": spec.original_max_position_embeddings}
         for name, value in fitted_to.items():
             if value is not None and value != own[name]:
+                advice = ""
+                if name == "original length":
+                    advice = f", or pass {argument('original_max_position_embeddings', value)} if that is its own"
                 raise InvalidRequestError(
                     f"this rule was fitted to a model with {name} {value:g}, and this one has {own[name]:g}: fit a "
-                    "rule to this model with `hf-posenc fit`."
+                    f"rule to this model with `hf-posenc fit`{advice}."
                 )
         target = self.factor * spec.original_max_position_embeddings
         if self.fitted_length is not None and target > self.fitted_length + 0.5:

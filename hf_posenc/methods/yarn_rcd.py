@@ -62,11 +62,16 @@ class YarnRcd(StaticMethod):
     )
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
+        plain, share = plain_frequencies(spec), linear_ramp(spec, *self.ramp_pairs(spec))
+        return plain / self.ramp_scale * share + plain * (1 - share), self._attention_factor()
+
+    def ramp_pairs(self, spec: RopeSpec) -> tuple[int, int]:
         critical = critical_pair_of(spec, self.critical_pair)
-        low = min(max(math.floor(pair_of_rotations(spec, self.beta_fast)), 0), critical - 1)
-        plain, share = plain_frequencies(spec), linear_ramp(spec, low, critical)
-        scale = self.factor if self.scale is None else self.scale
-        return plain / scale * share + plain * (1 - share), self._attention_factor()
+        return min(max(math.floor(pair_of_rotations(spec, self.beta_fast)), 0), critical - 1), critical
+
+    @property
+    def ramp_scale(self) -> float:
+        return self.factor if self.scale is None else self.scale
 
     def _attention_factor(self) -> float:
         return 0.1 * math.log(self.factor) + 1.0 if self.attention_factor is None else self.attention_factor

@@ -7,10 +7,13 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_posenc.attention.installation import check_attention
 from hf_posenc.checkpoint.loading import meta_model
+from hf_posenc.errors import HfPosencError
 from hf_posenc.evaluation.memory import shape_of
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.config import FitConfig
-from hf_posenc.fitting.cost import fit_cost
+from hf_posenc.fitting.cost import fit_cost, teacher_extension
 from hf_posenc.planning.architecture import ModelFacts
 from hf_posenc.utils.units import ContextLength
 
@@ -45,29 +48,33 @@ class PlannedFit:
         return {**asdict(self), "flops": self.flops}
 
 
-def predict_fit(config: PreTrainedConfig, facts: ModelFacts, target: int) -> PlannedFit:
+def predict_fit(config: PreTrainedConfig, facts: ModelFacts, target: int) -> PlannedFit | None:
     """Predict a fit on one text, with one held out.
 
     Args:
         config: The model's, with the dtype it is loaded in.
         facts: What it is.
-        target: The target length, in tokens.
+        target: The target length, in tokens, past the original one.
+
+    Returns:
+        What it takes; None where ``fit`` refuses the model: it is extended already, or its family is not supported.
     """
-    settings = FitConfig(context_length=ContextLength(target))
-    shape = shape_of(meta_model(config))
-    cost = fit_cost(
-        shape,
-        settings.weights(),
-        target=target,
-        queries=settings.queries,
-        block=settings.block,
-        texts=settings.max_texts,
-        needs_teacher=True,
-    )
+    original = None if facts.original is None else ContextLength(facts.original)
+    settings = FitConfig(context_length=ContextLength(target), original_max_position_embeddings=original)
+    model = meta_model(config)
+    rotary = RotaryModel(model)
+    try:
+        teacher = teacher_extension(rotary, settings)
+        assert teacher is not None  # the default teacher is a method
+        check_attention(rotary, teacher)
+    except HfPosencError:
+        return None
+    cost = fit_cost(shape_of(model), settings, texts=settings.max_texts, teacher=teacher)
     # Causal attention computes half of the square: two products with each key, of every head.
     attention = 4.0 * facts.num_heads * facts.head_dim * target / 2 * target * facts.num_layers
     one_pass = 2.0 * facts.matrix_parameters * target + attention
     of_query = 4.0 * facts.num_heads * facts.head_dim * target * (1 + _BACKWARD_ATTENTION)
     steps = settings.steps * min(settings.layers, facts.num_layers) * settings.queries * of_query
-    rows = len(settings.compare)  # the fitted rule, and all of them but the unextended model, which reads less
+    # The fitted rule and all of these but the unextended model, which reads less; and two for the hidden numbers.
+    rows = len(settings.compare) + 2
     return PlannedFit(cost.peak, cost.disk, one_pass * settings.max_texts, steps, one_pass * rows)

@@ -47,7 +47,8 @@ class Plan:
         gpu_memory: Bytes of one device; None: not given.
         gpus: Devices.
         kv_cache: Bytes of one sequence's keys and values at the target, in the dtype computed in.
-        fitting: What fitting a rule takes; None where the target is not past the original length.
+        fitting: What fitting a rule takes; None where the target is not past the original length, or ``fit`` refuses
+            the model.
         reading: What reading the target takes, by how the weights are held.
         training_options: Ways to train, up to the first that fits; all of them where none does or no memory was given;
             none where training was not requested.

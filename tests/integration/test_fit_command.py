@@ -79,6 +79,30 @@ def test_what_is_saved(fitted: Path, books: Path) -> None:
     ]
 
 
+def test_results_of_an_earlier_request_are_left_out(fitted: Path, books: Path, tmp_path: Path) -> None:
+    """One that was stopped before it was saved left its rows in the work folder."""
+    work = tmp_path / "longer.work"
+    work.mkdir()
+    (work / "results.jsonl").write_bytes((fitted / "results.jsonl").read_bytes())
+    flags = ("--steps", 1, "--compare", "yarn", "--held-out-numbers", 0)
+    assert main(words(books, tmp_path / "longer", *flags)) == 0
+    records, manifest = read_records(tmp_path / "longer" / "results.jsonl"), read_manifest(tmp_path / "longer")
+    assert manifest is not None
+    assert [one.method for one in records] == ["fitted"] * 5 + ["yarn"] * 5
+    assert {tuple(one.options["long_factor"]) for one in records[:5]} == {tuple(manifest["options"]["long_factor"])}
+
+
+def test_another_original_length(books: Path, tmp_path: Path) -> None:
+    output = tmp_path / "longer"
+    flags = ("--steps", 1, "--held-out", 0, "--original-max-position-embeddings", 128)
+    assert main(words(books, output, *flags)) == 0
+    config, manifest = json.loads((output / "config.json").read_text()), read_manifest(output)
+    assert manifest is not None
+    assert (manifest["original_max_position_embeddings"], manifest["factor"]) == (128, 8)
+    rope = config["rope_parameters"]
+    assert (rope["original_max_position_embeddings"], config["max_position_embeddings"]) == (128, 1024)
+
+
 def test_what_is_said(fitted: Path) -> None:
     said = fitted.with_name("said").read_text()
     assert said.startswith("rerope reads 1 text once, then 10 steps on attention_matching: about ")
@@ -130,7 +154,7 @@ def test_a_dry_run_writes_nothing(books: Path, tmp_path: Path, capsys: pytest.Ca
 
 def test_a_budget_that_is_too_short(books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(capsys, *words(books, tmp_path / "longer", "--budget", "1s", "--compare", "ntk"))
-    assert "a budget of 1.0 s is too short: 20 steps and the measurement of two rules need" in message
+    assert "a budget of 1.0 s is too short: 20 steps and the measurement of 2 rules need" in message
     assert not (tmp_path / "longer").exists()
 
 

@@ -22,6 +22,7 @@ class TeacherTokens(Objective):
 
     name: ClassVar[str] = "teacher_tokens"
     summary: ClassVar[str] = "next-token distributions of the teacher, on blocks over its keys and values"
+    reads_on: ClassVar[bool] = True
 
     def losses(self) -> Iterator[torch.Tensor]:
         problem, block = self.problem, self.config.block

@@ -345,6 +345,31 @@ def test_the_page_has_every_pair_and_the_pictures_their_values(
 
 
 @pytest.mark.parametrize(
+    ("critical", "scale", "words"),
+    [
+        (30, 3, "from pair 21 to 29 the share grows (linear in its index)"),
+        (22, 5, "at pair 21 the share grows (linear in its index)"),
+        (12, 3, "no pair lies between"),
+    ],
+)
+def test_the_ramp_to_a_critical_pair(explain: Explain, tmp_path: Path, critical: int, scale: int, words: str) -> None:
+    """Llama 2's pair of 32 rotations is pair 20.9: the ramp begins at 20, or one pair before the critical one."""
+    options = ("--option", f"critical_pair={critical}", f"scale={scale}")
+    text = joined(explain("yarn_rcd", "--factor", 3, *options, "--output-dir", tmp_path / "explained"))
+    low = min(20, critical - 1)
+    said = f"The ramp: pairs 0 to {low} are kept, pair {critical}, the critical pair, and slower ones are divided by "
+    assert f"{said}{scale}; {words}." in text
+    svg = (tmp_path / "explained" / "ramp.svg").read_text()
+    whole = "the factor" if scale == 3 else "5"
+    assert f"0: kept, 1: divided by {whole}" in re.findall("<!-- (.*?) -->", svg)
+    line = line_values(svg, "line-0", log_x=False)
+    assert len(line) > 3
+    assert (line[0][1], line[-1][1]) == pytest.approx((0, 1), abs=5e-3)
+    for pair, share in line:
+        assert share == pytest.approx(min(max((pair - low) / (critical - low), 0), 1), abs=1e-2)
+
+
+@pytest.mark.parametrize(
     ("argv", "words"),
     [
         (("yran",), "unknown method 'yran'. Did you mean 'yarn'? Known: abf, alibi,"),

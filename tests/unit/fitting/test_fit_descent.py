@@ -54,7 +54,9 @@ def prepare(file: Path, fails_in: int = 0, kind: type[Noisy] = Noisy, **settings
     generator = torch.Generator().manual_seed(3)
     objectives: dict[str, tuple[Objective, float]] = {"noisy": (kind(rule, generator, fails_in), 0.5)}
     given = {"steps": STEPS, "learning_rate": RATE, "smoothness": 0.0, "identity": "one", **settings}
-    return Descent(rule, objectives, generator, file=file, **given)
+    descent = Descent(rule, objectives, generator, file=file, **given)
+    descent.load()
+    return descent
 
 
 def numbers(descent: Descent) -> list[torch.Tensor]:
@@ -110,6 +112,9 @@ def test_a_state_of_another_request_is_not_used(tmp_path: Path) -> None:
     other = prepare(tmp_path / "state.json", identity="another")
     assert other.done == 0
     assert all(map(torch.equal, numbers(other), numbers(before)))
+    longer = prepare(tmp_path / "state.json", steps=STEPS + 1)  # another rate, and another mean
+    assert longer.done == 0
+    assert all(map(torch.equal, numbers(longer), numbers(before)))
     other.run(show_progress=False)
     assert json.loads((tmp_path / "state.json").read_text())["identity"] == "another"
 

@@ -16,9 +16,11 @@ from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.evaluation import perplexity
 from hf_posenc.fitting.config import FitConfig
+from hf_posenc.fitting.descent import Descent, Step
 from hf_posenc.fitting.fitting import FitResult, fit_method
+from model_types import sharp_model as sharp_type
 from model_types import tiny_model
-from tiny_llama import make_tiny_llama
+from tiny_llama import make_tiny_llama, make_tiny_tokenizer
 from tiny_models import assert_same_state, logits, make_model, state, token_ids
 
 
@@ -162,7 +164,7 @@ def small(**settings: Any) -> FitConfig:
         {"teacher": "dynamic_yarn", "start": "ntk", "monotone": True, "lower_bound": "critical"},
         {"objectives": ["full_length", "short_blocks"], "fit_temperature": False, "smoothness": 0.1},
         {"short_list": "plain", "teacher_options": {"chunk_size": 32}},
-        {"max_texts": 2, "seed": 3},
+        {"max_texts": 2, "seed": 3, "steps": 3.0},
     ],
 )
 def test_other_settings(settings: dict[str, Any]) -> None:
@@ -292,21 +294,48 @@ def test_documents_that_are_no_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("teacher", "message"),
-    [("yarn", "step 1 gave .*nan.* is not finite"), ("dca", r"output .* is not a number \(NaN\)")],
+    ("settings", "message"),
+    [({"teacher": name}, "logits that are not finite, in float32") for name in ("yarn", "dca")],
 )
-def test_weights_that_are_not_finite(teacher: str, message: str) -> None:
+def test_weights_that_are_not_finite(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     model = make_model("Llama")
     model.get_decoder().layers[0].self_attn.v_proj.weight.data[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=message):
-        fit_method(model, None, [token_ids(300)[0]], small(teacher=teacher))
+    refused(tmp_path, model, message, **settings)
+    with pytest.raises(ValueError, match=r"output .* is not a number \(NaN\)"):
+        patch_model(model, "dca", 4)
     assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("name", ["last_block", "needles", "teacher_tokens"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "bamba", "diffllama"])
+def test_models_that_need_more_than_keys_and_values(tmp_path: Path, model_type: str, name: str) -> None:
+    """Recurrent layers, and two calls of attention in a layer; what of the text is not recorded would be missing."""
+    settings = {"original_max_position_embeddings": 64, "objectives": ["attention_matching", name]}
+    message = f"'{name}' cannot be used with model_type '{model_type}'.*Take attention_matching, full_length or"
+    refused(tmp_path, sharp_type(model_type), message, tokenizer=make_tiny_tokenizer(), **settings)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2_moe", "qwen3_moe"])
+def test_models_with_other_layers_or_experts(model_type: str) -> None:
+    """What needs no recorded prefix is the loss of Transformers' own model; experts alone are no reason to refuse."""
+    model = sharp_type(model_type)
+    settings = {"original_max_position_embeddings": 64, "objectives": ["attention_matching", "full_length"]}
+    if model_type == "qwen3_moe":
+        settings["objectives"] = ["last_block", "teacher_tokens"]
+    assert fit_method(model, None, [token_ids(300)[0]], small(**settings)).facts["steps"] == 2
+
+
+def test_a_head_that_is_not_known(tmp_path: Path) -> None:
+    model = sharp_type("modernbert-decoder")
+    refused(tmp_path, model, "changes its logits in a way", original_max_position_embeddings=64)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"start": "none"}, "unknown method 'none'"),
         ({"start": "nope"}, "rotates every pair"),
+        ({"teacher": "none", "teacher_options": {"chunk_size": 8}}, "has no options"),
         ({"start": "abf"}, "rope_theta"),
         ({"keep_rotations": 1e-6, "fit_temperature": False}, "nothing is left to fit"),
     ],
@@ -316,8 +345,51 @@ def test_a_fit_with_nothing_to_begin_at(tmp_path: Path, settings: dict[str, Any]
 
 
 def test_a_budget_that_is_too_short(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a budget of .* is too short: 20 steps and the measurement"):
-        fit_method(
-            sharp_model("Llama"), None, [token_ids(300)[0]], small(budget=0.001, steps=50), work_dir=tmp_path / "work"
-        )
-    assert not (tmp_path / "work" / "fit_state.json").exists()
+    documents = [token_ids(600)[0]]
+    for settings, message in (
+        ({"steps": 50}, r"20 steps need .* or a shorter context_length\. "),
+        ({"steps": 5}, "5 steps need"),
+        ({"steps": 50, "seeds": 2, "held_out": 1}, "20 steps for each of 2 seeds and the measurement of 3 rules need"),
+    ):
+        with pytest.raises(ValueError, match=rf"a budget of .* is too short: {message}"):
+            fit_method(sharp_model("Llama"), None, documents, small(budget=0.001, **settings), work_dir=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher-0"]
+
+
+class Clock:
+    """Time that passes only in steps and passes, a second each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, step = 100.0, Descent.step
+        monkeypatch.setattr("hf_posenc.fitting.run.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr(Descent, "seconds_of_a_step", lambda descent: 1.0)
+        monkeypatch.setattr("hf_posenc.fitting.fitting._seconds_of_a_pass", lambda run, attention: 10.0)
+
+        def timed(descent: Descent) -> Step:
+            self.now += 1
+            return step(descent)
+
+        monkeypatch.setattr(Descent, "step", timed)
+
+
+def test_a_budget_is_shared_by_the_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """130 seconds: 30 for three rules on one held-out text, the rest for two fits."""
+    Clock(monkeypatch)
+    config = small(steps=200, seeds=2, budget=130.0, held_out=1, teacher="none", compare=["yarn"])
+    result = fit_method(sharp_model("Llama"), None, [token_ids(600)[0]], config)
+    assert len(result.steps) == result.facts["steps"] == 50
+    assert result.verdict is not None
+    assert result.verdict.lines[-1].startswith("2 fits with different seeds differ by")
+
+
+def test_a_fit_goes_on_with_as_many_steps_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget, or another one, changes the number: the rate and the mean of the last steps would be wrong."""
+    Clock(monkeypatch)
+    documents, taken = [token_ids(300)[0]], []
+    for budget in (None, 25.0, 25.0, 30.0):
+        before = json.loads((tmp_path / "fit_state-0.json").read_text())["history"] if taken else []
+        result = fit_method(sharp_model("Llama"), None, documents, small(steps=40, budget=budget), work_dir=tmp_path)
+        fresh = fit_method(sharp_model("Llama"), None, documents, small(steps=len(result.steps)))
+        assert result.options == fresh.options
+        taken.append((len(result.steps), [[one.losses, one.seconds] for one in result.steps] == before))
+    assert taken == [(40, False), (25, False), (25, True), (30, False)]

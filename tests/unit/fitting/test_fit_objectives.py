@@ -153,6 +153,10 @@ def test_blocks_begin_within_the_text(tmp_path: Path) -> None:
         assert sum(mixed) == pytest.approx(200, abs=50)
         assert {problem.place(ORIGINAL, 48, 0.0) for _ in range(300)} == set(range(16))
         assert problem.place(ORIGINAL, 100, 0.0) == 0
+        assert problem.place(ORIGINAL, ORIGINAL - 1, 0.0) == 0
+        # A block that has no room past the original length: its end is still there.
+        assert {problem.place(2 * ORIGINAL, ORIGINAL, 0.0) for _ in range(30)} == {ORIGINAL - 1}
+        assert problem.place(2 * ORIGINAL, 3 * ORIGINAL, 0.0) == 0
 
 
 def test_an_unknown_objective_suggests_the_nearest() -> None:

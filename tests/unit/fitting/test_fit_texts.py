@@ -46,6 +46,13 @@ def test_at_most_so_many_are_fitted_evenly_spread() -> None:
     assert max(found) - min(found) >= 5000
 
 
+def test_a_document_given_twice() -> None:
+    (one, other), same = rows(100, 100), torch.arange(150)
+    with pytest.raises(ValueError, match="held out is the same as one that is fitted on"):
+        split_texts([one, other, same], 100, 2, 1)
+    assert starts(split_texts([one, same], 100, 1, 0).fitted) == [0]
+
+
 @pytest.mark.parametrize(
     ("lengths", "held_out", "message"),
     [

@@ -69,6 +69,16 @@ def test_worse(better: str) -> None:
     assert verdict.lines[-1].startswith("cost against the unextended model: +33.3 %")
 
 
+def test_the_better_one_is_one_of_a_clear_difference() -> None:
+    """yarn has the lowest perplexity, but its difference may be nothing; each document is 2 % better under ntk."""
+    ours, yarn = make_record("fitted", 1024, 40), make_record("yarn", 1024, 39)
+    nats = [one - 1023 * math.log(1 / 0.98) for one in ours.unit_nll]
+    verdict = judge({"fitted": [ours], "yarn": [yarn], "ntk": [make_record("ntk", 1024, 40 * 0.98, unit_nll=nats)]})
+    assert verdict is not None
+    assert (verdict.better, verdict.best) == (False, "ntk")
+    assert verdict.lines[0].startswith("ntk is better than the fitted rule at 1k: the fitted rule has +2.0 %")
+
+
 def test_the_unextended_model_is_no_rival() -> None:
     assert judge({"fitted": row("fitted", at1024=50), "none": row("none", at256=20)}) is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from attention_models import sharp_model
 from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.fitting.hidden_numbers import FITTED_ON, MEASURED_BY, HiddenNumber, hide_numbers
 from hf_posenc.fitting.measuring import NumbersFound, measured_lengths, numbers_found
+from model_types import sharp_model as sharp_type
 from tiny_llama import make_tiny_tokenizer
 from tiny_models import logits, token_ids
 
@@ -62,10 +65,11 @@ def test_too_many_numbers(words: PreTrainedTokenizerFast, novel: torch.Tensor) -
         hide_numbers(words, novel, 100_000, Random(1))
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "qwen3_next"])
 def test_what_a_model_finds_is_what_whole_forwards_say(family: str) -> None:
-    """Questions of several lengths; Mistral's window keeps its cache from being cut back."""
-    model = sharp_model(family, **({"sliding_window": 48} if family == "Mistral" else {}))
+    """Questions of several lengths; Mistral's window and recurrent layers keep the cache from being cut back."""
+    settings = {"sliding_window": 48} if family == "Mistral" else {}
+    model = sharp_model(family, **settings) if family[0].isupper() else sharp_type(family)
     if family == "Llama":
         patch_model(model, "ntk", 4)
     ids = token_ids(200)[0]
@@ -82,7 +86,14 @@ def test_what_a_model_finds_is_what_whole_forwards_say(family: str) -> None:
             answer[at % 2] = (answer[at % 2] + 1) % 128
         hidden.append(HiddenNumber(50, question, answer))
         wanted.append(float(right))
+    read: list[int] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        read.append(kwargs["input_ids"].shape[1])
+
+    decoder_body(model).register_forward_pre_hook(note, with_kwargs=True)
     assert numbers_found(model, ids, hidden) == wanted
+    assert [count for count in read if count > 20] == [200]  # once for all questions
 
 
 def test_the_tiny_model_reads_them_where_it_can(words: PreTrainedTokenizerFast) -> None:

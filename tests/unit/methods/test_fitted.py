@@ -105,7 +105,10 @@ def test_a_longer_target_is_refused(tmp_path: Path, request_: dict[str, int]) ->
             {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
             "fitted to a model with rope_theta 10000, and this one has 500000",
         ),
-        ({"max_position_embeddings": 128}, "with original length 64, and this one has 128"),
+        (
+            {"max_position_embeddings": 128},
+            r"with original length 64, and this one has 128.*or pass original_max_position_embeddings=64 if",
+        ),
     ],
 )
 def test_another_models_rule_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
