@@ -5,9 +5,10 @@
     python scripts/benchmark.py staged    # dynamic_yarn against the unpatched model and static yarn
     python scripts/benchmark.py evaluation  # the YaRN authors' procedure, lm-eval and evaluate against perplexity
     python scripts/benchmark.py training --tokens 8192  # a training step against plain Trainer's: memory and speed
+    python scripts/benchmark.py retrieval --tokens 16384  # questions that share a text against a prefill for each
     python scripts/benchmark.py longest   # the longest training block in a memory, ours and plain, as predicted
     python scripts/benchmark.py gpu       # on a CUDA device, bfloat16: patched and staged, decoding with each rule
-    python scripts/benchmark.py all       # but longest and gpu
+    python scripts/benchmark.py all       # but retrieval, longest and gpu
 
 Prints one JSON line for each ratio, then a table.
 """
@@ -32,6 +33,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmark_evaluation import benchmark_evaluation, print_comparison
+from benchmark_retrieval import benchmark_retrieval
 from benchmark_staged import DISTANCE_RULES, benchmark_staged
 from benchmark_training import benchmark_training, longest_ratio
 from hf_posenc import extend_config, patch_model
@@ -62,6 +64,8 @@ def main() -> None:
         results += benchmark_evaluation(args.model, args.dtype, rounds=3)
     if args.what in ("training", "all"):
         results += benchmark_training(args.model, args.dtype, args.tokens, max(2, args.rounds // 10))
+    if args.what == "retrieval":
+        results.append(benchmark_retrieval(args.model, args.dtype, args.tokens, args.questions, args.prefills))
     if args.what == "longest":
         results.append(longest_ratio(args.model, args.dtype == "bfloat16", args.memory, args.train_longest))
     if args.what == "gpu":
@@ -76,14 +80,16 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", choices=("curve", "patched", "staged", "evaluation", "training", "longest", "gpu", "all")
+        "what", choices=("curve", "patched", "staged", "evaluation", "training", "retrieval", "longest", "gpu", "all")
     )
     parser.add_argument("--model", default=str(tiny_model_path()), help="name, folder or .gguf; the tiny model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--points", type=int, default=64, help="lengths of the curve")
     parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest length")
     parser.add_argument("--rounds", type=int, default=40, help="rounds of the patched against the native model")
-    parser.add_argument("--tokens", type=int, default=512, help="tokens of one forward or training step")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of one forward, training step or prompt")
+    parser.add_argument("--questions", type=int, default=100, help="retrieval: of one text of --tokens")
+    parser.add_argument("--prefills", type=int, default=4, help="retrieval: questions that are also put alone")
     parser.add_argument("--memory", type=MemorySize, default=MemorySize("20GB"), help="longest: what it must fit into")
     parser.add_argument("--train-longest", action="store_true", help="longest: train them too (hours on a CPU)")
     parser.add_argument("--memory-of", choices=CURVES, help=argparse.SUPPRESS)  # how the script calls itself

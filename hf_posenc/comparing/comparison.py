@@ -190,7 +190,7 @@ def _prompts(
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), "auto")
     each = len(set(what.depths)) * what.samples
     depths = {task: what.depths[0] if get_task(task).has_depth else None for task in what.tasks}
-    answers = {task: maker.make(task, lengths[-1], depth, 0).max_new_tokens for task, depth in depths.items()}
+    answers = {task: maker.make(task, lengths[-1], depth, 0)[0].max_new_tokens for task, depth in depths.items()}
     return [(length, answers[task]) for task in answers for length in lengths for _ in range(each)]
 
 

@@ -9,6 +9,7 @@ from hf_posenc.errors import argument
 from hf_posenc.evaluation.config import EvalConfig, OutputConfig
 from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
+from hf_posenc.retrieval.tasks import expand_groups
 from hf_posenc.utils.settings import refuse_given, same_field
 from hf_posenc.utils.units import ContextLength, Duration
 
@@ -40,7 +41,9 @@ class CompareConfig:
         """'{"rope_type": "yarn", "factor": 4.0}'; without a factor it extends to --context-length""",
     )
     tasks: list[str] = same_field(
-        RetrievalConfig, "tasks", help="also measure retrieval in the documents: one or more of %(choices)s"
+        RetrievalConfig,
+        "tasks",
+        help="also measure retrieval in the documents: tasks and groups from `hf-posenc tasks`",
     )
     depths: list[float] = same_field(RetrievalConfig, "depths")
     samples: int = same_field(RetrievalConfig, "samples")
@@ -61,6 +64,9 @@ class CompareConfig:
     on_scaled: Literal["refuse", "replace"] = same_field(ExtensionConfig, "on_scaled")
     model_name: str | None = same_field(OutputConfig, "model_name")
     hide_progress: bool = same_field(OutputConfig, "hide_progress")
+
+    def __post_init__(self) -> None:
+        self.tasks = expand_groups(self.tasks)
 
     def check(self) -> None:
         """Check what can be checked before a model is loaded.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_posenc.comparing.candidates import OTHER, STAGED, STATIC, UNPATCHED, kind_of
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.effective_length import LossReach, reach
-from hf_posenc.evaluation.intervals import Ratio, paired_interval, wilson_interval
+from hf_posenc.evaluation.intervals import Ratio, Share, paired_interval, share_interval
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.utils.units import length_name
 
@@ -40,7 +39,7 @@ class Recommendation:
 def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] | None = None) -> Recommendation:
     """Choose among methods measured on the same text, by their longest length.
 
-    Rows whose retrieval at that length is surely worse than the best's (their Wilson intervals do not meet) are out. Of
+    Rows whose retrieval at that length is surely worse than the best's (their intervals do not meet) are out. Of
     the others, those tie with the lowest perplexity whose paired difference is within the noise, or less than 0.5 %. Of
     these the model as it is comes before static rules, which can be served everywhere, these before staged ones, and
     these before what changes distances; of one kind the lowest perplexity is taken.
@@ -55,8 +54,8 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] 
     """
     kinds = {method: kind_of(method) for method in rows} if kinds is None else kinds
     longest = {method: _longest(method, records) for method, records in rows.items()}
-    scores = {method: _scores(records) for method, records in rows.items()}
-    able = {method: longest[method] for method in _able(scores)}
+    shares = {method: _share(records) for method, records in rows.items()}
+    able = {method: longest[method] for method in _able(shares)}
     best = min(able, key=lambda method: able[method].perplexity)
     above = {method: paired_interval(record, able[best]) for method, record in able.items()}
     ties = [method for method in able if method == best or above[method].is_tie]
@@ -65,13 +64,13 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] 
     served = min(static, key=lambda method: able[method].perplexity, default=None)
     loss = reach([*rows.get("none", ()), *rows[taken]])[-1].loss
     holds = None if isinstance(loss, str) else loss.length is not None and loss.is_longest
-    lines = [_why(taken, best, kinds[taken], longest, above, scores), *_price(taken, rows)]
+    lines = [_why(taken, best, kinds[taken], longest, above, shares), *_price(taken, rows)]
     if others := [f"{_name(method)} {above[method]}" for method in ties if method not in (taken, best)]:
         lines.append(f"as good as the lowest within the noise: {', '.join(others)}")
     if kinds[taken] > STATIC and served is not None:
         less = paired_interval(able[served], able[taken])
         lines.append(f"servers cannot run {taken}; of what they can, {served} is the best: {less}")
-    if out := [f"{_name(method)} {_share(scores[method])}" for method in rows if method not in able]:
+    if out := [f"{_name(method)} {shares[method]}" for method in rows if method not in able]:
         lines.append(f"not considered, for they retrieve less: {', '.join(out)}")
     return Recommendation(taken, best, tuple(ties), served, tuple(lines), holds, kinds[taken])
 
@@ -83,28 +82,24 @@ def _longest(method: str, records: Sequence[AnyRecord]) -> Record:
     return max(plain, key=lambda one: one.context_length)
 
 
-def _scores(records: Sequence[AnyRecord]) -> list[float]:
-    """Return the scores of the prompts of the longest length, of all tasks together."""
+def _share(records: Sequence[AnyRecord]) -> Share | None:
+    """Return the share of right answers at the longest length, of all tasks together; None without retrieval."""
     found = [one for one in records if isinstance(one, RetrievalRecord)]
     longest = max((one.context_length for one in found), default=0)
-    each = [(one.score("forced"), one.score("written")) for one in found if one.context_length == longest]
-    return [written or 0.0 if forced is None else forced for forced, written in each]
+    here = [one for one in found if one.context_length == longest]
+    each = [(one.score("forced"), one.score("written")) for one in here]
+    scores = [written or 0.0 if forced is None else forced for forced, written in each]
+    return share_interval(scores, [one.text for one in here]) if here else None
 
 
-def _able(scores: Mapping[str, Sequence[float]]) -> list[str]:
+def _able(shares: Mapping[str, Share | None]) -> list[str]:
     """Return the methods whose retrieval is not surely worse than the best's; all where it was not measured."""
-    intervals = {method: wilson_interval(each) for method, each in scores.items() if each}
-    needed = max((low for low, _ in intervals.values()), default=0.0)
-    return [method for method in scores if method not in intervals or intervals[method][1] >= needed]
+    needed = max((share.low for share in shares.values() if share is not None), default=0.0)
+    return [method for method, share in shares.items() if share is None or share.high >= needed]
 
 
 def _name(method: str) -> str:
     return "the model as it is" if method == "none" else method
-
-
-def _share(scores: Sequence[float]) -> str:
-    low, high = wilson_interval(scores)
-    return f"{100 * math.fsum(scores) / len(scores):.0f} % ({100 * low:.0f}–{100 * high:.0f})"
 
 
 def _why(
@@ -113,7 +108,7 @@ def _why(
     kind: int,
     longest: Mapping[str, Record],
     above: Mapping[str, Ratio],
-    scores: Mapping[str, Sequence[float]],
+    shares: Mapping[str, Share | None],
 ) -> str:
     record = longest[taken]
     text = f"take {_name(taken)}: perplexity {record.perplexity:.2f} at {length_name(record.context_length)}"
@@ -123,7 +118,7 @@ def _why(
         text += ", the lowest" + (" of those that retrieve" if len(above) < len(longest) else "")
     else:
         text += f", a tie with the lowest, {best}: {above[taken]}, and {_ADVANTAGE[kind]}"
-    return text + (f"; there it retrieves {_share(scores[taken])}" if scores[taken] else "")
+    return text + (f"; there it retrieves {shares[taken]}" if shares[taken] else "")
 
 
 _ADVANTAGE = {

@@ -17,7 +17,7 @@ from hf_posenc.evaluation.losses import document_losses, evaluation_mode
 from hf_posenc.evaluation.memory import shape_of
 from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.retrieval.scoring import reply
+from hf_posenc.retrieval.scoring import Asked, replies
 
 _LONG_ENOUGH = 1.0  # seconds of the shorter timed pass: above the noise, and attention has begun to show
 _SHORTEST = 64
@@ -141,5 +141,9 @@ def _time_smaller(model: PreTrainedModel, one: Candidate, ids: torch.Tensor, tar
 
 def _decode_step(model: PreTrainedModel, ids: torch.Tensor) -> float:
     prompt, answer = ids[:-1].tolist(), ids[-1:].tolist()
-    few, many = (_time(partial(reply, model, prompt, answer, n)) for n in (1, 1 + _DECODED))
+
+    def write(count: int) -> None:
+        list(replies(model, prompt, [Asked([], answer, count)]))
+
+    few, many = (_time(partial(write, count)) for count in (1, 1 + _DECODED))
     return max(many - few, 0.0) / _DECODED

@@ -8,14 +8,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hf_posenc.evaluation.intervals import Z, wilson_interval
+from hf_posenc.evaluation.intervals import Share, Z, share_interval
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
 from hf_posenc.methods.registry import named_options
 from hf_posenc.utils.units import length_name
 
 NOT_MEASURED = "loss not measured"
-RETRIEVED = 0.85  # the share of answers from which a length counts as retrieved
+RETRIEVED = 0.85  # of the answers, or of the model's own share at the original length: from here a length is retrieved
 MOST_TOLERATED = 20.0  # percent of perplexity: a verdict that lets more pass as the text's own variation is none
 _LEAST = math.log(1.01)  # nats: less than 1 % of perplexity is no worse, however sure
 _MIN_BUCKETS = 4  # fewer do not say how much they vary
@@ -45,19 +45,35 @@ class LossReach:
 
 
 @dataclass(frozen=True)
-class RetrievalReach:
-    """How far one task is retrieved: ``share``, ``low`` and ``high`` (Wilson's interval) are those of ``length``.
+class OwnLevel:
+    """What a model retrieves at the longest length up to the original: ``of`` is "unpatched" or "itself"."""
 
-    Where the shortest length is not retrieved, ``length`` is None and they are that one's, ``shortest``.
+    share: float
+    length: int
+    of: str
+
+
+@dataclass(frozen=True)
+class RetrievalReach:
+    """How far one task is retrieved, and the share of right answers there.
+
+    Attributes:
+        task: Its name.
+        length: The longest length that is retrieved, in tokens; None if the shortest is not.
+        is_longest: Whether nothing longer was measured.
+        shortest: The shortest that was measured.
+        share: Of ``length``, or of the shortest.
+        needed: The share from which a length is retrieved.
+        own: The share at the original length that ``needed`` is 85 % of; None where it is 85 % of all answers.
     """
 
     task: str
     length: int | None
     is_longest: bool
     shortest: int
-    share: float
-    low: float
-    high: float
+    share: Share
+    needed: float
+    own: OwnLevel | None
 
 
 @dataclass(frozen=True)
@@ -116,7 +132,10 @@ def reach(records: Sequence[AnyRecord]) -> list[Reach]:
     intervals say it) and 1 % of perplexity. A half, not an eighth, as the reference, for the same reason: one easy
     page would condemn every method.
 
-    Retrieval reaches N if at least 85 % of the answers were right there and at every shorter length measured.
+    Retrieval reaches N if at least 85 % of the answers were right there and at every shorter length measured (RULER,
+    arXiv:2404.06654, section 4: what Llama 2 7B does at 4k). A model that is not that good at a task, however short the
+    text, is held against itself: then it is 85 % of what the unpatched model gets right at the longest length up to the
+    original, or the row itself where that was not measured (the effective length of NoLiMa, arXiv:2502.05167).
 
     A row that was measured on several texts, or in several ways, has a line for each: losses of different texts make
     no curve.
@@ -188,7 +207,7 @@ def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], models: 
         original=first.original_max_position_embeddings,
         target=None if is_unpatched(first) else _target(first),
         loss=_loss_reach(own, base or own, "unpatched" if base or is_unpatched(first) else "itself"),
-        retrieval=tuple(_retrieval_reach(group)),
+        retrieval=tuple(_retrieval_reach(group, records)),
         short_cost=cost,
         short_length=short,
     )
@@ -294,29 +313,57 @@ class _Judge:
         return self.excess(segment) <= self.excused(segment)
 
 
-def _retrieval_reach(group: Sequence[AnyRecord]) -> list[RetrievalReach]:
+def _retrieval_reach(group: Sequence[AnyRecord], records: Sequence[AnyRecord]) -> list[RetrievalReach]:
     found = [record for record in group if isinstance(record, RetrievalRecord)]
     return [
-        _task_reach(task, [one for one in found if one.task == task])
+        _task_reach([one for one in found if one.task == task], records)
         for task in dict.fromkeys(record.task for record in found)
     ]
 
 
-def _task_reach(task: str, records: Sequence[RetrievalRecord]) -> RetrievalReach:
-    prompts = {(one.context_length, one.text_hash): one for one in records}  # of a repeat, the last
-    scores: dict[int, list[float]] = {}
-    for (length, _), one in sorted(prompts.items()):
-        score = one.score("forced")
-        scores.setdefault(length, []).append(one.num_written / len(one.answers) if score is None else score)
+def _task_reach(own: Sequence[RetrievalRecord], records: Sequence[AnyRecord]) -> RetrievalReach:
+    first, shares = own[0], _shares(own)
+    unpatched = [
+        one
+        for one in records
+        if isinstance(one, RetrievalRecord) and is_unpatched(one) and _prompted_alike(one) == _prompted_alike(first)
+    ]
+    levels = (_own_level(unpatched, "unpatched"), _own_level(own, "itself"))
+    level = next((one for one in levels if one is not None), None)
+    if level is not None and (level.share >= RETRIEVED or level.share == 0):
+        level = None
+    needed = RETRIEVED if level is None else RETRIEVED * level.share
     good: list[int] = []
-    for length, each in scores.items():
-        if math.fsum(each) / len(each) < RETRIEVED:
+    for length, share in shares.items():
+        if share.value < needed:
             break
         good.append(length)
-    at = good[-1] if good else min(scores)
-    share = math.fsum(scores[at]) / len(scores[at])
-    longest = bool(good) and at == max(scores)
-    return RetrievalReach(task, good[-1] if good else None, longest, min(scores), share, *wilson_interval(scores[at]))
+    at = good[-1] if good else min(shares)
+    longest = bool(good) and at == max(shares)
+    return RetrievalReach(first.task, good[-1] if good else None, longest, min(shares), shares[at], needed, level)
+
+
+def _prompted_alike(record: RetrievalRecord) -> tuple[object, ...]:
+    return record.model, record.task, record.tokenizer_hash, record.chat
+
+
+def _own_level(records: Sequence[RetrievalRecord], of: str) -> OwnLevel | None:
+    short = [one for one in records if one.context_length <= (one.original_max_position_embeddings or 0)]
+    if not short:
+        return None
+    length, share = list(_shares(short).items())[-1]
+    return OwnLevel(share.value, length, of)
+
+
+def _shares(records: Sequence[RetrievalRecord]) -> dict[int, Share]:
+    """Return the share of each length, rising."""
+    asked = {(one.context_length, one.text_hash): one for one in records}  # of a repeat, the last
+    found: dict[int, list[tuple[float, str]]] = {}
+    for (length, _), one in sorted(asked.items()):
+        score = one.score("forced")
+        score = one.num_written / len(one.answers) if score is None else score
+        found.setdefault(length, []).append((score, one.text))
+    return {length: share_interval(*zip(*each, strict=True)) for length, each in found.items()}
 
 
 def _loss_words(row: Reach) -> str:
@@ -344,8 +391,13 @@ def _of_target(row: Reach, loss: LossReach) -> str:
 
 
 def _retrieval_words(found: RetrievalReach) -> str:
-    share = f"{100 * found.share:.0f} % right, interval {100 * found.low:.0f}–{100 * found.high:.0f}"
-    needed = f">= {100 * RETRIEVED:.0f} %"
+    one, level = found.share, found.own
+    of = "" if one.n_texts == one.n_questions else f" of {one.counted}"
+    share = f"{100 * one.value:.0f} % right{of}, interval {one.interval}"
+    needed = f">= {100 * found.needed:.0f} %"
+    if level is not None:
+        whose = "its own" if level.of == "itself" else "the unpatched model's"
+        needed += f", {100 * RETRIEVED:.0f} % of {whose} {100 * level.share:.0f} % at {length_name(level.length)}"
     if found.length is None:
         return f"retrieves at no length ({found.task} {needed}; at {length_name(found.shortest)} {share})"
     most = "at least " if found.is_longest else ""

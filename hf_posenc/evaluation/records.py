@@ -151,7 +151,7 @@ class Record(JsonRecord):
 
 @dataclass(frozen=True)
 class RetrievalRecord(JsonRecord):
-    """One prompt of a retrieval task, and what the model made of it.
+    """One question of a retrieval task, and what the model made of it.
 
     Attributes:
         model: As in ``Record``.
@@ -162,12 +162,14 @@ class RetrievalRecord(JsonRecord):
         original_max_position_embeddings: As in ``Record``.
         task: Name of the task, such as ``passkey``.
         context_length: Tokens of prompt and answer together.
-        depth: Percent of the free text that is before the needle; None where needles are spread over the text.
-        seed: Of the random numbers that made the prompt.
+        depth: Percent of the free text that is before the needle; None where the needles of the answer are spread over
+            the text.
+        seed: Of the random numbers that made the text and its questions.
         chat: Whether the prompt was the message of a user in the chat template.
         num_prompt_tokens: Tokens of the prompt.
         max_new_tokens: Tokens that the model may write.
-        needle_places: Positions of the first token of each needle.
+        needle_places: Positions of the first token of each needle; with several questions of a text, of those needles
+            that hold this answer.
         answers: The right answers.
         num_forced: How many answers were right teacher-forced: the likeliest token was the right one wherever a token
             holds a character of the answer, which leaves out the word before it. None where the order of the answers
@@ -177,19 +179,24 @@ class RetrievalRecord(JsonRecord):
         n_right: How many of these tokens were the likeliest.
         nll_sum: Sum of their negative log-likelihoods, in nats.
         forced: The likeliest tokens at the places of the answer, as text.
-        written: The text that the model wrote.
+        written: The text that the model wrote; with several questions of a text, up to the token that follows the last
+            right answer, if all of them are in it.
         tokenizer_hash: Hash of the tokenizer.
         text_hash: Hash of the token ids of prompt and answer.
         dtype: As in ``Record``.
         attn_implementation: As in ``Record``.
         versions: As in ``Record``.
-        seconds: Time of this prompt.
+        seconds: Time of this prompt. Of several questions of a text, the first that was asked has the time of reading
+            it.
         peak_memory_bytes: As in ``Record``.
         run_key: Hash of everything that decides the result, the weights included.
         label: As in ``Record``.
         rope: As in ``Record``.
         command: As in ``Record``.
         checkpoint_dtype: As in ``Record``.
+        questions_per_text: Questions that were asked of its text; they share the text and most of its cost.
+        question: Which of them it is, from 0.
+        shared_text: Hash of the token ids of the text that they share; empty if the text is this question's alone.
     """
 
     model: str
@@ -226,8 +233,16 @@ class RetrievalRecord(JsonRecord):
     rope: dict[str, Any] = field(default_factory=dict)
     command: str = ""
     checkpoint_dtype: str = ""
+    questions_per_text: int = 1
+    question: int = 0
+    shared_text: str = ""
 
     MARK = "task"
+
+    @property
+    def text(self) -> str:
+        """What tells its text from others: questions of one text are right or wrong together more than by chance."""
+        return self.shared_text or self.text_hash
 
     def score(self, by: str = "forced") -> float | None:
         """Return the share of the answers that were right, by "forced" or "written"."""

@@ -16,7 +16,7 @@ from hf_posenc.report.frequencies import frequency_panels
 from hf_posenc.report.looks import make_looks
 from hf_posenc.report.page import Panel, Sentences, check_folder, html_page, markdown_page
 from hf_posenc.report.perplexity_panels import left_out_panel, perplexity_panels
-from hf_posenc.report.retrieval_panel import grid_panel
+from hf_posenc.report.retrieval_panel import grid_panel, matrix_panel
 from hf_posenc.utils.files import write_whole
 
 DEFAULT_TITLE = "Results by context length"
@@ -88,6 +88,7 @@ def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> l
         _verdict_panel(records),
         *(panel for table in tables for panel in perplexity_panels(table, looks)),
         *([left_out_panel(left_out)] if left_out else []),
+        *([matrix_panel(grids)] if len(grids) > 1 else []),
         *(grid_panel(grid, looks) for grid in grids),
         *frequency_panels(records, looks),
         *(cost_panel(table, looks) for table in tables),

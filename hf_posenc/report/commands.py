@@ -26,7 +26,7 @@ _MADE = (
 _RESULTS = "results.jsonl"
 # What one command is for; a record of either kind lacks some of these.
 _SAME = (
-    *("model", "label", "dtype", "attn_implementation", "tokens_trained", "chat"),
+    *("model", "label", "dtype", "attn_implementation", "tokens_trained", "chat", "questions_per_text"),
     *("protocol", "bos", "average", "last_k", "num_documents", "key_tokens"),
 )
 
@@ -164,7 +164,13 @@ def _retrieval(group: list[RetrievalRecord], lengths: list[int]) -> _Own:
         "--samples",
         str(len(seeds)),
     ]
-    how = ["--depths", *(f"{depth:g}" for depth in depths or [0.0]), "--chat", "on" if group[-1].chat else "off"]
+    questions = group[-1].questions_per_text
+    placed = ["--depths", *(f"{depth:g}" for depth in depths or [0.0])]
+    how = [
+        *(placed if questions == 1 else ["--questions", str(questions)]),
+        "--chat",
+        "on" if group[-1].chat else "off",
+    ]
     first = min(record.seed for record in group)
     remark = f"  # seeds began at {first}: from Python, retrieval(..., seed={first})" if first else ""
     return _Own(what, how, remark)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.intervals import is_tie
+from hf_posenc.evaluation.intervals import Share, is_tie, share_interval
 from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
 from hf_posenc.methods.registry import named_options
@@ -36,6 +36,7 @@ _ALIKE_BY_POSITION = {
     "position_bucket": "the buckets of positions",
     "position_tokens": "the tokens scored by position",
 }
+_MOST_DEPTHS = 10  # rows of a map of questions that share a text
 BY = {"forced": "teacher-forced", "written": "written"}
 _TITLES = {
     "truncated": "First N tokens",
@@ -69,6 +70,28 @@ class Row(_NamedRow):
         return next(iter(self.records.values()))
 
 
+class Depths(NamedTuple):
+    """Depths that are one row of a map, in percent: from ``low`` up to ``high``, or one that was requested."""
+
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.low:g} %" if self.low == self.high else f"{self.low:.0f}–{self.high:.0f} %"
+
+
+def depths_of(record: RetrievalRecord) -> Depths | None:
+    """Return the depths that a question belongs to; None where what the answer needs is spread over the text.
+
+    Questions that share a text have needles everywhere, so there are up to ten equal parts of it.
+    """
+    if record.depth is None or record.questions_per_text == 1:
+        return None if record.depth is None else Depths(record.depth, record.depth)
+    parts = min(_MOST_DEPTHS, record.questions_per_text)
+    part = min(int(record.depth / 100 * parts), parts - 1)
+    return Depths(100 * part / parts, 100 * (part + 1) / parts)
+
+
 @dataclass(frozen=True)
 class GridRow(_NamedRow):
     """What came back for its prompts."""
@@ -79,10 +102,11 @@ class GridRow(_NamedRow):
     def first(self) -> RetrievalRecord:
         return self.records[0]
 
-    def scores(self, by: str, length: int, depth: float | str | None = "all") -> list[float]:
-        """Return the scores of the prompts of a length, of one depth or all."""
-        here = [one for one in self.records if one.context_length == length and depth in ("all", one.depth)]
-        return [score for one in here if (score := one.score(by)) is not None]
+    def share(self, by: str, length: int, depths: Depths | Literal["all"] | None = "all") -> Share | None:
+        """Return the share of right answers at a length, of some depths or all; None where there are none."""
+        here = [one for one in self.records if one.context_length == length and depths in ("all", depths_of(one))]
+        scored = [(score, one.text) for one in here if (score := one.score(by)) is not None]
+        return share_interval(*zip(*scored, strict=True)) if scored else None
 
 
 @dataclass(frozen=True)
@@ -168,9 +192,9 @@ class Grid(_Comparable):
         return [record for row in self.rows for record in row.records]
 
     @cached_property
-    def depths(self) -> list[float | None]:
+    def depths(self) -> list[Depths | None]:
         """Where the needles of prompts are; None alone where they are in parts all over the text."""
-        return sorted({record.depth for record in self.records}, key=lambda depth: -1.0 if depth is None else depth)
+        return sorted(set(map(depths_of, self.records)), key=lambda depths: depths or (-1.0, -1.0))
 
     @property
     def scorings(self) -> list[str]:
@@ -297,9 +321,19 @@ def perplexity_name(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
 
 
-def share_name(scores: Sequence[float]) -> str:
-    """Return ``75 %``, or nothing where there are no scores."""
-    return f"{100 * sum(scores) / len(scores):.0f} %" if scores else ""
+def share_name(share: Share | None) -> str:
+    """Return ``75 %``, or nothing where there is none."""
+    return "" if share is None else f"{100 * share.value:.0f} %"
+
+
+def task_name(task: str, questions: int) -> str:
+    """Return ``passkey``, or ``passkey, 100 questions of a text``."""
+    return task if questions == 1 else f"{task}, {questions} questions of a text"
+
+
+def counted_words(shares: Iterable[Share]) -> str:
+    """Return what shares are of and what their intervals are over: ``4 prompts (interval over prompts)``."""
+    return " or ".join(dict.fromkeys(f"{share.counted} (interval over {share.is_over})" for share in shares))
 
 
 def rule_name(record: Record | RetrievalRecord) -> str:
@@ -418,18 +452,20 @@ def computed_with(records: Sequence[AnyRecord]) -> list[tuple[str, str]]:
 def make_grids(records: Sequence[RetrievalRecord]) -> list[Grid]:
     """Sort records into a grid per task, and another for rows whose prompts are not those of the first.
 
+    Questions that share a text are another task than one question of each text: they have other needles around them.
     Of a repeated measurement (equal ``run_key``) the later record counts.
     """
-    tasks: dict[str, dict[str, RetrievalRecord]] = {}
+    tasks: dict[tuple[str, int], dict[str, RetrievalRecord]] = {}
     for record in records:
-        tasks.setdefault(record.task, {})[record.run_key] = record
+        tasks.setdefault((record.task, record.questions_per_text), {})[record.run_key] = record
     grids = []
-    for task, group in tasks.items():
+    for (task, questions), group in tasks.items():
         every = group_rows(list(group.values()))
         rows = [GridRow(name, training, run) for name, training, found in every for run in _prompt_runs(found)]
         apart = _apart([(row.full_name, row) for row in rows], _prompt_difference)
         for number, (some, notes) in enumerate(apart, 1):
-            names = _numbered(f"retrieval_{task}", f"Retrieval: {task}", number)
+            slug = f"retrieval_{task}" if questions == 1 else f"retrieval_{task}_{questions}_questions"
+            names = _numbered(slug, f"Retrieval: {task_name(task, questions)}", number)
             grids.append(Grid(*names, notes, task, tuple(some)))
     return grids
 
@@ -438,7 +474,7 @@ def _prompt_runs(records: Sequence[RetrievalRecord]) -> list[tuple[RetrievalReco
     """Return the records of a row, each prompt once: one that was answered again in another run is of another row."""
     runs: list[dict[tuple[object, ...], RetrievalRecord]] = [{}]
     for record in records:
-        prompt = (record.context_length, record.depth, record.seed)
+        prompt = (record.context_length, record.depth, record.seed, record.question)
         if prompt in runs[-1]:
             runs.append({})
         runs[-1][prompt] = record
@@ -448,7 +484,7 @@ def _prompt_runs(records: Sequence[RetrievalRecord]) -> list[tuple[RetrievalReco
 def _prompt_difference(rows: Sequence[GridRow]) -> str | None:
     """Return why rows cannot be in one table: not the same prompts at each length they share; or None."""
     first = rows[0].records[0]
-    seen: dict[int, tuple[GridRow, dict[tuple[float | None, int], str]]] = {}
+    seen: dict[int, tuple[GridRow, dict[tuple[float | None, int, int], str]]] = {}
     names: set[str] = set()
     for row in rows:
         between = f"between {rows[0].full_name!r} and {row.full_name!r}"
@@ -461,7 +497,7 @@ def _prompt_difference(rows: Sequence[GridRow]) -> str | None:
                     return f"{words} differ {between}"
         for length in sorted({record.context_length for record in row.records}):
             here = [record for record in row.records if record.context_length == length]
-            prompts = {(record.depth, record.seed): record.text_hash for record in here}
+            prompts = {(record.depth, record.seed, record.question): record.text_hash for record in here}
             other, theirs = seen.setdefault(length, (row, prompts))
             if prompts != theirs:
                 between = f"between {other.full_name!r} and {row.full_name!r}"
@@ -480,20 +516,26 @@ def text_table(records: Sequence[Record | RetrievalRecord]) -> str:
         for row in make_rows([record for record in perplexities if record.protocol == protocol])
     ]
     lengths = sorted({record.context_length for record in retrievals})
-    shares = []
-    for task in dict.fromkeys(record.task for record in retrievals):
-        for name, training, group in group_rows([record for record in retrievals if record.task == task]):
+    cells: list[tuple[str, dict[int, str]]] = []
+    shares: list[Share] = []
+    for task, questions in dict.fromkeys((record.task, record.questions_per_text) for record in retrievals):
+        asked = [one for one in retrievals if (one.task, one.questions_per_text) == (task, questions)]
+        for name, training, group in group_rows(asked):
             row = GridRow(name, training, tuple(group))
             for by, words in BY.items():
-                cells = {length: share_name(row.scores(by, length)) for length in lengths}
-                if any(cells.values()):
-                    shares.append((f"{task}, {words}  {row.full_name}", cells))
-    return "\n\n".join(_columns(found) for found in (lines, shares) if found)
+                found = {length: share for length in lengths if (share := row.share(by, length)) is not None}
+                shares += found.values()
+                if found:
+                    named = f"{task_name(task, questions)}, {words}  {row.full_name}"
+                    cells.append((named, {length: str(share) for length, share in found.items()}))
+    parts = [_columns(lines, 9)] if lines else []
+    parts += [f"{_columns(cells, 16)}\neach of {counted_words(shares)}"] if cells else []
+    return "\n\n".join(parts)
 
 
-def _columns(lines: Sequence[tuple[str, dict[int, str]]]) -> str:
+def _columns(lines: Sequence[tuple[str, dict[int, str]]], column: int) -> str:
     lengths = sorted({length for _, cells in lines for length in cells})
     width = max(len(name) for name, _ in lines)
-    head = " " * width + "".join(f"{length_name(length):>9}" for length in lengths)
-    written = (f"{name:<{width}}" + "".join(f"{cells.get(n, ''):>9}" for n in lengths) for name, cells in lines)
+    head = " " * width + "".join(f"{length_name(length):>{column}}" for length in lengths)
+    written = (f"{name:<{width}}" + "".join(f"{cells.get(n, ''):>{column}}" for n in lengths) for name, cells in lines)
     return "\n".join([head, *written])

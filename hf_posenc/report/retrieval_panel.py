@@ -1,4 +1,4 @@
-"""The panel of a retrieval task: accuracy by length, and depth by length heat maps, as drawings and as tables."""
+"""The panels of retrieval: all tasks by length, and each task by length and in heat maps of depth by length."""
 
 from __future__ import annotations
 
@@ -7,9 +7,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.evaluation.intervals import wilson_interval
+from hf_posenc.evaluation.intervals import Share
 from hf_posenc.evaluation.rows import row_key
-from hf_posenc.report.comparable import BY, Grid, GridRow, all_of, computed_with, model_names, share_name
+from hf_posenc.report.comparable import (
+    BY,
+    Depths,
+    Grid,
+    GridRow,
+    all_of,
+    computed_with,
+    model_names,
+    share_name,
+)
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.page import Block, Cell, Facts, Figure, HeatMap, HeatMaps, NumberTable, Panel, Paragraph
 from hf_posenc.report.plot import COLOUR_MAP, Chart, Line, draw, draw_chart, intervals_words, length_ticks, new_figure
@@ -27,6 +36,43 @@ _EXPLAINED = {
 }
 
 
+def matrix_panel(grids: Sequence[Grid]) -> Panel:
+    """Return the panel of all tasks by length, as each is scored first, with the number of questions."""
+    lengths = sorted({length for grid in grids for length in grid.lengths})
+    shown = [(grid, row, [row.share(grid.scorings[0], n) for n in lengths]) for grid in grids for row in grid.rows]
+    cells = [
+        [
+            Cell(row.name, (grid.title.removeprefix("Retrieval: "), row.training, BY[grid.scorings[0]])),
+            *(Cell("") if one is None else _cell(one, one.counted) for one in shares),
+        ]
+        for grid, row, shares in shown
+    ]
+    names = [length_name(length) for length in lengths]
+    note = f"Share of the answers that were right, with its 95 % interval. {_interval_words(_all(shown))}"
+    table = NumberTable("retrieval_tasks_table", ["method", *names], cells, ("task", "fine-tuning", "scored"))
+    return Panel("retrieval_tasks", "Retrieval: all tasks", [table, Paragraph(note, "quiet")])
+
+
+def _all(shown: Sequence[tuple[Grid, GridRow, Sequence[Share | None]]]) -> list[Share]:
+    return [one for _, _, shares in shown for one in shares if one is not None]
+
+
+def _interval_words(shares: Sequence[Share]) -> str:
+    """Say what intervals are."""
+    over = {one.is_over for one in shares}
+    words = []
+    if "prompts" in over:
+        words.append("Where each prompt has a text of its own it is Wilson's, over prompts.")
+    if "texts" in over:
+        words.append(
+            "Where questions share texts it is over texts: Wilson's of the effective number of questions, as those of "
+            "one text are right or wrong together, with Student's quantile."
+        )
+    if "the questions of one text" in over:
+        words.append("Where there is one text it is Wilson's over its questions, and says nothing about other texts.")
+    return " ".join(words)
+
+
 def grid_panel(grid: Grid, looks: Looks) -> Panel:
     """Return a task's panel: accuracy by length, a map for each row, and how it was measured."""
     label, names = f"{grid.title}, percent right by length", [length_name(length) for length in grid.lengths]
@@ -36,15 +82,20 @@ def grid_panel(grid: Grid, looks: Looks) -> Panel:
         blocks.append(Figure(chart, f"{grid.slug}_by_length", label, caption, alt="Percent right by length"))
     how = " ".join(_EXPLAINED[by] for by in grid.scorings)
     cells = [
-        [Cell(row.name, (row.training, BY[by])), *(_cell(row.scores(by, length)) for length in grid.lengths)]
+        [Cell(row.name, (row.training, BY[by])), *(_cell(row.share(by, length)) for length in grid.lengths)]
         for row in grid.rows
         for by in grid.scorings
+    ]
+    shares = [
+        share for row in grid.rows for n in grid.lengths for share in [row.share("written", n)] if share is not None
     ]
     maps = [_map(grid, row, by) for row in grid.rows for by in grid.scorings]
     drawing = draw(partial(_map_figure, grid, maps, names))
     blocks += [
         NumberTable(grid.slug + "_table", ["method", *names], cells, small_heads=("fine-tuning", "scored")),
-        Paragraph(f"Share of the answers that were right, with Wilson's 95 % interval over prompts. {how}", "quiet"),
+        Paragraph(
+            f"Share of the answers that were right, with its 95 % interval. {_interval_words(shares)} {how}", "quiet"
+        ),
         HeatMaps(grid.slug, drawing, names, maps if grid.depths != [None] else []),
         Facts(_measured(grid)),
     ]
@@ -55,36 +106,34 @@ def _chart(grid: Grid, looks: Looks) -> Chart:
     """Return the chart of shares by length, as first scored."""
     by, lines = grid.scorings[0], []
     for row in grid.rows:
-        every = {length: scores for length in grid.lengths if (scores := row.scores(by, length))}
-        low, high = zip(*map(wilson_interval, every.values()), strict=True)
-        points, lows, highs = ([100 * one for one in values] for values in (map(_share, every.values()), low, high))
+        every = {length: share for length in grid.lengths if (share := row.share(by, length)) is not None}
+        points, lows, highs = (
+            [100 * value for value in values]
+            for values in zip(*((one.value, one.low, one.high) for one in every.values()), strict=True)
+        )
         last = share_name(list(every.values())[-1])
         lines.append(Line(f"{row.full_name}  {last}", list(every), points, looks[row_key(row.first)], lows, highs))
     title, ticks = f"{model_names(grid.records)}: {grid.task}, {BY[by]}", length_ticks(grid.lengths)
     return Chart(title, "context length in tokens", "percent right", lines, ticks, y_range=(0, 100))
 
 
-def _cell(scores: Sequence[float]) -> Cell:
-    if not scores:
+def _cell(share: Share | None, *small: str) -> Cell:
+    if share is None:
         return Cell("")
-    low, high = wilson_interval(scores)
-    return Cell(share_name(scores), sort=_share(scores), interval=f"{100 * low:.0f}–{100 * high:.0f}")
-
-
-def _share(scores: Sequence[float]) -> float:
-    return sum(scores) / len(scores) if scores else math.nan
+    return Cell(share_name(share), small, sort=share.value, interval=share.interval)
 
 
 def _map(grid: Grid, row: GridRow, by: str) -> HeatMap:
     shares = []
-    for depth in grid.depths:
-        found = (row.scores(by, length, depth) for length in grid.lengths)
-        shares.append((_depth_name(depth), [(_share(scores), len(scores)) for scores in found]))
+    for depths in grid.depths:
+        found = (row.share(by, length, depths) for length in grid.lengths)
+        each = [(math.nan, 0) if one is None else (one.value, one.n_questions) for one in found]
+        shares.append((_depth_name(depths), each))
     return HeatMap(f"{row.full_name}, {BY[by]}", shares)
 
 
-def _depth_name(depth: float | None) -> str:
-    return "spread" if depth is None else f"{depth:g} %"
+def _depth_name(depths: Depths | None) -> str:
+    return "spread" if depths is None else str(depths)
 
 
 def _measured(grid: Grid) -> list[tuple[str, str]]:
@@ -94,12 +143,21 @@ def _measured(grid: Grid) -> list[tuple[str, str]]:
     return [
         ("Protocol", f"{grid.task}. Prompt and longest answer together fill the context length; greedy."),
         ("Depth", depths if grid.depths != [None] else "What the answer needs is spread over the text."),
-        ("Prompts", ", ".join(f"{len(grid.rows[0].scores('written', n))} at {length_name(n)}" for n in grid.lengths)),
+        ("Prompts", _prompts(grid)),
         ("Seeds", f"{seeds[0]}–{seeds[-1]}" if len(seeds) > 1 else str(seeds[0])),
         ("Chat template", "yes" if grid.records[0].chat else "no"),
         ("Model", all_of(grid.records, "model")),
         *computed_with(grid.records),
     ]
+
+
+def _prompts(grid: Grid) -> str:
+    """Return how many prompts there are at each length, or how many questions in how many texts."""
+    shares = {n: share for n in grid.lengths if (share := grid.rows[0].share("written", n)) is not None}
+    return ", ".join(
+        f"{one.counted.removesuffix(' prompts').removesuffix(' prompt')} at {length_name(n)}"
+        for n, one in shares.items()
+    )
 
 
 def _map_figure(grid: Grid, maps: Sequence[HeatMap], names: Sequence[str]) -> MatplotlibFigure:

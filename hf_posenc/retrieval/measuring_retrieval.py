@@ -1,12 +1,12 @@
-"""Retrieval by task, context length and depth: a record for each prompt, resumable."""
+"""Retrieval by task, context length and depth: a record for each question, resumable."""
 
 from __future__ import annotations
 
 import logging
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.retrieval.config import DEFAULT_DEPTHS, check_retrieval
 from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.prompts import Chat, Prompt, PromptMaker
-from hf_posenc.retrieval.scoring import Reply, reply
-from hf_posenc.retrieval.tasks import get_task
+from hf_posenc.retrieval.scoring import Asked, Reply, needs_its_own_pass, replies
+from hf_posenc.retrieval.tasks import expand_groups, get_task
+from hf_posenc.retrieval.tasks.base import has_words
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.dtypes import slow_dtype_advice
 from hf_posenc.utils.processes import Processes
@@ -42,6 +43,7 @@ def retrieval(
     depths: Sequence[float] = DEFAULT_DEPTHS,
     samples: int = 1,
     *,
+    questions: int = 1,
     documents: Sequence[str] | None = None,
     chat: Chat = "auto",
     seed: int = 0,
@@ -60,14 +62,21 @@ def retrieval(
     teacher-forced on the tokens that hold the answer, and by what the model writes greedily. The answer is begun for
     the model ("The pass key is").
 
+    With several ``questions`` a text holds the needles of all of them. It is read once and each question is put to the
+    model as if it were the only one, so that a hundred cost little more than one. Such questions are not independent:
+    ``share_interval`` says what they are worth.
+
     Args:
         model: A causal language model, patched or not, wrapped by PEFT or not.
         tokenizer: Its tokenizer, a fast one.
-        tasks: Names of ``hf_posenc.retrieval.tasks.tasks()``.
+        tasks: Names of ``hf_posenc.retrieval.tasks.tasks()``, or of groups.
         context_lengths: Tokens of prompt and answer together.
-        depths: Where needles are hidden, in percent of the text before them.
-        samples: Prompts of each task, length and depth; their seeds are ``seed``, ``seed + 1``, ... A task with nothing
-            at one depth gets as many prompts as the others.
+        depths: Where needles are hidden, in percent of the text before them; with several questions they lie at all
+            depths, and this has to be left as it is.
+        samples: Texts of each task, length and depth; their seeds are ``seed``, ``seed + 1``, ... With one question, a
+            task with nothing at one depth gets as many prompts as the others; with several, there are as many texts of
+            each task and length.
+        questions: Asked of each text.
         documents: The texts to hide things in; None takes the novels in the package.
         chat: Whether a prompt is a user's message in the tokenizer's chat template: "on", "off", or "auto", where there
             is a template.
@@ -82,35 +91,77 @@ def retrieval(
         command: What was typed to measure this, for the records.
 
     Returns:
-        A record per prompt: by task, rising length and depth, and seed.
+        A record per question: by task, rising length and depth, seed, and question of a text.
 
     Raises:
-        ValueError: A task, length, depth or number that cannot be; a length too short for a task, with the counts;
+        ValueError: A task, length, depth or number that cannot be; several questions of a task that has one for a text;
+            a length too short for a task and its questions, with the counts;
             documents too short; a chat template that is required and missing; ``output`` is a folder; a model whose
             head cannot be trusted.
     """
     if output is not None:
         check_output(output)
     model = RotaryModel(model).model
-    lengths = check_retrieval(tasks, context_lengths, depths, samples)
+    tasks = expand_groups(tasks)
+    lengths = check_retrieval(tasks, context_lengths, depths, samples, questions)
     _check_chunk(model, prefill_chunk)
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), chat)
     # Each is made when it is needed: many long prompts would fill the memory.
-    prompts = [
-        partial(maker.make, task, length, depth, one)
-        for task in dict.fromkeys(tasks)
+    makers = [
+        partial(maker.make, task, length, depth, one, questions)
+        for task in tasks
         for length in lengths
-        for depth, one in _depths_and_seeds(task, depths, seed, samples)
+        for depth, one in _depths_and_seeds(task, depths, seed, samples, questions)
     ]
     with evaluation_mode(model):
         check_head(model)
         facts = model_facts(model, model_name, tokens_trained, label, command)
         facts |= {"tokenizer_hash": hash_tokenizer(tokenizer), "chat": maker.in_chat}
         weights = hash_weights(model)
-        identities = [_identify(make(), facts, weights) for make in prompts]
+        texts = [_Text.of(make, facts, weights) for make in makers]
         processes = Processes(sharded)
         prompting = _Prompting(model, tokenizer, prefill_chunk, None if output is None else Path(output), processes)
-        return prompting.answer_all(prompts, identities, progress)
+        return prompting.answer_all(texts, progress)
+
+
+def check_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[str],
+    context_lengths: Sequence[int],
+    questions: int = 1,
+    *,
+    documents: Sequence[str] | None = None,
+    chat: Chat = "auto",
+) -> None:
+    """Raise what ``retrieval`` would, from the tokenizer alone: a prompt of each task and length is made.
+
+    Raises:
+        ValueError: A length too short for a task and its questions, with the counts; documents too short; a chat
+            template that is required and missing.
+    """
+    maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), chat)
+    for task in expand_groups(tasks):
+        for length in context_lengths:
+            maker.make(task, length, None, 0, questions)
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text with its questions: ``make`` makes the prompts, ``identities`` are their records without the results."""
+
+    make: Callable[[], tuple[Prompt, ...]]
+    identities: tuple[dict[str, Any], ...]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, make: Callable[[], tuple[Prompt, ...]], facts: dict[str, Any], weights: str) -> _Text:
+        prompts = make()
+        shared = hash_token_ids([torch.tensor(prompts[0].text_ids)])
+        return cls(make, tuple(_identify(one, shared, facts, weights) for one in prompts), len(prompts[0].text_ids))
+
+    @property
+    def run_keys(self) -> list[str]:
+        return [identity["run_key"] for identity in self.identities]
 
 
 class _Prompting:
@@ -127,53 +178,92 @@ class _Prompting:
         self.model, self.tokenizer, self.prefill_chunk, self.output = model, tokenizer, prefill_chunk, output
         self.processes = processes
         self.stop_ids = _stop_ids(model, tokenizer)
+        self.reads_anew = needs_its_own_pass(model)
 
-    def answer_all(
-        self, prompts: Sequence[Callable[[], Prompt]], identities: list[dict[str, Any]], progress: bool
-    ) -> list[RetrievalRecord]:
-        """Return the records of all prompts; those in the file are not repeated."""
+    def answer_all(self, texts: Sequence[_Text], progress: bool) -> list[RetrievalRecord]:
+        """Return the records of all questions; those in the file are not repeated."""
         written = self.processes.from_main(lambda: [] if self.output is None else read_retrieval_records(self.output))
-        self.processes.agree([identity["run_key"] for identity in identities])
+        run_keys = [run_key for text in texts for run_key in text.run_keys]
+        self.processes.agree(run_keys)
         known = {one.run_key: one for one in written}
-        todo = [at for at, identity in enumerate(identities) if identity["run_key"] not in known]
-        if len(todo) < len(prompts):
-            found = len(prompts) - len(todo)
-            logger.warning("%d of %d results are already in %s: not repeated.", found, len(prompts), self.output)
+        # Of each text, the questions to put to it; a text without any is not read.
+        missing = [[at for at, run_key in enumerate(text.run_keys) if run_key not in known] for text in texts]
+        todo = [(text, questions) for text, questions in zip(texts, missing, strict=True) if questions]
+        left = sum(len(questions) for _, questions in todo)
+        if left < len(run_keys):
+            found = len(run_keys) - left
+            logger.warning("%d of %d results are already in %s: not repeated.", found, len(run_keys), self.output)
+        if self.reads_anew and left > len(todo):
+            logger.warning(
+                "each of %d questions is read with its whole text, for the frequencies of rope_type %s change with the "
+                "number of tokens: --questions saves no time.",
+                left,
+                " and ".join(length_dependent_rope_types(self.model)),
+            )
         reset_peak_memory(self.model)
-        total = sum(identities[at]["num_prompt_tokens"] for at in todo)
         shown, alone = progress and self.processes.is_main, self.processes.count == 1
         shorter = slow_dtype_advice(self.model) + "fewer --samples or --depths, or shorter --context-lengths"
+        total = sum(self._num_tokens(*each) for each in todo)
         with Progress("retrieval", total, shown=shown, shorter=shorter) as bar:
             inside = bar.update if alone else None
-            answered = self.processes.share(todo, lambda at: self._answer(prompts[at](), identities[at], inside))
-            for at, record in answered:
-                known[record.run_key] = record
-                if self.output is not None and self.processes.is_main:
-                    append_line(self.output, record.to_json())
-                if not alone:  # a process knows of the others' prompts when they are answered
-                    bar.update(identities[at]["num_prompt_tokens"])
-        return [known[identity["run_key"]] for identity in identities]
+            for each, records in self.processes.share(todo, lambda each: self._answer(*each, inside)):
+                known |= {record.run_key: record for record in records}
+                if not alone:  # a process knows of the others' questions when all of their text are answered
+                    self._write(records)
+                    bar.update(self._num_tokens(*each))
+        return [known[run_key] for run_key in run_keys]
 
-    def _answer(self, prompt: Prompt, identity: dict[str, Any], advance: Advance | None) -> RetrievalRecord:
+    def _num_tokens(self, text: _Text, questions: Sequence[int]) -> int:
+        """Return how many tokens are read."""
+        asked = sum(int(text.identities[at]["num_prompt_tokens"]) for at in questions)
+        return asked if self.reads_anew else asked - (len(questions) - 1) * text.num_tokens
+
+    def _write(self, records: Sequence[RetrievalRecord]) -> None:
+        if self.output is not None and self.processes.is_main:
+            for record in records:
+                append_line(self.output, record.to_json())
+
+    def _answer(self, text: _Text, questions: Sequence[int], advance: Advance | None) -> list[RetrievalRecord]:
+        prompts = text.make()
+        prompts = tuple(prompts[at] for at in questions)
+        # A single question belongs to its text, so that all of the prompt is read at once.
+        several = len(text.identities) > 1
+        shared = prompts[0].text_ids if several else prompts[0].ids
+        asked = [
+            Asked(prompt.question_ids if several else [], prompt.answer_ids, prompt.max_new_tokens)
+            for prompt in prompts
+        ]
+        records: list[RetrievalRecord] = []
         started = time.perf_counter()
-        got = reply(
+        got = replies(
             self.model,
-            prompt.ids,
-            prompt.answer_ids,
-            prompt.max_new_tokens,
+            shared,
+            asked,
             stop_ids=self.stop_ids,
+            is_done=(lambda written: self._has_all(written, prompts[len(records)].answers)) if several else None,
             prefill_chunk=self.prefill_chunk,
             advance=advance,
         )
-        written = str(self.tokenizer.decode(got.written))
-        return RetrievalRecord(
-            **identity,
-            **_score(prompt, got, written),
-            forced=str(self.tokenizer.decode(got.choices)),
-            written=written,
-            seconds=time.perf_counter() - started,
-            peak_memory_bytes=peak_memory(self.model),
-        )
+        for prompt, at, reply in zip(prompts, questions, got, strict=True):
+            said = str(self.tokenizer.decode(reply.written))
+            record = RetrievalRecord(
+                **text.identities[at],
+                **_score(prompt, reply, said),
+                forced=str(self.tokenizer.decode(reply.choices)),
+                written=said,
+                seconds=time.perf_counter() - started,
+                peak_memory_bytes=peak_memory(self.model),
+            )
+            records.append(record)
+            if self.processes.count == 1:
+                self._write([record])
+            started = time.perf_counter()
+        return records
+
+    def _has_all(self, written: list[int], answers: Sequence[str]) -> bool:
+        """Say whether all answers are in a text, whatever is written after it."""
+        text = str(self.tokenizer.decode(written))
+        return all(has_words(text, answer, ended=True) for answer in answers)
 
 
 def _check_chunk(model: PreTrainedModel, prefill_chunk: int | None) -> None:
@@ -188,8 +278,9 @@ def _check_chunk(model: PreTrainedModel, prefill_chunk: int | None) -> None:
         )
 
 
-def _identify(prompt: Prompt, facts: dict[str, Any], weights: str) -> dict[str, Any]:
+def _identify(prompt: Prompt, shared_text: str, facts: dict[str, Any], weights: str) -> dict[str, Any]:
     """Return a record's fields except its results; ``run_key`` is a hash of them and of the weights."""
+    design = {"questions_per_text": prompt.num_questions, "question": prompt.question, "shared_text": shared_text}
     identity = {
         **facts,
         "task": prompt.task,
@@ -201,6 +292,7 @@ def _identify(prompt: Prompt, facts: dict[str, Any], weights: str) -> dict[str, 
         "needle_places": list(prompt.needle_places),
         "answers": list(prompt.answers),
         "text_hash": hash_token_ids([torch.tensor(prompt.ids), torch.tensor(prompt.answer_ids)]),
+        **(design if prompt.num_questions > 1 else {}),
     }
     return {**identity, "run_key": make_run_key(identity, weights)}
 
@@ -212,19 +304,19 @@ def _score(prompt: Prompt, got: Reply, written: str) -> dict[str, Any]:
         "num_forced": sum(all(right[at] for at in span) for span in prompt.answer_positions)
         if prompt.ordered
         else None,
-        "num_written": sum(_has_word(written, answer) for answer in prompt.answers),
+        "num_written": sum(has_words(written, answer) for answer in prompt.answers),
         "n_tokens": len(positions),
         "n_right": sum(right[at] for at in positions),
         "nll_sum": math.fsum(got.losses[at] for at in positions),
     }
 
 
-def _has_word(text: str, word: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE) is not None
-
-
-def _depths_and_seeds(task: str, depths: Sequence[float], seed: int, samples: int) -> list[tuple[float | None, int]]:
+def _depths_and_seeds(
+    task: str, depths: Sequence[float], seed: int, samples: int, questions: int
+) -> list[tuple[float | None, int]]:
     each = sorted(set(depths))
+    if questions > 1:
+        return [(None, one) for one in range(seed, seed + samples)]
     if get_task(task).has_depth:
         return [(depth, one) for depth in each for one in range(seed, seed + samples)]
     return [(None, one) for one in range(seed, seed + samples * len(each))]

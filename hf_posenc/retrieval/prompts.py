@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 from typing import Any, Literal
 
@@ -11,27 +13,34 @@ from transformers import PreTrainedTokenizerBase
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.retrieval.haystack import Haystack
 from hf_posenc.retrieval.tasks import get_task
-from hf_posenc.retrieval.tasks.base import Listing, Needle, Puzzle
+from hf_posenc.retrieval.tasks.base import Listing, Puzzle, Question, has_words
 
 Chat = Literal["auto", "on", "off"]
 _MARK = "THE-TEXT-GOES-HERE"
+_SHORTER = "Ask at shorter lengths."
+_LINES_AT_ONCE = 64  # of those a text is filled with, to the tokenizer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is fed and what should come back.
+    """What is fed and what should come back: one question of a text.
 
     Attributes:
         task: Name of the task.
-        context_length: Tokens of prompt and answer together, the answer at its longest.
+        context_length: Tokens of prompt and answer together, the answer at its longest; with several questions of a
+            text, those of the longest.
         depth: Percent of the free text before the needle; None where nothing lies at one depth.
-        seed: Of everything random.
-        ids: The prompt, special tokens and the beginning of the answer included.
+        seed: Of everything random in the text and its questions.
+        question: Which of the questions of its text it is, from 0.
+        num_questions: How many the text has.
+        text_ids: The text, with the special tokens and the instruction before it. Questions of one text share it.
+        question_ids: What follows: the question, and the beginning of the answer.
         answer_ids: The right answer.
         answer_positions: For each thing to be found, the positions in ``answer_ids`` of the tokens that hold it.
         answers: The same as texts.
         ordered: Whether their order is the only right one.
-        needle_places: Position in ``ids`` of the first token of each needle.
+        needle_places: Position in ``ids`` of the first token of each needle; with several questions, of those needles
+            that hold the answer.
         max_new_tokens: Tokens an answer may have.
     """
 
@@ -39,12 +48,30 @@ class Prompt:
     context_length: int
     depth: float | None
     seed: int
-    ids: list[int]
+    question: int
+    num_questions: int
+    text_ids: list[int]
+    question_ids: list[int]
     answer_ids: list[int]
     answer_positions: tuple[tuple[int, ...], ...]
     answers: tuple[str, ...]
     ordered: bool
     needle_places: tuple[int, ...]
+    max_new_tokens: int
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole prompt, to the beginning of the answer."""
+        return self.text_ids + self.question_ids
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """A question as tokens, as the attributes of the same names of ``Prompt``."""
+
+    question_ids: list[int]
+    answer_ids: list[int]
+    answer_positions: tuple[tuple[int, ...], ...]
     max_new_tokens: int
 
 
@@ -74,47 +101,91 @@ class PromptMaker:
         self.in_chat = chat != "off" and bool(tokenizer.chat_template)
         self._before, self._after = self._template() if self.in_chat else ("", "")
 
-    def make(self, task: str, context_length: int, depth: float | None, seed: int) -> Prompt:
-        """Build a prompt that leaves the room its longest answer needs of ``context_length`` tokens.
+    def make(
+        self, task: str, context_length: int, depth: float | None, seed: int, num_questions: int = 1
+    ) -> tuple[Prompt, ...]:
+        """Build a text with its questions, that leaves the room the longest of them needs of ``context_length`` tokens.
 
-        Exactly that room where there is free text; a list of words may end a few words earlier.
+        Exactly that room where there is free text; a list of words may end a few words earlier, one of lines a line.
+
+        Args:
+            task: Name of the task.
+            context_length: Tokens of prompt and answer together, the answer at its longest.
+            depth: Percent of the free text before the needles of the answer; None spreads them. With several questions
+                all needles are spread: each lies at a random place of its own equal part of the text.
+            seed: Of everything random.
+            num_questions: Questions of the text.
 
         Raises:
-            ValueError: Too few tokens for the task, or the documents are too short; with the counts.
+            ValueError: Too few tokens for the task, or the documents are too short, with the counts; or the tokenizer
+                does not read the right answer back from its tokens.
         """
-        depth = None if depth is None else float(depth)  # 50 and 50.0 are the same prompt
-        rng = Random(f"{task} {context_length} {depth} {seed}")
-        puzzle = get_task(task).make(rng, context_length)
+        # 50 and 50.0 are the same prompt
+        depth = None if depth is None or num_questions > 1 else float(depth)
+        asked = depth if num_questions == 1 else f"{num_questions} questions"
+        rng = Random(f"{task} {context_length} {asked} {seed}")
+        puzzle = get_task(task).make(rng, context_length, num_questions)
         head = self._head(puzzle)
-        tail, answer_ids, positions = self._tail(puzzle)
-        needles = [(needle, self._ids(f"\n{needle.text}\n")) for needle in puzzle.needles]
-        max_new_tokens = len(answer_ids) + puzzle.spare_tokens
-        fixed = len(head) + sum(len(ids) for _, ids in needles) + len(tail)
-        room = context_length - fixed - max_new_tokens
+        tails = [self._tail(question) for question in puzzle.questions]
+        frame = "{}\n" if puzzle.lines is not None else "\n{}\n"
+        needles = [self._ids(frame.format(needle)) for needle in puzzle.needles]
+        answer = max(tail.max_new_tokens for tail in tails)
+        end = max(len(tail.question_ids) + tail.max_new_tokens for tail in tails)
+        hidden = sum(map(len, needles))
+        room = context_length - len(head) - hidden - end
         least = 1 if puzzle.listing is None else len(self._ids(puzzle.listing.write(puzzle.listing.least)))
         if room < least:
+            count = f"{len(needles)} " if len(tails) > 1 else ""
+            advice = ", or ask fewer questions of a text" if len(tails) > 1 else ""
             raise InvalidRequestError(
-                f"task {task!r} does not fit into {context_length} tokens: instruction, needles and question take "
-                f"{fixed}, the shortest text {least} and the answer up to {max_new_tokens}. Give a context length of "
-                f"at least {fixed + least + max_new_tokens}."
+                f"task {task!r} does not fit into {context_length} tokens: instruction, {count}needles and question "
+                f"take {len(head) + hidden + end - answer}, the shortest text {least} and the answer up to {answer}. "
+                f"Give a context length of at least {context_length - room + least}{advice}."
             )
-        if puzzle.listing is None:
-            body, at = _hide(needles, self.haystack.cut(room, rng), depth, rng)
+        at: list[int] = []
+        depths: list[float] = []
+        if puzzle.listing is not None:
+            body = self._fill(puzzle.listing, room)
         else:
-            body, at = self._fill(puzzle.listing, room), []
-        return Prompt(
-            task=task,
-            context_length=context_length,
-            depth=depth,
-            seed=seed,
-            ids=head + body + tail,
-            answer_ids=answer_ids,
-            answer_positions=positions,
-            answers=puzzle.answers,
-            ordered=puzzle.ordered,
-            needle_places=tuple(len(head) + position for position in at),
-            max_new_tokens=max_new_tokens,
+            text = self.haystack.cut(room, rng) if puzzle.lines is None else self._lines(puzzle.lines(), room)
+            body, at, depths = _hide(needles, text, _wanted_depths(puzzle, depth, rng))
+        text_ids = head + body
+        return tuple(
+            Prompt(
+                task=task,
+                context_length=context_length,
+                depth=depths[question.needles[0]] if len(tails) > 1 and len(question.needles) == 1 else depth,
+                seed=seed,
+                question=number,
+                num_questions=len(tails),
+                text_ids=text_ids,
+                **vars(tail),
+                answers=question.answers,
+                ordered=question.ordered,
+                needle_places=tuple(
+                    len(head) + position
+                    for index, position in enumerate(at)
+                    if len(tails) == 1 or index in question.needles
+                ),
+            )
+            for number, (question, tail) in enumerate(zip(puzzle.questions, tails, strict=True))
         )
+
+    def _lines(self, lines: Iterator[str], room: int) -> Haystack:
+        """Return as many lines as fit.
+
+        Raises:
+            ValueError: There are not enough.
+        """
+        ids: list[int] = []
+        ends: list[int] = []
+        while some := [f"{line}\n" for line in islice(lines, _LINES_AT_ONCE)]:
+            for row in self.tokenizer(some, add_special_tokens=False, verbose=False).input_ids:
+                if len(ids) + len(row) > room:
+                    return Haystack(ids, ends, near=room)
+                ids += row
+                ends.append(len(ids))
+        raise InvalidRequestError(f"there are lines for {len(ids)} tokens only, and room for {room}. {_SHORTER}")
 
     def _fill(self, listing: Listing, room: int) -> list[int]:
         """Return the longest listing that fits.
@@ -132,9 +203,7 @@ class PromptMaker:
             else:
                 high = count
         if low == listing.most:
-            raise InvalidRequestError(
-                f"there are words for {len(best)} tokens only, and room for {room}. Ask at shorter lengths."
-            )
+            raise InvalidRequestError(f"there are words for {len(best)} tokens only, and room for {room}. {_SHORTER}")
         return best
 
     def _template(self) -> tuple[str, str]:
@@ -160,39 +229,56 @@ class PromptMaker:
         start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
         return list(full[:start])
 
-    def _tail(self, puzzle: Puzzle) -> tuple[list[int], list[int], tuple[tuple[int, ...], ...]]:
-        """Return the tokens of the question, those of the answer, and the positions of what is to be found in it."""
-        question = f"\n\n{puzzle.question}{self._after if self.in_chat else chr(10)}{puzzle.answer_prefix}"
-        text, spans = question, []
-        for index, answer in enumerate(puzzle.answers):
+    def _tail(self, question: Question) -> _Tail:
+        begun = f"\n\n{question.text}{self._after if self.in_chat else chr(10)}{question.answer_prefix}"
+        text, spans = begun, []
+        for index, answer in enumerate(question.answers):
             text += ", " if index else " "
             spans.append((len(text), len(text) + len(answer)))
             text += answer
         # Together, as a model that writes the answer itself would have it.
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids, offsets = found.input_ids, found.offset_mapping
-        split = next(at for at, (_, stop) in enumerate(offsets) if stop > len(question))
+        split = next((at for at, (_, stop) in enumerate(offsets) if stop > len(begun)), len(offsets))
+        self._check_is_read_back(ids[split:], question.answers)
         positions = tuple(
             tuple(
                 at - split for at, (first, last) in enumerate(offsets) if first < stop and last > start and at >= split
             )
             for start, stop in spans
         )
-        return ids[:split], ids[split:], positions
+        return _Tail(ids[:split], ids[split:], positions, len(ids) - split + question.spare_tokens)
+
+    def _check_is_read_back(self, ids: list[int], answers: Sequence[str]) -> None:
+        """Raise an error if even the right answer, read back from its tokens, would not be found."""
+        text = str(self.tokenizer.decode(ids))
+        for answer in answers:
+            if not has_words(text, answer):
+                raise InvalidRequestError(
+                    f"the answer {answer!r} cannot be scored with {type(self.tokenizer).__name__}, which reads it back "
+                    f"from its tokens as {text.strip()!r}: the model cannot write it. Choose tasks with other answers, "
+                    "or a tokenizer that keeps digits, hyphens and commas."
+                )
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
+def _wanted_depths(puzzle: Puzzle, depth: float | None, rng: Random) -> list[float]:
+    """Return where each needle should lie, in percent of the text before it."""
+    count = len(puzzle.needles)
+    if len(puzzle.questions) > 1:  # stratified, so that no part of the text is without needles
+        return [100 * (index + rng.random()) / count for index in range(count)]
+    fixed = puzzle.questions[0].needles if depth is not None else ()
+    somewhere = iter(sorted(rng.uniform(0, 100) for index in range(count) if index not in fixed))
+    return [depth if depth is not None and index in fixed else next(somewhere) for index in range(count)]
+
+
 def _hide(
-    needles: list[tuple[Needle, list[int]]], text: Haystack, depth: float | None, rng: Random
-) -> tuple[list[int], list[int]]:
-    """Return the text with its needles, and where each begins."""
-    somewhere = iter(
-        sorted(rng.uniform(0, 100) for needle, _ in needles if not (needle.at_depth and depth is not None))
-    )
-    depths = [depth if needle.at_depth and depth is not None else next(somewhere) for needle, _ in needles]
-    at = [text.position_of(each) for each in depths]
+    needles: Sequence[list[int]], text: Haystack, depths: Sequence[float]
+) -> tuple[list[int], list[int], list[float]]:
+    """Return the text with its needles, where each begins, and how much of the text is before it, in percent."""
+    at = [text.position_of(depth) for depth in depths]
     ids: list[int] = []
     positions = [0] * len(needles)
     done = 0
@@ -200,5 +286,5 @@ def _hide(
         ids += text.ids[done : at[index]]
         done = at[index]
         positions[index] = len(ids)
-        ids += needles[index][1]
-    return ids + text.ids[done:], positions
+        ids += needles[index]
+    return ids + text.ids[done:], positions, [100 * each / max(len(text.ids), 1) for each in at]

@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
+from task_solvers import BEGUN, solve_by_definition
+
 # How each task begins the answer, with no chat template.
 _BEGUN = re.compile(
-    r"The pass key is|The secret numbers? of .+ in the text above (?:is|are:)"
+    r"The pass key (?:of .+ )?is|The secret (?:number|code)s? of .+ in the text above (?:is|are:)"
     r"|Answer: The 5 variables with the value \d+ are:|Answer: The 10 words that occur most often in the list are:"
     r"|Answer: The three words that occur most often are:"
+    rf"|{BEGUN}"
 )
 
 
@@ -21,10 +24,15 @@ def solve(prompt: str) -> list[str]:
     """Return the answers to a prompt, from nothing but its text (questions and worked examples included)."""
     *above, question = prompt.strip().split("\n\n")
     text = "\n\n".join(above)
+    if (found := solve_by_definition(text, question)) is not None:
+        return found
+    if named := re.findall(r"What is the pass key of (\S+)\?", question):
+        (name,) = named
+        return re.findall(rf"The pass key of {name} is (\d{{5}})\. Remember", text)
     if "pass key" in question:
         return re.findall(r"The pass key is (\d{5})\. Remember", text)[:1]
-    if "secret number" in question:
-        said = re.findall(r"One of the secret numbers of (\S+) is (\d{7})\.", text)
+    if "secret" in question:
+        said = re.findall(r"One of the secret (?:number|code)s of (\S+) is ([\da-f-]+)\.", text)
         asked = re.split(r", | and ", question.partition(" of ")[2].partition(" in the text")[0])
         return [number for key in asked for name, number in said if name == key]
     if "variables" in question:
@@ -46,11 +54,13 @@ def _variables(text: str, value: str) -> list[str]:
 class Oracle:
     """Hooks that let a model answer from what it has been fed, whatever its weights.
 
-    ``lead`` is what it writes before an answer that has not begun.
+    ``lead`` is what it writes before an answer that has not begun, ``tail`` what it writes behind it.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, lead: str = " ") -> None:
-        self.tokenizer, self.lead = tokenizer, lead
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, lead: str = " ", tail: str = "."
+    ) -> None:
+        self.tokenizer, self.lead, self.tail = tokenizer, lead, tail
         self.fed: list[int] = []
         self.most_at_once = 0
         model.base_model.register_forward_pre_hook(self.read, with_kwargs=True)
@@ -74,7 +84,7 @@ class Oracle:
         above, _, line = text.rpartition("\n")
         begun = _BEGUN.match(line)
         for lead in (self.lead, " ") if begun else ():
-            answer = f"{lead}{', '.join(solve(above))}."
+            answer = f"{lead}{', '.join(solve(above))}{self.tail}"
             written = line[begun.end() :] if begun else ""
             if answer.startswith(written) and written != answer:
                 return int(self.tokenizer(answer[len(written)]).input_ids[0])

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 import pkgutil
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
+from typing import Any
 
-from hf_posenc.errors import InvalidRequestError, UnknownNameError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError
 from hf_posenc.retrieval.tasks.base import MakePuzzle, Task
+from hf_posenc.retrieval.tasks.groups import GROUPS, Group
 
+logger = logging.getLogger(__name__)
 _REGISTERED: dict[str, Task] = {}
 
 
-def register_task(name: str, *, has_depth: bool, source: str) -> Callable[[MakePuzzle], MakePuzzle]:
+def register_task(
+    name: str, *, has_depth: bool, source: str, several_questions: bool = False
+) -> Callable[[MakePuzzle], MakePuzzle]:
     """Make a function known as a task; a decorator.
 
     Args:
         name: As ``--tasks`` and records have it.
-        has_depth: Whether the answer lies at one depth of the text, so that it is measured by depth.
+        has_depth: Whether an answer lies at one depth of the text, so that it is measured by depth.
         source: Where the task was published.
+        several_questions: Whether one text can hold several questions, so that they share its prefill.
 
     Raises:
-        ValueError: The name is taken.
+        ValueError: The name is that of a task or group already.
     """
 
     def register(make: MakePuzzle) -> MakePuzzle:
         if not getattr(make, "__module__", "").startswith(__name__):
             _import_all()  # so that a name of ours is taken, whoever comes first
+        if name in GROUPS:
+            raise InvalidRequestError(f"{name!r} is a group of tasks already: {', '.join(GROUPS[name].tasks)}.")
         if name in _REGISTERED:
             raise InvalidRequestError(f"task {name!r} is registered already, from {_REGISTERED[name].source}.")
-        _REGISTERED[name] = Task(name, make, has_depth, source)
+        _REGISTERED[name] = Task(name, make, has_depth, source, several_questions)
         return make
 
     return register
@@ -42,6 +52,31 @@ def tasks() -> dict[str, Task]:
     return _REGISTERED
 
 
+def tasks_and_groups() -> Mapping[str, Task | Group]:
+    """Return what ``--tasks`` takes, by name: the registry itself and the groups."""
+    both: list[Any] = [GROUPS, tasks()]  # which are listed from the last
+    return ChainMap(*both)
+
+
+def expand_groups(names: Sequence[str]) -> list[str]:
+    """Return the names of tasks, each once, with a group's tasks in its place; what a group leaves out is logged.
+
+    A name that is neither is kept: ``get_task`` refuses it.
+
+    Raises:
+        TypeError: A name is given by itself.
+    """
+    if isinstance(names, str):
+        raise InvalidTypeError(f"tasks must be a list of names; put a single one in a list: [{names!r}].")
+    found: dict[str, None] = {}
+    for name in dict.fromkeys(names):
+        group = GROUPS.get(name)
+        found |= dict.fromkeys((name,) if group is None else group.tasks)
+        if group is not None and group.left_out:
+            logger.warning("tasks of %s: %s", name, group.left_out)
+    return list(found)
+
+
 def get_task(name: str) -> Task:
     """Look a task up.
 
@@ -49,7 +84,7 @@ def get_task(name: str) -> Task:
         ValueError: It is unknown; the nearest known name is suggested.
     """
     if name not in tasks():
-        raise UnknownNameError("task", name, tasks())
+        raise UnknownNameError("task", name, tasks_and_groups())
     return tasks()[name]
 
 

@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
 from typing import Protocol
+from uuid import UUID
 
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
+from hf_posenc.errors import InvalidRequestError
 
 
 @dataclass(frozen=True)
-class Needle:
-    """A sentence to hide, at the depth that is requested, or anywhere: those keep their order."""
+class Question:
+    """One question of a text.
+
+    Attributes:
+        text: What comes after the text.
+        answer_prefix: How the answer begins; the model goes on from here.
+        answers: What has to be found, in the order in which it is written in the teacher-forced answer.
+        needles: Which needles hold the answer, as indices in ``Puzzle.needles``. A question with one has its depth.
+        ordered: Whether the order of the answers is the only right one; if not, teacher forcing says nothing.
+        spare_tokens: Of a written answer, beyond those of the right one.
+    """
 
     text: str
-    at_depth: bool = False
+    answer_prefix: str
+    answers: tuple[str, ...]
+    needles: tuple[int, ...] = ()
+    ordered: bool = True
+    spare_tokens: int = 16
 
 
 @dataclass(frozen=True)
@@ -31,46 +46,66 @@ class Listing:
 
 @dataclass(frozen=True)
 class Puzzle:
-    """One instance of a task.
+    """One text of a task, with its questions.
+
+    The text is one of three: the documents, with the needles hidden in them; ``lines``, with the needles among them;
+    or a ``listing``, which has no needles.
 
     Attributes:
         instruction: What comes before the text.
-        question: What comes after it.
-        answer_prefix: How the answer begins; the model goes on from here.
-        answers: What has to be found, in the order in which it is written in the teacher-forced answer.
-        needles: What is hidden in free text; or there is a ``listing``.
-        listing: The text itself.
-        ordered: Whether the order of the answers is the only right one; if not, teacher forcing says nothing.
-        spare_tokens: Of a written answer, beyond those of the right one.
+        questions: What is asked after it; each is put to the model as if it were the only one.
+        needles: Sentences (or lines) to hide. Those that hold the answer lie at the requested depth, if there is one:
+            with a single question, of a task that is measured by depth. All others are spread over the text, in this
+            order.
+        lines: Begins a list of lines, which is taken from until the text is full.
+        listing: A text that depends on its size as a whole.
     """
 
     instruction: str
-    question: str
-    answer_prefix: str
-    answers: tuple[str, ...]
-    needles: tuple[Needle, ...] = ()
+    questions: tuple[Question, ...]
+    needles: tuple[str, ...] = ()
+    lines: Callable[[], Iterator[str]] | None = None
     listing: Listing | None = None
-    ordered: bool = True
-    spare_tokens: int = 16
 
 
 class MakePuzzle(Protocol):
-    """Makes one instance of a task for a context length in tokens; all that is random comes from ``rng``."""
+    """Makes one text of a task for a context length in tokens, with so many questions.
 
-    def __call__(self, rng: Random, context_length: int) -> Puzzle: ...
+    All that is random comes from ``rng``.
+    """
+
+    def __call__(self, rng: Random, context_length: int, num_questions: int) -> Puzzle: ...
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: ``make`` makes its instances, ``source`` is where it was published.
+    """A task: ``make`` makes its texts, ``source`` is where it was published.
 
-    ``has_depth`` says whether the answer lies at one depth of the text.
+    ``has_depth`` says whether an answer lies at one depth of the text, ``several_questions`` whether one text can be
+    asked more than one; if not, ``make`` is always called for one.
     """
 
     name: str
     make: MakePuzzle
     has_depth: bool
     source: str
+    several_questions: bool
+
+    @property
+    def summary(self) -> str:
+        """What is hidden and asked: the first line of the docstring of ``make``."""
+        return (self.make.__doc__ or "").strip().partition("\n")[0]
+
+
+# First names that no novel of the package has, so that only a task's own sentences are about these people.
+PEOPLE = (
+    *("Akiko", "Alejandro", "Amara", "Anselm", "Arjun", "Aylin", "Bogdan", "Bronwen", "Chidi", "Dalia", "Dmitri"),
+    *("Ebba", "Eitan", "Elif", "Farouk", "Fergus", "Freya", "Gunnar", "Hadiya", "Hiroshi", "Ignacio", "Ilse"),
+    *("Ingrid", "Isolde", "Jaromir", "Jovana", "Kalinda", "Kenji", "Kwame", "Lakshmi", "Leocadia", "Liesl", "Magnus"),
+    *("Mahmoud", "Marisol", "Mei", "Naveen", "Niamh", "Nkechi", "Olumide", "Oksana", "Paloma", "Priya", "Qiang"),
+    *("Radek", "Rukmini", "Saoirse", "Sefton", "Signe", "Takumi", "Tariq", "Thandiwe", "Tomasz", "Ulrike", "Vasilisa"),
+    *("Wojtek", "Xiomara", "Yusuf", "Zeynep", "Zoltan"),
+)
 
 
 @lru_cache(maxsize=1)
@@ -78,3 +113,41 @@ def vocabulary() -> tuple[str, ...]:
     """Return the words of four to ten letters in the novels that are written in lower case, sorted."""
     novels = (load_novel(name) for name in (HELD_OUT_NOVEL, *TRAIN_NOVELS))
     return tuple(sorted({word for text in novels for word in re.findall(r"\b[a-z]{4,10}\b", text)}))
+
+
+def has_words(text: str, words: str, ended: bool = False) -> bool:
+    """Say whether a text has these words, in whatever case: this is how an answer is found in what a model writes.
+
+    ``ended`` also wants a character behind them, for the text may go on.
+    """
+    behind = r"\W" if ended else r"(?!\w)"
+    return re.search(rf"(?<!\w){re.escape(words)}{behind}", text, re.IGNORECASE) is not None
+
+
+def draw_keys(rng: Random, count: int) -> list[str]:
+    """Return different keys, each two words with a hyphen between them.
+
+    Raises:
+        ValueError: More are wanted than there are words for.
+    """
+    most = len(vocabulary()) // 2
+    if count > most:
+        raise InvalidRequestError(f"{count} keys of two words are wanted, and there are words for {most}: ask less.")
+    found = rng.sample(vocabulary(), 2 * count)
+    return [f"{one}-{other}" for one, other in zip(found[::2], found[1::2], strict=True)]
+
+
+def draw_people(rng: Random, count: int) -> list[str]:
+    """Return different first names.
+
+    Raises:
+        ValueError: More are wanted than there are.
+    """
+    if count > len(PEOPLE):
+        raise InvalidRequestError(f"{count} people are wanted, and there are names for {len(PEOPLE)}: ask less.")
+    return rng.sample(PEOPLE, count)
+
+
+def draw_uuid(rng: Random) -> str:
+    """Return a random UUID (version 4)."""
+    return str(UUID(int=rng.getrandbits(128), version=4))

@@ -5,15 +5,18 @@ from __future__ import annotations
 from random import Random
 
 from hf_posenc.retrieval.tasks import register_task
-from hf_posenc.retrieval.tasks.base import Listing, Puzzle, vocabulary
+from hf_posenc.retrieval.tasks.base import Listing, Puzzle, Question, vocabulary
 
 _LONG = 4096  # tokens from which RULER repeats words more often
 _NUM_COMMON = 10
 
 
 @register_task("cwe", has_depth=False, source="RULER, arXiv:2404.06654, section 3, in our words")
-def common_words(rng: Random, context_length: int) -> Puzzle:
-    """A numbered list with ten words 30 times and all others 3 times; below 4096 tokens 6 times and once."""
+def common_words(rng: Random, context_length: int, num_questions: int) -> Puzzle:
+    """The ten words that occur most often in a numbered list.
+
+    They occur 30 times and all others 3 times; below 4096 tokens 6 times and once.
+    """
     is_long = context_length >= _LONG
     order = rng.sample(vocabulary(), len(vocabulary()))
     common, seed = order[:_NUM_COMMON], rng.random()
@@ -25,16 +28,15 @@ def common_words(rng: Random, context_length: int) -> Puzzle:
     prefix = f"Answer: The {_NUM_COMMON} words that occur most often in the list are:"
     return Puzzle(
         instruction=f"{instruction}\n{_worked_example(rng, is_long, question, prefix)}\n\n{instruction}",
-        question=question,
-        answer_prefix=prefix,
-        answers=tuple(common),
+        questions=(
+            # spare tokens for numbers before the words
+            Question(question, prefix, answers=tuple(common), ordered=False, spare_tokens=48),
+        ),
         listing=Listing(
             lambda count: _numbered(common, order[_NUM_COMMON : _NUM_COMMON + count], times, Random(seed)),
             least=1,
             most=len(order) - _NUM_COMMON,
         ),
-        ordered=False,
-        spare_tokens=48,  # for numbers before the words
     )
 
 

@@ -7,7 +7,7 @@ import string
 from random import Random
 
 from hf_posenc.retrieval.tasks import register_task
-from hf_posenc.retrieval.tasks.base import Listing, Puzzle
+from hf_posenc.retrieval.tasks.base import Listing, Puzzle, Question
 
 _NUM_FREQUENT = 3
 _ZETA_2 = math.pi**2 / 6
@@ -16,8 +16,11 @@ _LEAST_DRAWN = 100  # so that ranks 2 to 5 have different counts
 
 
 @register_task("fwe", has_depth=False, source="RULER, arXiv:2404.06654, section 3, in our words")
-def frequent_words(rng: Random, context_length: int) -> Puzzle:
-    """Made-up words whose counts fall with the square of their rank (zeta, alpha 2); the first is noise, "..."."""
+def frequent_words(rng: Random, context_length: int, num_questions: int) -> Puzzle:
+    """The three most frequent of many made-up words.
+
+    Their counts fall with the square of their rank (zeta, alpha 2); the first is noise, "...".
+    """
     found: dict[str, None] = {}
     while len(found) < max(context_length // _TOKENS_PER_CODED_WORD, _NUM_FREQUENT + 2):
         found["".join(rng.choices(string.ascii_lowercase, k=6))] = None
@@ -31,9 +34,13 @@ def frequent_words(rng: Random, context_length: int) -> Puzzle:
 
     return Puzzle(
         instruction="Below is a text of made-up words. Count how often each occurs, and find the three most frequent.",
-        question="Question: Leave the dots '...' out. Which three words occur most often in the text above?",
-        answer_prefix="Answer: The three words that occur most often are:",
-        answers=tuple(ranked[1 : 1 + _NUM_FREQUENT]),
+        questions=(
+            Question(
+                text="Question: Leave the dots '...' out. Which three words occur most often in the text above?",
+                answer_prefix="Answer: The three words that occur most often are:",
+                answers=tuple(ranked[1 : 1 + _NUM_FREQUENT]),
+                spare_tokens=32,
+            ),
+        ),
         listing=Listing(write, least=_LEAST_DRAWN, most=10 * context_length),
-        spare_tokens=32,
     )

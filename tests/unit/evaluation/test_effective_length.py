@@ -221,7 +221,16 @@ def answers(length: int, right: int, num_prompts: int = 20, task: str = "passkey
         ((20, 18, 16), "retrieves to 512 (passkey >= 85 %; there 90 % right, interval 70–97)"),
         ((20, 20, 17), "retrieves to at least 1k (passkey >= 85 %; there 85 % right, interval 64–95)"),
         ((20, 16, 20), "retrieves to 256 (passkey >= 85 %; there 100 % right, interval 84–100)"),
-        ((5, 20, 20), "retrieves at no length (passkey >= 85 %; at 256 25 % right, interval 11–47)"),
+        # 85 % of 8 of 20 is 34 %
+        (
+            (8, 7, 6),
+            "retrieves to 512 (passkey >= 34 %, 85 % of its own 40 % at 256; there 35 % right, interval 18–57)",
+        ),
+        (
+            (8, 6, 9),
+            "retrieves to 256 (passkey >= 34 %, 85 % of its own 40 % at 256; there 40 % right, interval 22–61)",
+        ),
+        ((0, 20, 20), "retrieves at no length (passkey >= 85 %; at 256 0 % right, interval 0–16)"),
     ],
 )
 def test_retrieval_reaches_where_all_shorter_lengths_do(right: tuple[int, ...], words: str) -> None:
@@ -232,11 +241,39 @@ def test_retrieval_reaches_where_all_shorter_lengths_do(right: tuple[int, ...], 
     assert reach_lines(again) == [line]
 
 
+def test_a_row_is_held_against_the_unpatched_model_up_to_the_original_length() -> None:
+    unpatched = [
+        make_answer("none", length, 0.0, seed, seed < right)
+        for length, right in ((128, 19), (256, 10), (512, 0))
+        for seed in range(20)
+    ]
+    patched = [*answers(256, 8), *answers(512, 9)]
+    first, second = reach_lines([*patched, *unpatched])
+    needed = "passkey >= 42 %, 85 % of the unpatched model's 50 % at 256"
+    assert f"retrieves to 256 ({needed}; there 50 % right, interval 30–70)" in first
+    assert f"retrieves at no length ({needed}; at 256 40 % right" in second
+    elsewhere = [replace(one, chat=True) for one in unpatched]  # prompts of another kind say nothing
+    assert "85 % of its own 40 % at 256" in reach_lines([*patched, *elsewhere])[1]
+
+
+def test_questions_of_one_text_are_told_with_their_texts() -> None:
+    shared = {"questions_per_text": 10}
+    records = [
+        make_answer(
+            "yarn", 256, None, seed, True, **shared, question=at, shared_text=str(seed), text_hash=f"{seed} {at}"
+        )
+        for seed in range(2)
+        for at in range(10)
+    ]
+    assert "there 100 % right of 20 questions in 2 texts, interval 11–100)" in reach_lines(records)[0]
+    assert "there 100 % right of 10 questions in 1 text, interval 72–100)" in reach_lines(records[:10])[0]
+
+
 def test_each_task_is_told_and_written_answers_count_where_their_order_is_free() -> None:
     free = {"task": "niah_multivalue", "num_forced": None, "answers": ["1", "2"]}
     both = [make_answer("yarn", 256, 0.0, seed, False, **free, num_written=2) for seed in range(9)]
     (line,) = reach_lines([*answers(256, 3), *both])
-    assert "retrieves at no length (passkey >= 85 %; at 256 15 % right" in line
+    assert "retrieves to at least 256 (passkey >= 13 %, 85 % of its own 15 % at 256; there 15 % right" in line
     assert "retrieves to at least 256 (niah_multivalue >= 85 %; there 100 % right" in line
 
 

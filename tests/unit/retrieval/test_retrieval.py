@@ -6,8 +6,9 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,12 +19,12 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from hf_posenc import patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.evaluation import perplexity, read_records
-from hf_posenc.evaluation.intervals import wilson_interval
+from hf_posenc.evaluation.intervals import share_interval, student_quantile, wilson_interval
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
 from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.measuring_retrieval import retrieval
 from hf_posenc.retrieval.prompts import PromptMaker
-from hf_posenc.retrieval.scoring import Reply, reply
+from hf_posenc.retrieval.scoring import Asked, Reply, replies
 from oracles import Oracle
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
 from tiny_models import make_model
@@ -56,7 +57,7 @@ def test_prompt_and_answer_fill_the_length_to_the_token(words: PreTrainedTokeniz
     words.chat_template = CHAT
     maker = PromptMaker(words, read_haystack(words, [NOVEL]), chat)
     for depth in (0, 33, 100):
-        prompt = maker.make("passkey", length, depth, seed=3)
+        (prompt,) = maker.make("passkey", length, depth, seed=3)
         assert len(prompt.ids) + prompt.max_new_tokens == length
         assert len(prompt.answer_ids) < prompt.max_new_tokens
         text = words.decode(prompt.ids)
@@ -74,7 +75,7 @@ def test_the_needle_lies_where_it_is_asked_to(words: PreTrainedTokenizerFast) ->
     maker = PromptMaker(words, read_haystack(words, [NOVEL]), "off")
     for seed in range(5):
         for depth in (0, 12.5, 50, 90, 100):
-            prompt = maker.make("passkey", 1500, depth, seed)
+            (prompt,) = maker.make("passkey", 1500, depth, seed)
             (position,) = prompt.needle_places
             needle = words(
                 f"\nThe pass key is {prompt.answers[0]}. Remember it. {prompt.answers[0]} is the pass key.\n"
@@ -97,22 +98,22 @@ def test_the_needle_lies_where_it_is_asked_to(words: PreTrainedTokenizerFast) ->
 def test_a_prompt_begins_as_the_tokenizer_begins_a_text() -> None:
     tokenizer = make_tiny_tokenizer()
     haystack = read_haystack(tokenizer, [NOVEL])
-    plain = PromptMaker(tokenizer, haystack, "auto").make("passkey", 300, 50, 0)
+    (plain,) = PromptMaker(tokenizer, haystack, "auto").make("passkey", 300, 50, 0)
     both = TemplateProcessing(single="<eos> $A <eos>", special_tokens=[("<eos>", 0)])
     tokenizer.backend_tokenizer.post_processor = both
-    begun = PromptMaker(tokenizer, haystack, "auto").make("passkey", 301, 50, 0)
+    (begun,) = PromptMaker(tokenizer, haystack, "auto").make("passkey", 301, 50, 0)
     assert (begun.ids[0], begun.ids.count(0), plain.ids.count(0)) == (0, 1, 0)
     assert begun.ids[1:20] == plain.ids[:19]
     tokenizer.chat_template = CHAT  # it holds what special tokens there are
-    assert PromptMaker(tokenizer, haystack, "auto").make("passkey", 400, 50, 0).ids[0] != 0
+    assert PromptMaker(tokenizer, haystack, "auto").make("passkey", 400, 50, 0)[0].ids[0] != 0
 
 
 def test_the_same_seed_gives_the_same_prompts(words: PreTrainedTokenizerFast) -> None:
     one, other = (PromptMaker(words, read_haystack(words, [NOVEL]), "off") for _ in range(2))
     other.make("passkey", 300, 0, 0)  # nothing is left over from another prompt
     requests = [("passkey", length, depth, seed) for length in (300, 500) for depth in (0, 50) for seed in (0, 1)]
-    prompts = [one.make(*each) for each in requests]
-    assert prompts == [other.make(task, length, float(depth), seed) for task, length, depth, seed in requests]
+    prompts = [one.make(*each)[0] for each in requests]
+    assert prompts == [other.make(task, length, float(depth), seed)[0] for task, length, depth, seed in requests]
     assert len({prompt.answers for prompt in prompts}) == len(prompts)
 
 
@@ -123,7 +124,7 @@ def test_a_budget_too_small_is_refused_with_the_counts(words: PreTrainedTokenize
     ) as caught:
         maker.make("passkey", 50, 50, 0)
     least = int(re.findall(r"at least (\d+)", str(caught.value))[0])
-    assert len(maker.make("passkey", least, 50, 0).ids) < least
+    assert len(maker.make("passkey", least, 50, 0)[0].ids) < least
     with pytest.raises(ValueError, match="does not fit"):
         maker.make("passkey", least - 1, 50, 0)
     with pytest.raises(ValueError, match=r"room for \d{5} tokens of free text and the documents have \d+ in all"):
@@ -185,7 +186,7 @@ def test_a_reply_is_what_transformers_says(family: str, prefill_chunk: int | Non
     model = FAMILIES[family]()
     generator = torch.Generator().manual_seed(3)
     prompt, answer = (torch.randint(3, 128, (n,), generator=generator).tolist() for n in (90, 6))
-    got = reply(model, prompt, answer, 8, prefill_chunk=prefill_chunk)
+    (got,) = replies(model, prompt, [Asked([], answer, 8)], prefill_chunk=prefill_chunk)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         whole = model.generate(
@@ -196,14 +197,15 @@ def test_a_reply_is_what_transformers_says(family: str, prefill_chunk: int | Non
     assert got.losses == pytest.approx(losses.tolist(), rel=1e-5)
     assert got.written == whole[0, len(prompt) :].tolist()
     stop = got.written[3]
-    assert reply(model, prompt, answer, 8, stop_ids=[stop]).written == got.written[: got.written.index(stop)]
+    (ended,) = replies(model, prompt, [Asked([], answer, 8)], stop_ids=[stop])
+    assert ended.written == got.written[: got.written.index(stop)]
 
 
 def test_frequencies_that_depend_on_the_length_are_those_of_one_pass() -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model = make_model("Llama", rope_parameters=rope)
     prompt, answer = list(range(3, 103)), [5, 9, 7]
-    got = reply(model, prompt, answer, 2)
+    (got,) = replies(model, prompt, [Asked([], answer, 2)])
     with torch.no_grad():
         logits = make_model("Llama", rope_parameters=rope)(input_ids=torch.tensor([prompt + answer]), use_cache=False)
     expected = -logits.logits[0, 99:-1].double().log_softmax(-1)[range(3), answer]
@@ -222,11 +224,11 @@ def test_a_rerun_asks_only_what_is_missing(
     output.write_text("".join(lines[:2]) + lines[2][:50])  # killed while it wrote the third
     requests: list[int] = []
 
-    def counting(*args: Any, **kwargs: Any) -> Reply:
+    def counting(*args: Any, **kwargs: Any) -> Iterator[Reply]:
         requests.append(len(args[1]))
-        return reply(*args, **kwargs)
+        return replies(*args, **kwargs)
 
-    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.measuring_retrieval"], "reply", counting)
+    monkeypatch.setattr(sys.modules["hf_posenc.retrieval.measuring_retrieval"], "replies", counting)
     again = ask(model, characters, [260, 300], depths=[0, 100], output=output)
 
     def bare(records: list[RetrievalRecord]) -> list[RetrievalRecord]:
@@ -254,7 +256,7 @@ def test_both_kinds_of_records_may_share_a_file(characters: PreTrainedTokenizerF
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"tasks": ["passkeys"]}, r"unknown task 'passkeys'\. Did you mean 'passkey'\? Known: cwe, fwe, niah"),
+        ({"tasks": ["passkeys"]}, r"unknown task 'passkeys'\. Did you mean 'passkey'\? Known: babilong_qa1, "),
         ({"tasks": []}, "tasks is empty"),
         ({"depths": [101]}, "percentage from 0 .* to 100, got 101"),
         ({"depths": [float("nan")]}, "got nan"),
@@ -271,6 +273,54 @@ def test_what_cannot_be_is_refused(characters: PreTrainedTokenizerFast, kwargs: 
         ask(make_tiny_llama(), characters, [])
     with pytest.raises(TypeError, match=r"put a single one in a list: \['passkey'\]"):
         ask(make_tiny_llama(), characters, [300], tasks="passkey")
+
+
+def test_an_interval_over_texts_holds_the_truth_as_often_as_it_says() -> None:
+    """Answers whose texts differ, from beta-binomials, and each text's own Wilson interval, which is too narrow."""
+    rng, held, naive = Random(0), 0, 0
+    for _ in range(300):
+        scores, texts = [], []
+        for text in range(5):
+            chance = rng.betavariate(0.6 * 4, 0.4 * 4)  # correlation 0.2 within a text
+            scores += [float(rng.random() < chance) for _ in range(30)]
+            texts += [text] * 30
+        share = share_interval(scores, texts)
+        held += share.low <= 0.6 <= share.high
+        low, high = wilson_interval(scores)
+        naive += low <= 0.6 <= high
+    assert held / 300 > 0.93
+    assert naive / 300 < 0.75
+
+
+def test_an_interval_of_questions_depends_on_how_they_share_texts() -> None:
+    scores = [1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 1.0, 1.0]
+    alone = share_interval(scores, range(8))
+    assert (alone.low, alone.high) == wilson_interval(scores)
+    assert (alone.counted, alone.is_over) == ("8 prompts", "prompts")
+    one = share_interval(scores, [0] * 8)
+    assert (one.low, one.high) == wilson_interval(scores)
+    assert (one.counted, one.is_over) == ("8 questions in 1 text", "the questions of one text")
+    two = share_interval(scores, [0] * 4 + [1] * 4)
+    assert (two.counted, two.is_over) == ("8 questions in 2 texts", "texts")
+    # 3 of 4 and 2 of 4: less apart than by chance, so each question counts, with Student's quantile of one degree
+    for bound in (two.low, two.high):
+        assert abs(5 / 8 - bound) == pytest.approx(12.7062 * math.sqrt(bound * (1 - bound) / 8), rel=1e-4)
+    uneven = share_interval([1, 1, 1, 1, 0, 0, 1], [0, 0, 0, 0, 1, 1, 2])
+    # 4 of 4, 0 of 2 and 1 of 1 around 5 of 7: 3/2 ((8/7)^2 + (10/7)^2 + (2/7)^2) / 49, over 5/7 2/7 / 7
+    effect = 1.5 * (64 + 100 + 4) / 49 / 49 / (5 / 7 * 2 / 7 / 7)
+    for bound in (uneven.low, uneven.high):
+        error = 4.30265 * math.sqrt(bound * (1 - bound) / (7 / effect))
+        assert abs(5 / 7 - bound) == pytest.approx(error, rel=1e-4)
+    right = share_interval([1.0] * 40, [at // 10 for at in range(40)])
+    assert right.low == pytest.approx(1 / (1 + 3.18245**2 / 40), rel=1e-3)
+    assert right.high == 1
+    with pytest.raises(ValueError, match="at least one score"):
+        share_interval([], [])
+
+
+def test_students_quantiles_are_those_of_tables() -> None:
+    for degrees, value in ((1, 12.7062), (2, 4.30265), (3, 3.18245), (4, 2.77645), (9, 2.26216), (30, 2.04227)):
+        assert student_quantile(degrees) == pytest.approx(value, rel=2e-3)
 
 
 def test_wilson_intervals_solve_their_equation() -> None:

@@ -82,14 +82,77 @@ def test_tasks_without_depths_or_an_order_show_no_more_than_there_is(tmp_path: P
         ["method", "256"],
         ["unpatched written", "50 % 9–91"],
     ]
-    assert text_table(records).splitlines()[1:] == ["cwe, written  unpatched     50 %"]
+    assert text_table(records).splitlines()[1:] == [
+        "cwe, written  unpatched     50 % (9–91)",
+        "each of 2 prompts (interval over prompts)",
+    ]
 
 
 def test_the_terminal_shows_shares_by_length() -> None:
     lines = text_table(make_records()).splitlines()
     assert lines[0].split() == ["256", "1k"]
     assert lines[3].startswith("passkey, teacher-forced  yarn x4, zero-shot")
-    assert lines[3].split("zero-shot")[1].split() == ["100", "%", "75", "%"]
+    assert lines[3].split("zero-shot")[1].split() == ["100", "%", "(51–100)", "75", "%", "(30–95)"]
+    assert lines[-1] == "each of 4 prompts (interval over prompts)"
+
+
+def make_shared(method: str, length: int, texts: int, right: int) -> list[RetrievalRecord]:
+    """Twenty questions of each text; of the last text only so many are right."""
+    return [
+        make_retrieval_record(
+            method,
+            length,
+            5 * at + 2.5,
+            seed,
+            seed < texts - 1 or at < right,
+            question=at,
+            questions_per_text=20,
+            shared_text=f"text {length} {seed}",
+            text_hash=f"{length} {seed} {at}",
+            run_key=f"{method} {length} {seed} {at}",
+        )
+        for seed in range(texts)
+        for at in range(20)
+    ]
+
+
+def test_questions_that_share_texts_have_intervals_over_texts_and_maps_of_all_depths(tmp_path: Path) -> None:
+    asked = make_shared("none", 256, 5, 10) + make_shared("none", 1024, 5, 0)
+    records = [*asked, *(make_retrieval_record("none", 256, None, seed, True, task="vt") for seed in (0, 1))]
+    tables = read_page(report(records, tmp_path).html.read_text()).tables
+    first, second = tables["retrieval_passkey_20_questions_table"][1][1:]
+    # 80 of 100 in 5 texts: variance of the share 5/4 (4 x 4^2 + 16^2) / 100^2 = 0.04, 25 times that of 100 independent
+    # questions, 0.8 x 0.2 / 100; so they are worth 4, with Student's 2.776 for 4 degrees of freedom.
+    share, count, z2 = 0.8, 4, 2.776**2
+    middle, spread = share + z2 / 2 / count, 2.776 * (share * 0.2 / count + z2 / 4 / count**2) ** 0.5
+    low, high = ((middle + sign * spread) / (1 + z2 / count) for sign in (-1, 1))
+    assert second == f"80 % {100 * low:.0f}–{100 * high:.0f}"
+    assert first.startswith("90 % ")
+    map_of = tables["unpatched, teacher-forced"]
+    assert [row[0] for row in map_of[1:]] == [f"{low}–{low + 10} %" for low in range(0, 100, 10)]
+    assert map_of[1][1:] == ["100 of 10", "80 of 10"]
+    assert map_of[-1][1:] == ["80 of 10", "80 of 10"]
+    matrix = tables["retrieval_tasks_table"]
+    assert [row[0] for row in matrix[1:]] == [
+        "unpatched passkey, 20 questions of a text, teacher-forced",
+        "unpatched vt, teacher-forced",
+    ]
+    assert matrix[1][2] == f"{second} 100 questions in 5 texts"
+    assert matrix[2][1:] == ["100 % 34–100 2 prompts", ""]
+    assert "each of 100 questions in 5 texts (interval over texts)" in text_table(asked)
+    alone = text_table([one for one in asked if one.seed == 0])
+    assert "each of 20 questions in 1 text (interval over the questions of one text)" in alone
+
+
+def test_one_question_and_several_of_a_text_are_two_tasks() -> None:
+    single = [make_retrieval_record("none", 256, 50.0, seed, True) for seed in (0, 1)]
+    grids = make_grids([*single, *make_shared("none", 256, 2, 5)])
+    assert [(one.slug, one.title) for one in grids] == [
+        ("retrieval_passkey", "Retrieval: passkey"),
+        ("retrieval_passkey_20_questions", "Retrieval: passkey, 20 questions of a text"),
+    ]
+    (only,) = make_grids(make_shared("none", 256, 2, 5) + make_shared("yarn", 256, 2, 7))
+    assert [row.name for row in only.rows] == ["unpatched", "yarn x4"]
 
 
 def test_what_was_not_asked_alike_stands_in_a_table_of_its_own(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""The retrieval tasks as tasks of EleutherAI's evaluation harness (lm-eval): ``hf_posenc_kv`` and so on.
+
+``hf-posenc lm-eval MODEL --tasks hf_posenc_kv --metadata '{"max_seq_lengths": [4096, 8192]}'``. The names are those of
+the registry, and of groups, with a prefix. Each answer is scored as it is written; lm-eval reads the whole text again
+for each question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask
+from transformers import PreTrainedTokenizerBase
+
+from hf_posenc.checkpoint.loading import read_tokenizer
+from hf_posenc.errors import InvalidRequestError
+from hf_posenc.retrieval.config import check_retrieval
+from hf_posenc.retrieval.haystack import read_haystack
+from hf_posenc.retrieval.prompts import PromptMaker
+from hf_posenc.retrieval.tasks import expand_groups, get_task
+from hf_posenc.retrieval.tasks.base import has_words
+
+PREFIX = "hf_posenc_"
+_LENGTHS, _SAMPLES = (4096,), 100
+# Tokens that a text is shorter: lm-eval puts text and question into tokens together, which may take a few more, and has
+# one longest answer for all texts.
+_SPARE = 64
+
+
+class RetrievalTask(ConfigurableTask):  # type: ignore[misc]  # lm-eval may not be installed where types are checked
+    """A task of the registry. Its score has a column for each length, the share of the answers that are written.
+
+    Args:
+        config: lm-eval's. ``task`` is the name with its prefix. ``metadata`` has ``max_seq_lengths``, tokens of prompt
+            and answer together, by default 4096; ``num_samples`` of each length, by default 100; ``seed``, by default
+            0; and the model's arguments, of which ``tokenizer`` or else ``pretrained`` says which tokenizer counts.
+
+    Raises:
+        ValueError: A number that cannot be, no tokenizer, or a length too short for the task.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        name, metadata = config["task"].removeprefix(PREFIX), config.get("metadata") or {}
+        lengths, samples = metadata.get("max_seq_lengths", _LENGTHS), metadata.get("num_samples", _SAMPLES)
+        lengths = check_retrieval([name], [lengths] if isinstance(lengths, int) else lengths, [50], samples)
+        rows = list(_rows(name, _tokenizer(metadata), lengths, samples, metadata.get("seed", 0)))
+        super().__init__(
+            config={
+                "task": config["task"],
+                "custom_dataset": lambda **kwargs: {"test": Dataset.from_list(rows)},
+                "test_split": "test",
+                "output_type": "generate_until",
+                "doc_to_text": "text",
+                "gen_prefix": "answer_prefix",
+                "doc_to_target": "target",
+                "generation_kwargs": {
+                    "until": [],
+                    "do_sample": False,
+                    "max_gen_toks": max(row["max_new_tokens"] for row in rows),
+                },
+                "process_results": _score,
+                "metric_list": [
+                    {"metric": str(length), "aggregation": "mean", "higher_is_better": True} for length in lengths
+                ],
+                "metadata": metadata,
+            }
+        )
+
+
+def write_task_files(names: Sequence[str], folder: Path) -> list[str]:
+    """Write what lm-eval reads of each task of ours; the others' names are kept.
+
+    Returns:
+        What to give to ``--tasks``: paths of the files, and names of others' tasks.
+
+    Raises:
+        ValueError: A name has our prefix, and is none of our tasks or groups.
+    """
+    ours = expand_groups([name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)])
+    found = [name for name in names if not name.startswith(PREFIX)]
+    for name in ours:
+        get_task(name)
+        path = folder / f"{PREFIX}{name}.yaml"
+        path.write_text(f"task: {PREFIX}{name}\nclass: !function {__name__}.{RetrievalTask.__name__}\n")
+        found.append(str(path))
+    return found
+
+
+def _tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
+    source = metadata.get("tokenizer") or metadata.get("pretrained")
+    if not isinstance(source, str):
+        raise InvalidRequestError(
+            "a retrieval task needs the model's tokenizer, to fill a length to the token. Give its name or folder: "
+            '--metadata \'{"tokenizer": "MODEL"}\', or metadata={"tokenizer": "MODEL"} of a TaskManager.'
+        )
+    return read_tokenizer(source)
+
+
+def _rows(
+    name: str, tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], samples: int, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of the data set, by length; a text has room for the chat template, which lm-eval adds."""
+    maker = PromptMaker(tokenizer, read_haystack(tokenizer, None), "off")
+    room = _SPARE
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": ""}]
+        room += len(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+    for length in lengths:
+        for sample in range(samples):
+            (prompt,) = maker.make(name, length - room, None, seed + sample)
+            text = str(tokenizer.decode(prompt.ids, skip_special_tokens=True))
+            question, newline, answer_prefix = text.rpartition("\n")
+            yield {
+                "text": question + newline,
+                "answer_prefix": answer_prefix,
+                "answers": list(prompt.answers),
+                "target": ", ".join(prompt.answers),
+                "length": length,
+                "max_new_tokens": prompt.max_new_tokens,
+            }
+
+
+def _score(row: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
+    """Return the share of the answers that are written, in the column of the text's length."""
+    right = [has_words(results[0], answer) for answer in row["answers"]]
+    return {str(row["length"]): sum(right) / len(right)}
