@@ -136,9 +136,12 @@ def run_finetune(
     dry_run(name, config, attention=loading.attn_implementation)
     streamed = source.streaming and source.documents != "-"
     documents: Iterable[Any] = source.stream() if streamed else source.examples()
-    if config.assistant_only_loss or config.completion_only_loss or not isinstance(next(iter(documents)), str):
+    special = config.assistant_only_loss or config.completion_only_loss or config.task_mix is not None
+    if special or not isinstance(next(iter(documents)), str):
         tokenizer = _tokenizer_of(name, chat_template)
         documents = _tokenized(documents, tokenizer, config)
+    if config.task_mix is not None and isinstance(documents, list):
+        dry_run(name, config, attention=loading.attn_implementation, texts=(tokenizer, documents))
     model, tokenizer = load_model(name, **vars(loading))
     if chat_template is not None:
         tokenizer.chat_template = chat_template
@@ -172,16 +175,9 @@ def _read_chat_template(path: str | None) -> str | None:
 
 def _tokenizer_of(name: str, chat_template: str | None) -> PreTrainedTokenizerBase:
     """Return a model's tokenizer without the model: what chats are refused for is said before weights are loaded."""
-    from hf_posenc.checkpoint.loading import tokenizer_source
-    from hf_posenc.checkpoint.pretrained import load_tokenizer
+    from hf_posenc.checkpoint.loading import read_tokenizer
 
-    path = Path(name).expanduser()
-    try:
-        tokenizer = load_tokenizer(tokenizer_source(str(path if path.exists() else name)))
-    except OSError as error:
-        raise InvalidRequestError(
-            f"the tokenizer of {name!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
-        ) from error
+    tokenizer = read_tokenizer(name)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer

@@ -20,10 +20,13 @@ from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
 from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.patching.presets import get_preset
 from hf_posenc.patching.rope_scaling import read_rope_scaling
+from hf_posenc.training.launch import Launch
+from hf_posenc.training.mixtures import read_shares, words_of
 from hf_posenc.training.positions import check_rule
 from hf_posenc.training.recipes import get_recipe, recipe_values
 from hf_posenc.training.setting_checks import (
     check_count,
+    check_mixture,
     check_numbers,
     check_trackers,
     check_trainer_options,
@@ -110,6 +113,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
             "pose_chunks",
             "short_share",
             "length_upsampling",
+            "task_mix",
             "shifted_sparse_attention",
             "group_share",
         ),
@@ -184,12 +188,12 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         },
     )
     # PoSE, section 3.2: two chunks of a short window, skipped apart at random, show every distance up to the target.
-    position_schedule: Literal["full", "pose", "random"] = field(
+    position_schedule: Literal["full", "pose", "cream", "random"] = field(
         default="full",
         metadata={
             "help": "positions of a training block: full (consecutive); pose (PoSE: consecutive within --pose-chunks "
-            "chunks, with random gaps between them, up to the target length); random (a random rising subset of the "
-            "target's positions)"
+            "chunks, with random gaps between them, up to the target length); cream (CREAM: a head, a tail at the "
+            "target's end, and a middle between them); random (a random rising subset of the target's positions)"
         },
     )
     pose_chunks: int = field(default=2, metadata={"help": "chunks of a block in --position-schedule pose (PoSE: 2)"})
@@ -202,6 +206,17 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     length_upsampling: float = field(
         default=1.0,
         metadata={"help": "how many times as often documents longer than the original length are read as others"},
+    )
+    # Names and shares are checked by ``hf_posenc.training.mixtures.read_shares``.
+    task_mix: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "kinds of data with their shares of the tokens, each as KIND=SHARE: kv (dictionaries), needles "
+            "(sentences hidden in the documents), knots (documents cut, shuffled and tied), interleaved (similar texts "
+            "between the parts of one), text (the documents), short_text (the documents in windows of the original "
+            "length)",
+            "metavar": "KIND=SHARE",
+        },
     )
     # Chen et al. 2024, LongRoPE and others grow in steps; each stage is a run of its own length and budget.
     stages: list[str] | None = field(
@@ -337,6 +352,10 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         self._check_method()
         self._take_first_names()
         vars(self).update(check_numbers(vars(self)))
+        if self.task_mix is not None:
+            shares = read_shares(self.task_mix)
+            check_mixture(self, shares)
+            self.task_mix = words_of(shares)
         vars(self).update(check_trainer_options(self))
         check_words(self)
         check_rule(self.position_schedule, self.method)
@@ -483,6 +502,10 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         if lengths != sorted(set(lengths)) or lengths[0] < 1:
             raise InvalidRequestError(f"stages: the lengths must rise, got {', '.join(map(str, lengths))} tokens.")
         return stages
+
+    def blocks_per_step(self) -> int:
+        """Return the blocks of one optimizer step, over all processes of this launch."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * Launch.from_environment().replicas
 
     def group(self, seq_len: int) -> int | None:
         """Return the tokens of a group of shifted sparse attention, for blocks of ``seq_len``; None for no groups.

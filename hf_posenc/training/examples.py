@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,13 +16,21 @@ from transformers import PreTrainedTokenizerBase
 from hf_posenc.data.columns import COMPLETION, MESSAGES, PROMPT, Columns
 from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
-from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.packing import MaskedTokens, Tokens
+
+if TYPE_CHECKING:
+    from hf_posenc.training.config import FinetuneConfig
 
 logger = logging.getLogger(__name__)
 
 # What tells Transformers which tokens are the assistant's.
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# A dialogue of a model without a chat template: each turn a line, EOS at the end of the last one.
+_LINES = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}"
+    "{% if loop.last %}{{ eos_token }}{% else %}{{ '\n' }}{% endif %}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '\n' }}{% endif %}{% endfor %}"
+)
 _TEMPLATES = "TRL's get_training_chat_template(tokenizer) has one with it for many models"
 
 
@@ -45,7 +53,18 @@ class ExampleTokenizer:
         self.tokenizer = tokenizer
         self.assistant_only = config is not None and config.assistant_only_loss
         self.completion_only = config.completion_only_loss if config is not None else None
+        self._own_template: str | None = None
         self._said: set[str] = set()
+
+    @classmethod
+    def of_dialogues(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
+        """Return one for dialogues whose answers count, and nothing else; without a chat template, line by line."""
+        made = cls(tokenizer, None)
+        made.assistant_only = True
+        if tokenizer.chat_template is None:
+            begins = tokenizer("A").input_ids[:1] == [tokenizer.bos_token_id]
+            made._own_template = ("{{ bos_token }}" if begins else "") + _LINES
+        return made
 
     def __call__(self, document: Any, where: str) -> Tokens:
         """Return the token ids of a document.
@@ -209,6 +228,8 @@ class ExampleTokenizer:
             ) from error
 
     def _template(self, document: Mapping[str, Any], where: str) -> str:
+        if self._own_template is not None:
+            return self._own_template
         if self.tokenizer.chat_template is None:
             raise InvalidRequestError(
                 "the documents are chats, and the tokenizer has no chat template, as those of base models. Set "

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_posenc.attention.inner import inner_name
 from hf_posenc.attention.shifted import check_shiftable
@@ -31,6 +31,7 @@ from hf_posenc.training.positions import PositionSchedule, block_length, make_po
 from hf_posenc.training.recipes import fit_recipe
 from hf_posenc.training.setting_checks import check_combination
 from hf_posenc.training.stages import settings_of_stages
+from hf_posenc.training.texts import Documents, prepare_texts
 from hf_posenc.utils.console import quiet
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,13 @@ def _other_rule(existing: dict[str, Any], config: FinetuneConfig) -> dict[str, A
     return {name: getattr(wants, name) for name in sorted(names) if getattr(wants, name) != getattr(has, name)}
 
 
-def dry_run(name: str, config: FinetuneConfig, *, attention: str | None = None) -> None:
+def dry_run(
+    name: str,
+    config: FinetuneConfig,
+    *,
+    attention: str | None = None,
+    texts: tuple[PreTrainedTokenizerBase, Documents] | None = None,
+) -> None:
     """Extend a model without weights as a run will, and each stage of it, and check that its lengths go together.
 
     Of a ``.gguf`` file, an adapter, a model that reads images or has another encoding than RoPE nothing is said before
@@ -186,6 +193,7 @@ def dry_run(name: str, config: FinetuneConfig, *, attention: str | None = None) 
         name: Of the model on the Hub, or its folder.
         config: The run.
         attention: ``attn_implementation``; None leaves it to Transformers.
+        texts: The tokenizer and the documents, to make blocks of them too; None leaves that to the run.
 
     Raises:
         ValueError: As ``finetune`` would raise once the weights are loaded.
@@ -203,14 +211,19 @@ def dry_run(name: str, config: FinetuneConfig, *, attention: str | None = None) 
             return
         if manifest is not None:
             add_to_config(model, manifest)
-        _go_through(RotaryModel(model), config)
+        _go_through(RotaryModel(model), config, texts)
 
 
-def _go_through(rotary: RotaryModel, config: FinetuneConfig) -> None:
+def _go_through(
+    rotary: RotaryModel, config: FinetuneConfig, texts: tuple[PreTrainedTokenizerBase, Documents] | None
+) -> None:
     config = fit_recipe(rotary, config)
     check_with_model(rotary, config)
     for one in [config] if config.stages is None else settings_of_stages(rotary, config):
-        begin(rotary, one)
+        _, positions = begin(rotary, one)
+        if texts is not None:
+            tokenizer, documents = texts
+            prepare_texts(rotary, tokenizer, documents, None, one, positions)
         if config.stages is not None and is_patched(rotary.model):
             unpatch_model(rotary.model)
 

@@ -28,6 +28,7 @@ from hf_posenc.training.card import TrainedRun, TrainedStage, model_card
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import begin, check_with_model
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
+from hf_posenc.training.mixing import MixedDataset, kinds_of_steps
 from hf_posenc.training.packing import PackedDataset
 from hf_posenc.training.provenance import document_source, find_base_model, source_settings
 from hf_posenc.training.recipes import fit_recipe
@@ -260,7 +261,8 @@ class _Run:
             self.unextended = self._measure_unextended(model, texts, config, args)
             self.before = self._measure(model, texts, config, args)
         trained = add_lora(model, config) if config.lora and not is_adapted(model) else model
-        loss_log = LossLog(folder / LOSS_LOG, per_step, self.tokens_trained)
+        kinds = kinds_of_steps(texts.packed.shares, args.max_steps) if isinstance(texts.packed, MixedDataset) else None
+        loss_log = LossLog(folder / LOSS_LOG, per_step, self.tokens_trained, kinds)
         this_stage = TrainedStage(description["context_length"], args.max_steps, args.max_steps * per_step)
         total = self.tokens_trained + this_stage.tokens
 
@@ -287,7 +289,9 @@ class _Run:
                 document_source(self.settings),
                 held_out=self.eval_documents is None,
                 tokens_trained=total,
-                settings=_what_was_read(self.settings, texts.packed) | _card_settings(config, texts.packed, args),
+                settings=_what_was_read(self.settings, texts.packed)
+                | _card_settings(config, texts.packed, args)
+                | _tokens_of_kinds(read_log(loss_log.path), per_step, config),
                 stages=list(self.stages),
                 lengths=texts.lengths,
                 unextended=self.unextended,
@@ -364,6 +368,18 @@ def _what_was_read(settings: Mapping[str, Any], packed: PackedDataset) -> dict[s
     if counted < 100:
         read["counted in the loss"] = f"answers or turns of the assistant, {counted:.1f} % of the tokens"
     return read
+
+
+def _tokens_of_kinds(lines: Sequence[Mapping[str, Any]], per_step: int, config: FinetuneConfig) -> dict[str, Any]:
+    """Return of each kind of data in a mixture the tokens that were read, and those that counted in the loss."""
+    found: dict[str, Any] = {}
+    for word in config.task_mix or ():
+        name, _, share = word.partition("=")
+        counted = [line["tokens_in_loss"] for line in lines if line["kind"] == name]
+        read = len(counted) * per_step
+        steps = f"{len(counted)} steps, {read:,} tokens, {sum(counted):,} of them counted in the loss"
+        found[f"task_mix, {name}"] = f"{share} of the tokens: {steps}"
+    return found
 
 
 def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: TrainingArguments) -> dict[str, Any]:

@@ -41,6 +41,15 @@ class MaskedTokens:
 Tokens = torch.Tensor | MaskedTokens  # of a document; all tokens of a tensor count
 
 
+def block_of(tokens: MaskedTokens, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a block for the model: int64 ``input_ids``, ``position_ids`` and ``labels``, all ``(seq_len,)``.
+
+    Labels are ``-100`` where a token does not count, and at position 0: it would be predicted from another document.
+    """
+    labels = tokens.ids.masked_fill((position_ids == 0) | ~tokens.counted, IGNORED)
+    return {"input_ids": tokens.ids, "position_ids": position_ids, "labels": labels}
+
+
 def ids_of(document: Tokens) -> torch.Tensor:
     return document.ids if isinstance(document, MaskedTokens) else document
 
@@ -155,10 +164,16 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
 
     def block(self, index: int, position_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return a block whose tokens have these positions, int64 ``(seq_len,)``."""
+        return block_of(self.tokens(index), position_ids)
+
+    def tokens(self, index: int) -> MaskedTokens:
+        """Return the tokens of a block, and which of them count."""
         where = self.where(index)
-        input_ids = self.stream[where]
-        labels = input_ids.masked_fill((position_ids == 0) | ~self.counted[where], IGNORED)
-        return {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
+        return MaskedTokens(self.stream[where], self.counted[where])
+
+    def schedule(self, num_steps: int, blocks_per_step: int, seed: int) -> BlockSchedule:
+        """Return the blocks of a run in the order of training."""
+        return BlockSchedule(self, num_steps * blocks_per_step, seed)
 
     def where(self, index: int) -> torch.Tensor:
         """Return the indices of a block's tokens in the stream, int64 ``(seq_len,)``."""
@@ -205,6 +220,11 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.packed.block(self.order[index], self.position_ids(index))
 
+    def log(self, *, wants_distances: bool, group: int | None) -> None:
+        """Say what is trained on; arguments as for ``log_summary``."""
+        original = self.packed.positions.original_length
+        log_summary(self.summary(group), original, wants_distances=wants_distances, group=group)
+
     def position_ids(self, index: int) -> torch.Tensor:
         """Return the positions of a block by its index in the order of training, int64 ``(seq_len,)``."""
         return self.packed.positions.of(index, self.packed.pieces(self.order[index]))
@@ -225,7 +245,7 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
             read[packed.where(block)] = True
             position_ids = self.position_ids(index)
             pieces += int((position_ids == 0).sum())
-            beyond += int((_farthest(position_ids, group) >= original).sum())
+            beyond += int((farthest(position_ids, group) >= original).sum())
         num_trained = len(self) * packed.seq_len
         return PackingSummary(
             num_documents=packed.num_documents,
@@ -242,7 +262,7 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
         )
 
 
-def _farthest(position_ids: torch.Tensor, group: int | None) -> torch.Tensor:
+def farthest(position_ids: torch.Tensor, group: int | None) -> torch.Tensor:
     """Return the distance to the first token that each token of a block sees, int64 like its positions."""
     if group is None or group >= len(position_ids):
         return position_ids  # documents start at 0
@@ -336,11 +356,20 @@ def log_summary(
     elif summary.num_repeated:
         what = "every token" if summary.num_left_out == 0 else "every token of the others"
         logger.info("%s is trained on; %d of a pass come twice, to fill its last block", what, summary.num_repeated)
-    if wants_distances and summary.share_beyond_original < 0.01:
-        _warn_about_distances(summary, original_length, group)
+    if wants_distances:
+        warn_about_distances(summary.share_beyond_original, original_length, group)
 
 
-def _warn_about_distances(summary: PackingSummary, original_length: int, group: int | None) -> None:
+def warn_about_distances(share: float, original_length: int, group: int | None) -> None:
+    """Warn where hardly any of the trained tokens see a distance beyond the original length.
+
+    Args:
+        share: Of the tokens that do, 0 to 1.
+        original_length: Tokens the model was trained on.
+        group: Tokens of a group of shifted sparse attention; None for no groups.
+    """
+    if share >= 0.01:
+        return
     if group is not None and group <= original_length:
         logger.warning(
             "shifted sparse attention: no layer compares tokens that are farther apart than its groups of %d, and the "
@@ -355,7 +384,7 @@ def _warn_about_distances(summary: PackingSummary, original_length: int, group: 
             "only %.2f %% of the training tokens see distances beyond the original %d tokens, so the model hardly sees "
             "what it is to learn. Train on longer documents (or upsample them: length_upsampling), raise seq_len, or "
             "skip positions in short blocks with position_schedule 'pose'.",
-            100 * summary.share_beyond_original,
+            100 * share,
             original_length,
         )
 

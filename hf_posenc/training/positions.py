@@ -1,4 +1,4 @@
-"""The positions of the tokens of a training block: one after the other, skipped apart (PoSE), or in short windows."""
+"""The positions of the tokens of a training block: one after the other, skipped apart (PoSE, CREAM), or in windows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from hf_posenc.training.config import FinetuneConfig
 
-FULL, POSE, RANDOM = "full", "pose", "random"
+FULL, POSE, CREAM, RANDOM = "full", "pose", "cream", "random"
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PositionSchedule:
     processes and in a resumed run.
 
     Attributes:
-        kind: ``full``, ``pose`` or ``random``.
+        kind: ``full``, ``pose``, ``cream`` or ``random``.
         original_length: What the model was trained on.
         target_length: What it is extended to; positions stay below.
         chunks: Of a document's part in a block, for ``pose``.
@@ -69,25 +69,28 @@ class PositionSchedule:
         """Return whether a block, by its index in the order of training, is read as short windows; evenly spread."""
         return int((index + 1) * self.short_share) > int(index * self.short_share)
 
-    def of(self, index: int, lengths: Sequence[int]) -> torch.Tensor:
+    def of(self, index: int, lengths: Sequence[int], *, short: bool | None = None) -> torch.Tensor:
         """Return the positions of a block.
 
         Args:
             index: In the order of training.
             lengths: Of the documents, or parts of documents, in it.
+            short: Whether it is read as short windows; None: as ``short_share`` says.
 
         Returns:
             int64 ``(sum of lengths,)``.
         """
-        return torch.cat(list(self._documents(index, lengths)))
+        return torch.cat(list(self._documents(index, lengths, self.is_short(index) if short is None else short)))
 
-    def _documents(self, index: int, lengths: Sequence[int]) -> Iterator[torch.Tensor]:
+    def _documents(self, index: int, lengths: Sequence[int], short: bool) -> Iterator[torch.Tensor]:
         generator = _generator(self.seed, index)
         for length in lengths:
-            if self.is_short(index):
+            if short:
                 yield torch.arange(length) % self.original_length
             elif self.kind == POSE:
                 yield pose_positions(length, self.target_length, self.chunks, generator)
+            elif self.kind == CREAM:
+                yield cream_positions(length, self.target_length, self.original_length, generator)
             elif self.kind == RANDOM:
                 yield random_positions(length, self.target_length, generator)
             else:
@@ -120,6 +123,52 @@ def pose_positions(length: int, target: int, chunks: int, generator: torch.Gener
         more = int(torch.randint(target - length - bias + 1, (), generator=generator))
         positions[border:] += more
         bias += more
+    return positions
+
+
+# CREAM: the mean and deviation of its truncated Gaussian at factor 8, the one its code has the numbers for, are 9 and 3
+# of the half steps from 2 to 16: the middle of the range, and 3/7 of half of it.
+_CREAM_DEVIATION = 3 / 7
+_CREAM_END = 4  # tokens of head and tail for each time that the target is the original length
+
+
+def cream_positions(length: int, target: int, original: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw positions of a head at the beginning, a tail at the end of the target, and a middle between them.
+
+    Head and tail have a third of the tokens each, which shows many distances between the three (relativity), or four
+    tokens each for every time that the target is the original length, which leaves a long middle that runs on
+    (continuity); each of the two in half of the cases. Where the middle lies is drawn in two steps: a length
+    from ``length`` to ``target`` by a truncated Gaussian around their mean, then a position alike likely within
+    what that length has room for.
+
+    Args:
+        length: Tokens of the document's part, at most ``target``.
+        target: Positions stay below.
+        original: Tokens the model was trained on.
+        generator: What it is drawn from.
+
+    Returns:
+        int64 ``(length,)``, from 0, strictly rising, below ``target``.
+
+    Reference: Wu et al. 2024, arXiv:2406.07138, section 2, and ``src/train.py`` of its code, which draws the length in
+        half steps of ``length``, and takes the same one of the two kinds of head and tail for a whole batch.
+    """
+    third = length // 3
+    is_continuous = bool(torch.randint(2, (), generator=generator))
+    end = min(third, max(1, _CREAM_END * target // original)) if is_continuous else third
+    positions = torch.arange(length)
+    if end == 0:  # too short for three parts
+        return positions
+    factor = target / length
+    low, high = torch.special.ndtr(torch.tensor([-1.0, 1.0], dtype=torch.float64) / _CREAM_DEVIATION)
+    drawn = low + (high - low) * torch.rand((), generator=generator, dtype=torch.float64)
+    within = float(torch.special.ndtri(drawn)) * _CREAM_DEVIATION  # -1 to 1
+    times = min(max((1 + factor) / 2 + within * (factor - 1) / 2, 1.0), factor)
+    middle = length - 2 * end
+    first_end, last_end = int(end + (middle - 1) * times), int(times * length) - end - 1
+    more = int(torch.randint(first_end, max(last_end, first_end) + 1, (), generator=generator)) - (end + middle - 1)
+    positions[end:] += more
+    positions[-end:] = torch.arange(target - end, target)
     return positions
 
 

@@ -1,6 +1,7 @@
-"""Published ways to fine-tune for longer contexts, as one table: the settings each paper gives, and what it leaves.
+"""Ways to fine-tune for longer contexts, as one table: the settings each paper gives, and what it leaves.
 
-A value is in a row only if the paper or its authors' code gives it; for all others hf_posenc's default applies.
+A value is in a row only if the paper or its authors' code gives it; for all others hf_posenc's default applies. What is
+of hf_posenc itself says so in the place of a paper.
 """
 
 from __future__ import annotations
@@ -273,6 +274,15 @@ _ALL = (
         by_model="stages: half the target on two thirds of --token-budget, then the target on the rest; beyond 32 "
         "times the original length more of them, each twice the one before, the first at most 16 times the original",
         fit=_in_stages,
+    ),
+    Recipe(
+        name="reach",
+        paper="of hf_posenc, from Xiong et al. 2024, arXiv:2406.19292 (dictionaries, the loss on answers), Tian et al. "
+        "2024, arXiv:2409.04774 (knots) and YaRN (the rates)",
+        summary="A mixture for small budgets: answers to find far back, tied chunks, long and short text.",
+        values={"task_mix": ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"], **_USUAL},
+        left="The shares are ours, no paper trains on this mixture. At least 6 steps, so that each kind has one. "
+        "Blocks of the target length; --position-schedule pose takes short ones.",
     ),
     Recipe(
         name="drope",

@@ -142,7 +142,7 @@ def _toml_key(name: str) -> str:
 def _value(value: Any, hint: Any, name: str, path: str | Path) -> Any:
     if name == "sliding_window" and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if name == "text_field" and isinstance(value, str):
+    if name in ("text_field", "task_mix") and isinstance(value, str):
         return [value]
     if name == "resume_from_checkpoint" and isinstance(value, bool):
         return str(value).lower()

@@ -194,6 +194,40 @@ def check_numbers(settings: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def check_mixture(config: FinetuneConfig, shares: Mapping[str, float]) -> None:
+    """Refuse other settings that contradict the kinds of data of a mixture.
+
+    Raises:
+        ValueError: A setting does not go with a kind, or is said by another one.
+    """
+    from hf_posenc.training.mixtures import get_kind
+
+    if config.short_share:
+        raise InvalidRequestError(
+            f"{argument('short_share')} goes without {argument('task_mix')}: in a mixture the kind short_text is what "
+            "it does, with its own share."
+        )
+    answers = [name for name in shares if get_kind(name).counts_answers]
+    if config.completion_only_loss is False and answers:
+        raise InvalidRequestError(
+            f"{argument('completion_only_loss', False)} counts all tokens, and of {' and '.join(answers)} only the "
+            f"answers count. Leave one of the two out."
+        )
+    texts = [name for name in shares if get_kind(name).reads_texts]
+    for name in ("assistant_only_loss", "completion_only_loss"):
+        if getattr(config, name) and texts:
+            raise InvalidRequestError(
+                f"{argument(name)} is for chats or prompts with answers, and {' and '.join(texts)} of "
+                f"{argument('task_mix')} are made of free text. Leave one of the two out; the answers of kv and "
+                "needles count alone in any case."
+            )
+    if config.length_upsampling != 1 and not {"text", "short_text"} & shares.keys():
+        raise InvalidRequestError(
+            f"{argument('length_upsampling')} says how often documents are read as text, which is no kind of "
+            f"{argument('task_mix')} here. Leave it out, or give text a share."
+        )
+
+
 def check_words(config: FinetuneConfig) -> None:
     """Check the fields of ours that are True or False, and those that are one of several words.
 
@@ -375,6 +409,12 @@ CONFLICTS = (
         lambda s: s.launch.cp_size > 1 and s.config.short_share > 0,
         "context parallelism knows no mask but the causal one, and short_share {config.short_share} reads blocks as "
         "several windows, which would see each other. Leave it out, or launch with --accelerate-config fsdp2.",
+    ),
+    Conflict(
+        "cp and a mixture",
+        lambda s: s.launch.cp_size > 1 and s.config.task_mix is not None,
+        "context parallelism cannot keep the pieces of a block apart, and those of task_mix have several. Launch with "
+        "--accelerate-config fsdp2.",
     ),
     Conflict(
         "shared sequences and a method in the attention",

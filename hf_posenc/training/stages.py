@@ -12,7 +12,6 @@ from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import describe
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.launch import Launch
 from hf_posenc.training.lora import is_adapted
 from hf_posenc.training.run_folder import LOSS_LOG, read_log
 from hf_posenc.training.texts import default_lengths
@@ -36,8 +35,7 @@ def settings_of_stages(rotary: RotaryModel, config: FinetuneConfig) -> list[Fine
             f"stages: the model was trained on {original} tokens, and {stages[0].length} are not beyond them. Begin "
             "with a longer one."
         )
-    blocks = config.per_device_train_batch_size * config.gradient_accumulation_steps
-    blocks *= Launch.from_environment().replicas
+    blocks = config.blocks_per_step()
     for stage in stages:
         step = blocks * (config.seq_len or (stage.length if config.position_schedule == "full" else original))
         if stage.token_budget < step:

@@ -215,16 +215,25 @@ class FirstLossCheck(TrainerCallback):
         known: Loss of the same model on other texts, measured before; None if it was not.
         tolerance: By which share the first loss may differ from ``expected``.
         judges: Whether the first loss is looked at; the rotary modules always are.
+        is_text: The first step is text, which a pretrained model reads far better than by guessing; not answers alone.
     """
 
     def __init__(
-        self, rotary: RotaryModel, expected: float | None, known: float | None, tolerance: float, *, judges: bool = True
+        self,
+        rotary: RotaryModel,
+        expected: float | None,
+        known: float | None,
+        tolerance: float,
+        *,
+        judges: bool = True,
+        is_text: bool = True,
     ) -> None:
         self.rotary = rotary
         self.expected = expected
         self.known = known
         self.tolerance = tolerance
         self.judges = judges
+        self.is_text = is_text
         self.fresh = True
 
     def on_train_begin(
@@ -247,9 +256,10 @@ class FirstLossCheck(TrainerCallback):
     ) -> None:
         if self.judges and state.global_step == 1 and logs is not None and "loss" in logs:
             loss, vocab_size = float(logs["loss"]), self.rotary.text_config.vocab_size
-            check_first_loss(loss, self.expected, self.known, self.tolerance, vocab_size)
+            known = self.known if self.is_text else None
+            check_first_loss(loss, self.expected, known, self.tolerance, vocab_size)
             if state.is_world_process_zero:
-                log_first_loss(loss, self.expected, vocab_size)
+                log_first_loss(loss, self.expected, vocab_size, is_text=self.is_text)
 
 
 def check_first_loss(
@@ -278,12 +288,12 @@ def check_first_loss(
         )
 
 
-def log_first_loss(loss: float, expected: float | None, vocab_size: int) -> None:
+def log_first_loss(loss: float, expected: float | None, vocab_size: int, *, is_text: bool = True) -> None:
     """Log a first loss that was not refused; one of guessing can be right, by what the model was given."""
     guessing = math.log(vocab_size)
     if expected is not None:
         logger.info("first loss %.4f nats per token; outside of the trainer the same tokens give %.4f", loss, expected)
-    if loss >= _GUESSING * guessing:
+    if is_text and loss >= _GUESSING * guessing:
         logger.warning(
             "the first loss is %.2f nats per token, about that of guessing (%.2f). A pretrained model starts far "
             "lower: check that the checkpoint and the tokenizer belong together, and that the positions were applied "

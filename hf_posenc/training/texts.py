@@ -15,6 +15,7 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.examples import ExampleTokenizer
 from hf_posenc.training.launch import Launch
+from hf_posenc.training.mixing import MixedDataset
 from hf_posenc.training.packing import MaskedTokens, PackedDataset, SingleDocumentBlocks, Tokens, check_ids, ids_of
 from hf_posenc.training.positions import PositionSchedule, block_length
 
@@ -59,7 +60,8 @@ def prepare_texts(
         positions: How they run in a block of the extended model.
 
     Raises:
-        ValueError: No documents, none that counts in the loss, or token ids the model has no embedding for.
+        ValueError: No documents, none that counts in the loss, token ids the model has no embedding for, or kinds of
+            data (``task_mix``) that do not suit them.
     """
     original, target = positions.original_length, positions.target_length
     lengths = sorted(set(config.eval_lengths or default_lengths(original, target)))
@@ -77,6 +79,8 @@ def prepare_texts(
         seed=config.seed,
         positions=positions,
     )
+    if config.task_mix is not None:
+        packed = MixedDataset(packed, tokenizer, train, config)
     if Launch.from_environment().cp_size > 1:
         packed = SingleDocumentBlocks(packed)
     return Texts(packed, held_out, lengths)
@@ -296,7 +300,8 @@ def check_enough_text(
             f"measured is {lengths[0]:,}. Give longer documents, shorter {argument('eval_lengths')}, or train without "
             f"measuring: {argument('eval_documents', 0)}."
         )
-    _warn_about_short_documents([document.numel() for document in train_ids], seq_len, config)
+    if config.task_mix is None:
+        _warn_about_short_documents([document.numel() for document in train_ids], seq_len, config)
 
 
 def _warn_about_short_documents(lengths: Sequence[int], seq_len: int, config: FinetuneConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,13 @@ class LossLog(TrainerCallback):
         path: The file.
         tokens_per_step: Tokens one optimizer step is trained on, over all devices.
         tokens_before: Tokens of earlier runs, counted on from.
+        kinds: Of a mixture the kind of data of each step, which its line says too, with the tokens in its loss.
     """
 
-    def __init__(self, path: Path, tokens_per_step: int, tokens_before: int = 0) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, tokens_per_step: int, tokens_before: int = 0, kinds: Sequence[str] | None = None
+    ) -> None:
+        self.path, self.kinds = path, kinds
         self.tokens_before = tokens_before
         self.tokens_per_step = tokens_per_step
         self.seconds_before = 0.0
@@ -68,7 +72,7 @@ class LossLog(TrainerCallback):
             self._write(loss, logs, state.global_step)
 
     def _write(self, loss: float, logs: dict[str, Any], step: int) -> None:
-        line = {
+        line: dict[str, Any] = {
             "step": step,
             "loss": loss,
             "learning_rate": float(logs["learning_rate"]),
@@ -76,6 +80,8 @@ class LossLog(TrainerCallback):
             "tokens_trained": self.tokens_before + step * self.tokens_per_step,
             "seconds": round(self.seconds_before + time.perf_counter() - self.began, 3),
         }
+        if self.kinds is not None:
+            line |= {"kind": self.kinds[step - 1], "tokens_in_loss": int(logs["tokens_in_loss"])}
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -34,7 +34,7 @@ from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.kernels import liger_arguments, training_kernels
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.lora import base_not_looked_up
-from hf_posenc.training.packing import BlockSchedule, PackedDataset, log_summary
+from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.run_folder import (
     PARTIAL,
     checkpoint_bytes,
@@ -105,20 +105,22 @@ def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDa
         args.warmup_steps = min(config.warmup_steps, args.max_steps // 5)
     else:
         args.warmup_steps = args.get_warmup_steps(args.max_steps)
+    passes = args.max_steps * per_step / (len(packed) * packed.seq_len)
     logger.info(
-        "%d steps of %d tokens: %d tokens, %.2f passes over the data; warm-up over %d steps",
+        "%d steps of %d tokens: %d tokens%s; warm-up over %d steps",
         args.max_steps,
         per_step,
         args.max_steps * per_step,
-        args.max_steps * per_step / (len(packed) * packed.seq_len),
+        f", {passes:.2f} passes over the data" if config.task_mix is None else "",
         args.warmup_steps,
     )
-    schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
     positions = packed.positions
     # nope has no positions, and is trained on short texts first; an encoding may be trained for the length it has.
     wants_distances = config.method != "nope" and positions.target_length > positions.original_length
     group = config.group(packed.seq_len)
-    log_summary(schedule.summary(group), positions.original_length, wants_distances=wants_distances, group=group)
+    packed.schedule(args.max_steps, _blocks_per_step(args), config.seed).log(
+        wants_distances=wants_distances, group=group
+    )
 
 
 def _blocks_per_step(args: TrainingArguments) -> int:
@@ -162,7 +164,7 @@ def train(
         write_extension(rotary.model, folder, adapter=adapter, tokens_trained=trained, base_model=base_model)
 
     group = config.group(packed.seq_len)
-    schedule = BlockSchedule(packed, args.max_steps * _blocks_per_step(args), config.seed)
+    schedule = packed.schedule(args.max_steps, _blocks_per_step(args), config.seed)
     if args.should_save:
         warn_if_too_small(Path(str(config.output_dir)), model, args.save_total_limit)
     base = rotary.model
@@ -185,6 +187,7 @@ def train(
             callbacks = [watch, check]
             trainer = BlockTrainer(model=model, args=args, train_dataset=schedule, callbacks=callbacks, mark=mark)
             trainer.checks_positions = config.check_first_loss
+            trainer.logs_tokens_in_loss = config.task_mix is not None
             if not args.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)
                 trainer.add_callback(console)
@@ -225,7 +228,8 @@ def _first_loss_check(
         own = range(args.process_index, _blocks_per_step(args), args.world_size)
         expected = expected_first_loss(rotary, (schedule[index] for index in own), config.logits_chunk)
     tolerance = tolerance_of(rotary, autocast=args.bf16)
-    return FirstLossCheck(rotary, expected, known_loss, tolerance, judges=config.check_first_loss)
+    judges, is_text = config.check_first_loss, config.task_mix is None
+    return FirstLossCheck(rotary, expected, known_loss, tolerance, judges=judges, is_text=is_text)
 
 
 class BlockTrainer(Trainer):
@@ -247,9 +251,11 @@ class BlockTrainer(Trainer):
 
     Attributes:
         checks_positions: Before the first step, see that positions reach the model.
+        logs_tokens_in_loss: With the loss of a step, log how many tokens it is the mean of.
     """
 
     checks_positions = True
+    logs_tokens_in_loss = False
 
     def __init__(self, *args: Any, mark: Callable[[Path, int], None], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -287,6 +293,15 @@ class BlockTrainer(Trainer):
             self.checks_positions = False
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        batches, self.tokens_in_loss = super().get_batch_samples(*args, **kwargs)
+        return batches, self.tokens_in_loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.logs_tokens_in_loss and "loss" in logs:
+            logs["tokens_in_loss"] = int(self.tokens_in_loss or 0)
+        super().log(logs, *args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         return os.path.join(super()._get_output_dir(trial), PARTIAL)

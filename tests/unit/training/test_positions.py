@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.positions import (
     PositionSchedule,
     block_length,
+    cream_positions,
     find_documents,
     make_position_schedule,
     pose_positions,
@@ -118,7 +120,7 @@ def test_draws_belong_to_the_seed_and_the_place_in_the_order():
         assert tuple(PositionSchedule("pose", 64, 4096, seed=seed).of(index, [64]).tolist()) == positions
 
 
-@pytest.mark.parametrize("kind", ["full", "pose", "random"])
+@pytest.mark.parametrize("kind", ["full", "pose", "cream", "random"])
 def test_the_short_share_of_the_blocks_is_read_in_plain_windows_and_spread_evenly(kind: str):
     schedule = PositionSchedule(kind, 8, 64, short_share=0.3)
     short = [schedule.is_short(index) for index in range(1000)]
@@ -181,3 +183,48 @@ def test_blocks_are_of_the_original_length_where_positions_skip():
 def test_schedules_that_do_not_suit_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         schedule_of(**settings)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 100])
+@pytest.mark.parametrize("target", [100, 256, 1000])
+def test_cream_positions_are_a_head_a_middle_and_a_tail_at_the_end_of_the_target(length: int, target: int):
+    draw, heads = generator(), set()
+    for _ in range(200):
+        positions = cream_positions(length, target, 64, draw)
+        steps = positions.diff()
+        assert positions.shape == (length,)
+        assert positions[0] == 0
+        assert bool((steps >= 1).all())
+        assert positions[-1] == (target - 1 if length > 2 else length - 1)
+        borders = (steps > 1).nonzero().flatten() + 1
+        assert len(borders) <= 2
+        if len(borders) == 2:
+            heads.add((int(borders[0]), length - int(borders[1])))
+    few = min(max(1, 4 * target // 64), length // 3)  # as in the authors' code: 4 * factor, or a third
+    assert heads <= {(few, few), (length // 3, length // 3)}
+    if length > 30 and target > length:
+        assert heads == {(few, few), (length // 3, length // 3)}
+    if length == target:
+        assert torch.equal(positions, torch.arange(length))
+
+
+def test_the_middle_of_cream_is_drawn_by_a_truncated_gaussian():
+    """Of factor 8, as the code has it: 9 +- 3 half lengths, cut at 2 and 16, then alike likely in what that allows."""
+    length, target, end, draws = 96, 768, 32, 4000
+    draw, reference = generator(), random.Random(0)
+    found = []
+    while len(found) < draws:
+        positions = cream_positions(length, target, 12, draw)  # 4 x 768 / 12 is more than a third: always thirds
+        assert positions[:end].tolist() == list(range(end))
+        found.append(int(positions[end]))
+    expected = []
+    while len(expected) < draws:
+        halves = reference.gauss(9, 3)
+        if 2 <= halves <= 16:
+            low, high = end + (length - 2 * end - 1) * halves / 2, halves / 2 * length - end - 1
+            expected.append(int(reference.uniform(low, high)) - (length - 2 * end - 1))
+    for share in (0.05, 0.25, 0.5, 0.75, 0.95):
+        ours, theirs = sorted(found)[int(share * draws)], sorted(expected)[int(share * draws)]
+        assert abs(ours - theirs) < 0.04 * target, share
+    assert min(found) >= end
+    assert max(found) <= target - end - (length - 2 * end)

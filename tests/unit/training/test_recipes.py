@@ -32,6 +32,7 @@ PUBLISHED: dict[str, tuple[str | None, float, int, dict[str, Any]]] = {
     "longrope2-mixed": (None, 2e-5, 20, {"lr_scheduler_type": "cosine", "short_share": 0.1}),
     "progressive": ("yarn", 2e-5, 20, {"weight_decay": 0.0}),
     "drope": ("nope", 3e-4, 100, {}),
+    "reach": (None, 2e-5, 20, {"task_mix": ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"]}),
 }
 
 

@@ -79,6 +79,7 @@ EXCLUDED: dict[str, Any] = {
     "preset": "qwen3-yarn-4x",
     "rope_scaling": '{"type": "linear", "factor": 2.0}',
     "stages": ["16k:500k", "32k:1M"],
+    "task_mix": ["kv=0.3", "text=0.7"],
 }
 
 
@@ -95,6 +96,11 @@ def test_every_field_survives(tmp_path: Path) -> None:
     write_run(tmp_path / RUN_FILE, FinetuneConfig("x", resume_from_checkpoint=True).settings())
     assert "resume_from_checkpoint" not in read_run(tmp_path / RUN_FILE, KNOWN)  # a repeated run begins
     assert [path.name for path in tmp_path.iterdir()] == [RUN_FILE]
+
+
+def test_a_mixture_may_be_one_word_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / RUN_FILE).write_text('task_mix = "kv=0.3, text=0.7"\n')
+    assert FinetuneConfig("x", **read_run(tmp_path / RUN_FILE, KNOWN)).task_mix == ["kv=0.3", "text=0.7"]
 
 
 def parsed(*argv: Any) -> tuple[FinetuneConfig, TrainingDocumentArguments, FinetuneModelArguments]:

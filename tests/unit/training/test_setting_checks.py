@@ -39,6 +39,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"config": {"short_share": 0.0}},
         "short_share 0.25 reads blocks as several windows",
     ),
+    "cp and a mixture": ({**CP, "config": {"task_mix": ["kv=1"]}}, {"config": {"task_mix": None}}, "several. Launch"),
     "shared sequences and a method in the attention": (
         {**CP, "config": {"method": "self_extend"}},
         {"config": {"method": "yarn"}},

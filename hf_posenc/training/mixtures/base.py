@@ -1,0 +1,158 @@
+"""What a kind of training data is: it makes a block of tokens from the block's number alone."""
+
+from __future__ import annotations
+
+import abc
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.training.examples import ExampleTokenizer
+from hf_posenc.training.packing import MaskedTokens, PackedDataset
+
+_TOKENS_PER_QUESTION = 256  # of a block; more answers teach more, and Xiong et al. ask one in 4k tokens
+_MOST_QUESTIONS = 16
+
+
+@dataclass(frozen=True)
+class Material:
+    """What kinds of data are made from.
+
+    Attributes:
+        tokenizer: The model's.
+        documents: Token ids of each document that is trained on, int64 ``(num_tokens,)``, without EOS.
+        packed: The same, one after the other, in blocks of the run's length.
+        seed: Of everything random.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    documents: Sequence[torch.Tensor]
+    packed: PackedDataset
+    seed: int
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a block."""
+        return self.packed.seq_len
+
+    @property
+    def num_questions(self) -> int:
+        """Questions that a dialogue over a whole block has."""
+        return max(1, min(_MOST_QUESTIONS, self.seq_len // _TOKENS_PER_QUESTION))
+
+    def rng(self, name: str, index: int) -> Random:
+        """Return what the block ``index`` of a kind is drawn from."""
+        return Random(f"{name} {index} {self.seed}")
+
+    def stretch(self, num_tokens: int, rng: Random) -> torch.Tensor:
+        """Return consecutive tokens of the packed documents from a random one on, int64 ``(num_tokens,)``."""
+        stream = self.packed.stream
+        start = rng.randrange(len(stream))
+        return stream[torch.arange(start, start + num_tokens) % len(stream)]
+
+    def filled(self, made: MaskedTokens, rng: Random) -> list[MaskedTokens]:
+        """Return an example and, to fill up the block, a piece of the documents that does not count in the loss."""
+        room = self.seq_len - len(made)
+        if room == 0:
+            return [made]
+        return [made, MaskedTokens(self.stretch(room, rng), torch.zeros(room, dtype=torch.bool))]
+
+
+class Kind(abc.ABC):
+    """One kind of training data.
+
+    Attributes:
+        name: As ``--task-mix`` has it.
+        summary: One plain sentence.
+        source: Where it was published.
+        counts_answers: Only the answers to questions count in the loss.
+        reads_texts: It is made of free text, so that the documents must not be chats or prompts with answers.
+        is_short: Its blocks are read as windows of the original length.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    source: ClassVar[str]
+    counts_answers: ClassVar[bool] = False
+    reads_texts: ClassVar[bool] = False
+    is_short: ClassVar[bool] = False
+
+    def __init__(self, material: Material) -> None:
+        """Prepare.
+
+        Args:
+            material: What blocks are made from.
+
+        Raises:
+            ValueError: A block is too short for this kind, or the documents are.
+        """
+        self.material = material
+
+    @abc.abstractmethod
+    def block(self, index: int) -> list[MaskedTokens]:
+        """Return the documents, or parts of documents, of a block: together as many tokens as a block has.
+
+        The same whenever it is asked for, so that a resumed run reads what one that was not stopped reads.
+
+        Args:
+            index: Of the blocks of this kind in the order of training, from 0.
+        """
+
+
+class Dialogues(Kind):
+    """A kind whose blocks are a text and a dialogue about it, and whose answers alone count in the loss."""
+
+    counts_answers: ClassVar[bool] = True
+    # How much of what fills a block there has to be at least, and how many tokens one of it is, about.
+    least: ClassVar[int]
+
+    def __init__(self, material: Material) -> None:
+        super().__init__(material)
+        if not material.tokenizer.is_fast:
+            raise InvalidRequestError(
+                f"{argument('task_mix')}: {self.name!r} needs to know which tokens are those of the answers, which "
+                f"{type(material.tokenizer).__name__}, a slow tokenizer, does not say. Take the fast one."
+            )
+        self._tokenize = ExampleTokenizer.of_dialogues(material.tokenizer)
+        # Of twice the least, so that no later block, of longer words, does not fit; and where all questions are asked.
+        shortest, some, more = (len(self.example(0, times * self.least)) for times in (2, 32, 64))
+        self._tokens_each = (more - some) / (32 * self.least)
+        if shortest > material.seq_len:
+            raise InvalidRequestError(
+                f"{argument('task_mix')}: the shortest example of {self.name!r} has about {shortest} tokens, and a "
+                f"block has {material.seq_len}. Give a longer {argument('seq_len')}, or leave {self.name} out."
+            )
+
+    @abc.abstractmethod
+    def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
+        """Return questions with their answers; the first question holds the text that all of them are about.
+
+        Args:
+            rng: What it is drawn from.
+            count: How much of what fills a block the text holds.
+        """
+
+    def example(self, index: int, count: int) -> MaskedTokens:
+        """Return the dialogue of a block as tokens, with ``count`` of what fills it."""
+        turns = self.turns(self.material.rng(self.name, index), count)
+        roles = ("user", "assistant")
+        messages = [{"role": role, "content": text} for pair in turns for role, text in zip(roles, pair, strict=True)]
+        made = self._tokenize({"messages": messages}, f"{argument('task_mix')} {self.name}")
+        assert isinstance(made, MaskedTokens)  # as chats are
+        return made
+
+    def block(self, index: int) -> list[MaskedTokens]:
+        room = self.material.seq_len
+        spare = room - len(self.example(index, self.least))
+        count = self.least + max(0, int(spare / self._tokens_each))
+        while len(made := self.example(index, count)) > room and count > self.least:
+            count = max(self.least, count - math.ceil((len(made) - room) / self._tokens_each))
+        if len(made) > room:
+            raise InvalidRequestError(f"{self.name}: example {index} has {len(made)} tokens, a block has {room}.")
+        return self.material.filled(made, self.material.rng(f"{self.name} filling", index))

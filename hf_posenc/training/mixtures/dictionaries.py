@@ -1,0 +1,46 @@
+"""Key-value dictionaries: shelves of names with a phrase each, and questions for some of them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import ClassVar
+
+from hf_posenc.training.mixtures import register_kind
+from hf_posenc.training.mixtures.base import Dialogues
+from hf_posenc.training.mixtures.made_up import names, phrase
+
+_ON_A_SHELF = 4  # names
+
+
+@register_kind
+class Dictionaries(Dialogues):
+    """A list of small dictionaries; each question names a key, the answer its value and the dictionary it is in.
+
+    Xiong et al. train on dictionaries of 3 or 4 integers with integers, asked for one, with the answer in a sentence of
+    one form, and the loss on the answer. Here keys are made-up names and values phrases of two words, so that what is
+    measured later, mostly numbers, is not what was trained on; and several are asked for, since a block costs the same.
+    """
+
+    name: ClassVar[str] = "kv"
+    summary: ClassVar[str] = "dictionaries, asked for some of their values; the answers count"
+    source: ClassVar[str] = "Xiong et al. 2024, arXiv:2406.19292, section 2"
+    least: ClassVar[int] = 2
+
+    def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
+        keys = names(rng, count)
+        values = [phrase(rng) for _ in keys]
+        entries = [f"{key}: {value}" for key, value in zip(keys, values, strict=True)]
+        shelves = [
+            f"Shelf {number} | {'; '.join(entries[start : start + _ON_A_SHELF])}"
+            for number, start in enumerate(range(0, count, _ON_A_SHELF), 1)
+        ]
+        asked = rng.sample(range(count), min(count, self.material.num_questions))
+        turns = [
+            (
+                f"Which phrase belongs to {keys[at]}, and which shelf is it on?",
+                f"To {keys[at]} belongs {values[at]}, on shelf {at // _ON_A_SHELF + 1}.",
+            )
+            for at in asked
+        ]
+        text = "\n".join(["An inventory of shelves, each with names and their phrases:", "", *shelves])
+        return [(f"{text}\n\n{turns[0][0]}", turns[0][1]), *turns[1:]]

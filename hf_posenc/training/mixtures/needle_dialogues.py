@@ -1,0 +1,71 @@
+"""Sentences hidden in the documents, and a dialogue that asks for some of them."""
+
+from __future__ import annotations
+
+import re
+from random import Random
+from typing import ClassVar
+
+from hf_posenc.training.mixtures import register_kind
+from hf_posenc.training.mixtures.base import Dialogues
+from hf_posenc.training.mixtures.made_up import names, phrase
+
+# What is hidden, the question, the answer.
+_FORMS = (
+    (
+        "People from {key} greet each other by saying {value}.",
+        "What do people from {key} say when they greet each other?",
+        "They greet each other by saying {value}.",
+    ),
+    (
+        "The ship {key} sails with {value} painted on its bow.",
+        "What is painted on the bow of the ship {key}?",
+        "On its bow is painted {value}.",
+    ),
+    (
+        "At the inn of {key} they serve a soup called {value}.",
+        "Which soup do they serve at the inn of {key}?",
+        "At that inn they serve {value}.",
+    ),
+)
+_SENTENCE_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s+")
+
+
+@register_kind
+class NeedleDialogues(Dialogues):
+    """Sentences about made-up names, hidden at random depths of the documents; half of them are asked for.
+
+    The questions come in another order than the sentences, and those that are not asked for have the same forms.
+    Needles as distractors of each other are RULER's (arXiv:2404.06654, section 3), in other forms and with other values
+    than any task of ``hf-posenc eval --tasks`` has.
+    """
+
+    name: ClassVar[str] = "needles"
+    summary: ClassVar[str] = "sentences hidden in the documents, and a dialogue about them; the answers count"
+    source: ClassVar[str] = "after Xiong et al. 2024, arXiv:2406.19292, and RULER, arXiv:2404.06654"
+    reads_texts: ClassVar[bool] = True
+    least: ClassVar[int] = 16  # tokens of text
+
+    def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
+        asked = self.material.num_questions
+        found = []
+        for key in names(rng, 2 * asked):
+            form, value = rng.choice(_FORMS), phrase(rng)
+            found.append([part.format(key=key, value=value) for part in form])
+        text = self.material.tokenizer.decode(self.material.stretch(count, rng), skip_special_tokens=True)
+        hidden = _hide([sentence for sentence, _, _ in found], str(text).strip(), rng)
+        turns = [(question, answer) for _, question, answer in rng.sample(found, asked)]
+        first, answer = turns[0]
+        return [(f"Some remarks are mixed into this excerpt.\n\n{hidden}\n\n{first}", answer), *turns[1:]]
+
+
+def _hide(sentences: list[str], text: str, rng: Random) -> str:
+    """Return a text with sentences in it, each where a sentence ends, or a word, if one does near its depth."""
+    ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+    parts, last = [], 0
+    for depth, sentence in sorted((rng.randint(0, len(text)), sentence) for sentence in sentences):
+        blank = text.find(" ", depth) + 1 or len(text)
+        at = max(last, next((end for end in ends if depth <= end <= depth + 200), blank))
+        parts += [text[last:at], sentence, " "]
+        last = at
+    return "".join([*parts, text[last:]])

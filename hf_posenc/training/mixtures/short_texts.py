@@ -1,0 +1,18 @@
+"""The documents in windows of the original length, so that what the model knows of short texts is kept."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from hf_posenc.training.mixtures import register_kind
+from hf_posenc.training.mixtures.long_texts import LongTexts
+
+
+@register_kind
+class ShortTexts(LongTexts):
+    """As ``text``, with positions that begin anew after each window: what ``short_share`` is without a mixture."""
+
+    name: ClassVar[str] = "short_text"
+    summary: ClassVar[str] = "the documents in windows of the original length"
+    source: ClassVar[str] = "LongRoPE2, arXiv:2502.20082, section 3.3"
+    is_short: ClassVar[bool] = True

@@ -1,0 +1,431 @@
+"""The kinds of data of a mixture, read back from their tokens, and held against what the papers say they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import islice, pairwise
+from random import Random
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate import skip_first_batches
+from torch.utils.data import DataLoader
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from chats import PLAIN, TAGGED, turns
+from hf_posenc.assets import load_novel, tiny_model_path
+from hf_posenc.retrieval.tasks import tasks
+from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.bm25 import BM25
+from hf_posenc.training.examples import ExampleTokenizer
+from hf_posenc.training.mixing import MixedDataset, kinds_of_steps
+from hf_posenc.training.mixtures import get_kind, kinds, read_shares, register_kind
+from hf_posenc.training.mixtures.base import Kind, Material
+from hf_posenc.training.packing import MaskedTokens, PackedDataset, Tokens
+from hf_posenc.training.positions import PositionSchedule
+
+KINDS = ("interleaved", "knots", "kv", "needles", "short_text", "text")
+EVEN = {name: 1 / len(KINDS) for name in KINDS}
+
+
+@cache
+def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@cache
+def documents(short: bool = False) -> list[torch.Tensor]:
+    """Two long parts of a novel, or forty of its paragraphs."""
+    text = load_novel("emma")
+    parts = [text[2000:80_000], text[100_000:150_000]]
+    if short:
+        parts = [part for part in text[2000:60_000].split("\n\n") if len(part) > 200][:40]
+    return [torch.tensor(make_tokenizer()(part, verbose=False).input_ids) for part in parts]
+
+
+def mixed(
+    shares: dict[str, float] = EVEN,
+    seq_len: int = 512,
+    *,
+    texts: list[Tokens] | None = None,
+    template: str | None = None,
+    steps: int = 60,
+    positions: PositionSchedule | None = None,
+    **settings: Any,
+) -> MixedDataset:
+    texts = list(documents()) if texts is None else texts
+    config = FinetuneConfig("x", factor=2.0, task_mix=shares, token_budget=steps * seq_len, **settings)
+    positions = positions or PositionSchedule("full", seq_len // 2, seq_len)
+    tokenizer = make_tokenizer(template)
+    packed = PackedDataset(texts, seq_len, eos_token_id=tokenizer.eos_token_id, seed=config.seed, positions=positions)
+    return MixedDataset(packed, tokenizer, texts, config)
+
+
+def blocks(name: str, number: int, seq_len: int = 512, **settings: Any) -> list[list[MaskedTokens]]:
+    kind = mixed({name: 1.0}, seq_len, **settings).kinds[name]
+    return [kind.block(index) for index in range(number)]
+
+
+def decode(ids: torch.Tensor) -> str:
+    return str(make_tokenizer().decode(ids))
+
+
+def runs(tokens: MaskedTokens) -> list[tuple[bool, str]]:
+    """The text, cut where it begins or ends to count in the loss."""
+    bounds = [0, *(tokens.counted.int().diff().nonzero()[:, 0] + 1).tolist(), len(tokens)]
+    parts = [slice(a, b) for a, b in pairwise(bounds)]
+    return [(bool(tokens.counted[part.start]), decode(tokens.ids[part])) for part in parts]
+
+
+def test_the_registry_has_one_file_for_each_kind() -> None:
+    assert sorted(kinds()) == list(KINDS)
+    assert all(kind.summary and kind.source for kind in kinds().values())
+    shown = FinetuneConfig.__dataclass_fields__["task_mix"].metadata["help"]
+    assert all(re.search(rf"\b{name}\b", shown) for name in KINDS)
+    with pytest.raises(ValueError, match=r"unknown kind of training data 'knot'\. Did you mean 'knots'\?"):
+        get_kind("knot")
+    with pytest.raises(ValueError, match="'kv' is registered already"):
+
+        @register_kind
+        class Mine(Kind):
+            name: ClassVar[str] = "kv"
+
+            def block(self, index: int) -> list[MaskedTokens]:
+                raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["kv=0.5", "txt=0.5"], r"unknown kind of training data 'txt'\. Did you mean 'text'\?"),
+        (["kv=0.5", "text=0.4"], r"must sum to 1, these sum to 0\.9\. .* are kv=0\.5556 text=0\.4444"),
+        (["kv=1.5", "text=-0.5"], r"share of 'text' must be a number above 0, got '-0\.5'"),
+        (["kv=0", "text=1"], r"share of 'kv' must be a number above 0, got '0'\. To leave a kind out, do not name it"),
+        (["kv=nan"], "must be a number above 0"),
+        (["kv"], r"takes KIND=SHARE, such as kv=0\.3, got 'kv'"),
+        (["kv=0.5", "kv=0.5"], "'kv' is given twice"),
+        ([], r"is empty: give KIND=SHARE"),
+        ({"kv": True}, "must be a number above 0, got True"),
+        (3, "must be a list of KIND=SHARE"),
+    ],
+)
+def test_wrong_shares_are_refused(given: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        FinetuneConfig("x", task_mix=given)
+
+
+def test_shares_are_read_from_words_one_word_and_a_dict() -> None:
+    expected = {"kv": 0.3, "text": 0.7}
+    for given in (["kv=0.3", "text=0.7"], ["kv=0.3,text=0.7"], "kv=0.3, text=0.7", expected):
+        assert read_shares(given) == expected
+        assert FinetuneConfig("x", task_mix=given).task_mix == ["kv=0.3", "text=0.7"]
+    thirds = FinetuneConfig("x", task_mix={"kv": 1 / 3, "text": 2 / 3})
+    assert dataclasses.replace(thirds).task_mix == thirds.task_mix  # what is written is read again
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"short_share": 0.2}, "short_share goes without task_mix: .* kind short_text"),
+        ({"completion_only_loss": False}, "counts all tokens, and of kv and needles only the answers count"),
+        ({"completion_only_loss": True}, "completion_only_loss is for chats or prompts .* needles of task_mix"),
+        ({"assistant_only_loss": True}, "assistant_only_loss is for chats or prompts with answers, and needles"),
+        ({"length_upsampling": 2.0}, "length_upsampling says how often documents are read as text"),
+    ],
+)
+def test_settings_that_contradict_a_kind_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        FinetuneConfig("x", task_mix="kv=0.5,needles=0.5", **settings)
+
+
+@pytest.mark.parametrize("seq_len", [256, 512, 777])
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("template", [None, TAGGED, PLAIN])
+def test_a_block_is_full_and_depends_on_its_number_and_the_seed_alone(
+    seq_len: int, short: bool, template: str | None
+) -> None:
+    given: dict[str, Any] = {"texts": list(documents(short)), "template": template}
+    one, other, else_ = (mixed(seq_len=seq_len, seed=seed, **given) for seed in (0, 0, 1))
+    assert one.fingerprint() == other.fingerprint() != else_.fingerprint()
+    for name, kind in one.kinds.items():
+        first = [kind.block(index) for index in range(6)]
+        for index in reversed(range(6)):  # asked in another order, of another one
+            again = other.kinds[name].block(index)
+            assert [piece.ids.tolist() for piece in again] == [piece.ids.tolist() for piece in first[index]]
+            assert [piece.counted.tolist() for piece in again] == [piece.counted.tolist() for piece in first[index]]
+        ids = [tuple(torch.cat([piece.ids for piece in block]).tolist()) for block in first]
+        assert {len(row) for row in ids} == {seq_len}, name
+        assert len(set(ids)) == 6, name
+        others = [torch.cat([piece.ids for piece in else_.kinds[name].block(index)]) for index in range(6)]
+        assert ids != [tuple(row.tolist()) for row in others], name
+
+
+def test_every_answer_of_a_dictionary_is_right_and_nothing_else_counts() -> None:
+    for example, *filling in blocks("kv", 20, 600):
+        text = decode(example.ids)
+        shelves = {
+            key: (value, shelf)
+            for shelf, line in re.findall(r"^Shelf (\d+) \| (.*)$", text, re.MULTILINE)
+            for key, value in (entry.split(": ") for entry in line.split("; "))
+        }
+        found = runs(example)
+        asked = [re.findall(r"Which phrase belongs to (\w+), and which shelf is it on\?\n$", part) for _, part in found]
+        answers = [part for counts, part in found if counts]
+        keys = [
+            key for (counts, _), (*_, key) in zip(found, [["", *some] for some in asked], strict=True) if not counts
+        ]
+        assert len(answers) == len(set(keys)) == 2  # one for 256 tokens
+        for key, answer in zip(keys, answers, strict=True):
+            value, shelf = shelves[key]
+            assert answer.replace("<|endoftext|>", "").strip() == f"To {key} belongs {value}, on shelf {shelf}."
+        assert answers[-1].endswith("<|endoftext|>")
+        assert len(example) > 0.9 * 600
+        assert not any(piece.counted.any() for piece in filling)
+
+
+def test_every_answer_about_a_hidden_sentence_is_right_and_nothing_else_counts() -> None:
+    depths = []
+    for example, *filling in blocks("needles", 30, 1024):
+        text = decode(example.ids).partition("<|endoftext|>")[0]
+        shown, *_ = re.split(r"\n\n(?=Wh)", text)
+        found = runs(example)
+        answers = [part.replace("<|endoftext|>", "").strip() for counts, part in found if counts]
+        questions = [part.strip().splitlines()[-1] for counts, part in found if not counts]
+        assert len(answers) == len(questions) == 4
+        for question, answer in zip(questions, answers, strict=True):
+            key, value = re.findall(r"\b[A-Z]\w{5}\b", question.replace("People", ""))[-1], answer[:-1].split()[-2:]
+            sentences = [one for one in re.findall(rf"[^.!?]*\b{key}\b[^.]*\.", shown) if " ".join(value) in one]
+            assert len(sentences) == 1, (question, answer)
+            depths.append(shown.index(sentences[0]) / len(shown))
+        assert len(re.findall(r"(People from|The ship|At the inn of) [A-Z]\w{5}\b", shown)) == 8
+        assert not any(piece.counted.any() for piece in filling)
+    thirds = Counter(int(3 * depth) for depth in depths)
+    assert all(thirds[third] > 0.2 * len(depths) for third in range(3))
+
+
+@pytest.mark.parametrize("short", [False, True])
+def test_knots_can_be_untied(short: bool) -> None:
+    sources = [decode(document) for document in documents(short)]
+    cuts = 0
+    for (block,) in blocks("knots", 20, 1024, texts=list(documents(short))):
+        text = decode(block.ids)
+        masked = "".join(part if counts else f"\0{part}\0" for counts, part in runs(block))
+        ties = set(re.findall(r"\[on to (\w+)\]", text))
+        assert ties == set(re.findall(r"\[on from (\w+)\]", text))
+        orders = [found.split(", ") for found in re.findall(r"\[order: ([\w, ]+)\]", text)]
+        assert sorted(tie for order in orders for tie in order) == sorted(ties)
+        for tie in ties:  # tags never count, the lists do
+            assert re.search(rf"\0[^\0]*\[on to {tie}\][^\0]*\0", masked)
+            assert re.search(rf"\0[^\0]*\[on from {tie}\][^\0]*\0", masked)
+            assert re.search(rf"\[order:\0[^\0]*\b{tie}\b[^\0]*\]", masked)
+        for order in orders:
+            cuts += len(order)
+            for left, right in pairwise(order):
+                assert re.search(rf"\[on from {left}\]\n([^\[]*)\n\[on to {right}\]", text)
+            for tie in order:
+                behind, after = text.partition(f"\n[on to {tie}]")[0][-8:], text.partition(f"[on from {tie}]\n")[2][:8]
+                assert any(behind + after in source for source in sources), (tie, behind, after)
+            listed = text.index(f"[order: {', '.join(order)}]")
+            assert all(text.index(f"[on from {tie}]") < listed > text.index(f"[on to {tie}]") for tie in order)
+    assert cuts > 40
+
+
+def test_the_first_token_of_a_chunk_does_not_count() -> None:
+    for (block,) in blocks("knots", 10, 1024):
+        assert not block.counted[0]
+        tags = [part for counts, part in runs(block) if not counts and "[on from" in part]
+        assert tags
+        assert not any(part.endswith("]\n") for part in tags)  # the token behind the tag is left out with it
+
+
+def plain_bm25(chunks: list[list[int]], query: list[int]) -> list[float]:
+    """By the formula, one chunk and one token after the other."""
+    mean = sum(map(len, chunks)) / len(chunks)
+    scores = []
+    for chunk in chunks:
+        total = 0.0
+        for token in set(query):
+            holding = sum(token in other for other in chunks)
+            idf = math.log(1 + (len(chunks) - holding + 0.5) / (holding + 0.5))
+            count = chunk.count(token)
+            total += idf * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * len(chunk) / mean))
+        scores.append(total)
+    return scores
+
+
+def test_bm25_is_its_formula() -> None:
+    draw = Random(3)
+    chunks = [[draw.randrange(40) for _ in range(draw.randint(1, 30))] for _ in range(50)]
+    index = BM25([torch.tensor(chunk) for chunk in chunks])
+    for query in ([1, 2, 2, 3], [99], [39, 0, 7, 8, 9, 10]):
+        assert index.scores(torch.tensor(query)).tolist() == pytest.approx(
+            plain_bm25(chunks, query), rel=1e-6, abs=1e-9
+        )
+
+
+def test_chunks_of_a_document_have_the_nearest_of_others_behind_them() -> None:
+    texts = [document[:2000] for document in documents()] + [torch.tensor(make_tokenizer()("short").input_ids)]
+    chunks = [
+        (number, chunk.tolist()) for number, text in enumerate(texts) for chunk in text.split(32) if len(chunk) == 32
+    ]
+    everything = [chunk for _, chunk in chunks]
+    for (block,) in blocks("interleaved", 5, 512, texts=texts):
+        assert block.counted.all()
+        rows = [row.tolist() for row in block.ids.split(32)]
+        owns = [everything.index(row) for row in rows[::4]]
+        assert owns == list(range(owns[0], owns[0] + 4))
+        document = chunks[owns[0]][0]
+        taken: set[int] = set()
+        for own, start in zip(owns, range(0, 16, 4), strict=True):
+            scores = plain_bm25(everything, everything[own])
+            others = [at for at in range(len(chunks)) if chunks[at][0] != document and at not in taken]
+            nearest = sorted(others, key=lambda at: -scores[at])[:3]
+            assert [everything.index(row) for row in rows[start + 1 : start + 4]] == nearest
+            taken |= set(nearest)
+
+
+def test_text_is_the_packed_documents_each_block_once_a_pass() -> None:
+    data = mixed({"text": 0.5, "short_text": 0.5})
+    expected = sorted(data[index]["input_ids"].tolist() for index in range(len(data)))
+    for name in ("text", "short_text"):
+        passes = [
+            [torch.cat([piece.ids for piece in data.kinds[name].block(start + at)]).tolist() for at in range(len(data))]
+            for start in (0, len(data))
+        ]
+        assert sorted(passes[0]) == sorted(passes[1]) == expected
+        assert passes[0] != passes[1]
+    lengths = [[len(piece) for piece in data.kinds["text"].block(at)] for at in range(len(data))]
+    assert sorted(lengths) == sorted(data.pieces(at) for at in range(len(data)))
+    schedule = data.schedule(10, 1, seed=0)
+    short = schedule[schedule.kinds.index("short_text")]["position_ids"]
+    assert short.tolist() == [*range(256), *range(256)]
+
+
+@pytest.mark.parametrize("shares", [{"kv": 0.3, "needles": 0.2, "knots": 0.2, "text": 0.3}, EVEN, {"kv": 1.0}])
+def test_steps_are_shared_out_evenly(shares: dict[str, float]) -> None:
+    order = kinds_of_steps(shares, 500)
+    for steps in range(1, 501):
+        counts = Counter(order[:steps])
+        assert all(abs(counts[name] - share * steps) <= 1 for name, share in shares.items())
+    with pytest.raises(
+        ValueError, match=r"no step of 2 is left for knots=0\.1: give a token_budget of 2560 tokens or more"
+    ):
+        mixed({"kv": 0.45, "knots": 0.1, "text": 0.45}, steps=2)
+
+
+@pytest.mark.parametrize("kind", ["full", "pose", "cream"])
+def test_a_resumed_run_reads_what_one_that_was_not_stopped_reads(kind: str) -> None:
+    seq_len = 512 if kind == "full" else 256
+    positions = PositionSchedule(kind, 256, 512)
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(mixed(seq_len=seq_len, positions=positions).schedule(12, 4, seed=0), batch_size=2)
+
+    whole = list(loader())
+    assert len(whole) == 24
+    resumed = list(skip_first_batches(loader(), 10))  # as Trainer does
+    assert len(resumed) == 14
+    for one, other in zip(whole[10:], resumed, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in ("input_ids", "position_ids", "labels"))
+    schedule: Any = loader().dataset
+    rows = [tuple(row.tolist()) for batch in whole for row in batch["input_ids"]]
+    # No block of a kind comes twice; text and short_text are of the same documents.
+    assert len({(schedule.kinds[index // 4], row) for index, row in enumerate(rows)}) == len(rows) == 48
+    for index in range(len(schedule)):
+        block = schedule[index]
+        assert {len(row) for row in block.values()} == {seq_len}
+        assert 0 <= int(block["position_ids"].min()) <= int(block["position_ids"].max()) < 512
+        counted = block["labels"] != -100
+        assert torch.equal(block["labels"][counted], block["input_ids"][counted])
+        assert not counted[block["position_ids"] == 0].any()
+        assert counted.any()
+        name = schedule.kinds[index // 4]  # the four blocks of a step are of one kind
+        share = counted.double().mean()
+        assert (share < 0.3) if name in ("kv", "needles") else (share > 0.4), name
+
+
+@pytest.mark.parametrize(
+    ("shares", "seq_len", "changes", "message"),
+    [
+        ({"kv": 1.0}, 64, {}, r"the shortest example of 'kv' has about \d+ tokens, and a block has 64\. Give a longer"),
+        ({"needles": 1.0}, 64, {}, "the shortest example of 'needles' has about"),
+        ({"knots": 1.0}, 128, {}, r"'knots' ties 4 documents of at least \d+ tokens in a block, and a block has 128"),
+        ({"interleaved": 1.0}, 64, {}, "'interleaved' needs blocks of at least 128 tokens"),
+        ({"interleaved": 1.0}, 512, {"texts": [torch.arange(1, 600)]}, "needs 20 chunks of 32 tokens.* have 18"),
+        ({"knots": 1.0}, 512, {"texts": [torch.arange(1, 9)] * 99}, "the longest document has 8. Give longer"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    shares: dict[str, float], seq_len: int, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        mixed(shares, seq_len, **changes)
+
+
+def test_chats_are_trained_on_beside_dictionaries_and_not_hidden_in() -> None:
+    rows = [{"messages": turns("What is it? " * 9, f"It is {number}. " * 9)} for number in range(40)]
+    tokenize = ExampleTokenizer(make_tokenizer(TAGGED), FinetuneConfig("x", assistant_only_loss=True))
+    chats = [tokenize(row, "a chat") for row in rows]
+    data = mixed({"kv": 0.5, "text": 0.5}, 256, texts=chats, template=TAGGED, assistant_only_loss=True)
+    shares = [
+        float(torch.cat([piece.counted for piece in kind.block(0)]).double().mean()) for kind in data.kinds.values()
+    ]
+    assert 0 < shares[0] < 0.3 < shares[1] < 0.8
+    with pytest.raises(ValueError, match="knots are made of free text, and 40 of 40 documents are chats"):
+        mixed({"knots": 0.5, "text": 0.5}, texts=chats, template=TAGGED)
+
+
+def strings(value: Any) -> Iterator[str]:
+    """All text that an instance of a task is made of, however its classes are arranged."""
+    if isinstance(value, str):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            yield from strings(getattr(value, one.name))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from strings(one)
+    elif isinstance(value, Callable):  # type: ignore[arg-type]  # lines without an end, or a listing of so many
+        lines = not inspect.signature(value).parameters
+        yield "\n".join(islice(value(), 120)) if lines else str(value(120))
+
+
+def words_in_a_row(text: str, number: int) -> set[tuple[str, ...]]:
+    words = re.findall(r"[a-z]+", text.lower())
+    return {tuple(words[at : at + number]) for at in range(len(words) - number + 1)}
+
+
+def test_what_is_trained_on_is_not_what_is_asked() -> None:
+    asked = [
+        text for task in tasks().values() for seed in range(3) for text in strings(task.make(Random(seed), 4096, 1))
+    ]
+    assert len(asked) > 50
+    in_tasks = set().union(*(words_in_a_row(text, 4) for text in asked))
+    material = Material(make_tokenizer(), documents(), mixed().kinds["text"].material.packed, 0)
+    trained = []
+    for name in ("kv", "needles"):
+        kind: Any = get_kind(name)(material)
+        for seed in range(20):
+            for question, answer in kind.turns(Random(seed), 24):
+                own = [] if "\n\n" in question and name == "needles" else question.splitlines()
+                trained += [*own, question.splitlines()[-1], answer]
+                trained += re.findall(r"(?:People from|The ship|At the inn of) [A-Z][a-z]{5} [^.]*\.", question)
+    shared = set().union(*(words_in_a_row(text, 4) for text in trained)) & in_tasks
+    assert shared == set()
+    # Values are no numbers, and no number stands where a value would.
+    values = [re.sub(r"(Shelf|shelf) \d+", "", text) for text in trained]
+    assert not any(re.search(r"\d", text) for text in values)
+    # Names are not those of a task: words with a hyphen, letters in capitals, or words of the novels.
+    names = {name for text in trained for name in re.findall(r"\b(?:belongs to|ship|inn of|from) ([A-Z]\w+)", text)}
+    assert len(names) > 30
+    vocabulary = set(re.findall(r"\w+", load_novel("emma").lower()))
+    assert not any(name.lower() in vocabulary or name.isupper() or "-" in name for name in names)
