@@ -182,6 +182,23 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     return config
 
 
+def read_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerBase:
+    """Return a model's tokenizer without the model: what a text is refused for is said before weights are loaded.
+
+    Raises:
+        FileNotFoundError: The path does not exist.
+        ValueError: There is no tokenizer.
+    """
+    path = Path(name_or_path).expanduser()
+    check_path(path, str(name_or_path))
+    try:
+        return load_tokenizer(tokenizer_source(str(path if path.exists() else name_or_path)))
+    except OSError as error:
+        raise InvalidRequestError(
+            f"the tokenizer of {str(name_or_path)!r} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        ) from error
+
+
 def meta_model(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, attention: str | None = None
 ) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -29,6 +29,9 @@ from transformers.models.auto.modeling_auto import (
 from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.errors import InvalidRequestError, MissingPackageError
 from hf_posenc.families.rotary_model import RotaryModel
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 _HUB_SECONDS = 5.0  # that the Hub may take to answer at all
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
@@ -86,7 +89,7 @@ def check_hub(name: str) -> None:
 
 
 # llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.
-_SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+SCALING_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def is_gguf(source: str | Path) -> bool:
@@ -220,12 +223,12 @@ def _load_gguf(path: Path, kwargs: dict[str, Any]) -> PreTrainedModel:
     return model  # type: ignore[no-any-return]  # from_pretrained is untyped
 
 
-def gguf_rope(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return what a ``.gguf`` file declares under ``rope.scaling.``, and the names of its tensors of divisors.
+def open_gguf(path: Path) -> GGUFReader:
+    """Return a reader of a ``.gguf`` file, whose tensors stay on the disk until they are used.
 
     Raises:
         ImportError: The gguf package is not installed.
-        ValueError: It is no GGUF file.
+        ValueError: It is no GGUF file, or was cut off.
     """
     try:
         from gguf import GGUFReader
@@ -234,15 +237,25 @@ def gguf_rope(path: Path) -> tuple[dict[str, Any], list[str]]:
             "reading a .gguf file needs more packages: pip install 'hf_posenc[smollm2]'"
         ) from error
     try:
-        reader = GGUFReader(path)
+        return GGUFReader(path)
     except (ValueError, IndexError) as error:
         raise InvalidRequestError(f"{str(path)!r} is not a GGUF file: {error}") from error
+
+
+def gguf_rope(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return what a ``.gguf`` file declares under ``rope.scaling.``, and the names of its tensors of divisors.
+
+    Raises:
+        ImportError: The gguf package is not installed.
+        ValueError: It is no GGUF file.
+    """
+    reader = open_gguf(path)
     declared = {
         name.split(".rope.scaling.")[1]: field.contents()
         for name, field in reader.fields.items()
         if ".rope.scaling." in name
     }
-    return declared, [tensor.name for tensor in reader.tensors if tensor.name in _SCALING_TENSORS]
+    return declared, [tensor.name for tensor in reader.tensors if tensor.name in SCALING_TENSORS]
 
 
 def refuse_gguf_scaling(path: Path) -> None:

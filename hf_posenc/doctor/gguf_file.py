@@ -37,7 +37,8 @@ def look_at_gguf(
     config = {**loaded, "rope_scaling": _scaling(declared)}
     if divisors and tensors == [_DIVISORS]:
         length = metadata.get("context_length") or text_part(loaded)[1].get("max_position_embeddings")
-        lists = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0, "factor": 1.0}
+        attention = float(declared.get("attn_factor", 1.0))
+        lists = {"short_factor": divisors, "long_factor": divisors, "attention_factor": attention, "factor": 1.0}
         config["rope_scaling"] = {"rope_type": "longrope", **lists, ORIGINAL: known.original or length}
     findings = list(_disagreements(metadata, config))
     meaning = read_meaning(config, known)

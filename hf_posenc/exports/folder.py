@@ -14,6 +14,7 @@ from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.spec import RopeSpec
+from hf_posenc.utils.units import size_name
 
 # The rope_type of rules that are a rope_theta and nothing else.
 PLAIN = "default"
@@ -129,13 +130,26 @@ def check_rule(folder: ExportFolder) -> None:
         )
 
 
+def has_two_lists(folder: ExportFolder) -> bool:
+    """Return whether a longrope rule has one list of divisors up to the original length and another one past it."""
+    return folder.rope_type == "longrope" and bool(folder.rope["short_factor"] != folder.rope["long_factor"])
+
+
 def check_one_list(folder: ExportFolder, stack: str, does: str) -> None:
     """Raise if a longrope rule has two lists: no server chooses between them as Transformers does."""
-    if folder.rope_type == "longrope" and folder.rope["short_factor"] != folder.rope["long_factor"]:
+    if has_two_lists(folder):
         raise InvalidRequestError(
             f"{stack} cannot express longrope with a short_factor other than long_factor: {does}, and Transformers "
             "takes the list by the length of each forward. Save the model with both lists equal."
         )
+
+
+def cache_note(folder: ExportFolder) -> str:
+    """Return a comment with the memory that keys and values of one text at the target length take."""
+    config = folder.config
+    heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    numbers = 2 * config["num_hidden_layers"] * heads * folder.spec.rotary_dim * folder.context_length
+    return f"# the KV cache of one text of {folder.context_length} tokens takes {size_name(2 * numbers)} in 16 bits"
 
 
 def command(*words: str | int | float) -> str:

@@ -6,26 +6,34 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hf_posenc.checkpoint.manifest import CONFIG
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.exports.folder import PLAIN, ExportFolder, check_one_list, check_rule, command, read_folder
+from hf_posenc.exports.folder import PLAIN, ExportFolder, check_rule, command, has_two_lists, read_folder
 from hf_posenc.exports.nearest import refuse_attention_rule
-from hf_posenc.methods.base import STOPPED, plain_frequencies
+from hf_posenc.methods.base import plain_frequencies
 from hf_posenc.methods.yarn import Yarn
 
 # What convert_hf_to_gguf.py calls the families whose conversion was read (conversion/llama.py, conversion/qwen.py).
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
-# Of these, the ones whose graph loads divisors per pair (src/models/llama.cpp).
+# Of these, the ones whose graph divides each frequency by a number of its own (src/models/llama.cpp passes the tensor
+# to ggml_rope_ext; qwen2.cpp and qwen3.cpp pass nullptr). The converter's permutation of q and k moves features within
+# pairs, not the order of the pairs, so that the divisors are in the order of the frequencies.
 _WITH_DIVISORS = frozenset({"llama"})
+# The version whose source says so, with its date.
+READ = "commit 0c1e570"
+DIVISORS = "rope_freqs.weight"
+LISTS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _CONVERTER_ORIGINAL = 8192
 
 
 def gguf_metadata(path: str | Path) -> dict[str, Any]:
     """Return the metadata of a GGUF file that make llama.cpp run the rule of a folder of ``save_extended``.
 
-    llama3 and longrope are divisors per pair: they need the tensors of ``gguf_tensors`` besides. Metadata has floats
-    in 32 bits. The ``yarn_beta_*`` keys, as the converter writes them, are read for two other architectures only
-    (Grok, Mistral 3): for these the flags ``--yarn-beta-fast`` and ``--yarn-beta-slow`` count.
+    Where llama.cpp has no keys for a rule, or does not read them from a file, its tensors are returned by
+    ``gguf_tensors``. Metadata has floats in 32 bits.
 
     Returns:
         ``{arch}.context_length`` and ``{arch}.rope.scaling.original_context_length`` in tokens (int),
@@ -41,56 +49,79 @@ def gguf_metadata(path: str | Path) -> dict[str, Any]:
 def gguf_tensors(path: str | Path) -> dict[str, list[float]]:
     """Return the divisors per pair that the GGUF file needs as float32 tensors; empty if metadata say the rule.
 
-    For llama3 the converter writes ``rope_freqs.weight`` (conversion/llama.py, ``generate_extra_tensors``); the lists
-    of longrope it writes for Phi-3 only. Errors are those of ``gguf_metadata``.
+    ``rope_freqs.weight`` is plain / scaled frequency of each pair, for every rule that metadata cannot say; longrope
+    with two lists is two tensors, of which llama.cpp takes one by the length that a server is started with. Errors are
+    those of ``gguf_metadata``.
     """
-    folder = read_folder(path)
-    metadata_of(folder)
-    if folder.rope_type == "llama3":
-        divisors = plain_frequencies(folder.spec) / folder.method.frequencies(folder.spec)[0]
-        return {"rope_freqs.weight": divisors.tolist()}
-    if folder.rope_type == "longrope":
-        lists = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
-        # A float32 tensor holds no divisor as large as that of a stopped pair: it is infinite there.
-        return {
-            tensor: [divisor if divisor < STOPPED else math.inf for divisor in folder.rope[name]]
-            for tensor, name in lists.items()
-        }
-    return {}
+    return tensors_of(read_folder(path))
 
 
 def metadata_of(folder: ExportFolder) -> dict[str, Any]:
     """Return what ``gguf_metadata`` does, of a folder that is read already."""
-    _check(folder)
+    check_file(folder)
     arch = ARCHITECTURES[folder.model_type]
+    if needs_tensors(folder):
+        keys: dict[str, Any] = {} if folder.attention_factor == 1.0 else {"attn_factor": folder.attention_factor}
+        if has_two_lists(folder):
+            keys |= {"type": "longrope", "original_context_length": folder.original}
+    else:
+        keys = _scaling_keys(folder)
     found = {f"{arch}.context_length": folder.context_length, f"{arch}.rope.freq_base": folder.spec.rope_theta}
-    scaling = _scaling_keys(folder)
-    return {**found, **{f"{arch}.rope.scaling.{key}": value for key, value in scaling.items()}}
+    return {**found, **{f"{arch}.rope.scaling.{key}": value for key, value in keys.items()}}
+
+
+def tensors_of(folder: ExportFolder) -> dict[str, list[float]]:
+    """Return what ``gguf_tensors`` does, of a folder that is read already."""
+    check_file(folder)
+    if not needs_tensors(folder):
+        return {}
+    if has_two_lists(folder):
+        return {tensor: [_float32(divisor) for divisor in folder.rope[name]] for tensor, name in LISTS.items()}
+    divisors = plain_frequencies(folder.spec) / folder.method.frequencies(folder.spec)[0]
+    return {DIVISORS: [_float32(divisor) for divisor in divisors.tolist()]}
+
+
+def needs_tensors(folder: ExportFolder) -> bool:
+    """Return whether a file says the rule by divisors: llama.cpp has no keys for it, or reads them as flags only.
+
+    The ``yarn_beta_*`` keys of a file are read for two other architectures (Grok, Mistral 3).
+    """
+    if folder.rope_type == Yarn.rope_type:
+        betas = any(float(folder.rope.get(name, usual)) != usual for name, usual in _BETAS.items())
+        return betas or not folder.rope.get("truncate", True)
+    return folder.rope_type in ("llama3", "longrope")
+
+
+def _float32(divisor: float) -> float:
+    """Return a divisor as a float32 tensor holds it: that of a pair that does not rotate is infinite."""
+    return divisor if divisor < float(torch.finfo(torch.float32).max) else math.inf
 
 
 def _scaling_keys(folder: ExportFolder) -> dict[str, Any]:
-    """Return the keys below ``rope.scaling``.
+    """Return the keys below ``rope.scaling``, also those that only flags give to llama.cpp; none for divisors.
 
     ``attn_factor`` multiplies what llama.cpp computes: ``0.1 ln(factor) + 1`` for yarn, else 1 (src/llama-context.cpp,
-    where ``yarn_attn_factor`` is overwritten). With longrope a ``factor`` would divide all frequencies once more.
+    where ``yarn_attn_factor`` is overwritten).
     """
     rope, kind = folder.rope, folder.rope_type
     if kind == "linear":
         return {"type": kind, "factor": float(rope["factor"])}
-    if kind == "longrope":
-        return {"type": kind, "original_context_length": folder.original, "attn_factor": folder.attention_factor}
-    if kind != Yarn.rope_type:  # plain rules are a base, and llama3 a tensor
+    if kind != Yarn.rope_type:  # plain rules are a base
         return {}
     keys = {"type": kind, "factor": float(rope["factor"]), "original_context_length": folder.original}
-    keys |= {f"yarn_{beta}": float(rope[beta]) for beta in ("beta_fast", "beta_slow") if beta in rope}
+    keys |= {f"yarn_{beta}": float(rope[beta]) for beta in _BETAS if beta in rope}
     usual = 0.1 * math.log(rope["factor"]) + 1.0
     if not math.isclose(folder.attention_factor, usual, rel_tol=1e-9):
         keys["attn_factor"] = folder.attention_factor / usual
     return keys
 
 
-def _check(folder: ExportFolder) -> None:
-    """Raise unless llama.cpp can run the rule from a file that says it."""
+def check_family(folder: ExportFolder) -> None:
+    """Raise unless llama.cpp's reading of the family was checked, and the folder has a static rule.
+
+    Raises:
+        ValueError: With the reason.
+    """
     if folder.model_type not in ARCHITECTURES:
         raise InvalidRequestError(
             f"how llama.cpp converts model_type {folder.model_type!r} has not been checked. Checked: "
@@ -100,16 +131,24 @@ def _check(folder: ExportFolder) -> None:
         raise InvalidRequestError("llama.cpp cannot express Transformers' dynamic rule: it has no such scaling type.")
     refuse_attention_rule(folder, "llama.cpp")
     check_rule(folder)
-    check_one_list(folder, "llama.cpp", "it takes long_factor for every text once -c exceeds the original length")
-    if folder.rope_type in ("llama3", "longrope") and ARCHITECTURES[folder.model_type] not in _WITH_DIVISORS:
-        raise InvalidRequestError(
-            f"llama.cpp cannot express {folder.rope_type} for model_type {folder.model_type!r}: its divisors per pair "
-            "are read for the llama architecture only. Save the model with yarn or ntk."
+
+
+def check_file(folder: ExportFolder) -> None:
+    """Raise unless llama.cpp can run the rule from a file that says it.
+
+    Raises:
+        ValueError: With the reason.
+    """
+    check_family(folder)
+    if needs_tensors(folder) and ARCHITECTURES[folder.model_type] not in _WITH_DIVISORS:
+        manifest = folder.manifest
+        options = "".join(
+            f", {name}={value}" for name, value in manifest["options"].items() if not isinstance(value, list)
         )
-    if folder.rope_type == Yarn.rope_type and not folder.rope.get("truncate", True):
         raise InvalidRequestError(
-            "llama.cpp cannot express truncate=False: it always rounds the ends of yarn's ramp "
-            "(ggml_rope_yarn_corr_dims). Save the model with truncate=True."
+            f"a GGUF file cannot express {manifest['method']}{options} for model_type {folder.model_type!r}: its "
+            f"divisors per pair ({DIVISORS}) are read for the llama architecture only (llama.cpp {READ}). Save the "
+            "model with ntk, linear, or yarn with its own betas."
         )
 
 
@@ -117,45 +156,62 @@ def llama_cpp(folder: ExportFolder) -> list[str]:
     """llama.cpp: convert the folder, then serve the file with flags that say the whole rule.
 
     What the converter leaves out or writes where it is not read (conversion/base.py: the attention factor, the betas)
-    is in the flags; so they are right for a file of the base model too.
+    is in the flags; so they are right for a file of the base model too. Rules without flags are written into a copy of
+    the converted file.
     """
-    metadata = metadata_of(folder)
+    check_family(folder)
     if folder.rope_type == "llama3" and folder.overrides:
         raise InvalidRequestError(
             f"llama.cpp has no flags for {folder.manifest['method']}, whose divisors per pair the converter takes from "
-            f"{CONFIG}, and that of this folder is the base model's. Take --as yarn, ntk or linear."
+            f"{CONFIG}, and that of this folder is the base model's. Take --as yarn, ntk or linear, or --to gguf."
         )
-    if folder.rope_type == "longrope":
-        raise InvalidRequestError(
-            "llama.cpp has no flags for longrope, and convert_hf_to_gguf.py drops the lists of model_type "
-            f"{folder.model_type!r}. Write what hf_posenc.exports.gguf_metadata and gguf_tensors return into the "
-            "converted file with the gguf package, or save the model with yarn or ntk."
-        )
-    notes = ["# the flags say the whole rule: they serve a .gguf of the unextended base model as well"]
+    name = Path(folder.path).resolve().name
+    convert = command("python", "convert_hf_to_gguf.py", folder.path, "--outfile", f"{name}.gguf")
+    serve = ("llama-server", "-m", f"{name}.gguf", "-c", folder.context_length)
     if folder.rope_type == "llama3":
-        notes = ["# the rule is the tensor rope_freqs.weight, which the converter writes: flags cannot say it"]
+        check_file(folder)
+        notes = [f"# the rule is the tensor {DIVISORS}, which the converter writes: flags cannot say it"]
         if folder.original != _CONVERTER_ORIGINAL:
             notes.append(f"# converters that take the original length for {_CONVERTER_ORIGINAL} get it wrong: update")
-    file = f"{Path(folder.path).resolve().name}.gguf"
+        return [convert, command(*serve), *notes]
+    if folder.rope_type == "longrope" or not folder.rope.get("truncate", True):
+        check_file(folder)
+        into = f"{name}-{folder.manifest['method']}.gguf"
+        copy = ("hf-posenc", "export", folder.path, "--to", "gguf", "--base", f"{name}.gguf", "--output", into)
+        return [
+            convert,
+            command(*copy),
+            command("llama-server", "-m", into, "-c", folder.context_length),
+            "# no flags say this rule, and the converter drops it: the second command writes it into a copy",
+            *notes_on_lists(folder),
+        ]
     return [
-        command("python", "convert_hf_to_gguf.py", folder.path, "--outfile", file),
-        command("llama-server", "-m", file, "-c", folder.context_length, *_flags(folder, metadata)),
-        *notes,
+        convert,
+        command(*serve, *_flags(folder)),
+        "# the flags say the whole rule: they serve a .gguf of the unextended base model as well",
     ]
 
 
-def _flags(folder: ExportFolder, metadata: dict[str, Any]) -> list[str]:
-    """Return the flags besides ``-c``: the values of the metadata, which win over a file's (common/arg.cpp)."""
-    arch = ARCHITECTURES[folder.model_type]
-    if folder.rope_type == "llama3":
+def notes_on_lists(folder: ExportFolder) -> list[str]:
+    """Return a comment where Transformers and llama.cpp choose between two lists of divisors in different ways."""
+    if not has_two_lists(folder):
         return []
-    flags = ["--override-kv", f"{arch}.context_length=int:{folder.context_length}"]  # else it caps at the base's
+    return [
+        f"# two lists: llama.cpp takes long_factor for every text if -c exceeds {folder.original}, else short_factor;",
+        "# Transformers takes the list by the length of each forward pass: shorter texts differ",
+    ]
+
+
+def _flags(folder: ExportFolder) -> list[str]:
+    """Return the flags besides ``-c``: keys and flags of the server win over a file's (common/arg.cpp)."""
+    arch, keys = ARCHITECTURES[folder.model_type], _scaling_keys(folder)
+    override = [f"{arch}.context_length=int:{folder.context_length}"]  # else it caps at the base's
+    if "attn_factor" in keys:  # --yarn-attn-factor is overwritten with yarn
+        override.append(f"{arch}.rope.scaling.attn_factor=float:{keys['attn_factor']}")
     if folder.rope_type == PLAIN:
-        return ["--rope-freq-base", str(metadata[f"{arch}.rope.freq_base"]), *flags]
-    names = {"type": "--rope-scaling", "factor": "--rope-scale", "original_context_length": "--yarn-orig-ctx"}
-    names |= {"yarn_beta_fast": "--yarn-beta-fast", "yarn_beta_slow": "--yarn-beta-slow"}
-    given = {name: metadata.get(f"{arch}.rope.scaling.{name}") for name in (*names, "attn_factor")}
-    said = [word for name, flag in names.items() if given[name] is not None for word in (flag, str(given[name]))]
-    if given["attn_factor"] is not None:  # --yarn-attn-factor is overwritten with yarn
-        flags += ["--override-kv", f"{arch}.rope.scaling.attn_factor=float:{given['attn_factor']}"]
-    return said + flags
+        said = ["--rope-freq-base", str(folder.spec.rope_theta)]
+    else:
+        names = {"type": "--rope-scaling", "factor": "--rope-scale", "original_context_length": "--yarn-orig-ctx"}
+        names |= {"yarn_beta_fast": "--yarn-beta-fast", "yarn_beta_slow": "--yarn-beta-slow"}
+        said = [word for name, flag in names.items() if name in keys for word in (flag, str(keys[name]))]
+    return [*said, "--override-kv", ",".join(override)]  # given twice, the flag is deprecated

@@ -59,6 +59,8 @@ def vllm(folder: ExportFolder) -> list[str]:
         and {"attention_factor", "mscale", "mscale_all_dim", "truncate"} & rope.keys()
     ):
         lines.insert(0, "# earlier versions skip some of attention_factor, mscale and truncate, without a word")
+    if str(folder.config.get("dtype", folder.config.get("torch_dtype"))) == "float32":
+        lines.append("# the weights are float32, and vLLM computes in bfloat16 unless you add --dtype float32")
     return lines
 
 

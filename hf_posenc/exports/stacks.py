@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.exports.folder import ExportFolder, check_rule, read_folder
-from hf_posenc.exports.llama_cpp import ARCHITECTURES, llama_cpp
+from hf_posenc.exports.folder import ExportFolder, cache_note, check_rule, read_folder
+from hf_posenc.exports.llama_cpp import ARCHITECTURES, READ, llama_cpp
 from hf_posenc.exports.nearest import as_static, refuse_attention_rule, what_is_lost
 from hf_posenc.exports.servers import sglang, tgi, vllm
 
@@ -51,7 +51,7 @@ STACKS: dict[str, Stack] = {
     ),
     "llama.cpp": Stack(
         title="llama.cpp",
-        read="commit 0c1e570",
+        read=READ,
         model_types=frozenset(ARCHITECTURES),
         dynamic="it has no such scaling type",
         lines=llama_cpp,
@@ -86,24 +86,45 @@ def export_command(path: str | Path, stack: str, as_method: str | None = None) -
     known = STACKS.get(stack.lower())
     if known is None:
         raise InvalidRequestError(f"unknown stack {stack!r}. Known: {', '.join(STACKS)}.")
+    folder, comments = read_for(known, path, as_method)
+    return "\n".join(
+        [
+            f"{title_of(folder)}checked against the source of {known.title} {known.read}",
+            *comments,
+            *known.lines(folder),
+            cache_note(folder),
+        ]
+    )
+
+
+def read_for(stack: Stack, path: str | Path, as_method: str | None = None) -> tuple[ExportFolder, list[str]]:
+    """Return a folder whose rule a stack may be able to run, and comments on what ``as_method`` loses.
+
+    Raises:
+        FileNotFoundError: There is no manifest, or no config.json.
+        ValueError: As for ``export_command``.
+    """
     folder = read_folder(path)
-    if folder.model_type not in known.model_types:
+    if folder.model_type not in stack.model_types:
         raise InvalidRequestError(
-            f"how {known.title} reads the positions of model_type {folder.model_type!r} has not been checked, or it "
-            f"drops part of them. Checked: {', '.join(sorted(known.model_types))}."
+            f"how {stack.title} reads the positions of model_type {folder.model_type!r} has not been checked, or it "
+            f"drops part of them. Checked: {', '.join(sorted(stack.model_types))}."
         )
     if folder.rope_type == "dynamic":
         raise InvalidRequestError(
-            f"{known.title} cannot express Transformers' dynamic rule, one scale per forward: {known.dynamic}. Save "
+            f"{stack.title} cannot express Transformers' dynamic rule, one scale per forward: {stack.dynamic}. Save "
             "the model with a static rule, such as ntk or yarn."
         )
     comments: list[str] = []
     if as_method is not None:
         own, folder = folder, as_static(folder, as_method)
         comments = what_is_lost(own, folder)
-    refuse_attention_rule(folder, known.title)
+    refuse_attention_rule(folder, stack.title)
     check_rule(folder)
+    return folder, comments
+
+
+def title_of(folder: ExportFolder) -> str:
+    """Return the start of a comment that says which rule a folder has."""
     manifest = folder.manifest
-    title = f"# {manifest['method']} x{manifest['factor']:g}, {folder.original} -> {folder.context_length} tokens; "
-    checked = f"{title}checked against the source of {known.title} {known.read}"
-    return "\n".join([checked, *comments, *known.lines(folder)])
+    return f"# {manifest['method']} x{manifest['factor']:g}, {folder.original} -> {folder.context_length} tokens; "

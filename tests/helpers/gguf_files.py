@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM, **scaling: str | float) -> Path:
-    """Write a float32 GGUF as llama.cpp's converter does, rows of q and k interleaved, with a one-letter BPE."""
+def write_gguf(
+    path: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase | None = None, **scaling: str | float
+) -> Path:
+    """Write a float32 GGUF as llama.cpp's converter does, rows of q and k interleaved.
+
+    Its vocabulary is a one-letter BPE, or that of a byte-level BPE that splits texts as GPT-2's does.
+    """
     import gguf
 
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
@@ -27,13 +33,25 @@ def write_gguf(path: Path, model: LlamaForCausalLM, **scaling: str | float) -> P
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"llama.rope.scaling.{name}", value)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(
-        [chr(code) for code in range(33, 33 + 94)] + ["ab", *(f"<{i}>" for i in range(config.vocab_size - 96)), "ba"]
-    )
-    writer.add_token_types([1] * config.vocab_size)
-    writer.add_token_merges(["a b", "b a"])  # Transformers 5.0 takes no single one
-    writer.add_bos_token_id(95)
-    writer.add_eos_token_id(96)
+    if tokenizer is None:
+        letters = [chr(code) for code in range(33, 33 + 94)]
+        tokens = [*letters, "ab", *(f"<{i}>" for i in range(config.vocab_size - 96)), "ba"]
+        merges, special = ["a b", "b a"], (95, 96)  # Transformers 5.0 takes no single one
+        types = [gguf.TokenType.NORMAL] * config.vocab_size
+    else:
+        bpe = json.loads(tokenizer.backend_tokenizer.to_str())
+        tokens = tokenizer.convert_ids_to_tokens(range(config.vocab_size))
+        merges = [" ".join(pair) for pair in bpe["model"]["merges"]]
+        special = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        control = {one["id"] for one in bpe["added_tokens"]}
+        types = [gguf.TokenType.CONTROL if i in control else gguf.TokenType.NORMAL for i in range(config.vocab_size)]
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_add_bos_token(False)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(special[0])
+    writer.add_eos_token_id(special[1])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         weight = tensor.numpy()

@@ -18,7 +18,7 @@ _TUNE = "finetune tiny --documents book.txt --dtype float32 --eval-documents 2 -
 _SERVERS = ("vllm", "sglang", "llama.cpp", "tgi")
 # With flags that fit: those where something lies at one depth, and those that need longer texts.
 _TASKS = {
-    **dict.fromkeys(("passkey", "niah_single", "niah_multikey"), "--context-lengths 256 512 --depths 0 100"),
+    **dict.fromkeys(("passkey", "niah_single_2", "niah_multikey_1"), "--context-lengths 256 512 --depths 0 100"),
     **dict.fromkeys(("niah_multivalue", "niah_multiquery", "vt", "fwe"), "--context-lengths 640"),
     "cwe": "--context-lengths 1024",
 }
@@ -116,7 +116,7 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         **{task: f"{_ASK} --tasks {task} {flags} --output {task}.jsonl" for task, flags in _TASKS.items()},
         "staged": "eval tiny --dtype float32 --context-lengths 512 --method dynamic_yarn self_extend --factor 4 "
         "--tasks passkey vt --depths 50 --samples 2 --output staged.jsonl --hide-progress",
-        "own documents": f"{_ASK} --tasks niah_single --documents book.txt --context-lengths 512 --output own.jsonl",
+        "own documents": f"{_ASK} --tasks niah_single_2 --documents book.txt --context-lengths 512 --output own.jsonl",
         "report": f"report {' '.join(f'{task}.jsonl' for task in _TASKS)} staged.jsonl --output-dir report",
     },
     "training": {

@@ -83,8 +83,8 @@ def keys_of_flags(words: list[str], freq_base: float) -> dict[str, Any]:
         keys["scaling.type"] = flag(words, "--rope-scaling")
     if "--yarn-orig-ctx" in words:
         keys["scaling.original_context_length"] = int(flag(words, "--yarn-orig-ctx"))
-    for number, word in enumerate(words):
-        if word == "--override-kv":
-            key, kind, value = re.fullmatch(r"llama\.(\S+)=(int|float):(\S+)", words[number + 1]).groups()
-            keys[key.removeprefix("rope.")] = {"int": int, "float": float}[kind](value)
+    assert words.count("--override-kv") <= 1  # given twice, it is deprecated
+    for one in filter(None, flag(words, "--override-kv").split(",")):
+        key, kind, value = re.fullmatch(r"llama\.(\S+)=(int|float):(\S+)", one).groups()
+        keys[key.removeprefix("rope.")] = {"int": int, "float": float}[kind](value)
     return keys

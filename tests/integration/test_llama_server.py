@@ -1,0 +1,131 @@
+"""llama.cpp's server on files that ``hf-posenc export --to gguf`` writes, against the live model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from gguf_files import write_gguf
+from hf_posenc import patch_model, save_extended
+from hf_posenc.assets import load_novel, tiny_model_path
+from hf_posenc.cli.main import main
+from hf_posenc.exports import export_gguf
+from hf_posenc.serving import check_server
+from llama_server import ask, next_token, serving
+from tiny_models import STATIC_METHODS, method_options
+
+pytest.importorskip("xllamacpp", reason="llama.cpp's server is one wheel: pip install 'hf_posenc[dev]'")
+
+ORIGINAL, TARGET = 256, 1024
+ROWS = (64, 250, 400, 640)  # tokens read; the last two past the original length
+
+
+def tiny() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(tiny_model_path())
+
+
+@pytest.fixture(scope="module")
+def ids(tokenizer) -> list[int]:
+    return tokenizer(load_novel("persuasion")[:4000], verbose=False)["input_ids"][: ROWS[-1]]
+
+
+@pytest.fixture(scope="module")
+def base(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "base.gguf", tiny(), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def unscaled(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve the base model at the target length, the rule left out."""
+    model = tiny()
+    model.config.max_position_embeddings = TARGET
+    with serving(write_gguf(tmp_path_factory.mktemp("gguf") / "unscaled.gguf", model, tokenizer), TARGET) as address:
+        yield address
+
+
+def extended(folder: Path, tokenizer, key: str) -> tuple[Path, PreTrainedModel]:
+    model = tiny()
+    method, options = method_options(key, model)
+    patch_model(model, method, TARGET / ORIGINAL, **options)
+    save_extended(model, folder, tokenizer)
+    return folder, model
+
+
+@torch.no_grad()
+def differences(model: PreTrainedModel, ids: list[int], address: str, rows: tuple[int, ...]) -> torch.Tensor:
+    """Return the mean absolute difference of log-probabilities at each row."""
+    live = model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    means = []
+    for row in rows:
+        served = next_token(address, ids[:row])
+        own = live[row - 1, list(served)]
+        means.append((own - torch.tensor(list(served.values()))).abs().mean())
+    return torch.stack(means)
+
+
+@pytest.mark.parametrize("key", STATIC_METHODS)
+def test_llama_server_runs_every_static_method(
+    key: str, ids: list[int], base: Path, unscaled: str, tokenizer, tmp_path: Path
+) -> None:
+    folder, model = extended(tmp_path / "model", tokenizer, key)
+    export_gguf(folder, tmp_path / "rule.gguf", base=base)
+    # Two lists: Transformers takes the one for short texts by the length of the whole text, which is long here.
+    with serving(tmp_path / "rule.gguf", TARGET) as address:
+        assert differences(model, ids, address, ROWS).max() < 1e-4
+    assert differences(model, ids, unscaled, ROWS).min() > 0.1  # the same comparison with the rule left out
+
+
+def test_llama_server_splits_texts_as_the_folder_does(ids: list[int], unscaled: str, tokenizer) -> None:
+    text = load_novel("persuasion")[:2000]
+    tokens = ask(unscaled, "/tokenize", {"content": text, "add_special": False})["tokens"]
+    assert tokens == tokenizer(text)["input_ids"]
+
+
+def test_verify_tells_the_rule_of_a_server(
+    base: Path, unscaled: str, tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = extended(tmp_path / "model", tokenizer, "yarn")
+    export_gguf(folder, tmp_path / "rule.gguf", base=base)
+    with serving(tmp_path / "rule.gguf", TARGET) as address:
+        assert (
+            main(["export", str(folder), "--verify", address, "--server-dtype", "float32", "--dtype", "float32"]) == 0
+        )
+        printed = capsys.readouterr().out
+        linear, _ = extended(tmp_path / "linear", tokenizer, "linear")
+        check = check_server(linear, address, dtype="float32")
+    assert "agrees: the server runs yarn x4; the mean difference from yarn x4 is " in printed
+    assert "at most 0.001 is taken for rounding" in printed
+    assert "probe: 512 tokens of a novel, 240 log-probabilities, 120 of them past the original length of 256" in printed
+    assert "tokenizer" not in printed
+    assert (check.verdict, check.rule) == ("another", "yarn x4")
+    assert check.differences["yarn x4"].mean < 1e-4
+    assert check.differences["linear x4"].mean > 0.1
+
+    assert main(["export", str(folder), "--verify", f"{unscaled}/v1", "--dtype", "float32"]) == 1
+    printed = capsys.readouterr().out
+    assert "unscaled: the server runs the unscaled model" in printed
+    assert "1.00 ± 0.00 of the way" in printed
+
+
+def test_verify_tells_a_lost_attention_factor_and_a_rule_that_it_does_not_know(
+    base: Path, tokenizer, tmp_path: Path
+) -> None:
+    folder, _ = extended(tmp_path / "model", tokenizer, "yarn")
+    for number, (attention_factor, verdict, rule) in enumerate(
+        ((1.0, "another", "yarn without its attention factor"), (1.3, "differs", None))
+    ):
+        other = patch_model(tiny(), "yarn", 4, attention_factor=attention_factor)
+        save_extended(other, tmp_path / f"other{number}", tokenizer)
+        export_gguf(tmp_path / f"other{number}", tmp_path / f"{number}.gguf", base=base)
+        with serving(tmp_path / f"{number}.gguf", TARGET) as address:
+            check = check_server(folder, address, dtype="float32")
+        assert (check.verdict, check.rule) == (verdict, rule)
