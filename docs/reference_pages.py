@@ -1,4 +1,4 @@
-"""Pages of the reference that are made from the package: methods, commands and model families."""
+"""Pages of the reference that are made from the package: methods, protocols, tasks, commands, model families."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from hf_posenc.methods.base import (
 )
 from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import methods
+from hf_posenc.retrieval.tasks import tasks
+from hf_posenc.retrieval.tasks.groups import GROUPS
 from hf_posenc.spec import RopeSpec
 from measured import read_rows  # beside this file, which scripts/docs puts on the path
 
@@ -464,9 +466,37 @@ def protocols_page() -> str:
     return "\n".join(parts)
 
 
+_TASKS_LEAD = """# Retrieval tasks
+
+`--tasks NAME` and `retrieval(tasks=[NAME])` take these names; lm-eval knows them as `hf_posenc_NAME`. All texts
+are made offline, from a seed, in sentences of our own, so scores cannot be compared with those of the papers' prompts.
+[Measure retrieval](../how-to/measure-retrieval.md) explains how to use them. This page is made from the package.
+
+- *By depth*: the answer lies at one depth of the text, so the task is measured at each of `--depths`.
+- *Several*: a text can have several questions (`--questions`), so that it is read only once.
+"""
+
+
+def tasks_page() -> str:
+    """Return the page of all retrieval tasks and groups, from their registries."""
+    yes = {True: "yes", False: "no"}
+    rows = [
+        (f"`{task.name}`", task.summary, yes[task.has_depth], yes[task.several_questions], _linked(task.source))
+        for task in tasks().values()
+    ]
+    heads = ("task", "what the model has to find", "by depth", "several", "published in")
+    parts = [_TASKS_LEAD, _table(heads, rows), "## Groups\n\nThe name of a group stands for all of its tasks.\n"]
+    groups = [
+        (f"`{name}`", group.summary, ", ".join(f"`{task}`" for task in group.tasks)) for name, group in GROUPS.items()
+    ]
+    parts += [_table(("group", "what it is", "tasks"), groups)]
+    return "\n".join([*parts, *(f"{group.left_out}\n" for group in GROUPS.values() if group.left_out)])
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/methods.md": methods_page,
     "reference/protocols.md": protocols_page,
+    "reference/tasks.md": tasks_page,
     "reference/command-line.md": command_line_page,
     "reference/model-families.md": families_page,
 }

@@ -71,19 +71,22 @@ def evaluate(argv: Sequence[str]) -> None:
     settings["documents"] = None if prompts.tasks and not source.documents else source.texts()
     settings["model_name"] = what.model_name or given.model
     settings["command"] = shlex.join(["hf-posenc", "eval", *argv])
-    from hf_posenc.checkpoint.loading import load_model
+    from hf_posenc.checkpoint.loading import load_model, read_tokenizer
     from hf_posenc.checkpoint.manifest import tokens_trained
     from hf_posenc.evaluation import perplexity, reach_lines
     from hf_posenc.evaluation.key_tokens import load_key_tokens
     from hf_posenc.evaluation.records import check_output
     from hf_posenc.evaluation.rows import extended_as, refuse_extended, try_rows
     from hf_posenc.report import text_table
-    from hf_posenc.retrieval.measuring_retrieval import retrieval
+    from hf_posenc.retrieval.measuring_retrieval import check_prompts, retrieval
     from hf_posenc.utils.processes import join_processes, leave_processes
 
     settings["tokens_trained"] = tokens_trained(given.model)
     if what.output is not None:
         check_output(what.output)
+    if prompts.tasks:
+        shown = {name: settings[name] for name in ("tasks", "context_lengths", "questions", "documents", "chat")}
+        check_prompts(read_tokenizer(given.model), **shown)
     sharded = join_processes(loading.device)  # before loading, which puts the model on this process' GPU
     model, tokenizer = load_model(given.model, **vars(loading))
     if any(rows):
@@ -122,7 +125,10 @@ def perplexity_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict
     if "longppl" in what.protocol and what.short_context is not None:
         check_short_context(what.short_context, what.context_lengths)
     refuse_given(
-        retrieval, RetrievalConfig(), ("depths", "samples", "chat"), "is for --tasks; leave it out, or give --tasks"
+        retrieval,
+        RetrievalConfig(),
+        ("depths", "samples", "questions", "chat"),
+        "is for --tasks; leave it out, or give --tasks",
     )
     useless = {
         "stride": all(run.stride is None for run in runs) and "moves a window",
@@ -149,7 +155,7 @@ def retrieval_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict[
     only_perplexity = (*(one.name for one in fields(EvalConfig) if one.name not in shared), *KEY_TOKENS)
     usual = EvalArguments(context_lengths=what.context_lengths)
     refuse_given(what, usual, only_perplexity, "says how perplexity is measured; leave it or --tasks out")
-    check_retrieval(retrieval.tasks, what.context_lengths, retrieval.depths, retrieval.samples)
+    check_retrieval(retrieval.tasks, what.context_lengths, retrieval.depths, retrieval.samples, retrieval.questions)
     own = {name: getattr(what, name) for name in (*shared, *_OUTPUT)}
     return {**vars(retrieval), **own, "progress": not what.hide_progress}
 

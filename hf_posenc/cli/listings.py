@@ -1,4 +1,4 @@
-"""``hf-posenc methods``, ``hf-posenc presets`` and ``hf-posenc recipes``."""
+"""``hf-posenc methods``, ``hf-posenc presets``, ``hf-posenc recipes`` and ``hf-posenc tasks``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from itertools import groupby
 from hf_posenc.cli.shared_arguments import parse
 from hf_posenc.families.refusals import Refusal
 from hf_posenc.patching import presets as published
+from hf_posenc.retrieval.tasks import tasks as registered
+from hf_posenc.retrieval.tasks.groups import GROUPS
 from hf_posenc.utils.console import text_width
 from hf_posenc.utils.units import aligned
 
@@ -64,6 +66,16 @@ def recipes(argv: Sequence[str]) -> None:
     print(recipes_text(text_width()))
 
 
+def tasks(argv: Sequence[str]) -> None:
+    """List the retrieval tasks, and the groups of tasks that have a name.
+
+    Examples:
+        hf-posenc tasks
+    """
+    parse("tasks", tasks.__doc__, argv, (), {})
+    print(tasks_text(text_width()))
+
+
 def _filled(text: str, width: int, indent: str = "    ") -> str:
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent + "  ", break_on_hyphens=False)
 
@@ -107,12 +119,31 @@ def recipes_text(width: int) -> str:
     lines = []
     for recipe in RECIPES.values():
         values = {**recipe.values, **recipe.loading}
-        shown = [f"{name} {value}" for name, value in values.items() if name != "options"]
+        shown = [
+            f"{name} {' '.join(value) if isinstance(value, list) else value}"
+            for name, value in values.items()
+            if name != "options"
+        ]
         shown += [f"option {name}={value}" for name, value in recipe.values.get("options", {}).items()]
         facts = [recipe.summary, f"sets: {', '.join(shown)}"]
         facts += [f"chooses {recipe.by_model}"] if recipe.by_model else []
         facts += [f"left: {recipe.left}", recipe.paper]
         lines += [recipe.name, *(_filled(fact, width) for fact in facts)]
+    return "\n".join(lines)
+
+
+def tasks_text(width: int) -> str:
+    """Return every retrieval task with what it asks, how it is measured and its source; then the groups."""
+    lines = []
+    for task in registered().values():
+        measured = ["measured by depth"] if task.has_depth else []
+        measured += ["several questions of a text" if task.several_questions else "one question of a text"]
+        facts = (task.summary, ", ".join(measured), task.source)
+        lines += [task.name, *(_filled(fact, width) for fact in facts if fact)]
+    lines += ["", "Groups:"]
+    for name, group in GROUPS.items():
+        facts = (group.summary, ", ".join(group.tasks), group.left_out)
+        lines += [name, *(_filled(fact, width) for fact in facts if fact)]
     return "\n".join(lines)
 
 

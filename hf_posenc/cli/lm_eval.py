@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from hf_posenc.cli.shared_arguments import ModelArguments, OptionArguments, parse, parse_options
@@ -15,6 +17,7 @@ from hf_posenc.errors import InvalidRequestError, MissingPackageError
 from hf_posenc.patching.extension_config import ExtensionConfig, resolve_rope_scaling, rows_to_measure
 
 _FLAG = re.compile(r"--?[A-Za-z]")
+_TASKS = ("--tasks", "-t")
 
 
 @dataclass
@@ -32,6 +35,7 @@ def lm_eval(argv: Sequence[str]) -> None:
 
     Examples:
         hf-posenc lm-eval MODEL --method yarn --factor 4 --tasks piqa --limit 100
+        hf-posenc lm-eval MODEL --tasks hf_posenc_kv --metadata '{"max_seq_lengths": [4096, 8192]}'
 
     Raises:
         ImportError: lm-eval is not installed.
@@ -87,8 +91,28 @@ def call_lm_eval(words: Sequence[str]) -> None:
     import hf_posenc.evaluation.lm_eval_model  # noqa: F401  # registers the class
 
     before = sys.argv
-    sys.argv = ["lm-eval", *words]
-    try:
-        cli_evaluate()
-    finally:
-        sys.argv = before
+    with TemporaryDirectory() as folder:
+        sys.argv = ["lm-eval", *_with_our_tasks(words, Path(folder))]
+        try:
+            cli_evaluate()
+        finally:
+            sys.argv = before
+
+
+def _with_our_tasks(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the words with files in place of the names of our retrieval tasks, which lm-eval does not know."""
+    from hf_posenc.retrieval.lm_eval_tasks import PREFIX, write_task_files
+
+    found: list[str] = []
+    names: list[str] = []
+    is_task = False
+    for word in words:
+        flag, _, value = word.partition("=")
+        is_task = flag in _TASKS if _FLAG.match(word) else is_task
+        if is_task:
+            names += filter(None, (value if flag in _TASKS else word).split(","))
+        else:
+            found.append(word)
+    if not any(name.startswith(PREFIX) for name in names):
+        return list(words)
+    return [*found, "--tasks", *write_task_files(names, folder)]

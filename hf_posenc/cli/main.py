@@ -20,7 +20,7 @@ from hf_posenc.cli.export import export
 from hf_posenc.cli.finetune import finetune
 from hf_posenc.cli.fit import fit
 from hf_posenc.cli.gallery import gallery
-from hf_posenc.cli.listings import methods, presets, recipes
+from hf_posenc.cli.listings import methods, presets, recipes, tasks
 from hf_posenc.cli.lm_eval import lm_eval
 from hf_posenc.cli.patch import patch
 from hf_posenc.cli.plan import plan
@@ -59,6 +59,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "methods": methods,
     "presets": presets,
     "recipes": recipes,
+    "tasks": tasks,
     "doctor": doctor,
     "demo": demo,
 }

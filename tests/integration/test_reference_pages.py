@@ -71,7 +71,7 @@ def check_examples(name: str, run: Callable[..., object], parser: argparse.Argum
         program, command, *words = words_of(line)
         assert (program, COMMANDS[command]) == ("hf-posenc", run)
         used = {word for word in words if word.startswith("--")}
-        theirs = {"--tasks", "--limit"} if name == "lm-eval" else set()
+        theirs = {"--tasks", "--limit", "--metadata"} if name == "lm-eval" else set()
         assert used - theirs <= parser._option_string_actions.keys(), line
 
 

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "exports": "methods families patching checkpoint",
     "doctor": "methods families attention patching checkpoint",
     "evaluation": "methods families data attention patching checkpoint",
-    "retrieval": "assets families evaluation",
+    "retrieval": "assets families checkpoint evaluation",
+    "serving": "assets methods patching checkpoint exports evaluation",
     "training": "methods families data attention encodings patching checkpoint evaluation",
     "fitting": "methods families attention patching evaluation retrieval",
     "planning": "methods families attention patching checkpoint evaluation training fitting",
@@ -34,7 +35,7 @@ MAY_IMPORT = {
     "explain": "methods families attention patching checkpoint report",
     "comparing": "methods families patching evaluation retrieval",
     "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieval training fitting "
-    "planning report explain comparing",
+    "serving planning report explain comparing",
     "__main__": "cli",
     "__init__": "checkpoint",
 }

@@ -306,7 +306,7 @@ import contextlib, io, sys
 from transformers import HfArgumentParser
 from hf_posenc.cli.main import main
 alone = set(sys.modules)  # Transformers 5.0 brings PyTorch with anything of it
-for words in (["presets"], ["presets", "--checkpoints"], ["recipes"], ["methods", "--families"]):
+for words in (["presets"], ["presets", "--checkpoints"], ["recipes"], ["tasks"], ["methods", "--families"]):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(words) == 0
     assert said.getvalue().count("\\n") > 10, words

@@ -1,0 +1,66 @@
+"""Questions that share a text, read once, against a prefill for each question (run by scripts/benchmark.py)."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+from hf_posenc.checkpoint.loading import load_model
+from hf_posenc.evaluation.losses import evaluation_mode
+from hf_posenc.retrieval.haystack import read_haystack
+from hf_posenc.retrieval.prompts import PromptMaker
+from hf_posenc.retrieval.scoring import Asked, replies
+
+Result = dict[str, Any]
+GOAL = 20.0  # at 100 questions of 16k tokens
+
+
+def benchmark_retrieval(name: str, dtype: str, num_tokens: int, num_questions: int, num_prefills: int) -> Result:
+    """Put all questions to one text, and some of them each with a prefill of its own; time and compare both.
+
+    Args:
+        name: Of the model.
+        dtype: What it computes in.
+        num_tokens: Of a prompt with its longest answer.
+        num_questions: Of the text.
+        num_prefills: Questions that are put alone, evenly spread; their mean time stands for all.
+    """
+    model, tokenizer = load_model(name, dtype=dtype)
+    prompts = PromptMaker(tokenizer, read_haystack(tokenizer, None)).make("passkey", num_tokens, None, 0, num_questions)
+    alone = [prompts[at * num_questions // num_prefills] for at in range(num_prefills)]
+
+    def is_right(prompt: Any, reply: Any) -> tuple[bool, bool]:
+        said = tokenizer.decode(reply.written)
+        return reply.choices == prompt.answer_ids, re.search(rf"\b{prompt.answers[0]}\b", said) is not None
+
+    def ask(text_ids: list[int], asked: list[Asked], prompts: Any) -> tuple[float, list[tuple[bool, bool]]]:
+        started = time.perf_counter()
+        found = [is_right(*each) for each in zip(prompts, replies(model, text_ids, asked), strict=True)]
+        return time.perf_counter() - started, found
+
+    with evaluation_mode(model):
+        ask(prompts[0].ids[:64], [Asked([], [0], 1)], prompts[:1])  # warm up
+        shared, found = ask(
+            prompts[0].text_ids,
+            [Asked(one.question_ids, one.answer_ids, one.max_new_tokens) for one in prompts],
+            prompts,
+        )
+        each = [ask(one.ids, [Asked([], one.answer_ids, one.max_new_tokens)], [one]) for one in alone]
+    seconds = sum(took for took, _ in each) / num_prefills * num_questions
+    same = [found[one.question] == scores for one, (_, (scores,)) in zip(alone, each, strict=True)]
+    return {
+        "benchmark": f"{num_questions} questions of {num_tokens} tokens, each prefilled / shared",
+        "ratio": seconds / shared,
+        "goal": GOAL,
+        "better": "higher",
+        "seconds_shared": shared,
+        "seconds_each_prefilled": seconds,
+        "prefills_timed": num_prefills,
+        "same_scores": f"{sum(same)} of {num_prefills}",
+        "right_forced": sum(forced for forced, _ in found),
+        "right_written": sum(written for _, written in found),
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype),
+        "device": str(model.device),
+    }
