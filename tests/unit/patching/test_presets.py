@@ -24,12 +24,14 @@ each_checkpoint = pytest.mark.parametrize("facts", checkpoints().values(), ids=c
 
 
 def model_for(preset: Preset, model_type: str) -> PreTrainedModel:
-    """A small model that says it was trained on the preset's length, with heads of the published size for longrope."""
+    """A small model that says it was trained on the preset's length, with heads of the published size for lists."""
     config = tiny_config(CONFIG_MAPPING[model_type])
     config.max_position_embeddings = preset.original_max_position_embeddings
-    if preset.method == "longrope":
+    if preset.method in ("longrope", "fitted"):
         facts = checkpoints()[preset.checkpoints[0]]
         config.hidden_size = config.num_attention_heads * facts.head_dim
+        if getattr(config, "head_dim", None):
+            config.head_dim = facts.head_dim
         share = facts.rotary_dim / facts.head_dim
         config.rope_parameters["partial_rotary_factor"] = share
         if hasattr(config, "partial_rotary_factor"):  # Transformers 5.0 writes it over the other

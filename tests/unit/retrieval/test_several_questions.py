@@ -25,7 +25,7 @@ from hf_posenc.retrieval.prompts import PromptMaker
 from hf_posenc.retrieval.scoring import Asked, needs_its_own_pass, replies
 from hf_posenc.retrieval.tasks import register_task, tasks
 from hf_posenc.retrieval.tasks.base import PEOPLE, Puzzle, Question
-from model_types import sharp_model
+from model_types import sharp_model, sharpened
 from oracles import Oracle, solve
 from task_solvers import OF_FEW, UNUSED
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
@@ -122,7 +122,7 @@ def some_questions(model: PreTrainedModel, text: list[int], generator: torch.Gen
 @pytest.mark.parametrize("prefill_chunk", [None, 23])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_reply_is_that_of_a_forward_of_its_own(name: str, prefill_chunk: int | None) -> None:
-    model = MODELS[name]()
+    model = sharpened(MODELS[name]())
     generator = torch.Generator().manual_seed(5)
     text = torch.randint(3, 128, (150,), generator=generator).tolist()  # over two stages or regions, and windows
     asked = some_questions(model, text, generator)
