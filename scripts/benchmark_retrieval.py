@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.retrieval.haystack import read_haystack
-from hf_posenc.retrieval.prompts import PromptMaker
-from hf_posenc.retrieval.scoring import Asked, replies
+from hf_posenc.retrieval.measuring_retrieval import stop_ids_of
+from hf_posenc.retrieval.prompts import Prompt, PromptMaker
+from hf_posenc.retrieval.scoring import Asked, Reply, replies
+from hf_posenc.retrieval.tasks.base import has_words
 
 Result = dict[str, Any]
 GOAL = 20.0  # at 100 questions of 16k tokens
@@ -30,25 +32,38 @@ def benchmark_retrieval(name: str, dtype: str, num_tokens: int, num_questions: i
     prompts = PromptMaker(tokenizer, read_haystack(tokenizer, None)).make("passkey", num_tokens, None, 0, num_questions)
     alone = [prompts[at * num_questions // num_prefills] for at in range(num_prefills)]
 
-    def is_right(prompt: Any, reply: Any) -> tuple[bool, bool]:
-        said = tokenizer.decode(reply.written)
-        return reply.choices == prompt.answer_ids, re.search(rf"\b{prompt.answers[0]}\b", said) is not None
+    stop_ids = stop_ids_of(model, tokenizer)
 
-    def ask(text_ids: list[int], asked: list[Asked], prompts: Any) -> tuple[float, list[tuple[bool, bool]]]:
+    def is_right(prompt: Prompt, reply: Reply) -> tuple[bool, bool]:
+        return reply.choices == prompt.answer_ids, has_words(tokenizer.decode(reply.written), prompt.answers[0])
+
+    def ask_together(prompts: Sequence[Prompt]) -> tuple[float, list[tuple[bool, bool]]]:
+        """Put the questions as ``retrieval`` does those of one text."""
+        asked = [Asked(one.question_ids, one.answer_ids, one.max_new_tokens) for one in prompts]
+        found: list[tuple[bool, bool]] = []
+
+        def is_done(written: list[int]) -> bool:
+            return has_words(tokenizer.decode(written), prompts[len(found)].answers[0], ended=True)
+
         started = time.perf_counter()
-        found = [is_right(*each) for each in zip(prompts, replies(model, text_ids, asked), strict=True)]
+        for prompt, reply in zip(
+            prompts, replies(model, prompts[0].text_ids, asked, stop_ids=stop_ids, is_done=is_done), strict=True
+        ):
+            found.append(is_right(prompt, reply))
         return time.perf_counter() - started, found
 
+    def ask_alone(one: Prompt) -> tuple[float, tuple[bool, bool]]:
+        """Put a question as ``retrieval`` does the only one of a text."""
+        started = time.perf_counter()
+        (reply,) = replies(model, one.ids, [Asked([], one.answer_ids, one.max_new_tokens)], stop_ids=stop_ids)
+        return time.perf_counter() - started, is_right(one, reply)
+
     with evaluation_mode(model):
-        ask(prompts[0].ids[:64], [Asked([], [0], 1)], prompts[:1])  # warm up
-        shared, found = ask(
-            prompts[0].text_ids,
-            [Asked(one.question_ids, one.answer_ids, one.max_new_tokens) for one in prompts],
-            prompts,
-        )
-        each = [ask(one.ids, [Asked([], one.answer_ids, one.max_new_tokens)], [one]) for one in alone]
+        list(replies(model, prompts[0].ids[:64], [Asked([], [0], 1)]))  # warm up
+        shared, found = ask_together(prompts)
+        each = [ask_alone(one) for one in alone]
     seconds = sum(took for took, _ in each) / num_prefills * num_questions
-    same = [found[one.question] == scores for one, (_, (scores,)) in zip(alone, each, strict=True)]
+    same = [found[one.question] == scores for one, (_, scores) in zip(alone, each, strict=True)]
     return {
         "benchmark": f"{num_questions} questions of {num_tokens} tokens, each prefilled / shared",
         "ratio": seconds / shared,

@@ -177,7 +177,7 @@ class _Prompting:
     ) -> None:
         self.model, self.tokenizer, self.prefill_chunk, self.output = model, tokenizer, prefill_chunk, output
         self.processes = processes
-        self.stop_ids = _stop_ids(model, tokenizer)
+        self.stop_ids = stop_ids_of(model, tokenizer)
         self.reads_anew = needs_its_own_pass(model)
 
     def answer_all(self, texts: Sequence[_Text], progress: bool) -> list[RetrievalRecord]:
@@ -322,7 +322,7 @@ def _depths_and_seeds(
     return [(None, one) for one in range(seed, seed + samples * len(each))]
 
 
-def _stop_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def stop_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end an answer, as the tokenizer and the generation config have them."""
     config = getattr(model, "generation_config", None)
     found = getattr(config, "eos_token_id", None)
