@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -152,6 +154,32 @@ def attention_of(module: nn.Module) -> PositionalAttention[Any] | None:
     """Return what an attention layer attends by; None for Transformers' own."""
     found = module.__dict__.get(_ATTENTION)
     return found[0] if found else None
+
+
+@contextmanager
+def attending_by(configs: Sequence[Any], layers: Mapping[nn.Module, tuple[Any, str]]) -> Iterator[None]:
+    """While open, attention layers attend by what is given for them; then again by what they attended by before.
+
+    Args:
+        configs: Those of the layers, whose attention implementation is hf_posenc's while this is open.
+        layers: What each layer attends by, with an ``attend`` as a ``PositionalAttention`` has, and its kind.
+    """
+    register()
+    before = {module: module.__dict__.get(_ATTENTION) for module in layers}
+    implementations = [(config, config._attn_implementation) for config in configs]
+    try:
+        for module, (attention, kind) in layers.items():
+            set_attention(module, attention, kind)
+        for config, name in implementations:
+            config._attn_implementation = PREFIX + inner_name(str(name))
+        yield
+    finally:
+        for module, found in before.items():
+            drop_attention(module)
+            if found is not None:
+                set_attention(module, *found)
+        for config, name in implementations:
+            config._attn_implementation = name
 
 
 def count_layers(model: nn.Module, attention: PositionalAttention[Any]) -> int:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from hf_posenc.attention.inner import PREFIX, inner_attention, inner_name, piece_mask
+from hf_posenc.attention.inner import inner_attention, inner_name, piece_mask
 from hf_posenc.attention.installation import attention_layers, layer_kind
-from hf_posenc.attention.interface import CROSS, attention_of, drop_attention, register, set_attention
+from hf_posenc.attention.interface import CROSS, attending_by, attention_of
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.utils.files import write_whole
@@ -152,29 +151,6 @@ class _Recorded:
         return output, weights
 
 
-@contextmanager
-def _recording(rotary: RotaryModel, recorder: Recorder) -> Iterator[None]:
-    """While open, every attention layer of a model is recorded."""
-    register()
-    layers = [module for module in attention_layers(rotary.model) if layer_kind(module, rotary.text_config) != CROSS]
-    before = {module: attention_of(module) for module in layers}
-    implementations = [(each, each._attn_implementation) for each in rotary.text_configs]
-    try:
-        for module in layers:
-            set_attention(module, recorder.wrap(before[module]), layer_kind(module, rotary.text_config))
-        for each, name in implementations:
-            each._attn_implementation = PREFIX + inner_name(str(name))
-        yield
-    finally:
-        for module in layers:
-            drop_attention(module)
-            attention = before[module]
-            if attention is not None:
-                set_attention(module, attention, layer_kind(module, rotary.text_config))
-        for each, name in implementations:
-            each._attn_implementation = name
-
-
 def is_recorded(folder: Path, identity: str) -> bool:
     """Return whether a folder holds a whole recording of this identity."""
     return (folder / _DONE).is_file() and Recording(folder).facts["identity"] == identity
@@ -201,8 +177,10 @@ def record(
     inner = inner_name(str(rotary.text_config._attn_implementation))
     positions = torch.arange(len(input_ids), device=rotary.device)[None]
     recorder = Recorder(folder, inner, query_positions, positions)
+    kinds = {module: layer_kind(module, rotary.text_config) for module in attention_layers(rotary.model)}
+    layers = {module: (recorder.wrap(attention_of(module)), kind) for module, kind in kinds.items() if kind != CROSS}
     began = time.perf_counter()
-    with _recording(rotary, recorder):
+    with attending_by(rotary.text_configs, layers):
         output = decoder_body(rotary.model)(input_ids=input_ids[None].to(rotary.device), use_cache=False)
     seconds = time.perf_counter() - began
     text = {"input_ids": input_ids, "query_positions": query_positions, "hidden": output.last_hidden_state[0]}

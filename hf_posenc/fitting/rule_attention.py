@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_posenc.attention.inner import PREFIX, inner_attention, inner_name
+from hf_posenc.attention.inner import inner_attention, inner_name
 from hf_posenc.attention.installation import attention_layers, has_positions, layer_kind
-from hf_posenc.attention.interface import CROSS, FULL, PASS, drop_attention, register, set_attention
+from hf_posenc.attention.interface import CROSS, FULL, PASS, attending_by
 from hf_posenc.attention.rotation import Rotation, Tables, angles_at
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.families.rotary_model import RotaryModel
@@ -164,13 +164,11 @@ class RuleAttention:
         # Implementations other than sdpa know sinks and caps of the logits; here only the family's own function does.
         special = any(kwargs.get(name) is not None for name in ("s_aux", "softcap"))
         if self.inner == "eager" or (special and self.inner != "sdpa"):
-            added = None
             if seen is None:
                 seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
             zero = torch.zeros((), dtype=query.dtype, device=query.device)
             added = torch.where(seen, zero, torch.finfo(query.dtype).min)[None, None]
-            output = inner_attention("eager", module)(module, query, key, value, added, **kwargs)[0]
-            return output
+            return inner_attention("eager", module)(module, query, key, value, added, **kwargs)[0]
         batch, heads, count, dim = query.shape
         groups = heads // key.shape[1]
         if seen is None:
@@ -199,8 +197,14 @@ def rule_attention(model: Any, rule: RuleParameters, rotation: Rotation) -> Iter
     """While open, an unpatched model attends under a rule that can be differentiated."""
     rotary = RotaryModel.of(model)
     attention = RuleAttention(rotary, rule, rotation)
-    with _attending_by(rotary, attention):
+    with attending_by(rotary.text_configs, _layers(rotary, attention)):
         yield attention
+
+
+def _layers(rotary: RotaryModel, attention: Any) -> dict[nn.Module, tuple[Any, str]]:
+    """Return every attention layer of an unpatched model that reads text, to attend by ``attention``."""
+    kinds = {module: rule_kind(module, rotary) for module in attention_layers(rotary.model)}
+    return {module: (attention, kind) for module, kind in kinds.items() if kind != CROSS}
 
 
 class _OwnValues:
@@ -239,7 +243,7 @@ def reads_on_from_keys_and_values(model: Any) -> bool:
     positions = torch.arange(_PROBE_TOKENS, device=rotary.device)[None]
     attention = _OwnValues(inner_name(str(rotary.text_config._attn_implementation)), positions)
     found = []
-    with _attending_by(rotary, attention):
+    with attending_by(rotary.text_configs, _layers(rotary, attention)):
         for ids in (positions + 1, positions.flip(1) + _PROBE_TOKENS):  # they have the last token in common
             attention.calls.clear()
             body = decoder_body(rotary.model)
@@ -249,22 +253,3 @@ def reads_on_from_keys_and_values(model: Any) -> bool:
     # Experts are computed for several tokens at a time, which may round differently.
     rounding = _PROBE_EPSILONS * max(torch.finfo(rotary.model.dtype).eps, torch.finfo(torch.float32).eps)
     return bool((found[0] - found[1]).norm() <= rounding * found[0].norm())
-
-
-@contextmanager
-def _attending_by(rotary: RotaryModel, attention: Any) -> Iterator[None]:
-    """While open, every attention layer of an unpatched model attends by ``attention``."""
-    register()
-    layers = [module for module in attention_layers(rotary.model) if rule_kind(module, rotary) != CROSS]
-    implementations = [(each, each._attn_implementation) for each in rotary.text_configs]
-    try:
-        for module in layers:
-            set_attention(module, attention, rule_kind(module, rotary))
-        for each, _ in implementations:
-            each._attn_implementation = PREFIX + attention.inner
-        yield
-    finally:
-        for module in layers:
-            drop_attention(module)
-        for each, name in implementations:
-            each._attn_implementation = name
