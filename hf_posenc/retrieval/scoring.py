@@ -156,7 +156,7 @@ class _Ends:
 def _reply_after(model: PreTrainedModel, cache: DynamicCache, first: torch.Tensor, one: Asked, ends: _Ends) -> Reply:
     """Reply over the cache of a text; ``first`` are the logits of what follows it."""
     if one.question_ids:
-        first = _feed(model, one.question_ids, cache)[-1:]
+        _, first = _prefill(model, one.question_ids, cache, None, None)  # its last row alone reaches the head
     prompt, before_last = _Fork(cache), one.answer_ids[:-1]
     rows = torch.cat([first, _feed(model, before_last, cache)]) if before_last else first
     choices, losses = _forced(model, rows, one.answer_ids)
@@ -204,7 +204,7 @@ def _write(
 def _prefill(
     model: PreTrainedModel, ids: list[int], cache: DynamicCache, chunk: int | None, advance: Advance | None
 ) -> tuple[DynamicCache, torch.Tensor]:
-    """Return the cache of a text, and the logits ``(1, vocab_size)`` of what follows it."""
+    """Feed a text; return the cache with it, and the logits ``(1, vocab_size)`` of what follows it."""
     body = decoder_body(model)
     batch = torch.tensor([ids], device=model.device)
     for rows in row_chunks(len(ids), chunk or len(ids)):
