@@ -104,21 +104,14 @@ def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
         raise OSError(f"{str(file)!r} cannot be written: {error}") from error
 
 
-class Recorder:
+class _Recorded:
     """Stands before what a layer attends by, and writes down what comes in and goes out."""
 
-    def __init__(self, folder: Path, inner: str, query_positions: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(
+        self, attention: Any, folder: Path, inner: str, query_positions: torch.Tensor, positions: torch.Tensor
+    ) -> None:
+        self.attention = attention  # None for the model's own
         self.folder, self.inner, self.query_positions = folder, inner, query_positions
-        self.positions = positions
-
-    def wrap(self, attention: Any) -> Any:
-        """Return what attends as ``attention`` does, or as the model itself does where that is None."""
-        return _Recorded(self, attention, self.positions)
-
-
-class _Recorded:
-    def __init__(self, recorder: Recorder, attention: Any, positions: torch.Tensor) -> None:
-        self.recorder, self.attention, self.inner = recorder, attention, recorder.inner
         self.positions = positions  # for layers that get none
 
     def attend(
@@ -132,22 +125,21 @@ class _Recorded:
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend, and write the layer's file."""
-        recorder = self.recorder
         if self.attention is None:
             if mask is None:  # Transformers makes no causal masks for hf_posenc's implementations
-                mask = piece_mask(recorder.inner, query.shape[2], key.shape[2], None, query)
-            output, weights = inner_attention(recorder.inner, module)(module, query, key, value, mask, **kwargs)
+                mask = piece_mask(self.inner, query.shape[2], key.shape[2], None, query)
+            output, weights = inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
         else:
             output, weights = self.attention.attend(module, query, key, value, mask, kind, kwargs)
         index: Any = module.layer_idx
-        at = recorder.query_positions.to(query.device)
+        at = self.query_positions.to(query.device)
         tensors = {
             "keys": key[0],
             "values": value[0],
             "queries": query[0].index_select(1, at),
             "outputs": output[0].index_select(0, at),
         }
-        _write(tensors, recorder.folder / _file(index))
+        _write(tensors, self.folder / _file(index))
         return output, weights
 
 
@@ -176,9 +168,10 @@ def record(
     rotary = RotaryModel(model)
     inner = inner_name(str(rotary.text_config._attn_implementation))
     positions = torch.arange(len(input_ids), device=rotary.device)[None]
-    recorder = Recorder(folder, inner, query_positions, positions)
-    kinds = {module: layer_kind(module, rotary.text_config) for module in attention_layers(rotary.model)}
-    layers = {module: (recorder.wrap(attention_of(module)), kind) for module, kind in kinds.items() if kind != CROSS}
+    layers = {}
+    for module in attention_layers(rotary.model):
+        if (kind := layer_kind(module, rotary.text_config)) != CROSS:
+            layers[module] = _Recorded(attention_of(module), folder, inner, query_positions, positions), kind
     began = time.perf_counter()
     with attending_by(rotary.text_configs, layers):
         output = decoder_body(rotary.model)(input_ids=input_ids[None].to(rotary.device), use_cache=False)
