@@ -103,7 +103,7 @@ class Descent:
                 (weight * part).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
                 losses[name] += float(part.detach())
         if self.smoothness:
-            (self.smoothness * self.rule.roughness()).backward()  # type: ignore[no-untyped-call]
+            (self.smoothness * self.rule.roughness()).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return losses
 
     def seconds_of_a_step(self) -> float:

@@ -77,7 +77,7 @@ class MixedDataset(PackedDataset):
                 "fewer blocks in a step, or fewer kinds."
             )
 
-    def schedule(self, num_steps: int, blocks_per_step: int, seed: int) -> MixedSchedule:  # type: ignore[override]
+    def schedule(self, num_steps: int, blocks_per_step: int, seed: int) -> MixedSchedule:  # type: ignore[override]  # as BlockSchedule for Trainer
         """Return the blocks of a run in the order of training; what is drawn belongs to the run's own seed."""
         return MixedSchedule(self, num_steps, blocks_per_step)
 

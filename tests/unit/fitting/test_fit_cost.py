@@ -58,7 +58,7 @@ def test_a_plan_has_it() -> None:
     config = make_tiny_llama().config
     fitting = plan(config, TARGET, dtype="float32").fitting
     assert fitting is not None
-    model, settings = make_tiny_llama(), FitConfig(context_length=TARGET)  # type: ignore[arg-type]
+    model, settings = make_tiny_llama(), FitConfig(context_length=TARGET)  # type: ignore[arg-type]  # an int
     wanted = fit_cost(shape_of(model), settings, texts=1, teacher=teacher_extension(RotaryModel(model), settings))
     assert (fitting.memory, fitting.disk) == (wanted.peak, wanted.disk)
 

@@ -153,7 +153,7 @@ def small(**settings: Any) -> FitConfig:
     """A fit of a model of 64 tokens on ids, in a moment."""
     given = {"context_length": 256, "steps": 2, "queries": 8, "block": 16, "questions": 2, "fitted_numbers": 3}
     given |= {"held_out": 0, "compare": [], "hide_progress": True, **settings}
-    return FitConfig(**given)  # type: ignore[arg-type]
+    return FitConfig(**given)  # type: ignore[arg-type]  # of several kinds
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_a_work_folder_is_made(tmp_path: Path) -> None:
 
 def test_needles_are_hidden_in_the_texts(tokenizer: Any, novels: list[str]) -> None:
     config = FitConfig(
-        **{**vars(small()), "context_length": 512, "steps": 1, "objectives": ["needles"], "block": 64}  # type: ignore[arg-type]
+        **{**vars(small()), "context_length": 512, "steps": 1, "objectives": ["needles"], "block": 64}  # type: ignore[arg-type]  # of several kinds
     )
     result = fit_method(load_tiny(), tokenizer, novels[:1], config)
     assert result.steps[0].losses["needles"] > 0

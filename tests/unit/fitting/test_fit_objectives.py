@@ -54,7 +54,7 @@ def test_a_step_against_the_gradient_lowers_the_loss(tmp_path: Path, name: str, 
         assert losses
         assert all(float(loss.detach()) > 0 for loss in losses)
         for loss in losses:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         gradient = rule.log_divisors.grad
         assert gradient is not None
         assert bool(gradient.isfinite().all())
@@ -169,7 +169,7 @@ def test_a_name_is_registered_once() -> None:
         name: ClassVar[str] = "needles"
 
     with pytest.raises(ValueError, match="'needles' is registered already"):
-        register_objective(Needles2)  # type: ignore[type-abstract]
+        register_objective(Needles2)  # type: ignore[type-abstract]  # refused by its name
 
 
 def test_needles_without_numbers_in_the_texts(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_fast_pairs_keep_their_frequency(keep_rotations: float) -> None:
     assert torch.equal(begun.inv_freq()[:fast], plain[:fast])
     assert bool((begun.inv_freq()[fast:] < plain[fast:]).all())
     assert begun.numbers().divisors[:fast] == (1.0,) * fast
-    begun.inv_freq().sum().backward()  # type: ignore[no-untyped-call]
+    begun.inv_freq().sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
     assert begun.log_divisors.grad is not None
     assert begun.log_divisors.grad.shape == (16 - fast,)
 

@@ -120,7 +120,7 @@ def test_gradients_are_central_differences(tmp_path: Path, family: str, way: str
             found, wanted = problem.attention.replay(problem.layers[1], recording, torch.arange(10, 80, 3))
             return (found - wanted).square().mean()
 
-        loss().backward()  # type: ignore[no-untyped-call]
+        loss().backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         assert all(parameter.grad is None for parameter in model.parameters())
         for parameter in (rule.log_divisors, rule.log_factor):
             gradient = parameter.grad

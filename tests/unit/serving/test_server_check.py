@@ -159,7 +159,10 @@ def test_a_short_server_a_foreign_tokenizer_and_a_rule_put_in_place_of_another(
     folder: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     staged = save_extended(tiny("dynamic_yarn"), tmp_path / "staged", tokenizer)
-    other = lambda text, verbose: {"input_ids": [1, 2, 3]}  # noqa: E731
+
+    def other(text: str, verbose: bool) -> dict[str, list[int]]:
+        return {"input_ids": [1, 2, 3]}
+
     with server(openai(tiny("yarn"), other, "vllm", length=200)) as address:
         with pytest.raises(ValueError, match="only hf_posenc runs it"):
             check_server(staged, address)
