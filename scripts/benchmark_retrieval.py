@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from hf_posenc.checkpoint.loading import load_model
@@ -37,20 +38,15 @@ def benchmark_retrieval(name: str, dtype: str, num_tokens: int, num_questions: i
     def is_right(prompt: Prompt, reply: Reply) -> tuple[bool, bool]:
         return reply.choices == prompt.answer_ids, has_words(tokenizer.decode(reply.written), prompt.answers[0])
 
+    def is_done(prompt: Prompt, written: list[int]) -> bool:
+        return has_words(tokenizer.decode(written), prompt.answers[0], ended=True)
+
     def ask_together(prompts: Sequence[Prompt]) -> tuple[float, list[tuple[bool, bool]]]:
         """Put the questions as ``retrieval`` does those of one text."""
-        asked = [Asked(one.question_ids, one.answer_ids, one.max_new_tokens) for one in prompts]
-        found: list[tuple[bool, bool]] = []
-
-        def is_done(written: list[int]) -> bool:
-            return has_words(tokenizer.decode(written), prompts[len(found)].answers[0], ended=True)
-
+        asked = [Asked(one.question_ids, one.answer_ids, one.max_new_tokens, partial(is_done, one)) for one in prompts]
         started = time.perf_counter()
-        for prompt, reply in zip(
-            prompts, replies(model, prompts[0].text_ids, asked, stop_ids=stop_ids, is_done=is_done), strict=True
-        ):
-            found.append(is_right(prompt, reply))
-        return time.perf_counter() - started, found
+        got = list(replies(model, prompts[0].text_ids, asked, stop_ids=stop_ids))
+        return time.perf_counter() - started, [is_right(*each) for each in zip(prompts, got, strict=True)]
 
     def ask_alone(one: Prompt) -> tuple[float, tuple[bool, bool]]:
         """Put a question as ``retrieval`` does the only one of a text."""

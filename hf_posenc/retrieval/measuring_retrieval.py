@@ -230,7 +230,12 @@ class _Prompting:
         several = len(text.identities) > 1
         shared = prompts[0].text_ids if several else prompts[0].ids
         asked = [
-            Asked(prompt.question_ids if several else [], prompt.answer_ids, prompt.max_new_tokens)
+            Asked(
+                prompt.question_ids if several else [],
+                prompt.answer_ids,
+                prompt.max_new_tokens,
+                partial(self._has_all, prompt.answers) if several else None,
+            )
             for prompt in prompts
         ]
         records: list[RetrievalRecord] = []
@@ -240,7 +245,6 @@ class _Prompting:
             shared,
             asked,
             stop_ids=self.stop_ids,
-            is_done=(lambda written: self._has_all(written, prompts[len(records)].answers)) if several else None,
             prefill_chunk=self.prefill_chunk,
             advance=advance,
         )
@@ -260,7 +264,7 @@ class _Prompting:
             started = time.perf_counter()
         return records
 
-    def _has_all(self, written: list[int], answers: Sequence[str]) -> bool:
+    def _has_all(self, answers: Sequence[str], written: list[int]) -> bool:
         """Say whether all answers are in a text, whatever is written after it."""
         text = str(self.tokenizer.decode(written))
         return all(has_words(text, answer, ended=True) for answer in answers)

@@ -1,6 +1,7 @@
 """What a model answers to questions of a text: its choice at every token of the right answer, and what it writes.
 
-A text is fed once. Each question goes on from the text's KV cache, which is put back after it.
+A text is fed once. Its questions are fed side by side after it, under a mask by which each sees the text and itself; or
+one after the other, each going on from the text's KV cache, which is put back after it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from hf_posenc.evaluation.losses import (
 
 # An update of these gives them other tensors, or writes behind the tokens they hold: what they held is left as it was.
 _UNTOUCHED_BY_UPDATES = (DynamicLayer, DynamicSlidingWindowLayer, RoomyLayer)
-IsDone = Callable[[list[int]], bool]
+_READ_MASKS = ("sdpa", "eager")  # attention implementations that take a mask (1, 1, rows, keys)
+_ROWS = 1024  # of questions that are fed together: their mask has a row for each, as long as the text
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,28 @@ class Asked:
         question_ids: What follows the text, to the beginning of the answer; empty if the text has it all.
         answer_ids: The right answer; at least one token.
         max_new_tokens: Of the greedy answer at most; with 0 nothing is written.
+        is_done: Says of the tokens of a greedy answer, after each, that no more are needed; None writes on to a stop or
+            to ``max_new_tokens``.
     """
 
     question_ids: list[int]
     answer_ids: list[int]
     max_new_tokens: int = 0
+    is_done: Callable[[list[int]], bool] | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """How many tokens are fed after the text to score the right answer."""
+        return len(self.question_ids) + len(self.answer_ids) - 1
+
+    def finished(self, written: list[int], stop_ids: Collection[int]) -> list[int] | None:
+        """Return the finished greedy answer; None if it goes on."""
+        written = written[: self.max_new_tokens]
+        stop = next((at for at, token in enumerate(written) if token in stop_ids), None)
+        if stop is not None:
+            return written[:stop]
+        done = len(written) == self.max_new_tokens or (self.is_done is not None and self.is_done(written))
+        return written if done else None
 
 
 @dataclass(frozen=True)
@@ -67,45 +86,49 @@ def replies(
     asked: Sequence[Asked],
     *,
     stop_ids: Collection[int] = (),
-    is_done: IsDone | None = None,
     prefill_chunk: int | None = None,
     advance: Advance | None = None,
 ) -> Iterator[Reply]:
     """Feed a text once; yield the reply to each of its questions, as if it were the only one.
 
-    A question goes on from the text's cache, its right answer from the question's. The greedy answer begins with the
-    right tokens up to the first choice that is another one, so only what follows is written token by token. Then the
-    cache holds the text alone again. In float32 the losses are those of a forward of text, question and answer to 1e-5.
+    The right answer is fed with its question. The greedy answer begins with the right tokens up to the first choice
+    that is another one, so only what follows is written token by token. In float32 the losses are those of a forward
+    of text, question and answer to 1e-5.
 
-    Where the model's frequencies depend on the length fed (``needs_its_own_pass``), the text is fed anew with each
-    question. Only rows that follow the text reach the head.
+    Questions are fed side by side where every layer of the model keeps all keys and its attention takes a mask; what
+    is left is fed one question after the other. Where the model's frequencies depend on the length fed
+    (``needs_its_own_pass``), the text is fed anew with each question. Only rows that follow the text reach the head.
 
     Args:
         model: A causal language model in evaluation mode, not wrapped.
         text_ids: What is fed before each question.
         asked: The questions.
         stop_ids: Tokens that end a greedy answer.
-        is_done: Says of the tokens of a greedy answer, after each, that no more are needed; None writes on to a stop or
-            to ``max_new_tokens``.
         prefill_chunk: Feed so many tokens of the text at a time; None feeds all at once.
         advance: Called with the number of tokens after each chunk of the text and after each question.
 
     Raises:
         ValueError: Logits that are not finite.
     """
-    ends = _Ends(frozenset(stop_ids), is_done)
+    stops = frozenset(stop_ids)
     if needs_its_own_pass(model):
         for one in asked:
-            yield _reply_in_one_pass(model, text_ids + one.question_ids, one, ends, advance)
+            yield _reply_in_one_pass(model, text_ids + one.question_ids, one, stops, advance)
         return
-    room = max(len(one.question_ids) + max(len(one.answer_ids), one.max_new_tokens) for one in asked)
+    groups = list(_groups(asked, _ROWS if _can_feed_side_by_side(model) else 0))
+    room = max(sum(one.num_rows + one.max_new_tokens for one in group) for group in groups)
     cache, first = _prefill(model, text_ids, make_cache(model, len(text_ids) + room), prefill_chunk, advance)
     text = _Fork(cache)
-    for one in asked:
-        yield _reply_after(model, cache, first, one, ends)
+    for group in groups:
+        if len(group) == 1:
+            found = [_reply_after(model, cache, first, group[0], stops)]
+        else:
+            found = _replies_side_by_side(model, cache, first, group, stops)
         text.put_back()
-        if advance is not None:
-            advance(len(one.question_ids))
+        for one, reply in zip(group, found, strict=True):
+            yield reply
+            if advance is not None:
+                advance(len(one.question_ids))
 
 
 def needs_its_own_pass(model: PreTrainedModel) -> bool:
@@ -115,6 +138,27 @@ def needs_its_own_pass(model: PreTrainedModel) -> bool:
     fed: a question changes the keys of the text before it.
     """
     return bool(length_dependent_rope_types(model))
+
+
+def _can_feed_side_by_side(model: PreTrainedModel) -> bool:
+    """Say whether one forward can hold several questions, each blind to the others.
+
+    A sliding window counts keys, a recurrent state has no mask, and methods that run in attention read the positions of
+    a text from their order.
+    """
+    layers = make_cache(model, 0).layers
+    return model.config._attn_implementation in _READ_MASKS and all(type(layer) is RoomyLayer for layer in layers)
+
+
+def _groups(asked: Sequence[Asked], most_rows: int) -> Iterator[list[Asked]]:
+    """Yield neighbouring questions of together at most so many rows, or one alone."""
+    group: list[Asked] = []
+    for one in asked:
+        if group and sum(other.num_rows for other in group) + one.num_rows > most_rows:
+            yield group
+            group = []
+        group.append(one)
+    yield group
 
 
 class _Fork:
@@ -136,41 +180,25 @@ class _Fork:
         return dict(state) if type(layer) in _UNTOUCHED_BY_UPDATES else copy.deepcopy(state)
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """What ends a greedy answer."""
-
-    stop_ids: frozenset[int]
-    is_done: IsDone | None
-
-    def of(self, written: list[int], most: int) -> list[int] | None:
-        """Return the finished answer; None if it goes on."""
-        written = written[:most]
-        stop = next((at for at, token in enumerate(written) if token in self.stop_ids), None)
-        if stop is not None:
-            return written[:stop]
-        done = len(written) == most or (self.is_done is not None and self.is_done(written))
-        return written if done else None
-
-
-def _reply_after(model: PreTrainedModel, cache: DynamicCache, first: torch.Tensor, one: Asked, ends: _Ends) -> Reply:
+def _reply_after(
+    model: PreTrainedModel, cache: DynamicCache, first: torch.Tensor, one: Asked, stops: frozenset[int]
+) -> Reply:
     """Reply over the cache of a text; ``first`` are the logits of what follows it."""
     if one.question_ids:
         _, first = _prefill(model, one.question_ids, cache, None, None)  # its last row alone reaches the head
     prompt, before_last = _Fork(cache), one.answer_ids[:-1]
     rows = torch.cat([first, _feed(model, before_last, cache)]) if before_last else first
     choices, losses = _forced(model, rows, one.answer_ids)
-    wrong = (at for at, (choice, right) in enumerate(zip(choices, one.answer_ids, strict=True)) if choice != right)
-    written = choices[: next(wrong, len(choices)) + 1]
+    written = _written_in(choices, one)
     todo = written[-1:]
     if len(written) < len(choices):  # the cache holds tokens that the model would not have written
         prompt.put_back()
         todo = written
-    return Reply(choices, losses, _write(model, cache, written, todo, one.max_new_tokens, ends))
+    return Reply(choices, losses, _write(model, cache, written, todo, one, stops))
 
 
 def _reply_in_one_pass(
-    model: PreTrainedModel, prompt_ids: list[int], one: Asked, ends: _Ends, advance: Advance | None
+    model: PreTrainedModel, prompt_ids: list[int], one: Asked, stops: frozenset[int], advance: Advance | None
 ) -> Reply:
     """Score the answer in one pass over everything; then feed the prompt and write on from it, as ``generate`` does."""
     reset_dynamic_frequencies(model)
@@ -180,7 +208,7 @@ def _reply_in_one_pass(
     reset_dynamic_frequencies(model)
     cache, first = _prefill(model, prompt_ids, DynamicCache(config=model.config), None, advance)
     written = [int(first[-1].argmax())]
-    return Reply(choices, losses, _write(model, cache, written, written[:], one.max_new_tokens, ends))
+    return Reply(choices, losses, _write(model, cache, written, written[:], one, stops))
 
 
 def _forced(model: PreTrainedModel, rows: torch.Tensor, answer_ids: list[int]) -> tuple[list[int], list[float]]:
@@ -191,14 +219,88 @@ def _forced(model: PreTrainedModel, rows: torch.Tensor, answer_ids: list[int]) -
     return rows.argmax(-1).tolist(), losses.tolist()
 
 
+def _written_in(choices: list[int], one: Asked) -> list[int]:
+    """Return the beginning of the greedy answer: the choices up to the first that is not the right one."""
+    wrong = (at for at, (choice, right) in enumerate(zip(choices, one.answer_ids, strict=True)) if choice != right)
+    return choices[: next(wrong, len(choices)) + 1]
+
+
 def _write(
-    model: PreTrainedModel, cache: DynamicCache, written: list[int], todo: list[int], most: int, ends: _Ends
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    written: list[int],
+    todo: list[int],
+    one: Asked,
+    stops: frozenset[int],
 ) -> list[int]:
     """Return the greedy answer that begins with ``written``; ``todo`` is what of it, or before it, is not fed yet."""
-    while (finished := ends.of(written, most)) is None:
+    while (finished := one.finished(written, stops)) is None:
         written = [*written, int(_feed(model, todo, cache)[-1].argmax())]
         todo = written[-1:]
     return finished
+
+
+class _SideBySide:
+    """Tokens of several questions after one text in a cache: each sees the text, and its own question up to itself."""
+
+    def __init__(self, model: PreTrainedModel, cache: DynamicCache) -> None:
+        self.model, self.cache, self.num_text = model, cache, cache.get_seq_length()
+        # Of the tokens after the text: which question they are of, and their positions.
+        self.questions = self.positions = torch.empty(0, dtype=torch.long, device=model.device)
+
+    def feed(self, ids: Sequence[int], questions: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Return the hidden states ``(len(ids), hidden_size)``; positions count from the end of the text."""
+        batch, of, at = torch.tensor([ids, questions, positions], device=self.model.device)
+        self.questions, self.positions = torch.cat([self.questions, of]), torch.cat([self.positions, at])
+        seen = (self.questions == of[:, None]) & (self.positions <= at[:, None])
+        mask = torch.zeros(
+            1, 1, len(ids), self.num_text + len(self.questions), dtype=self.model.dtype, device=of.device
+        )
+        mask[..., self.num_text :].masked_fill_(~seen, torch.finfo(mask.dtype).min)
+        body = decoder_body(self.model)
+        hidden: torch.Tensor = body(
+            input_ids=batch[None],
+            attention_mask=mask,
+            position_ids=self.num_text + at[None],
+            past_key_values=self.cache,
+            use_cache=True,
+        ).last_hidden_state
+        return hidden[0]
+
+    def hide(self, question: int, position: int) -> None:
+        """Let nobody see the tokens of a question from a position on."""
+        self.questions[(self.questions == question) & (self.positions >= position)] = -1
+
+
+def _replies_side_by_side(
+    model: PreTrainedModel, cache: DynamicCache, first: torch.Tensor, group: Sequence[Asked], stops: frozenset[int]
+) -> list[Reply]:
+    """Reply to questions over the cache of a text; ``first`` are the logits of what follows it."""
+    rows = _SideBySide(model, cache)
+    fed = [one.question_ids + one.answer_ids[:-1] for one in group]
+    hidden = rows.feed(
+        [token for ids in fed for token in ids],
+        [at for at, ids in enumerate(fed) for _ in ids],
+        [position for ids in fed for position in range(len(ids))],
+    )
+    scored, written = [], []
+    for at, (one, states) in enumerate(zip(group, torch.split(hidden, [len(ids) for ids in fed]), strict=True)):
+        count = len(one.answer_ids)
+        scored.append(_forced(model, torch.cat([first, head_logits(model, states[-count:])])[-count:], one.answer_ids))
+        written.append(_written_in(scored[at][0], one))
+        rows.hide(at, len(one.question_ids) + len(written[at]) - 1)  # what the model would not have written
+    going_on = [at for at, one in enumerate(group) if one.finished(written[at], stops) is None]
+    while going_on:
+        hidden = rows.feed(
+            [written[at][-1] for at in going_on],
+            going_on,
+            [len(group[at].question_ids) + len(written[at]) - 1 for at in going_on],
+        )
+        for at, choice in zip(going_on, head_logits(model, hidden).argmax(-1).tolist(), strict=True):
+            written[at].append(choice)
+        going_on = [at for at in going_on if group[at].finished(written[at], stops) is None]
+    finished = [one.finished(tokens, stops) or [] for one, tokens in zip(group, written, strict=True)]
+    return [Reply(*scores, tokens) for scores, tokens in zip(scored, finished, strict=True)]
 
 
 def _prefill(

@@ -71,13 +71,18 @@ class Oracle:
         cache, ids = kwargs.get("past_key_values"), kwargs["input_ids"][0].tolist()
         self.start = cache.get_seq_length() if cache is not None else 0
         self.fed = self.fed[: self.start] + ids
+        mask = kwargs.get("attention_mask")
+        self.masked = mask if mask is not None and mask.dim() == 4 else None
         self.most_at_once = max(self.most_at_once, len(ids))
 
     def think(self, module: Any, args: Any, output: Any) -> Any:
         """Replace each hidden state by the id of what comes next."""
         text = self.tokenizer.decode(self.fed)
         for row in range(len(self.fed) - self.start):
-            output.last_hidden_state[0, row, 0] = self.next_id(text[: self.start + row + 1])
+            seen = text[: self.start + row + 1]
+            if self.masked is not None:
+                seen = "".join(text[at] for at in (self.masked[0, 0, row] == 0).nonzero().flatten().tolist())
+            output.last_hidden_state[0, row, 0] = self.next_id(seen)
         return output
 
     def next_id(self, text: str) -> int:

@@ -25,7 +25,7 @@ from hf_posenc.retrieval.prompts import PromptMaker
 from hf_posenc.retrieval.scoring import Asked, needs_its_own_pass, replies
 from hf_posenc.retrieval.tasks import register_task, tasks
 from hf_posenc.retrieval.tasks.base import PEOPLE, Puzzle, Question
-from model_types import sharp_model, sharpened
+from model_types import rotary_types, sharp_model, sharpened
 from oracles import Oracle, solve
 from task_solvers import OF_FEW, UNUSED
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
@@ -86,12 +86,21 @@ def count_fed(model: PreTrainedModel) -> list[int]:
 # ---- what a model replies ----
 
 
-def expected_reply(model: PreTrainedModel, prompt: list[int], one: Asked) -> tuple[list[float], list[int]]:
-    """Return the losses of one forward of everything, and what ``generate`` writes."""
+def expected_losses(model: PreTrainedModel, prompt: list[int], one: Asked) -> list[float]:
+    """Return the losses of one forward of everything."""
     with torch.no_grad():
         reset_dynamic_frequencies(model)
         logits = model(input_ids=torch.tensor([prompt + one.answer_ids]), use_cache=False).logits[0]
         reset_dynamic_frequencies(model)
+    rows = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
+    found: list[float] = (-rows[range(len(one.answer_ids)), one.answer_ids]).tolist()
+    return found
+
+
+def expected_reply(model: PreTrainedModel, prompt: list[int], one: Asked) -> tuple[list[float], list[int]]:
+    """Return the losses of one forward of everything, and what ``generate`` writes."""
+    losses = expected_losses(model, prompt, one)
+    with torch.no_grad():
         whole = model.generate(
             torch.tensor([prompt]),
             do_sample=False,
@@ -99,8 +108,7 @@ def expected_reply(model: PreTrainedModel, prompt: list[int], one: Asked) -> tup
             eos_token_id=None,
             pad_token_id=0,
         )
-    rows = logits[len(prompt) - 1 : -1].double().log_softmax(-1)
-    return (-rows[range(len(one.answer_ids)), one.answer_ids]).tolist(), whole[0, len(prompt) :].tolist()
+    return losses, whole[0, len(prompt) :].tolist()
 
 
 def some_questions(model: PreTrainedModel, text: list[int], generator: torch.Generator) -> list[Asked]:
@@ -140,6 +148,48 @@ def test_each_reply_is_that_of_a_forward_of_its_own(name: str, prefill_chunk: in
     assert [one.written for one in again] == [one.written for one in got]
 
 
+@pytest.mark.parametrize("name", ["llama", "eager", "yarn", "window", "gemma2", "recurrent", "dca", "dynamic_yarn"])
+def test_questions_are_fed_side_by_side_where_a_mask_can_part_them(name: str) -> None:
+    """Many questions of a text, those of a group of rows in one forward: their number does not change a reply."""
+    eager = {"eager": lambda: make_model("Llama", attn_implementation="eager")}
+    model = sharpened({**MODELS, **eager}[name]())
+    generator = torch.Generator().manual_seed(7)
+    text = torch.randint(3, 128, (90,), generator=generator).tolist()
+    asked = some_questions(model, text, generator)
+    fed = count_fed(model)
+    got = list(replies(model, text, asked * 60))
+    side_by_side = name in ("llama", "eager", "yarn")
+    assert (len(fed) < 60) is side_by_side
+    assert max(fed[1:]) <= (1024 if side_by_side else 10)
+    for one, reply in zip(asked * 60, got, strict=True):
+        (alone,) = replies(model, text + one.question_ids, [dataclasses.replace(one, question_ids=[])])
+        assert reply.losses == pytest.approx(alone.losses, abs=1e-5, rel=0)
+        assert (reply.choices, reply.written) == (alone.choices, alone.written)
+
+
+@pytest.mark.slow  # half a minute
+@pytest.mark.filterwarnings("ignore")  # of Transformers, about tiny configs
+def test_every_model_type_parts_questions_by_the_mask_it_is_given() -> None:
+    apart = {}
+    for model_type in sorted({*rotary_types()} - {"beam", "blt", "mllama"}):  # refused, or without a cache or a head
+        model = sharp_model(model_type)
+        generator = torch.Generator().manual_seed(1)
+        text = torch.randint(3, 100, (60,), generator=generator).tolist()
+        drawn = [torch.randint(3, 100, (count,), generator=generator).tolist() for count in (10, 4, 7)]
+        asked = [Asked(ids[:-3], ids[-3:]) for ids in drawn]
+        fed = count_fed(model)
+        got = list(replies(model, text, asked))
+        wanted = [expected_losses(model, text + one.question_ids, one) for one in asked]
+        if len(fed) == 2:
+            apart[model_type] = max(
+                abs(found - loss)
+                for reply, losses in zip(got, wanted, strict=True)
+                for found, loss in zip(reply.losses, losses, strict=True)
+            )
+    assert len(apart) > 50
+    assert max(apart.values()) < 1e-5
+
+
 def test_a_greedy_answer_ends_where_it_should() -> None:
     model = make_model("Llama")
     generator = torch.Generator().manual_seed(5)
@@ -152,7 +202,8 @@ def test_a_greedy_answer_ends_where_it_should() -> None:
     for stop in (full[0][0], full[1][2], full[2][5]):
         ended = [written[: written.index(stop)] if stop in written else written for written in full]
         assert [one.written for one in replies(model, text, asked, stop_ids=[stop])] == ended
-    done = [one.written for one in replies(model, text, asked, is_done=lambda written: len(written) >= 6)]
+    six = [dataclasses.replace(one, is_done=lambda written: len(written) >= 6) for one in asked]
+    done = [one.written for one in replies(model, text, six)]
     assert [written[:6] for written in full] == [written[:6] for written in done]
     assert all(len(written) == 6 for written in done)
 
