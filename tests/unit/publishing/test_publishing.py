@@ -271,6 +271,11 @@ def offline(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
+def nobody_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nobody(hub, monkeypatch, tmp_path)  # who is not told to log in first
+    offline(hub, monkeypatch, tmp_path)
+
+
 def no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     closed = Hub()
     closed.endpoint = "http://127.0.0.1:9"
@@ -298,6 +303,7 @@ REFUSED: list[tuple[Case, str, type[Exception], str]] = [
     (nobody, NAME, HubAccessError, "there is no token for the Hugging Face Hub here. Log in with `hf auth login`"),
     (unknown_token, NAME, HubAccessError, r"the Hub does not accept the token \(401: Invalid credentials"),
     (offline, NAME, HubUnreachableError, r"offline mode is set \(HF_HUB_OFFLINE=1\)"),
+    (nobody_offline, NAME, HubUnreachableError, r"offline mode is set \(HF_HUB_OFFLINE=1\)"),
     (no_network, NAME, HubUnreachableError, "http://127.0.0.1:9 cannot be reached"),
     (down, NAME, HubUnreachableError, r"the Hub cannot serve it now \(503: The Hub is being repaired\)"),
 ]
