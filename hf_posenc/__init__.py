@@ -9,7 +9,7 @@ from hf_posenc.checkpoint.standard_saving import install as _install
 from hf_posenc.version import __version__
 
 if TYPE_CHECKING:
-    from hf_posenc.checkpoint.extended import load_extended, save_extended
+    from hf_posenc.checkpoint.extended import load_extended
     from hf_posenc.checkpoint.manifest import describe
     from hf_posenc.doctor.diagnosis import diagnose
     from hf_posenc.errors import HfPosencError, RotaryMismatchError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_posenc.patching.request import extend_config
     from hf_posenc.patching.verification import Verification
     from hf_posenc.planning.planner import Plan, plan
+    from hf_posenc.publishing.saving import save_extended
     from hf_posenc.training.config import FinetuneConfig
     from hf_posenc.training.fine_tuning import FinetuneResult, finetune
     from hf_posenc.training.perplexity_callback import PerplexityCallback
@@ -51,7 +52,7 @@ _MODULES = {
     "patched": "patching.api",
     "perplexity": "evaluation",
     "plan": "planning",
-    "save_extended": "checkpoint.extended",
+    "save_extended": "publishing.saving",
     "unpatch_model": "patching.api",
     "verify_model": "patching.api",
 }

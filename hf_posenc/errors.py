@@ -132,6 +132,33 @@ class MissingFileError(HfPosencError, FileNotFoundError):
     """A file or folder that is not there."""
 
 
+class HubUnreachableError(HfPosencError, ConnectionError):
+    """The Hugging Face Hub does not answer, or must not be asked: no network, offline mode, a fault of the server.
+
+    Attributes:
+        repo_id: The repository that was wanted.
+    """
+
+    def __init__(self, message: str, repo_id: str) -> None:
+        """Take the text as it is."""
+        self.repo_id = repo_id
+        super().__init__(message)
+
+
+class HubAccessError(HfPosencError, PermissionError):
+    """The Hugging Face Hub refuses a repository: it is not there, or private, or the token lacks the right.
+
+    Attributes:
+        repo_id: The repository that was wanted.
+        status: HTTP status of the answer; None where there is no token to ask with.
+    """
+
+    def __init__(self, message: str, repo_id: str, status: int | None) -> None:
+        """Take the text as it is."""
+        self.repo_id, self.status = repo_id, status
+        super().__init__(message)
+
+
 class MissingPackageError(HfPosencError, ImportError):
     """An optional package that is not installed, or cannot be imported; the text says how to install it."""
 

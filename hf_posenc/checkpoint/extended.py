@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from hf_posenc.checkpoint.manifest import (
     needs_hf_posenc,
     read_manifest,
 )
-from hf_posenc.checkpoint.pretrained import expecting_keys, folder_with, load_weights, model_class
+from hf_posenc.checkpoint.pretrained import check_may_read, expecting_keys, folder_with, load_weights, model_class
 from hf_posenc.checkpoint.quantised import refuse_unsaveable
 from hf_posenc.encodings.encoding_installation import MODULE, load_parameters, refuse_adapter
 from hf_posenc.errors import InvalidRequestError, MissingFileError
@@ -58,7 +58,7 @@ _CLASSES_OF_TASKS = {
     "FEATURE_EXTRACTION": "AutoPeftModelForFeatureExtraction",
 }
 # The files of an earlier checkpoint, a model's or an adapter's, that a new one must not be mixed with.
-_CHECKPOINT_FILES = (
+CHECKPOINT_FILES = (
     MANIFEST,
     CONFIG,
     ADAPTER_CONFIG,
@@ -97,37 +97,27 @@ def both_serializations(config: dict[str, Any]) -> dict[str, Any]:
     return written
 
 
-def save_extended(
+def save_checkpoint(
     model: nn.Module,
     path: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     tokens_trained: int | None = 0,
     base_model: str | None = None,
-    card: str | None = None,
     fitted_on: Mapping[str, Any] | None = None,
+    finish: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Save a patched model so that Transformers 4.57 and 5 load it extended, without hf_posenc.
-
-    A PEFT-wrapped model is saved as an adapter with the manifest beside it; ``load_extended`` applies it to the base.
-    Everything is written to a folder beside ``path`` and moved there at the end.
+    """Write what ``save_extended`` does, without a model card and without the Hub.
 
     Args:
-        model: A model that ``patch_model`` extended, or one loaded extended. One that ``load_model`` widened to
-            float32 for a CPU without bfloat16 is saved in its checkpoint's dtype.
-        path: The folder; the files of an earlier checkpoint in it are replaced, others are left alone.
-        tokenizer: Saved too, with ``model_max_length`` set to the target.
-        tokens_trained: Tokens it was fine-tuned on since, for the manifest; None if that is not known.
-        base_model: Where the unextended model came from; None to take it from the config.
-        card: Text of the model card, README.md.
-        fitted_on: For the manifest: what a fitted rule was fitted on, and how (``FitResult.facts``).
+        model, path, tokenizer, tokens_trained, base_model, fitted_on: As for ``save_extended``.
+        finish: Called with the folder beside ``path`` once it is complete, to add files before they are moved.
 
     Returns:
         The folder.
 
     Raises:
-        RotaryMismatchError: The live model does not hold what would be saved.
-        ValueError: The model is not extended, ``path`` is a file, or quantised weights cannot be saved as they are.
+        RotaryMismatchError, ValueError: As for ``save_extended``.
     """
     target = Path(path).expanduser().absolute()
     if target.exists() and not target.is_dir():
@@ -159,16 +149,20 @@ def save_extended(
     partial = partial_of(target)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    with as_stored(base), without_weight_bars():
-        if whole:
-            type(base).save_pretrained(base, partial)
-        else:
-            model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes it for a tensor
-    if tokenizer is not None:
-        _save_tokenizer(tokenizer, partial, manifest["context_length"])
-    if card is not None:
-        (partial / "README.md").write_text(card, encoding="utf-8")
-    _write_manifest(partial, rotary, manifest, adapter=not whole)
+    try:
+        with as_stored(base), without_weight_bars():
+            if whole:
+                type(base).save_pretrained(base, partial)
+            else:
+                model.save_pretrained(str(partial))  # type: ignore[operator]  # PEFT's model; mypy takes it for a tensor
+        if tokenizer is not None:
+            _save_tokenizer(tokenizer, partial, manifest["context_length"])
+        _write_manifest(partial, rotary, manifest, adapter=not whole)
+        if finish is not None:
+            finish(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
     _move_into(partial, target)
     return target
 
@@ -307,7 +301,7 @@ def _move_into(partial: Path, target: Path) -> None:
     if not target.exists():
         partial.rename(target)
         return
-    for pattern in _CHECKPOINT_FILES:
+    for pattern in CHECKPOINT_FILES:
         for stale in target.glob(pattern):
             stale.unlink()
     for file in sorted(partial.iterdir(), key=lambda p: (p.name == MANIFEST, p.name in (CONFIG, ADAPTER_CONFIG))):
@@ -319,19 +313,23 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
     """Load what ``save_extended`` wrote, verified: a model, or a base model with its adapter.
 
     Args:
-        path: The folder, or the name of one on the Hub.
+        path: The folder, or ``OWNER/NAME`` on the Hub.
         base: The base model of an adapter, loaded already, extended or not; None loads the one the adapter names, in
             its own precision even if the adapter was trained on 4-bit weights (QLoRA): ``quantization_config``
             quantises it again.
-        **kwargs: Passed on to ``from_pretrained``, such as ``dtype`` or ``device_map``.
+        **kwargs: Passed on to ``from_pretrained``, such as ``dtype`` or ``device_map``; for the Hub ``revision`` and
+            ``token``.
 
     Raises:
         FileNotFoundError: There is no manifest.
+        HubAccessError: The Hub has no such repository, or it is private and the token may not read it.
+        HubUnreachableError: The Hub cannot be reached, or offline mode is set, and it was not downloaded before.
         ValueError: The adapter's base is already extended in another way, or a base came with a whole model.
         RotaryMismatchError: The loaded model does not hold what the manifest says.
     """
+    check_may_read(path, kwargs)
     found = find_manifest(path, kwargs)
-    if (adapter := folder_with(path, (ADAPTER_CONFIG,))) is not None:
+    if (adapter := folder_with(path, (ADAPTER_CONFIG,), kwargs)) is not None:
         return _load_adapter(path, adapter, None if found is None else found[0], base, kwargs)
     if found is None:
         raise MissingFileError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
@@ -394,7 +392,8 @@ def _load_adapter(
     import peft
     from peft import PeftConfig, PeftModel
 
-    settings = PeftConfig.from_pretrained(str(path))
+    where = {name: kwargs[name] for name in ("revision", "token") if name in kwargs}
+    settings = PeftConfig.from_pretrained(str(path), **where)
     source = settings.base_model_name_or_path
     if manifest is None and mark_of(folder / ADAPTER_CONFIG) is None:
         logger.warning("%s: the adapter does not say whether its base was extended; it is taken as it is.", path)
@@ -412,8 +411,9 @@ def _load_adapter(
             model = getattr(peft, _CLASSES_OF_TASKS[task]).from_pretrained(str(path), **kwargs)
         else:
             if base is None:
+                kwargs = {name: value for name, value in kwargs.items() if name != "revision"}  # that is the adapter's
                 base = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
-            model = PeftModel.from_pretrained(base, str(path))
+            model = PeftModel.from_pretrained(base, str(path), **where)
     if manifest is not None:
         _check_loaded(model, manifest, path)
     return model

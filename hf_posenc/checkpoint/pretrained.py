@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hf_posenc.checkpoint.standard_saving import plain_loading
-from hf_posenc.errors import InvalidRequestError, MissingPackageError
+from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
 from hf_posenc.families.rotary_model import RotaryModel
 
 if TYPE_CHECKING:
@@ -86,6 +86,39 @@ def check_hub(name: str) -> None:
             f"({str(error).strip() or type(error).__name__}). Give a folder with config.json and *.safetensors, or a "
             ".gguf file."
         ) from error
+
+
+def check_may_read(source: str | Path, kwargs: Mapping[str, Any]) -> None:
+    """Raise what keeps a checkpoint from being read, if it is no folder here: why the Hub does not give it.
+
+    Args:
+        source: A folder, or a name on the Hub.
+        kwargs: ``from_pretrained``'s, as for ``folder_with``.
+
+    Raises:
+        FileNotFoundError: It is the path of a folder that is not there.
+        HubAccessError: There is no such repository, or the token may not read it.
+        HubUnreachableError: The Hub cannot be asked, and the config was not downloaded before.
+        ValueError: The repository has no such revision.
+    """
+    import huggingface_hub as hub
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    from hf_posenc.utils.hub import hub_errors, is_repo_id
+
+    name, revision, token = str(source), kwargs.get("revision"), kwargs.get("token")
+    if Path(name).expanduser().exists():
+        return
+    if not is_repo_id(name):
+        raise MissingFileError(f"there is no folder {name!r}, and it is no name on the Hugging Face Hub (OWNER/NAME).")
+    if isinstance(hub.try_to_load_from_cache(name, "config.json", kwargs.get("cache_dir"), revision), str):
+        return
+    url = hub.hf_hub_url(name, "config.json", subfolder=kwargs.get("subfolder") or None, revision=revision)
+    with hub_errors(name, "read"):
+        try:
+            hub.get_hf_file_metadata(url, token=token, timeout=_HUB_SECONDS)
+        except RemoteEntryNotFoundError:
+            return  # the repository is there, and holds something else
 
 
 # llama.cpp writes Llama 3.1's and LongRoPE's divisors as tensors, not as metadata.

@@ -121,6 +121,7 @@ def run_finetune(
     from hf_posenc.report import text_table
     from hf_posenc.training import finetune as train
     from hf_posenc.training.extending import dry_run
+    from hf_posenc.training.run_folder import make_repo
     from hf_posenc.training.setting_checks import check_combination
     from hf_posenc.utils.launching import own_device
 
@@ -142,6 +143,8 @@ def run_finetune(
         documents = _tokenized(documents, tokenizer, config)
     if config.task_mix is not None and isinstance(documents, list):
         dry_run(name, config, attention=loading.attn_implementation, texts=(tokenizer, documents))
+    if os.environ.get("RANK", "0") == "0":  # a token that may not is found before the weights are loaded
+        make_repo(config)
     model, tokenizer = load_model(name, **vars(loading))
     if chat_template is not None:
         tokenizer.chat_template = chat_template

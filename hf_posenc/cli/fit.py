@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from hf_posenc.cli.output_folders import check_folder, check_work_folder
-from hf_posenc.cli.shared_arguments import MODEL, DocumentArguments, ModelArguments, parse, parse_options
+from hf_posenc.cli.shared_arguments import (
+    MODEL,
+    DocumentArguments,
+    ModelArguments,
+    PublishArguments,
+    parse,
+    parse_options,
+)
 from hf_posenc.fitting.config import WORK_FILES, FitConfig
-from hf_posenc.utils.files import write_whole
 
 if TYPE_CHECKING:
     from hf_posenc.fitting.fitting import FitResult
+    from hf_posenc.publishing.repository import Repository
 
 
 @dataclass
@@ -41,9 +48,10 @@ def fit(argv: Sequence[str]) -> None:
     Examples:
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --budget 30m
+        hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --push-to-hub me/longer
     """
-    known = (FitArguments, FitConfig, DocumentArguments, ModelArguments)
-    given, where, what, source, loading = parse("fit", fit.__doc__, argv, known, MODEL)
+    known = (FitArguments, FitConfig, DocumentArguments, ModelArguments, PublishArguments)
+    given, where, what, source, loading, publishing = parse("fit", fit.__doc__, argv, known, MODEL)
     what.teacher_options = parse_options(where.teacher_option)
     what.check()
     check_folder(given.model, where.output, may_hold_files=False)
@@ -51,9 +59,11 @@ def fit(argv: Sequence[str]) -> None:
     work_dir = output.with_name(f"{output.name}.work")
     check_work_folder(work_dir, WORK_FILES)
     documents = source.texts()
+    repository = None if what.dry_run else publishing.make_repository()
     from hf_posenc.checkpoint.loading import load_model
     from hf_posenc.fitting.cost import cost_in_words
     from hf_posenc.fitting.fitting import fit_method, texts_to_fit
+    from hf_posenc.publishing.provenance import document_source
 
     model, tokenizer = load_model(given.model, **vars(loading))
     num_texts = len(texts_to_fit(model, tokenizer, documents, what).fitted)
@@ -67,14 +77,13 @@ def fit(argv: Sequence[str]) -> None:
         raise
     print(_in_words(result))
     del model
-    _save(given.model, output, what, result)
-    if result.records:  # the file in the work folder has those of requests before this one too
-        lines = [record.to_json() + "\n" for row in result.records.values() for record in row]
-        write_whole(output / "results.jsonl", "".join(lines))
+    _save(given.model, output, what, result, document_source(vars(source)).words, repository)
     shutil.rmtree(work_dir)
     print(
         f"saved: {where.output}, which plain Transformers loads. To serve it: hf-posenc export {where.output} --to vllm"
     )
+    if repository is not None:
+        print(f"pushed: {repository.url}")
 
 
 def _in_words(result: FitResult) -> str:
@@ -99,12 +108,22 @@ def _in_words(result: FitResult) -> str:
     return "\n".join([*lines, "", f"fitted and measured in {duration_name(result.seconds)}"])
 
 
-def _save(name: str, output: Path, config: FitConfig, result: FitResult) -> None:
-    """Save the model with the rule, its weights as they are in the checkpoint."""
-    from hf_posenc.checkpoint.extended import save_extended
+def _save(
+    name: str, output: Path, config: FitConfig, result: FitResult, documents: str, repository: Repository | None
+) -> None:
+    """Save the model with the rule and what was measured, its weights as they are in the checkpoint.
+
+    Args:
+        name: The model's.
+        output: The folder.
+        config, result: The fit.
+        documents: What it was fitted on, in words.
+        repository: What it is pushed to; None for nothing.
+    """
     from hf_posenc.checkpoint.loading import load_model
     from hf_posenc.checkpoint.manifest import tokens_trained
     from hf_posenc.patching.api import patch_model
+    from hf_posenc.publishing.saving import save_extended
     from hf_posenc.utils.console import quiet
     from hf_posenc.utils.dtypes import CHECKPOINT
 
@@ -112,4 +131,15 @@ def _save(name: str, output: Path, config: FitConfig, result: FitResult) -> None
     model, tokenizer = load_model(name, dtype=CHECKPOINT, device="cpu")
     with quiet(patch_model.__module__):
         patch_model(model, tokenizer=tokenizer, **config.request("fitted", result.options))
-    save_extended(model, output, tokenizer, tokens_trained=trained, base_model=name, fitted_on=result.facts)
+    save_extended(
+        model,
+        output,
+        tokenizer,
+        tokens_trained=trained,
+        base_model=name,
+        fitted_on={**result.facts, "documents": documents},
+        # The file in the work folder has those of requests before this one too.
+        records=[record for row in result.records.values() for record in row],
+        card=True,
+        push_to_hub=repository,
+    )

@@ -19,12 +19,13 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
-from hf_posenc.errors import HfPosencError, InvalidRequestError, add_flags, did_you_mean
+from hf_posenc.errors import HfPosencError, InvalidRequestError, add_flags, argument, did_you_mean
 from hf_posenc.utils.units import ContextLength, Duration, MemorySize, TokenCount
 
 if TYPE_CHECKING:
     from hf_posenc.data.columns import Document
     from hf_posenc.data.reading import DocumentStream
+    from hf_posenc.publishing.repository import Repository
 
 _EXAMPLES = "examples:\n"
 TRACEBACK, TRACEBACK_HELP = "--traceback", "show the Python traceback of an error"
@@ -141,6 +142,46 @@ class DocumentArguments:
         if self.template is not None:
             settings["template"] = self.template.replace("\\n", "\n")  # which a shell leaves as two characters
         return settings
+
+
+@dataclass
+class PublishArguments:
+    """Where the model is published."""
+
+    HELP_COMMON: ClassVar[tuple[str, ...]] = ("push_to_hub",)
+
+    push_to_hub: str | None = field(
+        default=None,
+        metadata={
+            "help": "repository of the Hub to push the model to, such as me/longer",
+            "metavar": "NAME",
+        },
+    )
+    hub_private_repo: bool | None = field(
+        default=None, metadata={"help": "whether a new repository is private; default: as the account has it"}
+    )
+    hub_token: str | None = field(default=None, metadata={"help": "token for the Hub; default: that of the login"})
+    hub_revision: str | None = field(default=None, metadata={"help": "branch to push to; default: the main one"})
+
+    def make_repository(self) -> Repository | None:
+        """Make the repository and see that it can be written to, before anything expensive; None if none is named.
+
+        Raises:
+            HubAccessError, HubUnreachableError, ValueError: It cannot, or it is not named and the others are given.
+        """
+        rest = {name: value for name, value in vars(self).items() if name != "push_to_hub" and value is not None}
+        if self.push_to_hub is None:
+            if rest:
+                raise InvalidRequestError(
+                    f"{' and '.join(map(argument, rest))} say how a model is pushed: name the repository with "
+                    f"{argument('push_to_hub')} OWNER/NAME."
+                )
+            return None
+        from hf_posenc.publishing.repository import make_repository
+
+        return make_repository(
+            self.push_to_hub, private=self.hub_private_repo, token=self.hub_token, revision=self.hub_revision
+        )
 
 
 def parse(

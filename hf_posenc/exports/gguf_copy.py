@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hf_posenc.checkpoint.pretrained import SCALING_TENSORS, is_gguf, open_gguf
 from hf_posenc.errors import InvalidRequestError, MissingFileError
-from hf_posenc.exports.folder import ExportFolder, cache_note, command
+from hf_posenc.exports.folder import ExportFolder, cache_note, command, read_folder
 from hf_posenc.exports.llama_cpp import ARCHITECTURES, metadata_of, notes_on_lists, tensors_of
-from hf_posenc.exports.stacks import STACKS, read_for, title_of
+from hf_posenc.exports.stacks import STACKS, checked_for, title_of
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.units import size_name
 
@@ -57,7 +57,7 @@ def export_gguf(
             small. Nothing is left of the output.
         ImportError: The gguf package is not installed.
     """
-    folder, comments = read_for(STACKS["llama.cpp"], path, as_method)
+    folder, comments = checked_for(STACKS["llama.cpp"], read_folder(path), as_method)
     metadata = metadata_of(folder)
     target = _check_output(output)
     if base is None:

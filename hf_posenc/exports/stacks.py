@@ -86,7 +86,16 @@ def export_command(path: str | Path, stack: str, as_method: str | None = None) -
     known = STACKS.get(stack.lower())
     if known is None:
         raise InvalidRequestError(f"unknown stack {stack!r}. Known: {', '.join(STACKS)}.")
-    folder, comments = read_for(known, path, as_method)
+    return command_for(known, read_folder(path), as_method)
+
+
+def command_for(known: Stack, folder: ExportFolder, as_method: str | None = None) -> str:
+    """Return what ``export_command`` does, of a folder that is read already.
+
+    Raises:
+        ValueError: As for ``export_command``.
+    """
+    folder, comments = checked_for(known, folder, as_method)
     return "\n".join(
         [
             f"{title_of(folder)}checked against the source of {known.title} {known.read}",
@@ -97,14 +106,12 @@ def export_command(path: str | Path, stack: str, as_method: str | None = None) -
     )
 
 
-def read_for(stack: Stack, path: str | Path, as_method: str | None = None) -> tuple[ExportFolder, list[str]]:
+def checked_for(stack: Stack, folder: ExportFolder, as_method: str | None = None) -> tuple[ExportFolder, list[str]]:
     """Return a folder whose rule a stack may be able to run, and comments on what ``as_method`` loses.
 
     Raises:
-        FileNotFoundError: There is no manifest, or no config.json.
         ValueError: As for ``export_command``.
     """
-    folder = read_folder(path)
     if folder.model_type not in stack.model_types:
         raise InvalidRequestError(
             f"how {stack.title} reads the positions of model_type {folder.model_type!r} has not been checked, or it "

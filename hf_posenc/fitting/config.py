@@ -38,7 +38,6 @@ class FitConfig:
         "steps",
         "compare",
         "held_out_numbers",
-        "short_list",
         "budget",
         "dry_run",
     )

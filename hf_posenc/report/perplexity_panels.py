@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_posenc.evaluation.intervals import WORTH, is_tie
 from hf_posenc.evaluation.protocols import rule_of
 from hf_posenc.evaluation.rows import row_key
 from hf_posenc.report.comparable import Row, Table, all_of, computed_with, listed, model_names, perplexity_name
-from hf_posenc.report.looks import Looks
+from hf_posenc.report.looks import Looks, make_looks
 from hf_posenc.report.page import Block, Cell, Facts, Figure, NumberTable, Panel, Paragraph
-from hf_posenc.report.plot import Chart, Line, draw_chart, intervals_words, length_ticks, shows_raw
+from hf_posenc.report.plot import Chart, Line, draw_chart, draw_png, intervals_words, length_ticks, shows_raw
 from hf_posenc.utils.units import length_name
 
 _MOST_POINTS, _MOST_LINES = 256, 16  # of a chart and of a table; neighbours are added up to have no more
@@ -49,6 +49,11 @@ def _by_length_panel(results: Table, looks: Looks) -> Panel:
 def left_out_panel(notes: Sequence[str]) -> Panel:
     """Return the panel that says why every row was left out, where no table can be made."""
     return Panel("perplexity_left_out", "Perplexity: left out", [Paragraph(note, "note") for note in notes])
+
+
+def perplexity_curve(results: Table) -> bytes:
+    """Return the chart of a table of perplexities as PNG, for where it stands alone: its title names no model."""
+    return draw_png(replace(_chart(results, make_looks(results.records)), title=results.title))
 
 
 def _chart(results: Table, looks: Looks) -> Chart:

@@ -315,6 +315,17 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     )
     # Trainer's own default would drop position_ids where it does not see them in a model's forward.
     remove_unused_columns: bool = field(default=False, metadata={"help": argparse.SUPPRESS})
+    # A name goes on into hub_model_id; True or False is what is left.
+    push_to_hub: str | None = field(  # type: ignore[assignment]  # TrainingArguments takes no name
+        default=None,
+        metadata={
+            "help": "push the trained model to the Hugging Face Hub, to this repository; without a name: to "
+            "--hub-model-id, or one that is called as --output-dir",
+            "nargs": "?",
+            "const": "true",
+            "metavar": "NAME",
+        },
+    )
     hub_strategy: str = field(default="end", metadata={"help": argparse.SUPPRESS})
     eval_lengths: list[ContextLength] | None = field(
         default=None,
@@ -360,6 +371,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         check_words(self)
         check_rule(self.position_schedule, self.method)
         check_trackers(self.report_to)
+        self._check_publishing()
         self._check_resuming()
         self._check_recipe()
         if self.stages is not None:
@@ -414,6 +426,18 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
             if getattr(self, newer, None) is not None:
                 setattr(self, name, getattr(self, newer))
                 setattr(self, newer, None)
+
+    def _check_publishing(self) -> None:
+        given = self.push_to_hub
+        word = str(given).lower()  # a flag is a word
+        if word not in ("true", "false", "none"):
+            if self.hub_model_id not in (None, given):
+                raise InvalidRequestError(
+                    f"{argument('push_to_hub')} says {given!r} and {argument('hub_model_id')} {self.hub_model_id!r}. "
+                    "Give one of them."
+                )
+            self.hub_model_id = str(given)
+        vars(self).update(push_to_hub=word not in ("false", "none"))
 
     def _check_resuming(self) -> None:
         given = self.resume_from_checkpoint

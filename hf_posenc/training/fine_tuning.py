@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
-from hf_posenc.checkpoint.extended import partial_of, save_extended
+from hf_posenc.checkpoint.extended import partial_of, save_checkpoint
 from hf_posenc.checkpoint.manifest import read_manifest
-from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import Record, perplexity
@@ -24,13 +23,15 @@ from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import is_patched, unpatch_model, unpatched
-from hf_posenc.training.card import TrainedRun, TrainedStage, model_card
+from hf_posenc.publishing.card import TrainedRun, TrainedStage, write_card
+from hf_posenc.publishing.provenance import document_source, source_settings
+from hf_posenc.publishing.repository import Repository
+from hf_posenc.publishing.saving import RESULTS
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import begin, check_with_model
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
 from hf_posenc.training.mixing import MixedDataset, kinds_of_steps
 from hf_posenc.training.packing import PackedDataset
-from hf_posenc.training.provenance import document_source, find_base_model, source_settings
 from hf_posenc.training.recipes import fit_recipe
 from hf_posenc.training.run_file import RUN_FILE, write_run
 from hf_posenc.training.run_folder import (
@@ -53,7 +54,6 @@ from hf_posenc.utils.units import TokenCount
 
 logger = logging.getLogger(__name__)
 
-RESULTS = "results.jsonl"
 _LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets", "lora_embeddings")
 
 
@@ -112,7 +112,7 @@ def finetune(
             them.
 
     Raises:
-        huggingface_hub.errors.HfHubHTTPError: The Hub refused the repository to push to.
+        HubAccessError, HubUnreachableError: The repository to push to cannot be made or written to.
         ValueError: The request contradicts the model or its quantised weights, or the folder holds another run or the
             model itself.
         RuntimeError: Packed documents would see each other (see ``probe_isolation``).
@@ -124,7 +124,7 @@ def finetune(
     check_not_the_models_own(folder, _name(rotary))
     config = fit_recipe(rotary, config)
     check_with_model(rotary, config)
-    repo_id = from_main(lambda: make_repo(config))
+    repository = from_main(lambda: make_repo(config))
     refuse_other_kind(folder, staged=config.stages is not None)
     stages = [config]
     if config.stages is not None:
@@ -139,7 +139,7 @@ def finetune(
         # Once too: each stage is checked and trained on the same tokens.
         documents = to_token_ids(tokenizer, documents, config)
         eval_documents = None if eval_documents is None else to_token_ids(tokenizer, eval_documents, None)
-    run = _Run(folder, settings, tokenizer, documents, eval_documents, tokens_trained)
+    run = _Run(folder, settings, tokenizer, documents, eval_documents, tokens_trained, repository)
     for number, one in enumerate(stages[1:], 2):
         run.check_stage(rotary, one, f"{number} of {len(stages)}")
     trained: Any = model
@@ -150,8 +150,8 @@ def finetune(
         if number > 1 and is_patched(trained):
             unpatch_model(trained)
         trained = run.train(trained, one, saved_to=folder if one is stages[-1] else Path(one.output_dir))
-    if repo_id is not None:
-        from_main(lambda: push(config, repo_id))
+    if repository is not None:
+        from_main(lambda: push(config, repository))
     return run.result(trained)
 
 
@@ -166,6 +166,7 @@ class _Run:
         folder: Gets ``results.jsonl``, ``run.toml`` and the trained model.
         settings: What ``run.toml`` says.
         tokenizer, documents, eval_documents, tokens_trained: As for ``finetune``.
+        repository: What the trained model is pushed to; None for nothing.
     """
 
     def __init__(
@@ -176,10 +177,11 @@ class _Run:
         documents: Documents,
         eval_documents: Documents | None,
         tokens_trained: int,
+        repository: Repository | None,
     ) -> None:
         self.folder, self.settings = folder, settings
         self.tokenizer, self.documents, self.eval_documents = tokenizer, documents, eval_documents
-        self.tokens_trained = tokens_trained
+        self.tokens_trained, self.repository = tokens_trained, repository
         self.unextended: list[Record] = []
         self.before: list[Record] = []
         self.after: list[Record] = []
@@ -283,12 +285,8 @@ class _Run:
 
         def save() -> list[dict[str, Any]]:
             run = TrainedRun(
-                description,
-                find_base_model(base_model),
-                auto_class_of(model),
                 document_source(self.settings),
                 held_out=self.eval_documents is None,
-                tokens_trained=total,
                 settings=_what_was_read(self.settings, texts.packed)
                 | _card_settings(config, texts.packed, args)
                 | _tokens_of_kinds(read_log(loss_log.path), per_step, config),
@@ -297,11 +295,17 @@ class _Run:
                 unextended=self.unextended,
                 before=self.before,
                 after=after,
-                is_adapter=is_adapted(trained),
             )
+            pushed = self.repository if saved_to == self.folder else None  # earlier stages stay here
+            repo_id = None if pushed is None else pushed.repo_id
             with base_not_looked_up():
-                save_extended(
-                    trained, saved_to, self.tokenizer, tokens_trained=total, base_model=base_model, card=model_card(run)
+                save_checkpoint(
+                    trained,
+                    saved_to,
+                    self.tokenizer,
+                    tokens_trained=total,
+                    base_model=base_model,
+                    finish=lambda written: write_card(trained, written, saved_to, repo_id=repo_id, run=run),
                 )
             return read_log(loss_log.path)
 

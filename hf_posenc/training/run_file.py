@@ -144,7 +144,7 @@ def _value(value: Any, hint: Any, name: str, path: str | Path) -> Any:
         return str(value)
     if name in ("text_field", "task_mix") and isinstance(value, str):
         return [value]
-    if name == "resume_from_checkpoint" and isinstance(value, bool):
+    if name in ("resume_from_checkpoint", "push_to_hub") and isinstance(value, bool):
         return str(value).lower()
     try:
         return _as(hint, value)

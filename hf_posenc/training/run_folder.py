@@ -15,9 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from huggingface_hub import create_repo, upload_folder
-
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
+from hf_posenc.publishing.repository import Repository, make_repository
 from hf_posenc.utils.files import write_whole
 
 if TYPE_CHECKING:
@@ -330,33 +329,24 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__
 
 
-def make_repo(config: FinetuneConfig) -> str | None:
+def make_repo(config: FinetuneConfig) -> Repository | None:
     """Make the repository that a run is pushed to, so that a token that may not is found before the training.
 
     Returns:
-        Its name, ``OWNER/NAME``; None where nothing is to be pushed.
+        The repository; None where nothing is to be pushed.
 
     Raises:
-        huggingface_hub.errors.HfHubHTTPError: The Hub refused it.
+        HubAccessError, HubUnreachableError: It cannot be made or written to.
     """
     if not config.push_to_hub:
         return None
     name = config.hub_model_id or Path(str(config.output_dir)).absolute().name
-    url = create_repo(name, token=config.hub_token, private=config.hub_private_repo, exist_ok=True)
-    return str(url.repo_id)
+    return make_repository(name, private=config.hub_private_repo, token=config.hub_token, revision=config.hub_revision)
 
 
-def push(config: FinetuneConfig, repo_id: str) -> None:
+def push(config: FinetuneConfig, repository: Repository) -> None:
     """Upload the trained model with its card, results and logs; checkpoints stay here."""
-    logger.info("pushing %s to https://huggingface.co/%s", config.output_dir, repo_id)
-    upload_folder(
-        repo_id=repo_id,
-        folder_path=str(config.output_dir),
-        commit_message="Model trained by hf_posenc",
-        token=config.hub_token,
-        revision=config.hub_revision,
-        ignore_patterns=_NOT_PUSHED,
-    )
+    repository.upload(Path(str(config.output_dir)), "Model trained by hf_posenc", leave_out=_NOT_PUSHED)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

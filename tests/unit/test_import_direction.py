@@ -28,14 +28,15 @@ MAY_IMPORT = {
     "evaluation": "methods families data attention patching checkpoint",
     "retrieval": "assets families checkpoint evaluation",
     "serving": "assets methods patching checkpoint exports evaluation",
-    "training": "methods families data attention encodings patching checkpoint evaluation",
+    "report": "methods attention evaluation",
+    "publishing": "methods families data patching checkpoint exports evaluation report",
+    "training": "methods families data attention encodings patching checkpoint evaluation publishing",
     "fitting": "methods families attention patching evaluation retrieval",
     "planning": "methods families attention patching checkpoint evaluation training fitting",
-    "report": "methods attention evaluation",
     "explain": "methods families attention patching checkpoint report",
     "comparing": "methods families patching evaluation retrieval",
-    "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieval training fitting "
-    "serving planning report explain comparing",
+    "cli": "assets methods families data patching checkpoint exports doctor evaluation retrieval publishing "
+    "training fitting serving planning report explain comparing",
     "__main__": "cli",
     "__init__": "checkpoint",
 }

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from gguf_files import write_gguf
-from hf_posenc.checkpoint.extended import save_extended
+from hf_posenc import save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.patching.api import describe, patch_model
 from hf_posenc.training import FinetuneConfig, finetune

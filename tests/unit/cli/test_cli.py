@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_posenc.checkpoint.extended import save_extended
+from hf_posenc import save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.cli import shared_arguments

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_posenc.checkpoint.extended import save_extended
+from hf_posenc import save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.main import COMMANDS, main
 from hf_posenc.cli.shared_arguments import parse_options

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hf_posenc.checkpoint.extended import load_extended, save_extended
+from hf_posenc import load_extended, save_extended
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.evaluation import read_records
 from hf_posenc.patching.api import patch_model, verify_model

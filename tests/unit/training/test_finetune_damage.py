@@ -108,7 +108,7 @@ def test_no_room_for_the_trained_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(FINETUNE, "save_extended", limited(FINETUNE.save_extended, lambda: 100_000))
+        patch.setattr(FINETUNE, "save_checkpoint", limited(FINETUNE.save_checkpoint, lambda: 100_000))
         said = refused(capsys, run_base, run, "--resume-from-checkpoint")
     assert f"error: the trained model could not be written to {run}: " in said
     assert f"{run}/checkpoint-12, is kept" in said

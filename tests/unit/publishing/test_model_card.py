@@ -16,8 +16,8 @@ from hf_posenc.data.reading import DocumentStream
 from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.methods.registry import method_names
 from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model, unpatched, verify_model
+from hf_posenc.publishing.provenance import BaseModel, document_source, find_base_model, source_settings
 from hf_posenc.training import fine_tuning, finetune
-from hf_posenc.training.provenance import BaseModel, document_source, find_base_model, source_settings
 from tiny_llama import make_tiny_llama
 from tiny_runs import SEQ, Killed, config, kill_at, load, load_as_the_card_says, logits_of
 

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import hf_hub_download, metadata_load, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public, and not in __all__
 
 from hf_posenc.checkpoint.manifest import CONFIG, MANIFEST
 from hf_posenc.data.reading import NOVEL, DocumentStream
+from hf_posenc.utils.hub import is_repo_id
 
 _CARD = "README.md"
 _GENERATIONS = 8  # of folders that name the one they were made from
@@ -62,15 +61,6 @@ def find_base_model(source: str) -> BaseModel:
         source = next((name for name in made_from if is_hub_id(name) or _folder(name) is not None), "")
     is_exact = hub_id is not None and len(seen) == 1
     return BaseModel(hub_id if is_exact and hub_id is not None else _last_part(first), hub_id, is_exact, card)
-
-
-def is_repo_id(name: str) -> bool:
-    """Return whether the Hub could have a repository of this name."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return True
 
 
 def is_hub_id(name: str) -> bool:

@@ -1,0 +1,609 @@
+"""The model card of an extended model: what was done, what it gave by length, how to load and serve it, its limits."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from torch import nn
+
+from hf_posenc.checkpoint.manifest import needs_hf_posenc, read_manifest
+from hf_posenc.checkpoint.pretrained import auto_class_of
+from hf_posenc.errors import InvalidRequestError
+from hf_posenc.evaluation.records import Record
+from hf_posenc.exports.folder import read_folder
+from hf_posenc.exports.stacks import STACKS, command_for
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.methods.registry import get_method, method_names, named_options
+from hf_posenc.patching.api import describe, verify_model
+from hf_posenc.patching.verification import extension_words
+from hf_posenc.publishing.provenance import BaseModel, DocumentSource, find_base_model
+from hf_posenc.report.comparable import Table, make_tables, sort_tables
+from hf_posenc.report.perplexity_panels import perplexity_curve
+
+logger = logging.getLogger(__name__)
+
+CARD = "README.md"
+# By which a card of ours is known from one that somebody wrote, and the words that say so.
+_OURS = "<!-- hf_posenc wrote this card"
+_MARK = f"{_OURS} and replaces it when the model is saved again. Delete this line to keep a text of your own. -->"
+_HUB = "https://huggingface.co"
+_FOLDER = "path/of/this/folder"  # where it is not pushed to the Hub
+_TASKS = {"AutoModelForCausalLM": "text-generation", "AutoModelForImageTextToText": "image-text-to-text"}
+_SERVERS = ("vllm", "llama.cpp")
+# What of a fit a card says, by the manifest's names.
+_OF_A_FIT = ("teacher", "teacher_options", "objectives", "documents", "tokens", "steps", "seed", "instead")
+
+
+class TrainedStage(NamedTuple):
+    """What a model was trained on to one target length.
+
+    Attributes:
+        context_length: The target, in tokens.
+        steps: Optimizer steps.
+        tokens: Trained on.
+    """
+
+    context_length: int
+    steps: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """What a card tells of a fine-tuning run.
+
+    Attributes:
+        documents: What it was trained on.
+        held_out: Whether the measured texts are the last of those documents; else they were given apart.
+        settings: Of the run: learning_rate, seq_len, lora and so on, shown as they are.
+        stages: Of this run, in order; one that trains to one length only is one stage. Tokens of the card's
+            ``tokens_trained`` that are of none are those of earlier runs.
+        lengths: That were to be measured, in tokens.
+        unextended: Perplexities of the model without its extension, before training; empty where that is not the base.
+        before, after: Perplexities of the extended model before and after training, at the same lengths.
+    """
+
+    documents: DocumentSource
+    held_out: bool
+    settings: Mapping[str, Any]
+    stages: Sequence[TrainedStage]
+    lengths: Sequence[int]
+    unextended: Sequence[Record]
+    before: Sequence[Record]
+    after: Sequence[Record]
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What a card tells.
+
+    Attributes:
+        description: What ``hf_posenc.patching.api.describe`` says of the model.
+        verified: What was compared when it was saved, in words.
+        base: The model that was extended.
+        auto_class: Name of the auto class that loads it.
+        is_adapter: The folder holds an adapter, not a whole model.
+        repo_id: Its name on the Hub; None where it is not pushed.
+        tokens_trained: Tokens it was fine-tuned on, over all runs; None where that is not known.
+        fitted_on: What a fitted rule was fitted on, and how, as the manifest has it; None for any other.
+        records: Perplexities of the model and of what it is compared with; those of ``run`` are not among them.
+        run: The fine-tuning run that ended with this model; None if there is none.
+    """
+
+    description: Mapping[str, Any]
+    verified: str
+    base: BaseModel
+    auto_class: str
+    is_adapter: bool = False
+    repo_id: str | None = None
+    tokens_trained: int | None = 0
+    fitted_on: Mapping[str, Any] | None = None
+    records: Sequence[Record] = ()
+    run: TrainedRun | None = None
+
+    @property
+    def title(self) -> str:
+        """The model's name, for people."""
+        name = self.base.name.rpartition("/")[2] or "Model"
+        return f"{name}, {_changed(self.method, self.target).replace('`', '')}"
+
+    @property
+    def method(self) -> str:
+        return str(self.description["method"])
+
+    @property
+    def original(self) -> int:
+        return int(self.description["original_max_position_embeddings"])
+
+    @property
+    def target(self) -> int:
+        return int(self.description["context_length"])
+
+    @property
+    def measured(self) -> list[int]:
+        """The lengths at which this very model was measured, in tokens."""
+        if self.run is not None:
+            return [record.context_length for record in self.run.after]
+        return sorted({one.context_length for one in self.records if _is_of(one, self.description, self.fitted_on)})
+
+
+def check_records(records: Sequence[Record], model: nn.Module, fitted_on: Mapping[str, Any] | None) -> None:
+    """Check, before anything is written, that a card can show records as those of a model.
+
+    Args:
+        records: May be empty.
+        model: As it will be saved, extended.
+        fitted_on: As in the manifest.
+
+    Raises:
+        ValueError: None of them is of a model extended like this one, or a table of them would show no short text.
+    """
+    if not records:
+        return
+    description = describe(model)
+    if not any(_is_of(one, description, fitted_on) for one in records):
+        rows = ", ".join(dict.fromkeys(f"{one.method} x{one.factor:g}" for one in records))
+        raise InvalidRequestError(
+            f"the results are of {rows}, and none is of this model ({extension_words(description)}). Give those that "
+            "were measured with the same method, factor and options."
+        )
+    make_tables(records)
+
+
+def _is_of(record: Record, description: Mapping[str, Any], fitted_on: Mapping[str, Any] | None) -> bool:
+    if instead := (fitted_on or {}).get("instead"):  # whose numbers were saved as a fitted rule
+        return bool(record.method == instead)
+    # As JSON, which a record was read from: there tuples are lists.
+    return all(
+        json.dumps(getattr(record, name), sort_keys=True) == json.dumps(description[name], sort_keys=True)
+        for name in ("method", "factor", "options")
+    )
+
+
+def facts_of(
+    model: nn.Module,
+    manifest: Mapping[str, Any],
+    *,
+    repo_id: str | None = None,
+    records: Sequence[Record] = (),
+    run: TrainedRun | None = None,
+) -> CardFacts:
+    """Return what a card tells of a model, PEFT-wrapped or not, that was saved with a manifest."""
+    rotary = RotaryModel(model)
+    return CardFacts(
+        describe(rotary),
+        verify_model(rotary).found,
+        find_base_model(str(manifest["base_model"] or "")),
+        auto_class_of(rotary.model),
+        is_adapter=hasattr(model, "peft_config"),
+        repo_id=repo_id,
+        tokens_trained=manifest["tokens_trained"],
+        fitted_on=manifest.get("fitted_on"),
+        records=records,
+        run=run,
+    )
+
+
+def is_own_card(file: Path) -> bool:
+    """Return whether a model card was written by hf_posenc, and nobody said that it is theirs since."""
+    return _OURS in file.read_text(encoding="utf-8", errors="replace")
+
+
+def write_card(
+    model: nn.Module,
+    folder: Path,
+    target: Path,
+    *,
+    repo_id: str | None = None,
+    records: Sequence[Record] = (),
+    run: TrainedRun | None = None,
+) -> None:
+    """Write README.md and its pictures into the folder that a model was saved to, before that is moved into place.
+
+    Where the final folder has a card that hf_posenc did not write, none is written, and a warning says so.
+
+    Args:
+        model: What was saved.
+        folder: Holds the checkpoint and its manifest.
+        target: Where the folder's files go to.
+        repo_id: The model's name on the Hub; None where it is not pushed.
+        records: Perplexities of the model and of what it is compared with.
+        run: The fine-tuning run that ended with this model; None if there is none.
+    """
+    there = target / CARD
+    if there.is_file() and not is_own_card(there):
+        logger.warning("%s: this model card was not written by hf_posenc and is kept as it is.", there)
+        return
+    manifest = read_manifest(folder)
+    assert manifest is not None  # it was saved
+    facts = facts_of(model, manifest, repo_id=repo_id, records=records, run=run)
+    tables = _tables(facts)
+    for table in tables:
+        (folder / _picture(table)).write_bytes(perplexity_curve(table))
+    (folder / CARD).write_text(model_card(facts, folder, tables), encoding="utf-8")
+
+
+def model_card(facts: CardFacts, folder: Path, tables: Sequence[Table]) -> str:
+    """Return the text of README.md, with the metadata block the Hub reads.
+
+    Args:
+        facts: What it tells.
+        folder: The saved model, for the commands of servers.
+        tables: What was measured, each with a picture in the folder.
+    """
+    text = [
+        _MARK,
+        "",
+        f"# {facts.title}",
+        "",
+        _what_was_done(facts),
+        "",
+        f"Verified when it was saved: {facts.verified}.",
+        "",
+        *_base_lines(facts.base),
+        "",
+        "## Perplexity by length",
+        "",
+        *(_unmeasured(facts) if facts.run is None and not tables else ()),
+        *(_table(facts, facts.run) if facts.run is not None else ()),
+        *(line for table in tables for line in _measured(facts, table)),
+        "",
+        "## Loading",
+        "",
+        *_loading(facts),
+        "",
+        *_serving(facts, folder),
+        *(_training(facts.run) if facts.run is not None else ()),
+        *(_fit(facts.fitted_on) if facts.fitted_on is not None else ()),
+        "## Limits",
+        "",
+        *_limits(facts),
+        "",
+        "## Licence",
+        "",
+        _licence(facts.base.card),
+        "",
+    ]
+    return str(ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n" + "\n".join(text)))
+
+
+def _tables(facts: CardFacts) -> list[Table]:
+    """Return what was measured in tables of comparable rows; of a run, none where it measured no short text."""
+    if facts.run is None:
+        return make_tables(facts.records) if facts.records else []
+    return sort_tables([*facts.run.unextended, *facts.run.before, *facts.run.after])[0]
+
+
+def _picture(table: Table) -> str:
+    return f"perplexity_{table.slug}.png"
+
+
+def _training(run: TrainedRun) -> list[str]:
+    return [
+        "## Training",
+        "",
+        *(_stages(run.stages) if len(run.stages) > 1 else ()),
+        f"- documents: {run.documents.words}",
+        *(f"- {name}: {value}" for name, value in run.settings.items()),
+        "",
+    ]
+
+
+def _fit(fitted_on: Mapping[str, Any]) -> list[str]:
+    shown = {name: fitted_on[name] for name in _OF_A_FIT if fitted_on.get(name)}
+    words = {name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in shown.items()}
+    said = "The divisors and the attention factor were fitted to this model:"
+    if "instead" in fitted_on:
+        better = fitted_on["instead"]
+        said = f"On the held-out texts the fitted numbers were worse than those of `{better}`, which are saved:"
+    return ["## Fit", "", said, "", *(f"- {k}: {v}" for k, v in words.items()), ""]
+
+
+def _metadata(facts: CardFacts) -> ModelCardData:
+    known, run = facts.base.card, facts.run
+    dataset = None if run is None else run.documents.hub_id
+    # The Hub has no word for a model with other positions and the same weights.
+    relation = "adapter" if facts.is_adapter else "finetune" if facts.tokens_trained else None
+    results = _eval_results(facts, run) if run is not None and dataset is not None and run.held_out else []
+    return ModelCardData(
+        base_model=facts.base.hub_id,
+        base_model_relation=relation if facts.base.hub_id is not None else None,
+        license=known.get("license"),
+        license_name=known.get("license_name"),
+        license_link=known.get("license_link"),
+        language=known.get("language"),
+        library_name="peft" if facts.is_adapter else "transformers",
+        pipeline_tag=_task(facts),
+        datasets=None if dataset is None else [dataset],
+        tags=["hf_posenc", "context-extension", "long-context", facts.method, *(["lora"] if facts.is_adapter else [])],
+        metrics=["perplexity"] if facts.measured else None,
+        model_name=facts.title if results else None,
+        eval_results=results or None,
+    )
+
+
+def _task(facts: CardFacts) -> str | None:
+    return facts.base.card.get("pipeline_tag") or _TASKS.get(facts.auto_class)
+
+
+def _eval_results(facts: CardFacts, run: TrainedRun) -> list[EvalResult]:
+    """Return what the Hub shows: of a dataset that is there, and of the trained model only."""
+    source = run.documents
+    return [
+        EvalResult(
+            task_type=_task(facts) or "text-generation",
+            dataset_type=str(source.hub_id),
+            dataset_name=f"{source.hub_id}, held-out part",
+            dataset_config=source.config_name,
+            dataset_split=source.split,
+            metric_type="perplexity",
+            metric_name=f"perplexity at {record.context_length} tokens ({record.protocol})",
+            metric_value=round(record.perplexity, 4),
+        )
+        for record in run.after
+    ]
+
+
+def _what_was_done(facts: CardFacts) -> str:
+    paper = f"`{facts.method}` ({get_method(facts.method).paper})"
+    said = named_options(facts.method, facts.description["options"])
+    options = "".join(f", {name} {value}" for name, value in said.items())
+    done = f"extended {facts.description['factor']:g} times with {paper}{options} to {facts.target} tokens"
+    if facts.method in method_names("instead_of_rope"):
+        done = f"its RoPE replaced by {paper}{options}"
+    return f"Context length {facts.original} tokens as trained, {done}{_what_was_trained(facts)}."
+
+
+def _what_was_trained(facts: CardFacts) -> str:
+    run, tokens = facts.run, facts.tokens_trained
+    if tokens is None:
+        return ""
+    if run is None:
+        return f", and fine-tuned on {tokens:,} tokens" if tokens else ". Its weights are those of the base model"
+    before_run = tokens - sum(stage.tokens for stage in run.stages)
+    earlier = f" ({before_run:,} of them in earlier runs)" if before_run else ""
+    staged = f" in {len(run.stages)} stages, the last" if len(run.stages) > 1 else ""
+    return f", then fine-tuned on {tokens:,} tokens{earlier}{staged} in blocks of {run.settings['seq_len']}"
+
+
+def _changed(method: str, target: int) -> str:
+    return (
+        f"`{method}` in the place of RoPE"
+        if method in method_names("instead_of_rope")
+        else f"extended to {target} tokens"
+    )
+
+
+def _base_lines(base: BaseModel) -> list[str]:
+    link = f"[`{base.hub_id}`]({_HUB}/{base.hub_id})"
+    if base.is_exact:
+        return [f"Base model: {link}."]
+    if base.hub_id is not None:
+        return [f"Base model: `{base.name}`, a copy of {link} or a model made from it: its files name that one."]
+    named = f"`{base.name}`" if base.name else "one made in the program"
+    return [f"Base model: {named}. Its files name no model on the Hub, so this card has no `base_model`."]
+
+
+def _stages(stages: Sequence[TrainedStage]) -> list[str]:
+    rows = [
+        f"| {number} | {one.context_length} | {one.steps} | {one.tokens:,} |" for number, one in enumerate(stages, 1)
+    ]
+    return [
+        "Each stage extended the original model anew, and went on with the weights of the one before.",
+        "",
+        "| stage | extended to | steps | tokens trained on |",
+        "|---:|---:|---:|---:|",
+        *rows,
+        "",
+        "The last one:",
+        "",
+    ]
+
+
+def _table(facts: CardFacts, run: TrainedRun) -> list[str]:
+    if not run.after:
+        return ["Not measured: no held-out text is long enough, or eval_documents was 0.", ""]
+    groups = [records for records in (run.unextended, run.before, run.after) if records]
+    longest = run.after[-1]
+    text = "texts given apart from what it was trained on"
+    if run.held_out:
+        text = f"the last part of {run.documents.words}, held out from training"
+    return [
+        *_rows(facts, [(_label(facts, run, records[0]), records) for records in groups]),
+        "",
+        _how(run.after[0]) + " All rows were measured in this run, on the same tokens of "
+        f"{text}: {longest.num_documents} pieces of {longest.context_length} tokens. {_protocol(longest)}",
+        "",
+    ]
+
+
+def _measured(facts: CardFacts, table: Table) -> list[str]:
+    """Return the picture of a table, and what it shows in numbers where the run's own table does not."""
+    picture = [f"![{table.title}: perplexity by context length]({_picture(table)})", ""]
+    if facts.run is not None:
+        return picture
+    last = table.at_length(table.lengths[-1])
+    return [
+        *picture,
+        *_rows(facts, [(row.full_name, list(row.records.values())) for row in table.rows]),
+        "",
+        f"{_how(last)} {_protocol(last)}",
+        *(f"\n{note}" for note in table.notes),
+        "",
+    ]
+
+
+def _rows(facts: CardFacts, rows: Sequence[tuple[str, Sequence[Record]]]) -> list[str]:
+    """Return a table of perplexities with a column for each length."""
+    lengths = sorted({record.context_length for _, records in rows for record in records})
+    header = [f"{length}{' (original)' if length == facts.original else ''}" for length in lengths]
+    lines = [f"| context length | {' | '.join(header)} |", f"|:---|{'---:|' * len(lengths)}"]
+    for label, records in rows:
+        cells = {one.context_length: f"{one.perplexity:.2f} [{one.ci_low:.2f}, {one.ci_high:.2f}]" for one in records}
+        lines.append(f"| {label} | {' | '.join(cells.get(length, '') for length in lengths)} |")
+    return lines
+
+
+def _how(record: Record) -> str:
+    return f"Lower is better; in brackets the 95 % bootstrap interval over {record.ci_unit}."
+
+
+def _protocol(record: Record) -> str:
+    return (
+        f"Protocol `{record.protocol}`, {record.dtype}, {record.attn_implementation} attention. At "
+        f"{record.context_length} tokens: {record.scored}"
+    )
+
+
+def _unmeasured(facts: CardFacts) -> list[str]:
+    return [f"Not measured yet. `hf-posenc eval {_place(facts)} --documents TEXTS --output results.jsonl` does.", ""]
+
+
+def _label(facts: CardFacts, run: TrainedRun, record: Record) -> str:
+    if run.unextended and record is run.unextended[0]:
+        extended = f"before this run (`{record.method}`, {record.factor:g} times)"
+        own = "unextended" if record.method == "none" else extended
+        return f"the base model, {own}"
+    trained = f"fine-tuned on {record.tokens_trained:,} tokens" if record.tokens_trained else "not yet trained"
+    return f"{_changed(record.method, round(record.factor * facts.original))}, {trained}"
+
+
+def _limits(facts: CardFacts) -> list[str]:
+    run, measured = facts.run, facts.measured
+    left_out = [] if run is None else [str(length) for length in run.lengths if length not in measured]
+    lines = []
+    if measured:
+        lines.append("Only perplexity was measured, and on one kind of text.")
+    if measured and left_out:
+        lines.append(f"No held-out text reaches {', '.join(left_out)} tokens: nothing was measured there.")
+    if run is not None and measured and not run.unextended:
+        lines.append(
+            "The base model without extension was not measured: the run began with a model that was extended already."
+        )
+    lines += [
+        "Whether the model finds what stands far back, follows instructions over long texts, or does on benchmarks of "
+        "short texts what the base model does was not measured. `hf-posenc eval --tasks` and `hf-posenc lm-eval` do.",
+        f"Beyond {max(measured, default=facts.original)} tokens nothing is known of it.",
+    ]
+    return [f"- {line}" for line in lines]
+
+
+def _licence(card: Mapping[str, Any]) -> str:
+    if "license" not in card:
+        return (
+            "Not known: no card of the base model was there to be read. What the base model's licence asks holds for "
+            "this model too; add it to this card (`license:`) before you publish it."
+        )
+    name = card.get("license_name", card["license"])
+    link = card.get("license_link")
+    return f"`{name}`{f' ({link})' if link else ''}, as the card of the base model has it."
+
+
+def _place(facts: CardFacts) -> str:
+    """Return what names the model in code: its name on the Hub, or a placeholder for its folder."""
+    return facts.repo_id or _FOLDER
+
+
+def _loading(facts: CardFacts) -> list[str]:
+    """Return how the model is loaded, with hf_posenc and without it; each block of code is complete in itself."""
+    if facts.is_adapter:
+        return _loading_adapter(facts)
+    name = f'"{_place(facts)}"'
+    if facts.method in method_names("is_encoding"):
+        return [
+            f"`{facts.method}` takes the place of RoPE, which Transformers alone cannot run, and no server does:",
+            "",
+            *_code(
+                "from hf_posenc import load_extended",
+                "from transformers import AutoTokenizer",
+                f'model = load_extended({name}, dtype="auto")',
+                f"tokenizer = AutoTokenizer.from_pretrained({name})",
+            ),
+        ]
+    plain = [
+        f"from transformers import {facts.auto_class}, AutoTokenizer",
+        f'model = {facts.auto_class}.from_pretrained({name}, dtype="auto")',
+        f"tokenizer = AutoTokenizer.from_pretrained({name})",
+    ]
+    if _is_whole_in_config(facts):
+        return [
+            "Plain Transformers is enough. `hf_posenc.load_extended` loads it too, and compares its positions with "
+            "the manifest:",
+            "",
+            *_code(*plain),
+        ]
+    return [
+        f"No config can say this rule whole (`{facts.method}`): hf_posenc (`pip install hf_posenc`) puts it in while "
+        "Transformers loads, from the manifest beside the weights. Without the import the model is another one.",
+        "",
+        *_code("import hf_posenc", *plain),
+    ]
+
+
+def _is_whole_in_config(facts: CardFacts) -> bool:
+    description = dict(facts.description)
+    return not needs_hf_posenc(description) and description["options"].get("temperature") != "logits"
+
+
+def _loading_adapter(facts: CardFacts) -> list[str]:
+    base = f'"{facts.base.hub_id}"' if facts.base.is_exact else '"path/of/the/base/model"'
+    name = f'"{_place(facts)}"'
+    return [
+        "The adapter needs its base model extended as it was in training. While hf_posenc (`pip install hf_posenc`) is "
+        "imported, PEFT sees to it; the base is loaded as it was published:",
+        "",
+        *_code(
+            "import hf_posenc",
+            "from peft import PeftModel",
+            f"from transformers import {facts.auto_class}, AutoTokenizer",
+            f'base = {facts.auto_class}.from_pretrained({base}, dtype="auto")',
+            f"model = PeftModel.from_pretrained(base, {name})",
+            f"tokenizer = AutoTokenizer.from_pretrained({name})",
+        ),
+        "",
+        "For servers, and for Transformers without hf_posenc, merge it and save the whole model:",
+        "",
+        *_code(
+            "from hf_posenc import save_extended",
+            'save_extended(model.merge_and_unload(), "path/of/a/new/folder", tokenizer)',
+        ),
+    ]
+
+
+def _serving(facts: CardFacts, folder: Path) -> list[str]:
+    """Return what vLLM and llama.cpp run it with, or why they cannot."""
+    if facts.is_adapter:
+        return []
+    here = Path(_FOLDER) if facts.repo_id is None else Path(facts.repo_id.rpartition("/")[2])
+    lines = ["## Serving", ""]
+    for name in _SERVERS:
+        stack = STACKS[name]
+        # llama.cpp's converter reads a folder, vLLM a name on the Hub too.
+        reads_hub = name == "vllm" and facts.repo_id is not None
+        saved = read_folder(folder)
+        manifest = {**saved.manifest, "base_model": facts.base.hub_id}  # the manifest's may be a path
+        try:
+            words = command_for(
+                stack, replace(saved, path=_place(facts) if reads_hub else str(here), manifest=manifest)
+            )
+        except InvalidRequestError as error:
+            lines += [f"{stack.title}: not possible. {error}", ""]
+            continue
+        if facts.repo_id is not None and not reads_hub:
+            words = f"hf download {facts.repo_id} --local-dir {here}\n{words}"
+        lines += [f"{stack.title}:", "", "```sh", words, "```", ""]
+    if not needs_hf_posenc(dict(facts.description)):
+        lines += [f"For SGLang and TGI: `hf-posenc export {here} --to sglang` or `--to tgi`.", ""]
+    elif facts.method not in method_names("is_encoding"):
+        lines += [f"With a static rule in its place: `hf-posenc export {here} --to vllm --as yarn`.", ""]
+    return lines
+
+
+def _code(*lines: str) -> list[str]:
+    return ["```python", *lines, "```"]

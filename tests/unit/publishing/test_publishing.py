@@ -1,0 +1,446 @@
+"""Models on the Hub: pushed to a stand-in over HTTP and read back to the bit, and what is said where that fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, constants
+from peft import LoraConfig, get_peft_model
+
+from hf_posenc import describe, load_extended, patch_model, perplexity, save_extended
+from hf_posenc.cli.main import main
+from hf_posenc.errors import HubAccessError, HubUnreachableError, InvalidRequestError, MissingFileError
+from hf_posenc.evaluation import Record, read_records
+from hf_posenc.publishing.card import is_own_card
+from hub_server import UPLOADS, Hub, environment, use_hub
+from tiny_llama import make_tiny_llama, make_tiny_tokenizer
+
+pytestmark = UPLOADS
+
+NAME = "me/longer"
+
+
+def extended(method: str = "yarn", **options: Any) -> Any:
+    return patch_model(make_tiny_llama(), method, 4, **options)
+
+
+def results(tmp_path: Path, method: str = "yarn", **options: Any) -> Path:
+    """Perplexities of the tiny model, extended and not, as ``hf-posenc eval`` writes them."""
+    ids = [torch.randint(1, 60, (400,), generator=torch.Generator().manual_seed(3))]
+    for model in (make_tiny_llama(), extended(method, **options)):
+        perplexity(model, ids, [32, 64, 256], tokenizer=make_tiny_tokenizer(), output=tmp_path / "results.jsonl")
+    return tmp_path / "results.jsonl"
+
+
+def tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**model.state_dict(), **dict(model.named_buffers())}
+
+
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "static": ("yarn", {"beta_fast": 16}),
+    "lists": ("longrope", {"short_factor": [1.0] * 8, "long_factor": [1.0 + i / 3 for i in range(8)]}),
+    "staged": ("dynamic_yarn", {}),
+    "distance": ("dca", {}),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_what_is_pushed_comes_back_to_the_bit(kind: str, server: Hub, tmp_path: Path) -> None:
+    method, options = RULES[kind]
+    model = extended(method, **options)
+    folder = save_extended(model, tmp_path / "longer", make_tiny_tokenizer(), push_to_hub=NAME)
+    here = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {"config.json", "context_extension.json", "model.safetensors", "tokenizer.json", "README.md"} <= here.keys()
+    assert {**here, ".gitattributes": server.files(NAME)[".gitattributes"]} == server.files(NAME)
+    again = load_extended(NAME)
+    assert describe(again) == describe(model)
+    expected, found = tensors(model), tensors(again)
+    assert "model.rotary_emb.inv_freq" in expected
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+    ids = torch.arange(1, 200)[None] % 60
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, again.eval()(ids).logits)
+
+
+def test_a_private_adapter_of_a_branch_comes_back_too(
+    server: Hub, tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = load_model_of(tiny_checkpoint)
+    adapted = get_peft_model(patch_model(base, "yarn", 4), LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    save_extended(adapted, tmp_path / "adapter", push_to_hub="me/adapter", private=True, revision="long")
+    assert "library_name: peft" in server.files("me/adapter", "long")["README.md"].decode()
+    nobody(server, monkeypatch, tmp_path)
+    again = load_extended("me/adapter", revision="long", token="hf_me")
+    assert describe(again) == describe(adapted)
+    for name, tensor in tensors(adapted).items():
+        assert torch.equal(tensor, tensors(again)[name]), name
+
+
+def load_model_of(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_transformers_alone_loads_it_in_a_process_of_its_own(server: Hub, tmp_path: Path) -> None:
+    model = extended("yarn")
+    save_extended(model, tmp_path / "longer", make_tiny_tokenizer(), push_to_hub=NAME, private=True)
+    code = (
+        "import sys, torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"model = AutoModelForCausalLM.from_pretrained('{NAME}')\n"
+        f"assert AutoTokenizer.from_pretrained('{NAME}').model_max_length == 256\n"
+        "assert 'hf_posenc' not in sys.modules\n"
+        "torch.save({**model.state_dict(), **dict(model.named_buffers())}, sys.argv[1])\n"
+    )
+    variables = {**os.environ, **environment(server, str(tmp_path / "reader"), "hf_me"), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "read.pt")], env=variables, check=True, cwd=tmp_path)
+    found = torch.load(tmp_path / "read.pt")
+    assert found.keys() == tensors(model).keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in tensors(model).items())
+
+
+def test_the_repository_holds_this_model_and_nothing_of_an_earlier_one(server: Hub, tmp_path: Path) -> None:
+    folder = save_extended(extended(), tmp_path / "longer", make_tiny_tokenizer(), push_to_hub=NAME)
+    stale = ("model-00001-of-00002.safetensors", "model.safetensors.index.json", "adapter_config.json")
+    server.repos[NAME].commit("main", {**server.files(NAME), **dict.fromkeys((*stale, "notes.txt"), b"{}")})
+    (folder / "private notes.txt").write_text("not for others")
+    save_extended(extended("linear"), folder, push_to_hub=NAME)
+    pushed = server.files(NAME)
+    assert not pushed.keys() & {*stale, "private notes.txt"}
+    assert pushed["notes.txt"] == b"{}"
+    assert json.loads(pushed["context_extension.json"])["method"] == "linear"
+    assert describe(load_extended(NAME))["method"] == "linear"
+
+
+def test_a_branch_is_made_and_visibility_is_what_was_asked_for(server: Hub, tmp_path: Path) -> None:
+    save_extended(extended(), tmp_path / "longer", push_to_hub=NAME, private=True, revision="long")
+    assert server.repos[NAME].private
+    assert "config.json" not in server.files(NAME)
+    assert describe(load_extended(NAME, revision="long"))["method"] == "yarn"
+    with pytest.raises(InvalidRequestError, match="is there already and is private, and public was asked for"):
+        save_extended(extended(), tmp_path / "other", push_to_hub=NAME, private=False)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_card_that_somebody_wrote_is_kept(server: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_extended(extended(), tmp_path / "longer", push_to_hub=NAME)
+    assert is_own_card(folder / "README.md")
+    first = (folder / "README.md").read_bytes()
+    save_extended(extended("linear"), folder, push_to_hub=NAME)
+    assert server.files(NAME)["README.md"] == (folder / "README.md").read_bytes() != first
+    assert caplog.text.count("not written by hf_posenc") == 0
+
+    server.repos[NAME].commit("main", {**server.files(NAME), "README.md": b"# Mine"})
+    save_extended(extended(), folder, push_to_hub=NAME)
+    assert server.files(NAME)["README.md"] == b"# Mine"
+    assert f"{server.endpoint}/{NAME}: its model card was not written by hf_posenc and is kept" in caplog.text
+
+    (folder / "README.md").write_text("# Mine, here")
+    save_extended(extended(), folder, push_to_hub="me/new")
+    assert (folder / "README.md").read_text() == "# Mine, here"
+    assert server.files("me/new")["README.md"] == b"# Mine, here"
+    assert "this model card was not written by hf_posenc and is kept as it is" in caplog.text
+
+    save_extended(extended(), folder, card="# Given", push_to_hub=NAME)
+    assert (folder / "README.md").read_bytes() == server.files(NAME)["README.md"] == b"# Given"
+
+
+def test_without_the_hub_there_is_a_card_only_if_it_is_wanted(tmp_path: Path) -> None:
+    assert not (save_extended(extended(), tmp_path / "none") / "README.md").exists()
+    text = (save_extended(extended(), tmp_path / "card", card=True) / "README.md").read_text()
+    assert '.from_pretrained("path/of/this/folder"' in text
+    assert str(tmp_path) not in text
+    with pytest.raises(InvalidRequestError, match="private and token are for push_to_hub, which is not given"):
+        save_extended(extended(), tmp_path / "other", private=True, token="hf_me")
+
+
+# ---- the commands ----
+
+
+def test_patch_pushes_the_model_with_its_curve(
+    server: Hub, tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tiny_checkpoint / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: owner/tiny\n---\n# Tiny\n")
+    file = results(tmp_path)
+    argv = ["patch", str(tiny_checkpoint), str(tmp_path / "longer"), "--factor", "4", "--push-to-hub", NAME]
+    assert main([*argv, "--results", str(file)]) == 0
+    assert f"pushed: {server.endpoint}/{NAME}" in capsys.readouterr().out
+    pushed = server.files(NAME)
+    card = ModelCard(pushed["README.md"].decode())
+    assert card.data.to_dict() == {
+        "base_model": "owner/tiny",
+        "library_name": "transformers",
+        "license": "apache-2.0",
+        "metrics": ["perplexity"],
+        "pipeline_tag": "text-generation",
+        "tags": ["hf_posenc", "context-extension", "long-context", "yarn"],
+    }
+    said = [
+        "Context length 64 tokens as trained, extended 4 times with `yarn`",
+        "Its weights are those of the base model.",
+        "Verified when it was saved: 1 rotary module within",
+        "| context length | 32 | 64 (original) | 256 |",
+        f"vllm serve {NAME} --max-model-len 256",
+        f"hf download {NAME} --local-dir longer",
+        "llama-server -m longer.gguf -c 256 --rope-scaling yarn --rope-scale 4.0",
+        "Beyond 256 tokens nothing is known of it.",
+    ]
+    assert [words for words in said if words not in card.text] == []
+    for record in read_records(file):
+        assert f"{record.perplexity:.2f} [{record.ci_low:.2f}, {record.ci_high:.2f}]" in card.text
+    assert pushed["perplexity_truncated.png"].startswith(b"\x89PNG")
+    assert "](perplexity_truncated.png)" in card.text
+    assert pushed["results.jsonl"] == file.read_bytes()
+    assert str(tmp_path) not in card.content
+    code = card.text.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)  # from the stand-in
+    assert describe(names["model"]) == describe(load_extended(NAME))
+
+
+def test_servers_that_cannot_run_a_rule_are_named_with_the_reason(tmp_path: Path) -> None:
+    text = (save_extended(extended("dca"), tmp_path / "staged", card=True) / "README.md").read_text()
+    assert "vLLM: not possible. vLLM cannot run dca: the rule depends on the position of each query" in text
+    assert "llama.cpp: not possible. llama.cpp cannot run dca" in text
+    assert "hf-posenc export path/of/this/folder --to vllm --as yarn" in text
+
+
+def test_fit_pushes_the_rule_with_its_measurements(server: Hub, tmp_path: Path, run_base: Path) -> None:
+    argv = ["fit", str(run_base), "--documents", str(run_base / "text.jsonl"), "--context-length", "128"]
+    argv += ["--output", str(tmp_path / "longer"), "--steps", "2", "--teacher", "rerope", "--held-out-numbers", "0"]
+    argv += ["--compare", "none", "yarn", "--hide-progress", "--device", "cpu"]
+    assert main([*argv, "--push-to-hub", NAME, "--dry-run"]) == 0
+    assert server.repos == {}
+    assert main([*argv, "--push-to-hub", NAME]) == 0
+    pushed = server.files(NAME)
+    records = read_records(tmp_path / "longer/results.jsonl")
+    assert {one.method for one in records} == {"fitted", "none", "yarn"}
+    text = pushed["README.md"].decode()
+    said = ["- teacher: rerope", "- steps: 2", "- documents: the file `text.jsonl`"]
+    assert [words for words in said if words not in text] == []
+    longest = next(one for one in records if one.method == "fitted" and one.context_length == 128)
+    assert f"{longest.perplexity:.2f} [{longest.ci_low:.2f}, {longest.ci_high:.2f}]" in text
+    assert [name for name in pushed if name.endswith(".png")] == ["perplexity_truncated.png"]
+    assert pushed["results.jsonl"] == (tmp_path / "longer/results.jsonl").read_bytes()
+    assert describe(load_extended(NAME))["method"] == "fitted"
+
+
+def test_results_of_another_rule_are_refused_before_anything_is_written(
+    tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, output = results(tmp_path), tmp_path / "longer"
+    argv = ["patch", str(tiny_checkpoint), str(output), "--factor", "4", "--results"]
+    for flags in (["--method", "linear"], ["--option", "beta_fast=16"]):
+        assert main([*argv, str(file), *flags]) == 2
+        assert "the results are of none x1, yarn x4, and none is of this model" in capsys.readouterr().err
+    assert main([*argv, str(tmp_path / "gone.jsonl")]) == 2
+    assert "--results: there is no file" in capsys.readouterr().err
+    file.write_text("")
+    assert main([*argv, str(file)]) == 2
+    assert "holds no perplexity" in capsys.readouterr().err
+    assert not output.exists()
+    assert not (tmp_path / "longer.partial").exists()
+
+
+def test_flags_about_pushing_need_the_name(
+    tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["patch", str(tiny_checkpoint), str(tmp_path / "longer"), "--hub-private-repo", "true"]
+    assert main(argv) == 2
+    assert "--hub-private-repo say how a model is pushed" in capsys.readouterr().err
+
+
+# ---- what is said where it fails ----
+
+
+def nobody(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_hub(monkeypatch, hub, str(tmp_path / "nobody"), None)
+
+
+def offline(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def nobody_offline(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    nobody(hub, monkeypatch, tmp_path)  # who is not told to log in first
+    offline(hub, monkeypatch, tmp_path)
+
+
+def no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    closed = Hub()
+    closed.endpoint = "http://127.0.0.1:9"
+    use_hub(monkeypatch, closed, str(tmp_path / "hf"), "hf_me")
+
+
+def unknown_token(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    use_hub(monkeypatch, hub, str(tmp_path / "hf"), "hf_forged")
+
+
+def down(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub.down = True
+
+
+def as_it_is(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pass
+
+
+Case = Callable[[Hub, pytest.MonkeyPatch, Path], None]
+REFUSED: list[tuple[Case, str, type[Exception], str]] = [
+    (as_it_is, "me/lo nger", InvalidRequestError, "cannot be pushed to: .*Give OWNER/NAME"),
+    (as_it_is, "a/b/c", InvalidRequestError, "cannot be pushed to: .*Give OWNER/NAME"),
+    (as_it_is, "other/longer", HubAccessError, r"the token may not do that \(403: You don't have the rights"),
+    (as_it_is, "other/there", HubAccessError, r"the token may not do that \(403: Your token doesn't have the right"),
+    (nobody, NAME, HubAccessError, "there is no token for the Hugging Face Hub here. Log in with `hf auth login`"),
+    (unknown_token, NAME, HubAccessError, r"the Hub does not accept the token \(401: Invalid credentials"),
+    (offline, NAME, HubUnreachableError, r"offline mode is set \(HF_HUB_OFFLINE=1\)"),
+    (nobody_offline, NAME, HubUnreachableError, r"offline mode is set \(HF_HUB_OFFLINE=1\)"),
+    (no_network, NAME, HubUnreachableError, "http://127.0.0.1:9 cannot be reached"),
+    (down, NAME, HubUnreachableError, r"the Hub cannot serve it now \(503: The Hub is being repaired\)"),
+]
+
+
+@pytest.mark.parametrize(("case", "name", "kind", "said"), REFUSED, ids=[f"{c.__name__} {n}" for c, n, *_ in REFUSED])
+def test_a_push_that_must_fail_fails_before_anything_is_written(
+    case: Case,
+    name: str,
+    kind: type[Exception],
+    said: str,
+    server: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    tiny_checkpoint: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server.create_repo(server.accounts["hf_other"], {"name": "there"})
+    case(server, monkeypatch, tmp_path)
+    with pytest.raises(kind, match=said) as caught:
+        save_extended(extended(), tmp_path / "longer", push_to_hub=name)
+    assert getattr(caught.value, "repo_id", name) == name
+    # The command says it before a model is loaded: this one cannot be.
+    (tiny_checkpoint / "model.safetensors").write_bytes(b"damaged")
+    text = tiny_checkpoint / "text.txt"
+    text.write_text("It is a truth universally acknowledged. " * 60)
+    there, documents = str(tmp_path / "longer"), ["--documents", str(text)]
+    for command in (
+        ["patch", str(tiny_checkpoint), there],
+        ["fit", str(tiny_checkpoint), *documents, "--context-length", "256", "--output", there],
+        ["finetune", str(tiny_checkpoint), *documents, "--factor", "4", "--output-dir", there],
+    ):
+        assert main([*command, "--push-to-hub", name]) == 2
+        assert str(caught.value) in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["tiny-llama"], ["hf", "tiny-llama"])
+
+
+def test_an_upload_that_breaks_off_leaves_the_model_here_and_says_how_to_go_on(
+    server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Any:
+        server.down = True  # and with it the file that is uploaded next
+        return 200, {}, {"transfer": "basic", "objects": [upload_of(args[0])]}
+
+    def upload_of(asked: dict[str, Any]) -> dict[str, Any]:
+        one = asked["objects"][0]
+        return {**one, "actions": {"upload": {"href": f"{server.endpoint}/lfs/{one['oid']}", "header": {}}}}
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(server, "lfs_batch", refuse)
+    with pytest.raises(HubUnreachableError, match=f"Everything is saved in .*hf upload {NAME} ") as caught:
+        save_extended(extended(), tmp_path / "longer", push_to_hub=NAME)
+    assert "503" in str(caught.value)
+    assert describe(load_extended(tmp_path / "longer"))["method"] == "yarn"
+
+
+def plain_repo(hub: Hub) -> None:
+    hub.create_repo(hub.accounts["hf_me"], {"name": "plain"})
+    hub.create_repo(hub.accounts["hf_other"], {"name": "secret", "visibility": "private"})
+
+
+UNREADABLE: list[tuple[Case, str, dict[str, Any], type[Exception], str]] = [
+    (as_it_is, "me/plain", {}, MissingFileError, "has no context_extension.json: it was not written by save_extended"),
+    (as_it_is, "me/nothing", {}, HubAccessError, "the Hub has no repository of this name, or it is private"),
+    (as_it_is, "other/secret", {}, HubAccessError, "or it is private. Check the name. Log in with `hf auth login`"),
+    (nobody, "other/secret", {}, HubAccessError, "or it is private"),
+    (unknown_token, "me/plain", {}, HubAccessError, r"does not accept the token \(401"),
+    (as_it_is, "me/plain", {"revision": "gone"}, InvalidRequestError, "it has no such revision"),
+    (offline, "me/plain", {}, HubUnreachableError, "'me/plain' cannot be read: offline mode is set"),
+    (no_network, "me/plain", {}, HubUnreachableError, "127.0.0.1:9 cannot be reached"),
+    (as_it_is, "./longer", {}, MissingFileError, "there is no folder './longer'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "chosen", "kind", "said"), UNREADABLE, ids=[f"{c.__name__} {n}" for c, n, *_ in UNREADABLE]
+)
+def test_why_a_name_cannot_be_loaded(
+    case: Case,
+    name: str,
+    chosen: dict[str, Any],
+    kind: type[Exception],
+    said: str,
+    server: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    plain_repo(server)
+    case(server, monkeypatch, tmp_path)
+    with pytest.raises(kind, match=said):
+        load_extended(name, **chosen)
+
+
+def test_a_private_model_is_loaded_by_a_token_that_is_given(
+    server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    nobody(server, monkeypatch, tmp_path)
+    save_extended(extended("dca"), tmp_path / "longer", push_to_hub="longer", private=True, token="hf_me")
+    with pytest.raises(HubAccessError):
+        load_extended(NAME)
+    assert describe(load_extended(NAME, token="hf_me"))["method"] == "dca"
+
+
+def test_what_is_in_the_cache_is_loaded_offline(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save_extended(extended("dca"), tmp_path / "longer", push_to_hub=NAME)
+    load_extended(NAME)
+    offline(server, monkeypatch, tmp_path)
+    assert describe(load_extended(NAME))["method"] == "dca"
+
+
+def test_a_card_that_cannot_be_written_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any, **chosen: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hf_posenc.publishing.saving.write_card", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_extended(extended(), tmp_path / "longer", card=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_records_of_a_rule_with_lists_are_known_when_read_from_a_file(tmp_path: Path) -> None:
+    method, options = RULES["lists"]
+    records = read_records(results(tmp_path, method, **options))
+    folder = save_extended(extended(method, **options), tmp_path / "longer", records=records)
+    assert "Beyond 256 tokens nothing is known of it." in (folder / "README.md").read_text()
+    options = {**options, "long_factor": [1.0 + i / 4 for i in range(8)]}
+    with pytest.raises(InvalidRequestError, match="none is of this model"):
+        save_extended(extended(method, **options), tmp_path / "other", records=records)
+
+
+def test_records_of_other_models_are_refused_in_python(tmp_path: Path) -> None:
+    records: list[Record] = read_records(results(tmp_path))
+    with pytest.raises(InvalidRequestError, match="none is of this model"):
+        save_extended(extended("linear"), tmp_path / "longer", records=records)
+    assert not (tmp_path / "longer").exists()
+    save_extended(extended(), tmp_path / "longer", records=records)
+    assert read_records(tmp_path / "longer/results.jsonl") == records
+    assert (tmp_path / "longer/perplexity_truncated.png").is_file()
