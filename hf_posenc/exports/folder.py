@@ -18,6 +18,8 @@ from hf_posenc.utils.units import size_name
 
 # The rope_type of rules that are a rope_theta and nothing else.
 PLAIN = "default"
+RECORDS = "results.jsonl"
+_UNEXTENDED = ("none", 0)
 
 
 @dataclass(frozen=True)
@@ -144,12 +146,41 @@ def check_one_list(folder: ExportFolder, stack: str, does: str) -> None:
         )
 
 
-def cache_note(folder: ExportFolder) -> str:
-    """Return a comment with the memory that keys and values of one text at the target length take."""
+def notes_for_servers(folder: ExportFolder) -> list[str]:
+    """Return comments on what serving a static rule takes, whatever the program."""
     config = folder.config
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     numbers = 2 * config["num_hidden_layers"] * heads * folder.spec.rotary_dim * folder.context_length
-    return f"# the KV cache of one text of {folder.context_length} tokens takes {size_name(2 * numbers)} in 16 bits"
+    size = size_name(2 * numbers)
+    return [
+        f"# the KV cache of one text of {folder.context_length} tokens takes {size} in 16 bits",
+        "# prefix caching and chunked prefill are safe; a draft model (EAGLE, MTP) needs the same rule, or fewer of "
+        f"its guesses are accepted past {folder.original} tokens",
+        f"# texts of up to {folder.original} tokens are read with the rule too: {_cost_of_short_texts(folder)}",
+    ]
+
+
+def _cost_of_short_texts(folder: ExportFolder) -> str:
+    """Return what a rule costs below the original length, from the records that ``fit`` or ``finetune`` left."""
+    file = Path(folder.path) / RECORDS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    records = [json.loads(line) for line in lines if line.strip()]
+    manifest = folder.manifest
+    own = (manifest["method"], int(manifest.get("tokens_trained") or 0))
+    same = ("context_length", "protocol", "text_hash", "n_tokens")
+    perplexities: dict[tuple[Any, ...], dict[tuple[str, int], float]] = {}
+    for record in records:
+        row = (record["method"], int(record["tokens_trained"] or 0))
+        perplexities.setdefault(tuple(record[key] for key in same), {})[row] = record["perplexity"]
+    pairs = {
+        key[0]: found[own] / found[_UNEXTENDED] - 1
+        for key, found in perplexities.items()
+        if own in found and _UNEXTENDED in found and key[0] <= folder.original
+    }
+    if not pairs:
+        return "hf-posenc compare measures what that costs"
+    length = max(pairs)
+    return f"perplexity {100 * pairs[length]:+.1f} % at {length} tokens ({RECORDS})"
 
 
 def command(*words: str | int | float) -> str:
