@@ -18,6 +18,7 @@ from gguf import GGUFReader, GGUFWriter, Keys
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from documents import PAGES
 from hf_posenc import load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.cli.export import STACKS as KNOWN_TO_THE_PARSER
@@ -343,6 +344,20 @@ def test_families_and_rules_that_were_not_checked_or_move_are_refused(tmp_path: 
             export_command(mixtral, stack)
 
 
+def test_the_page_says_of_each_stack_what_was_read_and_what_was_run() -> None:
+    page = (PAGES / "how-to" / "serve.md").read_text(encoding="utf-8")
+    for stack in STACKS.values():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"    | {stack.title} |")]
+        version, date = re.fullmatch(r"(.+) \((.+)\)", stack.read).groups()
+        assert f"| {version}, {date} |" in row
+        if stack.ran is None:
+            assert "| no; " in row or "| no |" in row
+        else:
+            ran, date = re.fullmatch(r"(.+) \((.+)\)", stack.ran).groups()
+            assert date in row
+            assert all(number in row for number in re.findall(r"\d+\.\d+\.\d+", ran))
+
+
 def test_comments_say_what_serving_takes(tmp_path: Path) -> None:
     path, _ = extended(tmp_path / "model", "yarn")
     memory, drafts, short = export_command(path, "vllm").splitlines()[-3:]
@@ -365,7 +380,7 @@ def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) 
         ("linear", 64, 9.0, {}),
         ("none", 128, 50.0, {}),  # past the original length
         ("yarn", 128, 6.0, {}),
-        ("yarn", 48, 9.0, {"text_hash": "b"}),  # without a record to compare with
+        ("yarn", 64, 5.0, {"text_hash": "b"}),  # of another text
     ]
     lines = [
         json.dumps({**record, "method": method, "context_length": length, "perplexity": perplexity, **more})
