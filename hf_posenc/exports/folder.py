@@ -19,7 +19,6 @@ from hf_posenc.utils.units import size_name
 # The rope_type of rules that are a rope_theta and nothing else.
 PLAIN = "default"
 RECORDS = "results.jsonl"
-_UNEXTENDED = ("none", 0)
 
 
 @dataclass(frozen=True)
@@ -164,18 +163,27 @@ def _cost_of_short_texts(folder: ExportFolder) -> str:
     """Return what a rule costs below the original length, from the records that ``fit`` or ``finetune`` left."""
     file = Path(folder.path) / RECORDS
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    records = [json.loads(line) for line in lines if line.strip()]
+    try:
+        records = [json.loads(line) for line in lines if line.strip()]
+    except ValueError:
+        return f"what that costs is not known, as {RECORDS} is damaged"
     manifest = folder.manifest
-    own = (manifest["method"], int(manifest.get("tokens_trained") or 0))
+    rule = {"method": manifest["method"], "options": manifest["options"]}
+    rows = {
+        "own": {**rule, "tokens_trained": int(manifest.get("tokens_trained") or 0)},
+        "unextended": {"method": "none", "options": {}, "tokens_trained": 0},
+    }
     same = ("context_length", "protocol", "text_hash", "n_tokens")
-    perplexities: dict[tuple[Any, ...], dict[tuple[str, int], float]] = {}
+    perplexities: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in records:
-        row = (record["method"], int(record["tokens_trained"] or 0))
-        perplexities.setdefault(tuple(record[key] for key in same), {})[row] = record["perplexity"]
+        said = {key: record.get(key) for key in rule} | {"tokens_trained": int(record.get("tokens_trained") or 0)}
+        for name, row in rows.items():
+            if said == row and "perplexity" in record:  # not one of retrieval
+                perplexities.setdefault(tuple(record[key] for key in same), {})[name] = record["perplexity"]
     pairs = {
-        key[0]: found[own] / found[_UNEXTENDED] - 1
+        key[0]: found["own"] / found["unextended"] - 1
         for key, found in perplexities.items()
-        if own in found and _UNEXTENDED in found and key[0] <= folder.original
+        if found.keys() == rows.keys() and key[0] <= folder.original
     }
     if not pairs:
         return "hf-posenc compare measures what that costs"

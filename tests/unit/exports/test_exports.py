@@ -23,6 +23,7 @@ from hf_posenc import load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.cli.export import STACKS as KNOWN_TO_THE_PARSER
 from hf_posenc.cli.main import main
+from hf_posenc.evaluation import perplexity
 from hf_posenc.exports import STACKS, export_command, gguf_metadata, gguf_tensors
 from served_frequencies import (
     Frequencies,
@@ -36,7 +37,7 @@ from served_frequencies import (
     usual,
     vllm_reads,
 )
-from tiny_models import STATIC_METHODS, make_model, method_options
+from tiny_models import STATIC_METHODS, make_model, method_options, token_ids
 
 TWO_LISTS = "short_factor other than long_factor"
 REFUSED: dict[tuple[str, str], str] = {
@@ -370,13 +371,14 @@ def test_comments_say_what_serving_takes(tmp_path: Path) -> None:
 
 def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) -> None:
     path, _ = extended(tmp_path / "model", "yarn")
-    record = {"protocol": "last", "text_hash": "a", "n_tokens": 9, "tokens_trained": 0}
+    record = {"protocol": "last", "text_hash": "a", "n_tokens": 9, "tokens_trained": 0, "options": {}}
     rows = [
         ("none", 32, 10.0, {}),
         ("yarn", 32, 11.0, {}),
         ("none", 64, 8.0, {}),
         ("yarn", 64, 8.2, {}),
         ("yarn", 64, 7.0, {"tokens_trained": 1000}),  # of another model
+        ("yarn", 64, 4.0, {"options": {"attention_factor": 1.0}}),
         ("linear", 64, 9.0, {}),
         ("none", 128, 50.0, {}),  # past the original length
         ("yarn", 128, 6.0, {}),
@@ -386,9 +388,26 @@ def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) 
         json.dumps({**record, "method": method, "context_length": length, "perplexity": perplexity, **more})
         for method, length, perplexity, more in rows
     ]
+    lines.append(json.dumps({"method": "yarn", "task": "passkey", "options": {}}))
     (path / "results.jsonl").write_text("\n".join(lines) + "\n")
     short = export_command(path, "vllm").splitlines()[-1]
     assert short.endswith("are read with the rule too: perplexity +2.5 % at 64 tokens (results.jsonl)")
+    (path / "results.jsonl").write_text("{")
+    assert "is not known, as results.jsonl is damaged" in export_command(path, "vllm").splitlines()[-1]
+
+
+def test_records_that_were_measured_give_the_cost_of_short_texts(tmp_path: Path) -> None:
+    model = make_model("Llama")
+    documents, records = [token_ids(200)[0].tolist()], tmp_path / "model" / "results.jsonl"
+    (unextended,) = perplexity(model, documents, [64])
+    options = {"attention_factor": 1.5, "beta_fast": 8.0}
+    save_extended(patch_model(model, "yarn", 4, **options), records.parent)
+    (own,) = perplexity(model, documents, [64])
+    records.write_text(f"{unextended.to_json()}\n{own.to_json()}\n")
+    cost = 100 * (own.perplexity / unextended.perplexity - 1)
+    assert cost != 0
+    short = export_command(records.parent, "vllm").splitlines()[-1]
+    assert short.endswith(f"perplexity {cost:+.1f} % at 64 tokens (results.jsonl)")
 
 
 def test_an_edited_config_is_refused(tmp_path: Path) -> None:
