@@ -1,7 +1,7 @@
 """vLLM and mlx-lm on the folders and commands of ``hf-posenc export``, against the live model.
 
-The environments take up to 40 minutes (vLLM) and 4 minutes (mlx-lm) to install, and the tests 10 and 4 minutes beside other
-work on two cores. ``engines.py`` says how to name environments that are there already.
+The environments take up to 40 minutes (vLLM) and 4 minutes (mlx-lm) to install, and the tests 10 and 4 minutes beside
+other work on two cores. ``engines.py`` says how to name environments that are there already.
 """
 
 from __future__ import annotations
