@@ -45,7 +45,7 @@ STACKS: dict[str, Stack] = {
     "vllm": Stack(
         title="vLLM",
         read="0.33.0 (2026-11-21)",
-        ran="0.32.0 on a CPU (2026-11-24)",
+        ran="0.32.0 on a CPU (2026-11-25)",
         model_types=frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}),
         dynamic=_STARTS_FIXED,
         lines=vllm,
