@@ -18,6 +18,7 @@ from hf_posenc.utils.units import size_name
 
 # The rope_type of rules that are a rope_theta and nothing else.
 PLAIN = "default"
+RECORDS = "results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -144,12 +145,50 @@ def check_one_list(folder: ExportFolder, stack: str, does: str) -> None:
         )
 
 
-def cache_note(folder: ExportFolder) -> str:
-    """Return a comment with the memory that keys and values of one text at the target length take."""
+def notes_for_servers(folder: ExportFolder) -> list[str]:
+    """Return comments on what serving a static rule takes, whatever the program."""
     config = folder.config
     heads = config.get("num_key_value_heads") or config["num_attention_heads"]
     numbers = 2 * config["num_hidden_layers"] * heads * folder.spec.rotary_dim * folder.context_length
-    return f"# the KV cache of one text of {folder.context_length} tokens takes {size_name(2 * numbers)} in 16 bits"
+    size = size_name(2 * numbers)
+    return [
+        f"# the KV cache of one text of {folder.context_length} tokens takes {size} in 16 bits",
+        "# prefix caching and chunked prefill are safe; a draft model (EAGLE, MTP) needs the same rule, or fewer of "
+        f"its guesses are accepted past {folder.original} tokens",
+        f"# texts of up to {folder.original} tokens are read with the rule too: {_cost_of_short_texts(folder)}",
+    ]
+
+
+def _cost_of_short_texts(folder: ExportFolder) -> str:
+    """Return what a rule costs below the original length, from the records that ``fit`` or ``finetune`` left."""
+    file = Path(folder.path) / RECORDS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    try:
+        records = [json.loads(line) for line in lines if line.strip()]
+    except ValueError:
+        return f"what that costs is not known, as {RECORDS} is damaged"
+    manifest = folder.manifest
+    rule = {"method": manifest["method"], "options": manifest["options"]}
+    rows = {
+        "own": {**rule, "tokens_trained": int(manifest.get("tokens_trained") or 0)},
+        "unextended": {"method": "none", "options": {}, "tokens_trained": 0},
+    }
+    same = ("context_length", "protocol", "text_hash", "n_tokens")
+    perplexities: dict[tuple[Any, ...], dict[str, float]] = {}
+    for record in records:
+        said = {key: record.get(key) for key in rule} | {"tokens_trained": int(record.get("tokens_trained") or 0)}
+        for name, row in rows.items():
+            if said == row and "perplexity" in record:  # not one of retrieval
+                perplexities.setdefault(tuple(record[key] for key in same), {})[name] = record["perplexity"]
+    pairs = {
+        key[0]: found["own"] / found["unextended"] - 1
+        for key, found in perplexities.items()
+        if found.keys() == rows.keys() and key[0] <= folder.original
+    }
+    if not pairs:
+        return "hf-posenc compare measures what that costs"
+    length = max(pairs)
+    return f"perplexity {100 * pairs[length]:+.1f} % at {length} tokens ({RECORDS})"
 
 
 def command(*words: str | int | float) -> str:

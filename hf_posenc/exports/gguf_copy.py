@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hf_posenc.checkpoint.pretrained import SCALING_TENSORS, is_gguf, open_gguf
 from hf_posenc.errors import InvalidRequestError, MissingFileError
-from hf_posenc.exports.folder import ExportFolder, cache_note, command, read_folder
-from hf_posenc.exports.llama_cpp import ARCHITECTURES, metadata_of, notes_on_lists, tensors_of
+from hf_posenc.exports.folder import ExportFolder, command, notes_for_servers, read_folder
+from hf_posenc.exports.llama_cpp import ARCHITECTURES, LLAMA_SERVER, metadata_of, notes_on_lists, tensors_of
 from hf_posenc.exports.stacks import STACKS, checked_for, title_of
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.units import size_name
@@ -25,8 +25,6 @@ from hf_posenc.utils.units import size_name
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-# The llama-server with which files written here were run, on the same tokens as the live model.
-RAN_WITH = "llama-server of xllamacpp 2026.10.11549"
 _PIECE = 64 * 2**20  # bytes that are copied at once
 # Of gguf.GGUFValueType and gguf.GGMLQuantizationType.
 _TYPES = {int: (4, "<I"), float: (6, "<f"), str: (8, "")}
@@ -76,12 +74,12 @@ def export_gguf(
     weights = [f"# the weights are those of {source.name}; this model was fine-tuned: is that its own file?"]
     return "\n".join(
         [
-            f"{title_of(folder)}checked with {RAN_WITH}",
+            f"{title_of(folder)}checked with {LLAMA_SERVER}",
             *comments,
             *notes_on_lists(folder),
             *(weights if trained else []),
             command("llama-server", "-m", str(output), "-c", folder.context_length),
-            cache_note(folder),
+            *notes_for_servers(folder),
         ]
     )
 

@@ -1,8 +1,9 @@
-"""llama.cpp: the metadata and tensors of a GGUF file that say the rule, and the flags that do."""
+"""llama.cpp and Ollama: the metadata and tensors of a GGUF file that say the rule, and the flags that do."""
 
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ ARCHITECTURES = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen
 # to ggml_rope_ext; qwen2.cpp and qwen3.cpp pass nullptr). The converter's permutation of q and k moves features within
 # pairs, not the order of the pairs, so that the divisors are in the order of the frequencies.
 _WITH_DIVISORS = frozenset({"llama"})
-# The version whose source says so, with its date.
+# The version whose source says so, and the server with which files of this rule were run.
 READ = "commit 0c1e570"
+LLAMA_SERVER = "llama-server of xllamacpp 2026.10.11549"
 DIVISORS = "rope_freqs.weight"
 LISTS = {"rope_factors_short.weight": "short_factor", "rope_factors_long.weight": "long_factor"}
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -189,6 +191,27 @@ def llama_cpp(folder: ExportFolder) -> list[str]:
         convert,
         command(*serve, *_flags(folder)),
         "# the flags say the whole rule: they serve a .gguf of the unextended base model as well",
+    ]
+
+
+def ollama(folder: ExportFolder) -> list[str]:
+    """Ollama: a GGUF file that says the whole rule, and a Modelfile.
+
+    It runs files by llama.cpp's server, passes no flags on positions, and takes at most the file's ``context_length``
+    of ``num_ctx`` (llm/llama_server.go, llm/server.go). The Modelfile is docs/modelfile.mdx.
+    """
+    check_file(folder)
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{Path(folder.path).resolve().name}-{folder.manifest['method']}")
+    instead = ("--as", folder.manifest["method"]) if folder.overrides else ()
+    written = ("--base", "BASE.gguf", "--output", f"{name}.gguf")
+    lines = [f"FROM ./{name}.gguf", f"PARAMETER num_ctx {folder.context_length}"]
+    return [
+        "# BASE.gguf: a file of the same model in any quantisation, by llama.cpp's convert_hf_to_gguf.py or published",
+        command("hf-posenc", "export", folder.path, "--to", "gguf", *instead, *written),
+        command("printf", r"%s\n", *lines) + " > Modelfile",
+        command("ollama", "create", name, "-f", "Modelfile"),
+        command("ollama", "run", name),
+        *notes_on_lists(folder),
     ]
 
 

@@ -1,4 +1,4 @@
-"""vLLM, SGLang and TGI: they read a checkpoint's config.json, each in its own way."""
+"""vLLM, SGLang, TGI and MLX: they read a checkpoint's config.json, each in its own way."""
 
 from __future__ import annotations
 
@@ -91,26 +91,16 @@ def tgi(folder: ExportFolder) -> list[str]:
     up to the original length and ``long_factor`` after it, times Phi-3's attention factor.
     """
     rope, target = folder.rope, folder.context_length
-    if folder.overrides:
-        raise InvalidRequestError(
-            "TGI reads config.json only, and that of this folder is the base model's: it has no override for the rule. "
-            f"Save a model with it: hf-posenc patch {folder.path} OUT --method {folder.manifest['method']} "
-            f"--context-length {target} --on-scaled replace."
-        )
+    _refuse_override(folder, "TGI")
     check_one_list(folder, "TGI", "it rotates early positions by one list and late ones by the other")
     if folder.rope_type == "linear":
         raise InvalidRequestError(
             "TGI cannot express linear: it accepts rope_type 'linear' and ROPE_SCALING=linear, and divides nothing by "
             "the factor. Save the model with ntk, or use another server."
         )
-    usual = 1.0
     if folder.rope_type == Yarn.rope_type:
-        _refuse_for_tgi({key: rope[key] for key, value in _TGI_YARN.items() if rope.get(key, value) != value})
-        usual = _usual_factor(rope["factor"], rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
-    elif folder.rope_type == "longrope":
-        usual = math.sqrt(1 + math.log(target / folder.original) / math.log(folder.original))
-    if not math.isclose(folder.attention_factor, usual, rel_tol=1e-6):
-        _refuse_for_tgi({"attention_factor": folder.attention_factor})
+        _refuse_unread("TGI", {key: rope[key] for key, value in _TGI_YARN.items() if rope.get(key, value) != value})
+    _check_attention_factor(folder, "TGI")
     lengths = ("--max-input-tokens", target - 1, "--max-total-tokens", target)
     return [
         command("text-generation-launcher", "--model-id", folder.path, *lengths),
@@ -118,10 +108,48 @@ def tgi(folder: ExportFolder) -> list[str]:
     ]
 
 
-def _refuse_for_tgi(ignored: dict[str, Any]) -> None:
-    if ignored:
-        named = ", ".join(f"{key} {value}" for key, value in ignored.items())
+def mlx(folder: ExportFolder) -> list[str]:
+    """mlx-lm: ``rope_theta`` and ``rope_scaling`` of config.json.
+
+    ``initialize_rope`` (mlx_lm/models/rope_utils.py): linear and llama3 as Transformers; yarn reads the betas and
+    DeepSeek's pair; longrope takes ``long_factor`` for every text. No rule reads ``attention_factor``: yarn and
+    longrope compute their usual one.
+    """
+    _refuse_override(folder, "mlx-lm")
+    check_one_list(folder, "mlx-lm", "it takes long_factor for every text")
+    if folder.rope_type == Yarn.rope_type:
+        _refuse_unread("mlx-lm", {} if folder.rope.get("truncate", True) else {"truncate": False})
+    _check_attention_factor(folder, "mlx-lm")
+    return [
+        command("mlx_lm.server", "--model", folder.path),
+        "# it computes in the folder's dtype; there are no flags for lengths, and none for a rule on the base model",
+    ]
+
+
+def _refuse_override(folder: ExportFolder, title: str) -> None:
+    if folder.overrides:
         raise InvalidRequestError(
-            f"TGI cannot express {named}: it computes this itself and does not read it. Save the model with the "
-            "rule's defaults, or use another server."
+            f"{title} reads config.json only, and that of this folder is the base model's: it has no override for the "
+            f"rule. Save a model with it: hf-posenc patch {folder.path} OUT --method {folder.manifest['method']} "
+            f"--context-length {folder.context_length} --on-scaled replace."
+        )
+
+
+def _check_attention_factor(folder: ExportFolder, title: str) -> None:
+    """Raise unless the attention factor is the one that a program computes from the rest of the rule."""
+    rope, usual = folder.rope, 1.0
+    if folder.rope_type == Yarn.rope_type:
+        usual = _usual_factor(rope["factor"], rope.get("mscale", 1.0), rope.get("mscale_all_dim", 0.0))
+    elif folder.rope_type == "longrope":
+        usual = math.sqrt(1 + math.log(folder.context_length / folder.original) / math.log(folder.original))
+    if not math.isclose(folder.attention_factor, usual, rel_tol=1e-6):
+        _refuse_unread(title, {"attention_factor": folder.attention_factor})
+
+
+def _refuse_unread(title: str, unread: dict[str, Any]) -> None:
+    if unread:
+        named = ", ".join(f"{key} {value}" for key, value in unread.items())
+        raise InvalidRequestError(
+            f"{title} cannot express {named}: it computes this itself and does not read it. Save the model with the "
+            "rule's defaults, or use another server: --to gguf writes every static rule into a file for llama.cpp."
         )

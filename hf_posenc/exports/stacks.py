@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.exports.folder import ExportFolder, cache_note, check_rule, read_folder
-from hf_posenc.exports.llama_cpp import ARCHITECTURES, READ, llama_cpp
+from hf_posenc.exports.folder import ExportFolder, check_rule, notes_for_servers, read_folder
+from hf_posenc.exports.llama_cpp import ARCHITECTURES, LLAMA_SERVER, READ, llama_cpp, ollama
 from hf_posenc.exports.nearest import as_static, refuse_attention_rule, what_is_lost
-from hf_posenc.exports.servers import sglang, tgi, vllm
+from hf_posenc.exports.servers import mlx, sglang, tgi, vllm
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Stack:
 
     Attributes:
         title: Its name in sentences.
-        read: The version or commit whose source the claims are from.
+        read: The version or commit whose source the claims are from, and when it was read.
+        ran: With what the log-probabilities of exported models were compared, and when; None for nothing.
         model_types: Families whose code there was seen to pass on what config.json says of positions.
         dynamic: What it does in place of Transformers' dynamic rule.
         lines: The commands and comments for a folder.
@@ -27,23 +28,32 @@ class Stack:
 
     title: str
     read: str
+    ran: str | None
     model_types: frozenset[str]
     dynamic: str
     lines: Callable[[ExportFolder], list[str]]
+
+    @property
+    def checked(self) -> str:
+        """How the claims were checked, for people."""
+        by_running = "" if self.ran is None else f" and by running {self.ran}"
+        return f"checked against the source of {self.title} {self.read}{by_running}"
 
 
 _STARTS_FIXED = "it computes one table when it starts"
 STACKS: dict[str, Stack] = {
     "vllm": Stack(
         title="vLLM",
-        read="0.33.0",
+        read="0.33.0 (2026-11-21)",
+        ran="0.32.0 on a CPU (2026-11-25)",
         model_types=frozenset({"llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"}),
         dynamic=_STARTS_FIXED,
         lines=vllm,
     ),
     "sglang": Stack(
         title="SGLang",
-        read="0.5.23",
+        read="0.5.23 (2026-11-21)",
+        ran=None,
         # Its Mixtral passes on no scaling, and rounds rope_theta down (python/sglang/srt/models/mixtral.py).
         model_types=frozenset({"llama", "mistral", "qwen2", "qwen2_moe", "qwen3"}),
         dynamic=_STARTS_FIXED,
@@ -51,17 +61,36 @@ STACKS: dict[str, Stack] = {
     ),
     "llama.cpp": Stack(
         title="llama.cpp",
-        read=READ,
+        read=f"{READ} (2026-11-21)",
+        ran=f"files with {LLAMA_SERVER} (2026-11-24)",
         model_types=frozenset(ARCHITECTURES),
         dynamic="it has no such scaling type",
         lines=llama_cpp,
     ),
     "tgi": Stack(
         title="TGI",
-        read="commit 0666316",
+        read="commit 0666316 (2026-11-21)",
+        ran=None,
         model_types=frozenset({"llama", "mistral", "qwen2"}),
         dynamic="its scale is that of the longest batch so far",
         lines=tgi,
+    ),
+    "mlx": Stack(
+        title="mlx-lm",
+        read="0.32.2 (2026-11-24)",
+        ran="it on a CPU (2026-11-24)",
+        # Its Mixtral, Qwen2Moe and Qwen3Moe make a plain rotary embedding (mlx_lm/models/mixtral.py and others).
+        model_types=frozenset({"llama", "mistral", "qwen2", "qwen3"}),
+        dynamic="its scale is that of the text so far",
+        lines=mlx,
+    ),
+    "ollama": Stack(
+        title="Ollama",
+        read="0.33.0-rc2 (2026-11-24)",
+        ran=None,
+        model_types=frozenset(ARCHITECTURES),
+        dynamic="llama.cpp, which it runs, has no such scaling type",
+        lines=ollama,
     ),
 }
 
@@ -71,7 +100,7 @@ def export_command(path: str | Path, stack: str, as_method: str | None = None) -
 
     Args:
         path: The folder.
-        stack: ``"vllm"``, ``"sglang"``, ``"llama.cpp"`` or ``"tgi"``.
+        stack: ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, ``"tgi"``, ``"mlx"`` or ``"ollama"``.
         as_method: For a rule that only hf_posenc runs: the static rule to run in its place, such as ``yarn``, with
             its default options and the same target. The comments say what is lost.
 
@@ -98,10 +127,10 @@ def command_for(known: Stack, folder: ExportFolder, as_method: str | None = None
     folder, comments = checked_for(known, folder, as_method)
     return "\n".join(
         [
-            f"{title_of(folder)}checked against the source of {known.title} {known.read}",
+            f"{title_of(folder)}{known.checked}",
             *comments,
             *known.lines(folder),
-            cache_note(folder),
+            *notes_for_servers(folder),
         ]
     )
 

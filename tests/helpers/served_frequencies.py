@@ -56,6 +56,16 @@ def sglang_reads(config: PreTrainedConfig, rope: dict[str, Any]) -> Frequencies:
     return inv_freq, usual(rope) * rope.get("attn_factor", 1.0) if rope["rope_type"] == "yarn" else factor
 
 
+def mlx_reads(config: PreTrainedConfig, rope: dict[str, Any]) -> Frequencies:
+    """mlx-lm: no rule reads ``attention_factor``; longrope computes Phi-3's (mlx_lm/models/rope_utils.py)."""
+    unread = {key: value for key, value in rope.items() if key != "attention_factor"}
+    inv_freq, factor = by_transformers(config, unread)
+    if rope["rope_type"] == "longrope":
+        original = rope["original_max_position_embeddings"]
+        factor = math.sqrt(1 + math.log(config.max_position_embeddings / original) / math.log(original))
+    return inv_freq, factor
+
+
 def llama_cpp_reads(keys: dict[str, Any], tensors: dict[str, list[float]], head_dim: int) -> Frequencies:
     """What llama.cpp computes (src/llama-context.cpp, ggml_rope_yarn_corr_dims, ggml_rope_cache_init)."""
     pairs = np.arange(head_dim // 2)

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from gguf import GGUFReader, GGUFWriter, Keys
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
+from documents import PAGES
 from hf_posenc import load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.cli.export import STACKS as KNOWN_TO_THE_PARSER
 from hf_posenc.cli.main import main
+from hf_posenc.evaluation import perplexity
 from hf_posenc.exports import STACKS, export_command, gguf_metadata, gguf_tensors
 from served_frequencies import (
     Frequencies,
@@ -29,11 +32,12 @@ from served_frequencies import (
     flag,
     keys_of_flags,
     llama_cpp_reads,
+    mlx_reads,
     sglang_reads,
     usual,
     vllm_reads,
 )
-from tiny_models import STATIC_METHODS, make_model, method_options
+from tiny_models import STATIC_METHODS, make_model, method_options, token_ids
 
 TWO_LISTS = "short_factor other than long_factor"
 REFUSED: dict[tuple[str, str], str] = {
@@ -47,6 +51,15 @@ REFUSED: dict[tuple[str, str], str] = {
     ("tgi", "ntk_rcd-constant"): "TGI cannot express attention_factor 1.0",
     ("tgi", "yarn_rcd"): "TGI cannot express beta_slow 1.81",
     ("tgi", "yarn-options"): "TGI cannot express beta_fast 8.0, truncate False",
+}
+# mlx-lm computes the attention factor itself too, but reads the betas.
+REFUSED |= {
+    ("mlx", "longrope"): TWO_LISTS,
+    ("mlx", "yarn-paper"): "mlx-lm cannot express attention_factor 1.13",
+    ("mlx", "yarn-harmonic"): "mlx-lm cannot express attention_factor 1.13",
+    ("mlx", "nope"): "mlx-lm cannot express attention_factor 1.0",
+    ("mlx", "ntk_rcd-constant"): "mlx-lm cannot express attention_factor 1.0",
+    ("mlx", "yarn-options"): "mlx-lm cannot express truncate False",
 }
 # llama.cpp runs these from a file that export_gguf writes; it has no flags for them.
 NO_FLAGS = ("longrope", "yarn-paper", "yarn-harmonic", "nope", "ntk_rcd-constant", "yarn-options")
@@ -134,6 +147,44 @@ def test_tgi_runs_longrope_with_equal_lists_and_its_own_attention_factor(tmp_pat
     path, _ = extended(tmp_path / "given", "longrope", **options)
     with pytest.raises(ValueError, match=r"TGI cannot express attention_factor 1\.25"):
         export_command(path, "tgi")
+
+
+@expressed_by("mlx")
+def test_mlx_reads_the_spelling_of_transformers_4(saved: tuple[str, Path, Frequencies]) -> None:
+    _, path, (inv_freq, factor) = saved
+    assert commands(path, "mlx") == [["mlx_lm.server", "--model", str(path)]]
+    config = json.loads((path / "config.json").read_text())
+    rope = dict(config["rope_scaling"] or {"rope_type": "default"})
+    read = mlx_reads(AutoConfig.from_pretrained(path), {"rope_theta": config["rope_theta"], **rope})
+    torch.testing.assert_close(read[0], inv_freq, rtol=1e-6, atol=0)
+    assert read[1] == pytest.approx(factor, rel=1e-6)
+
+
+def test_mlx_runs_longrope_with_its_own_attention_factor_only(tmp_path: Path) -> None:
+    divisors = [1.0 + i for i in range(8)]
+    path, (_, factor) = extended(tmp_path / "own", "longrope", short_factor=divisors, long_factor=divisors)
+    scaling = json.loads((path / "config.json").read_text())["rope_scaling"]
+    assert commands(path, "mlx")
+    assert mlx_reads(AutoConfig.from_pretrained(path), {"rope_theta": 1e4, **scaling})[1] == pytest.approx(factor)
+    options = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.25}
+    path, _ = extended(tmp_path / "given", "longrope", **options)
+    with pytest.raises(ValueError, match=r"mlx-lm cannot express attention_factor 1\.25.*--to gguf writes every"):
+        export_command(path, "mlx")
+
+
+def test_ollama_gets_a_file_and_a_modelfile(
+    saved: tuple[str, Path, Frequencies], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, path, _ = saved
+    lines = [line for line in export_command(path, "ollama").splitlines() if not line.startswith("#")]
+    write, modelfile, create, run = lines
+    name = f"my-model-s-folder-{STATIC_METHODS[key][0]}"
+    written = ["--base", "BASE.gguf", "--output", f"{name}.gguf"]
+    assert shlex.split(write) == ["hf-posenc", "export", str(path), "--to", "gguf", *written]
+    monkeypatch.chdir(tmp_path)
+    subprocess.run(modelfile, shell=True, check=True)
+    assert Path("Modelfile").read_text() == f"FROM ./{name}.gguf\nPARAMETER num_ctx 256\n"
+    assert (create, run) == (f"ollama create {name} -f Modelfile", f"ollama run {name}")
 
 
 @pytest.mark.parametrize("saved", [key for key in STATIC_METHODS if key not in NO_FLAGS], indirect=True)
@@ -248,8 +299,9 @@ def test_divisors_are_for_the_llama_architecture_only(method: str, tmp_path: Pat
     if method == "yarn":
         assert gguf_metadata(path)["qwen2.rope.scaling.type"] == "yarn"
     else:
-        with pytest.raises(ValueError, match=r"llama3 for model_type 'qwen2'.*for the llama architecture only"):
-            export_command(path, "llama.cpp")
+        for stack in ("llama.cpp", "ollama"):
+            with pytest.raises(ValueError, match=r"llama3 for model_type 'qwen2'.*for the llama architecture only"):
+                export_command(path, stack)
 
 
 def test_yarn_with_its_own_betas_is_flags_for_qwen_and_no_file(tmp_path: Path) -> None:
@@ -288,8 +340,74 @@ def test_families_and_rules_that_were_not_checked_or_move_are_refused(tmp_path: 
         gguf_metadata(unchecked)
     mixtral, _ = extended(tmp_path / "mixtral", "yarn", family="Mixtral")
     assert commands(mixtral, "vllm")
-    with pytest.raises(ValueError, match="drops part of them"):
-        export_command(mixtral, "sglang")
+    for stack in ("sglang", "mlx"):
+        with pytest.raises(ValueError, match="drops part of them"):
+            export_command(mixtral, stack)
+
+
+def test_the_page_says_of_each_stack_what_was_read_and_what_was_run() -> None:
+    page = (PAGES / "how-to" / "serve.md").read_text(encoding="utf-8")
+    for stack in STACKS.values():
+        (row,) = [line for line in page.splitlines() if line.startswith(f"    | {stack.title} |")]
+        version, date = re.fullmatch(r"(.+) \((.+)\)", stack.read).groups()
+        assert f"| {version}, {date} |" in row
+        if stack.ran is None:
+            assert "| no; " in row or "| no |" in row
+        else:
+            ran, date = re.fullmatch(r"(.+) \((.+)\)", stack.ran).groups()
+            assert date in row
+            assert all(number in row for number in re.findall(r"\d+\.\d+\.\d+", ran))
+
+
+def test_comments_say_what_serving_takes(tmp_path: Path) -> None:
+    path, _ = extended(tmp_path / "model", "yarn")
+    memory, drafts, short = export_command(path, "vllm").splitlines()[-3:]
+    # 2 (keys and values) x 2 layers x 2 heads x 16 features x 256 tokens x 2 bytes
+    assert memory == "# the KV cache of one text of 256 tokens takes 0.07 MB in 16 bits"
+    assert "prefix caching and chunked prefill are safe" in drafts
+    assert "needs the same rule, or fewer of its guesses are accepted past 64 tokens" in drafts
+    assert short.endswith("up to 64 tokens are read with the rule too: hf-posenc compare measures what that costs")
+
+
+def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) -> None:
+    path, _ = extended(tmp_path / "model", "yarn")
+    record = {"protocol": "last", "text_hash": "a", "n_tokens": 9, "tokens_trained": 0, "options": {}}
+    rows = [
+        ("none", 32, 10.0, {}),
+        ("yarn", 32, 11.0, {}),
+        ("none", 64, 8.0, {}),
+        ("yarn", 64, 8.2, {}),
+        ("yarn", 64, 7.0, {"tokens_trained": 1000}),  # of another model
+        ("yarn", 64, 4.0, {"options": {"attention_factor": 1.0}}),
+        ("linear", 64, 9.0, {}),
+        ("none", 128, 50.0, {}),  # past the original length
+        ("yarn", 128, 6.0, {}),
+        ("yarn", 64, 5.0, {"text_hash": "b"}),  # of another text
+    ]
+    lines = [
+        json.dumps({**record, "method": method, "context_length": length, "perplexity": perplexity, **more})
+        for method, length, perplexity, more in rows
+    ]
+    lines.append(json.dumps({"method": "yarn", "task": "passkey", "options": {}}))
+    (path / "results.jsonl").write_text("\n".join(lines) + "\n")
+    short = export_command(path, "vllm").splitlines()[-1]
+    assert short.endswith("are read with the rule too: perplexity +2.5 % at 64 tokens (results.jsonl)")
+    (path / "results.jsonl").write_text("{")
+    assert "is not known, as results.jsonl is damaged" in export_command(path, "vllm").splitlines()[-1]
+
+
+def test_records_that_were_measured_give_the_cost_of_short_texts(tmp_path: Path) -> None:
+    model = make_model("Llama")
+    documents, records = [token_ids(200)[0].tolist()], tmp_path / "model" / "results.jsonl"
+    (unextended,) = perplexity(model, documents, [64])
+    options = {"attention_factor": 1.5, "beta_fast": 8.0}
+    save_extended(patch_model(model, "yarn", 4, **options), records.parent)
+    (own,) = perplexity(model, documents, [64])
+    records.write_text(f"{unextended.to_json()}\n{own.to_json()}\n")
+    cost = 100 * (own.perplexity / unextended.perplexity - 1)
+    assert cost != 0
+    short = export_command(records.parent, "vllm").splitlines()[-1]
+    assert short.endswith(f"perplexity {cost:+.1f} % at 64 tokens (results.jsonl)")
 
 
 def test_an_edited_config_is_refused(tmp_path: Path) -> None:
@@ -326,7 +444,7 @@ def test_the_command_line_prints_or_says_why_not(tmp_path: Path, capsys: pytest.
             "has no context_extension.json: give a folder that hf-posenc wrote",
         ),
         ([str(tmp_path / "nowhere"), "--to", "vllm"], "has no context_extension.json"),
-        ([str(path), "--to", "ollama"], "'ollama'"),
+        ([str(path), "--to", "triton"], "'triton'"),
         ([str(path)], "give one of --to (a program, or gguf) and --verify"),
         ([str(path), "--to", "vllm", "--verify", "http://localhost:1"], "give one of --to"),
         ([str(path), "--to", "vllm", "--output", "a.gguf"], "--base and --output are for --to gguf"),
@@ -336,6 +454,6 @@ def test_the_command_line_prints_or_says_why_not(tmp_path: Path, capsys: pytest.
         error = capsys.readouterr().err
         assert error.startswith("hf-posenc: error: ")
         assert message in error
-    with pytest.raises(ValueError, match=r"unknown stack 'ollama'\. Known: vllm, sglang, llama\.cpp, tgi"):
-        export_command(path, "ollama")
+    with pytest.raises(ValueError, match=r"unknown stack 'triton'\. Known: vllm, sglang, llama\.cpp, tgi, mlx"):
+        export_command(path, "triton")
     assert (*STACKS, "gguf") == KNOWN_TO_THE_PARSER
