@@ -111,7 +111,10 @@ def check_may_read(source: str | Path, kwargs: Mapping[str, Any]) -> None:
         return
     if not is_repo_id(name):
         raise MissingFileError(f"there is no folder {name!r}, and it is no name on the Hugging Face Hub (OWNER/NAME).")
-    if isinstance(hub.try_to_load_from_cache(name, "config.json", kwargs.get("cache_dir"), revision), str):
+    configs = ("config.json", "adapter_config.json")  # of a model; of an adapter
+    if any(
+        isinstance(hub.try_to_load_from_cache(name, one, kwargs.get("cache_dir"), revision), str) for one in configs
+    ):
         return
     url = hub.hf_hub_url(name, "config.json", subfolder=kwargs.get("subfolder") or None, revision=revision)
     with hub_errors(name, "read"):

@@ -21,6 +21,7 @@ from hf_posenc import describe, load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.checkpoint.manifest import MANIFEST
 from hf_posenc.doctor.diagnosis import diagnose
+from hf_posenc.errors import HubUnreachableError
 from sharp_checkpoints import (
     FACTOR,
     IDS,
@@ -132,7 +133,7 @@ def test_a_model_on_the_hub_is_found_extended(
         assert describe(load_extended(name))["method"] == method
     for loaded in (load_extended("someone/model"), load_model("someone/model", dtype="float32")[0]):
         torch.testing.assert_close(logits(loaded.eval(), IDS), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(FileNotFoundError, match=r"someone/other has no context_extension\.json"):
+    with pytest.raises(HubUnreachableError, match=r"'someone/other' cannot be read: offline mode is set"):
         load_extended("someone/other")
 
 

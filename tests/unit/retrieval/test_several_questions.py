@@ -156,12 +156,13 @@ def test_questions_are_fed_side_by_side_where_a_mask_can_part_them(name: str) ->
     generator = torch.Generator().manual_seed(7)
     text = torch.randint(3, 128, (90,), generator=generator).tolist()
     asked = some_questions(model, text, generator)
-    fed = count_fed(model)
-    got = list(replies(model, text, asked * 60))
     side_by_side = name in ("llama", "eager", "yarn")
-    assert (len(fed) < 60) is side_by_side
+    asked *= 60 if side_by_side else 4  # of more rows than fit into one forward; one after the other takes long
+    fed = count_fed(model)
+    got = list(replies(model, text, asked))
+    assert (len(fed) < len(asked)) is side_by_side
     assert max(fed[1:]) <= (1024 if side_by_side else 10)
-    for one, reply in zip(asked * 60, got, strict=True):
+    for one, reply in zip(asked, got, strict=True):
         (alone,) = replies(model, text + one.question_ids, [dataclasses.replace(one, question_ids=[])])
         assert reply.losses == pytest.approx(alone.losses, abs=1e-5, rel=0)
         assert (reply.choices, reply.written) == (alone.choices, alone.written)
