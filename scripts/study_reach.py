@@ -18,7 +18,7 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ class Plan:
         questions: Of each text.
         token_budget: Of each training.
         training: Settings of FinetuneConfig, besides ``SHARED``.
-        preset: The fitted rule; without one it is fitted first.
+        preset: The fitted rule; without one it is fitted first,
+        fit: with these settings of FitConfig.
         read_with: Other methods that trained models are read with, besides the rule of the training.
         seeds: Of the trainings.
         dtype: In which it is measured.
@@ -88,6 +89,7 @@ class Plan:
     training: dict[str, Any]
     tasks: tuple[str, ...] = (*FORMATS, *TASKS)
     preset: str | None = None
+    fit: Mapping[str, Any] = field(default_factory=dict)
     read_with: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     dtype: str = "auto"
@@ -121,12 +123,12 @@ def tiny_plan() -> Plan:
         target=1024,
         lengths=(64, 128, 256, 512, 1024),
         pieces=16,
-        far=(512, 1024),
+        far=(1024,),
         samples=25,
         questions=4,
         token_budget=200_000,
-        # The rate of study_budget.py, in steps of one block, for as many steps as there can be.
-        training={"learning_rate": 2e-4, "save_steps": 100},
+        training={"learning_rate": 2e-4, "save_steps": 100},  # rate and fit of study_budget.py; a step is a block
+        fit={"max_texts": 16, "held_out": 0, "steps": 150},
         tasks=(*FORMATS, "graph_parents", "babilong_qa1", "babilong_qa2", "niah_multikey_1"),
         seeds=(0, 1),
     )
@@ -259,9 +261,9 @@ class Study:
         if self.plan.preset is not None:
             return {"preset": self.plan.preset}
         file = self.folder / "fitted.json"
-        if not file.is_file():  # as in study_budget.py
+        if not file.is_file():
             model, tokenizer = load_model(self.plan.model)
-            config = FitConfig(context_length=self.plan.target, max_texts=16, held_out=0, steps=150)  # type: ignore[arg-type]  # an int
+            config = FitConfig(context_length=self.plan.target, **self.plan.fit)  # type: ignore[arg-type]  # an int
             fit_method(model, tokenizer, trained_on(), config).save(file)
         return {"method": FITTED, "context_length": self.plan.target, "options": {"source": str(file)}}
 
