@@ -148,7 +148,7 @@ def smollm2_plan(model: Path) -> Plan:
         questions=20,
         token_budget=300_000,
         training={
-            # The questions of a block are at its end, which CREAM puts at the end of the target.
+            # Questions are at the end of a block: CREAM puts it at the end of the target, its last third or less.
             **{"position_schedule": "cream", "seq_len": 2048, "gradient_accumulation_steps": 2},
             **{"learning_rate": 5e-5, "warmup_steps": 8, "save_steps": 10, "bf16": in_bf16},
         },
