@@ -231,7 +231,8 @@ class Study:
         facts = {"label": row.label, "model_name": self.plan.name, "tokens_trained": tokens_trained(source)}
         with self.extended(model, row):
             if not has_perplexity:
-                pieces = {"cut": True, "max_documents": self.plan.pieces}
+                # Of the same tokens for all rows, those too that are read at the short lengths alone.
+                pieces = {"cut": True, "max_tokens": max(self.plan.lengths), "max_documents": self.plan.pieces}
                 perplexity(model, held_out(), lengths, tokenizer=tokenizer, **pieces, **facts, output=self.perplexities)
             for task, length in left:
                 counts = {"samples": self.plan.samples, "questions": self.plan.questions}

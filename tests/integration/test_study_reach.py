@@ -79,10 +79,9 @@ def test_what_is_measured_and_trained_is_not_repeated(
         study.run(row)
     study.show()
     labels = ["unpatched", "ntk", "task mix, seed 0", "task mix, seed 0, dca"]
-    found = {
-        (one.label, one.context_length): (one.method, one.tokens_trained)
-        for one in read_records(tmp_path / "perplexity.jsonl")
-    }
+    records = {(one.label, one.context_length): one for one in read_records(tmp_path / "perplexity.jsonl")}
+    assert len({one.text_hash for (_, length), one in records.items() if length == 256}) == 1  # the same tokens
+    found = {key: (one.method, one.tokens_trained) for key, one in records.items()}
     assert found.pop(("unpatched", 256)) == ("none", 0)  # and at no other length
     methods = [("ntk", 0), ("fitted", 3 * 512), ("dca", 3 * 512)]
     assert found == {
