@@ -359,7 +359,7 @@ def loss(asked: Sequence[RetrievalRecord]) -> str:
     return number(math.fsum(one.nll_sum for one in asked) / sum(one.n_tokens for one in asked), 2)
 
 
-MEASURES = {"right": right, "tokens right": tokens_right, "loss": loss}
+MEASURES = {"right": right, "tokens": tokens_right, "loss": loss}
 
 
 def mean_loss(steps: Sequence[Mapping[str, Any]], kind: str, end: int) -> float | None:

@@ -96,7 +96,7 @@ def test_what_is_measured_and_trained_is_not_repeated(
     assert perplexities[0]["512"] == ""
     measured = table(tmp_path / "retrieval.csv")
     assert [(row["measure"], row["name"]) for row in measured] == [
-        (measure, label) for measure in ("right", "tokens right", "loss") for label in labels[1:]
+        (measure, label) for measure in ("right", "tokens", "loss") for label in labels[1:]
     ]
     losses = table(tmp_path / "training.csv")
     assert [(row["name"], row["steps"]) for row in losses] == [
