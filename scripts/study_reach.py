@@ -221,9 +221,9 @@ class Study:
         if row.name == UNPATCHED:  # beyond the length it was trained on it is known to fail
             lengths, far = (tuple(one for one in each if one <= self.plan.original) for each in (lengths, far))
         has_perplexity = set(self.curves().get(row.label, {})) >= set(lengths)
-        replies, count = self.replies(), self.plan.samples * self.plan.questions
+        answered = self.answered()
         cells = [(task, length) for length in far for task in self.plan.tasks]
-        left = [(task, length) for task, length in cells if len(replies.get((row.label, task, length), [])) < count]
+        left = [(task, length) for task, length in cells if (row.label, task, length) not in answered]
         if has_perplexity and not left:
             return
         source = self.plan.model if row.seed is None else self.train(row.name, row.seed)
@@ -247,13 +247,14 @@ class Study:
             found.setdefault(one.label, {})[one.context_length] = one.perplexity
         return found
 
-    def replies(self) -> dict[tuple[str, str, int], list[RetrievalRecord]]:
-        """Return the answers by row, task and length; of the texts of the plan, if more were asked."""
+    def answered(self) -> dict[tuple[str, str, int], list[RetrievalRecord]]:
+        """Return the answers by row, task and length, where all questions of the plan were asked, and no others."""
         found: dict[tuple[str, str, int], list[RetrievalRecord]] = {}
         for one in read_retrieval_records(self.answers) if self.answers.is_file() else []:
             if one.seed < self.plan.samples:
                 found.setdefault((one.label, one.task, one.context_length), []).append(one)
-        return found
+        count = self.plan.samples * self.plan.questions
+        return {cell: asked for cell, asked in found.items() if len(asked) == count}
 
     def rule(self, name: str) -> dict[str, Any]:
         """Return how a method is requested; the fitted one is fitted first if there is no preset."""
@@ -314,11 +315,11 @@ class Study:
 
     def retrieval_rows(self) -> list[dict[str, str]]:
         """Return a line for each length, measure and row, with a column for each task."""
-        replies, lines = self.replies(), []
+        answered, lines = self.answered(), []
         for length in self.plan.far:
             for measure, measured in MEASURES.items():
                 for row in rows(self.plan):
-                    asked = {task: replies.get((row.label, task, length), []) for task in self.plan.tasks}
+                    asked = {task: answered.get((row.label, task, length), []) for task in self.plan.tasks}
                     if any(asked.values()):
                         cells = {task: measured(each) if each else "" for task, each in asked.items()}
                         lines.append({"length": length_name(length), "measure": measure, "name": row.label, **cells})
@@ -329,8 +330,9 @@ class Study:
         lines = []
         for name in (name for name, mix in MIXES.items() if mix):
             for seed in self.plan.seeds:
-                steps = read_log(self.run_folder(name, seed) / "train_log.jsonl")
-                for when, end in (("first fifth", 0), ("last fifth", -1)) if steps else ():
+                folder = self.run_folder(name, seed)
+                steps = read_log(folder / "train_log.jsonl")
+                for when, end in (("first fifth", 0), ("last fifth", -1)) if (folder / MANIFEST).is_file() else ():
                     cells = {kind: number(mean_loss(steps, kind, end), 2) for kind in KINDS}
                     lines.append({"name": f"{name}, seed {seed}", "steps": when, **cells})
         return lines

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from hf_posenc.checkpoint.manifest import MANIFEST
 from hf_posenc.evaluation.records import read_records, read_retrieval_records
 from hf_posenc.methods.registry import get_method
 from hf_posenc.patching.presets import get_preset
@@ -116,6 +117,9 @@ def test_what_is_measured_and_trained_is_not_repeated(
     more.run(wanted[1])
     assert [(tmp_path / file).read_bytes()[: len(text)] for file, text in zip(FILES, before, strict=True)] == before
     assert len(read_retrieval_records(tmp_path / "retrieval.jsonl")) == len(answers) + 2
+    assert {row["name"] for row in more.retrieval_rows()} == {"ntk"}  # of the others, texts are missing
+    (tmp_path / "runs" / "task-mix-0" / MANIFEST).unlink()
+    assert more.losses() == []  # as long as the training is not finished
     with pytest.raises(SystemExit, match="other settings"):
         script.Study(tmp_path, replace(small, token_budget=4 * 512))
 
