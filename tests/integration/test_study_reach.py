@@ -35,7 +35,7 @@ def small(script: ModuleType) -> Any:
     """The study of the tiny model in seconds: two questions, and trainings of a step of each kind."""
     return replace(
         script.tiny_plan(),
-        **{"target": 512, "lengths": (256, 512), "pieces": 1, "far": (512,), "tasks": ("passkey",), "seeds": (0,)},
+        **{"target": 512, "lengths": (256, 512), "pieces": 3, "far": (512,), "tasks": ("passkey",), "seeds": (0,)},
         **{"samples": 1, "questions": 2, "token_budget": 3 * 512, "read_with": ("dca",)},
         fit={"max_texts": 1, "held_out": 0, "steps": 1, "block": 128},
     )
