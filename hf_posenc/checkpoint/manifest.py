@@ -27,6 +27,7 @@ from hf_posenc.version import __version__
 
 CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
+RESULTS = "results.jsonl"  # what was measured of the model, in the folder it was saved to
 # 2: the config beside it, a model's or an adapter's, says the same under MARK, so that one saved over it is found.
 FORMAT = 2
 _NEEDED = (*Extension.FACTS, "rope_theta", "base_model", "tokens_trained")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, needs_hf_posenc, read_manifest
+from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, RESULTS, needs_hf_posenc, read_manifest
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method, make_method
@@ -18,7 +18,6 @@ from hf_posenc.utils.units import size_name
 
 # The rope_type of rules that are a rope_theta and nothing else.
 PLAIN = "default"
-RECORDS = "results.jsonl"
 
 
 @dataclass(frozen=True)
@@ -161,12 +160,12 @@ def notes_for_servers(folder: ExportFolder) -> list[str]:
 
 def _cost_of_short_texts(folder: ExportFolder) -> str:
     """Return what a rule costs below the original length, from the records that ``fit`` or ``finetune`` left."""
-    file = Path(folder.path) / RECORDS
+    file = Path(folder.path) / RESULTS
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     try:
         records = [json.loads(line) for line in lines if line.strip()]
     except ValueError:
-        return f"what that costs is not known, as {RECORDS} is damaged"
+        return f"what that costs is not known, as {RESULTS} is damaged"
     manifest = folder.manifest
     rule = {"method": manifest["method"], "options": manifest["options"]}
     rows = {
@@ -188,7 +187,7 @@ def _cost_of_short_texts(folder: ExportFolder) -> str:
     if not pairs:
         return "hf-posenc compare measures what that costs"
     length = max(pairs)
-    return f"perplexity {100 * pairs[length]:+.1f} % at {length} tokens ({RECORDS})"
+    return f"perplexity {100 * pairs[length]:+.1f} % at {length} tokens ({RESULTS})"
 
 
 def command(*words: str | int | float) -> str:

@@ -581,17 +581,15 @@ def _serving(facts: CardFacts, folder: Path) -> list[str]:
     if facts.is_adapter:
         return []
     here = Path(_FOLDER) if facts.repo_id is None else Path(facts.repo_id.rpartition("/")[2])
+    saved = read_folder(folder)
+    saved = replace(saved, manifest={**saved.manifest, "base_model": facts.base.hub_id})  # its own may be a path
     lines = ["## Serving", ""]
     for name in _SERVERS:
         stack = STACKS[name]
         # llama.cpp's converter reads a folder, vLLM a name on the Hub too.
         reads_hub = name == "vllm" and facts.repo_id is not None
-        saved = read_folder(folder)
-        manifest = {**saved.manifest, "base_model": facts.base.hub_id}  # the manifest's may be a path
         try:
-            words = command_for(
-                stack, replace(saved, path=_place(facts) if reads_hub else str(here), manifest=manifest)
-            )
+            words = command_for(stack, replace(saved, path=_place(facts) if reads_hub else str(here)))
         except InvalidRequestError as error:
             lines += [f"{stack.title}: not possible. {error}", ""]
             continue

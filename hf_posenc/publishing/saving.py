@@ -10,12 +10,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint.extended import save_checkpoint
+from hf_posenc.checkpoint.manifest import RESULTS
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.records import Record
 from hf_posenc.publishing.card import CARD, check_records, write_card
 from hf_posenc.publishing.repository import Repository, make_repository
-
-RESULTS = "results.jsonl"
 
 
 def save_extended(

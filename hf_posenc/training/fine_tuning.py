@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
 
 from hf_posenc.checkpoint.extended import partial_of, save_checkpoint
-from hf_posenc.checkpoint.manifest import read_manifest
+from hf_posenc.checkpoint.manifest import RESULTS, read_manifest
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import Record, perplexity
@@ -26,7 +26,6 @@ from hf_posenc.patching.api import is_patched, unpatch_model, unpatched
 from hf_posenc.publishing.card import TrainedRun, TrainedStage, write_card
 from hf_posenc.publishing.provenance import document_source, source_settings
 from hf_posenc.publishing.repository import Repository
-from hf_posenc.publishing.saving import RESULTS
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import begin, check_with_model
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
