@@ -144,13 +144,13 @@ def smollm2_plan(model: Path) -> Plan:
         lengths=(512, 2048, 8192, 16384, 32768),
         pieces=2,
         far=(8192, 16384, 32768),
-        samples=3,  # most of the time goes into reading a text
-        questions=34,
+        samples=1,  # most of the time goes into reading a text
+        questions=100,
         token_budget=300_000,
         training={
             # Questions are at the end of a block: CREAM puts it at the end of the target, its last third or less.
-            **{"position_schedule": "cream", "seq_len": 2048, "gradient_accumulation_steps": 2},
-            **{"learning_rate": 5e-5, "warmup_steps": 8, "save_steps": 10, "bf16": in_bf16},
+            **{"position_schedule": "cream", "seq_len": 4096, "gradient_accumulation_steps": 1},
+            **{"learning_rate": 1e-4, "warmup_steps": 8, "save_steps": 10, "bf16": in_bf16},
         },
         tasks=(*FORMATS, "graph_parents", "babilong_qa1", "niah_multikey_1"),
         preset="smollm2-135m-fitted-4x",

@@ -120,8 +120,9 @@ class Dialogues(Kind):
                 f"{type(material.tokenizer).__name__}, a slow tokenizer, does not say. Take the fast one."
             )
         self._tokenize = ExampleTokenizer.of_dialogues(material.tokenizer)
-        # Of twice the least, so that no later block, of longer words, does not fit; and where all questions are asked.
-        shortest, some, more = (len(self.example(0, times * self.least)) for times in (2, 32, 64))
+        # Of several and of twice the least, so that no later block, of longer values, does not fit.
+        shortest = max(len(self.example(index, 2 * self.least)) for index in range(8))
+        some, more = (len(self.example(0, times * self.least)) for times in (32, 64))  # where all questions are asked
         self._tokens_each = (more - some) / (32 * self.least)
         if shortest > material.seq_len:
             raise InvalidRequestError(

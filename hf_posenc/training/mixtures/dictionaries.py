@@ -1,4 +1,4 @@
-"""Key-value dictionaries: shelves of names with a phrase each, and questions for some of them."""
+"""Key-value dictionaries: shelves of names with an entry each, and questions for some of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hf_posenc.training.mixtures import register_kind
 from hf_posenc.training.mixtures.base import Dialogues
-from hf_posenc.training.mixtures.made_up import names, phrase
+from hf_posenc.training.mixtures.made_up import names, value
 
 _ON_A_SHELF = 4  # names
 
@@ -17,8 +17,9 @@ class Dictionaries(Dialogues):
     """A list of small dictionaries; each question names a key, the answer its value and the dictionary it is in.
 
     Xiong et al. train on dictionaries of 3 or 4 integers with integers, asked for one, with the answer in a sentence of
-    one form, and the loss on the answer. Here keys are made-up names and values phrases of two words, so that what is
-    measured later, mostly numbers, is not what was trained on; and several are asked for, since a block costs the same.
+    one form, and the loss on the answer. Here keys are made-up names, and values are phrases, amounts, dates and marks:
+    in no form that is measured later, and of several forms, as a model that is trained on one learns to answer in it.
+    Several are asked for, since a block costs the same.
     """
 
     name: ClassVar[str] = "kv"
@@ -28,8 +29,8 @@ class Dictionaries(Dialogues):
 
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
         keys = names(rng, count)
-        values = [phrase(rng) for _ in keys]
-        entries = [f"{key}: {value}" for key, value in zip(keys, values, strict=True)]
+        values = [value(rng) for _ in keys]
+        entries = [f"{key}: {entry}" for key, entry in zip(keys, values, strict=True)]
         shelves = [
             f"Shelf {number} | {'; '.join(entries[start : start + _ON_A_SHELF])}"
             for number, start in enumerate(range(0, count, _ON_A_SHELF), 1)
@@ -37,10 +38,10 @@ class Dictionaries(Dialogues):
         asked = rng.sample(range(count), min(count, self.material.num_questions))
         turns = [
             (
-                f"Which phrase belongs to {keys[at]}, and which shelf is it on?",
+                f"Which entry belongs to {keys[at]}, and which shelf is it on?",
                 f"To {keys[at]} belongs {values[at]}, on shelf {at // _ON_A_SHELF + 1}.",
             )
             for at in asked
         ]
-        text = "\n".join(["An inventory of shelves, each with names and their phrases:", "", *shelves])
+        text = "\n".join(["An inventory of shelves, each with names and their entries:", "", *shelves])
         return [(f"{text}\n\n{turns[0][0]}", turns[0][1]), *turns[1:]]

@@ -1,4 +1,4 @@
-"""Names and phrases that are in no document: what dictionaries and hidden sentences are about."""
+"""Names and values that are in no document: what dictionaries and hidden sentences are about."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ _NOUNS = _words(
     "pillow plough puppet quilt raven ribbon saddle sparrow spindle spoon thimble tunnel wagon whistle"
 )
 
+_CURRENCIES = _words("crowns ducats florins guineas guilders shillings thalers")
+_MONTHS = _words("January February March April May June July August September October November December")
+_CAPITALS_AND_DIGITS = "BCDFGHJKLMNPQRSTVWXZ23456789"
+
 
 def names(rng: Random, count: int, syllables: int = 3) -> list[str]:
     """Return different made-up names, such as Kovari."""
@@ -35,3 +39,23 @@ def names(rng: Random, count: int, syllables: int = 3) -> list[str]:
 def phrase(rng: Random) -> str:
     """Return an adjective with a noun, such as amber lantern: one of some 4000."""
     return f"{rng.choice(_ADJECTIVES)} {rng.choice(_NOUNS)}"
+
+
+def amount(rng: Random) -> str:
+    """Return an amount of money, such as 3,482 crowns."""
+    return f"{rng.randint(1_000, 99_999):,} {rng.choice(_CURRENCIES)}"
+
+
+def date(rng: Random) -> str:
+    """Return a day, such as 14 March 1873."""
+    return f"{rng.randint(1, 28)} {rng.choice(_MONTHS)} {rng.randint(1600, 1999)}"
+
+
+def mark(rng: Random) -> str:
+    """Return groups of capitals and digits, such as R7K/2TM/94B."""
+    return "/".join("".join(rng.choices(_CAPITALS_AND_DIGITS, k=3)) for _ in range(rng.randint(2, 5)))
+
+
+def value(rng: Random) -> str:
+    """Return a phrase, an amount, a date or a mark."""
+    return rng.choice((phrase, amount, date, mark))(rng)

@@ -8,24 +8,45 @@ from typing import ClassVar
 
 from hf_posenc.training.mixtures import register_kind
 from hf_posenc.training.mixtures.base import Dialogues
-from hf_posenc.training.mixtures.made_up import names, phrase
+from hf_posenc.training.mixtures.made_up import amount, date, mark, names, phrase
 
-# What is hidden, the question, the answer.
+# What is hidden, the question, the answer; and what the value is.
 _FORMS = (
     (
         "People from {key} greet each other by saying {value}.",
         "What do people from {key} say when they greet each other?",
         "They greet each other by saying {value}.",
+        phrase,
     ),
     (
         "The ship {key} sails with {value} painted on its bow.",
         "What is painted on the bow of the ship {key}?",
         "On its bow is painted {value}.",
+        phrase,
     ),
     (
         "At the inn of {key} they serve a soup called {value}.",
         "Which soup do they serve at the inn of {key}?",
         "At that inn they serve {value}.",
+        phrase,
+    ),
+    (
+        "The bell of {key} was cast for {value}.",
+        "What did they pay for the bell of {key}?",
+        "For that bell they paid {value}.",
+        amount,
+    ),
+    (
+        "The bridge at {key} was opened on {value}.",
+        "When was the bridge at {key} opened?",
+        "That bridge was opened on {value}.",
+        date,
+    ),
+    (
+        "Every crate that leaves {key} is marked {value}.",
+        "What is marked on the crates that leave {key}?",
+        "On these crates is marked {value}.",
+        mark,
     ),
 )
 _SENTENCE_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s+")
@@ -50,7 +71,8 @@ class NeedleDialogues(Dialogues):
         asked = self.material.num_questions
         found = []
         for key in names(rng, 2 * asked):
-            form, value = rng.choice(_FORMS), phrase(rng)
+            *form, make = rng.choice(_FORMS)
+            value = make(rng)
             found.append([part.format(key=key, value=value) for part in form])
         text = self.material.tokenizer.decode(self.material.stretch(count, rng), skip_special_tokens=True)
         hidden = _hide([sentence for sentence, _, _ in found], str(text).strip(), rng)
