@@ -142,7 +142,7 @@ def smollm2_plan(model: Path) -> Plan:
         original=8192,
         target=32768,
         lengths=(512, 2048, 8192, 16384, 32768),
-        pieces=2,
+        pieces=1,
         far=(8192, 16384, 32768),
         samples=1,  # most of the time goes into reading a text
         questions=100,
@@ -171,7 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/reach"))
     parser.add_argument("--model", default="tiny", metavar="PATH", help="tiny (default), or the folder of SmolLM2-135M")
-    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these rows, such as dca 'task mix'")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these, such as dca 'task mix' 'both, seed 0'")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these retrieval tasks")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="only trainings with these seeds")
     parser.add_argument("--samples", type=int, metavar="TEXTS", help="texts of each task and length")
@@ -194,15 +194,15 @@ def main() -> None:
 
 
 def select(known: Sequence[Row], names: Sequence[str] | None) -> list[Row]:
-    """Return the rows of some names; all without any.
+    """Return the rows of some names or labels; all without any.
 
     Raises:
         SystemExit: There is no row of a name.
     """
-    if unknown := sorted(set(names or ()) - {row.name for row in known}):
+    if unknown := sorted(set(names or ()) - {word for row in known for word in (row.name, row.label)}):
         there = ", ".join(dict.fromkeys(row.name for row in known))
         raise SystemExit(f"no such row: {', '.join(unknown)}. Known: {there}. Quote a name with a space in it.")
-    return [row for row in known if not names or row.name in names]
+    return [row for row in known if not names or not {row.name, row.label}.isdisjoint(names)]
 
 
 class Study:

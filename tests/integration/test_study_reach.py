@@ -62,6 +62,7 @@ def test_wrong_rows_and_lengths_stop_before_anything_is_loaded(
 ) -> None:
     known = script.rows(small)
     assert [row.label for row in script.select(known, ["both", "ntk"])] == ["ntk", "both, seed 0", "both, seed 0, dca"]
+    assert [row.label for row in script.select(known, ["both, seed 0", "ntk"])] == ["ntk", "both, seed 0"]
     assert script.select(known, None) == known
     with pytest.raises(SystemExit, match=r"no such row: mix, yran\. Known: unpatched, ntk, .*, task mix, both"):
         script.select(known, ["yran", "mix", "dca"])
