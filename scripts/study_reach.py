@@ -149,7 +149,7 @@ def smollm2_plan(model: Path) -> Plan:
         token_budget=300_000,
         training={
             # Questions are at the end of a block: CREAM puts it at the end of the target, its last third or less.
-            **{"position_schedule": "cream", "seq_len": 4096, "gradient_accumulation_steps": 1},
+            **{"position_schedule": "cream", "seq_len": 2048, "gradient_accumulation_steps": 1},
             **{"learning_rate": 1e-4, "warmup_steps": 8, "save_steps": 10, "bf16": in_bf16},
         },
         tasks=(*FORMATS, "graph_parents", "babilong_qa1", "niah_multikey_1"),
