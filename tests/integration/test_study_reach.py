@@ -69,6 +69,8 @@ def test_wrong_rows_and_lengths_stop_before_anything_is_loaded(
     monkeypatch.setattr(script, "load_model", pytest.fail)
     with pytest.raises(ValueError, match="'passkey' does not fit into 32 tokens"):
         script.Study(tmp_path / "study", replace(small, far=(32,)))
+    with pytest.raises(ValueError, match="2 questions of one text were requested, and task 'cwe' has one"):
+        script.Study(tmp_path / "study", replace(small, far=(2000,), tasks=("passkey", "cwe")))
     assert not list(tmp_path.iterdir())
 
 
