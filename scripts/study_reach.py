@@ -330,7 +330,7 @@ class Study:
         return lines
 
     def losses(self) -> list[dict[str, str]]:
-        """Return the loss of each kind of data in the first and the last fifth of its steps; no block is read twice."""
+        """Return the loss of each kind of data in the first and last fifth of its steps; all have other blocks."""
         lines = []
         for name in (name for name, mix in MIXES.items() if mix):
             for seed in self.plan.seeds:

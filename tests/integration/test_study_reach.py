@@ -130,7 +130,7 @@ def test_what_is_measured_and_trained_is_not_repeated(
 def test_of_a_question_that_was_asked_again_the_last_answer_counts(
     script: ModuleType, small: Any, tmp_path: Path
 ) -> None:
-    """As after an upgrade of torch in the middle of a cell: its records have other run keys, and both are in the file."""
+    """As after an upgrade of torch in the middle of a cell: records with other run keys are in the same file."""
     study = script.Study(tmp_path, small)
 
     def write(question: int, right: bool) -> None:
