@@ -249,13 +249,16 @@ class Study:
         return found
 
     def answered(self) -> dict[tuple[str, str, int], list[RetrievalRecord]]:
-        """Return the answers by row, task and length, where all questions of the plan were asked, and no others."""
-        found: dict[tuple[str, str, int], list[RetrievalRecord]] = {}
+        """Return the answers by row, task and length, where all questions of the plan were asked, and no others.
+
+        Of a question that was asked again, as by other versions of torch, the last answer counts.
+        """
+        found: dict[tuple[str, str, int], dict[tuple[int, int], RetrievalRecord]] = {}
         for one in read_retrieval_records(self.answers) if self.answers.is_file() else []:
             if one.seed < self.plan.samples:
-                found.setdefault((one.label, one.task, one.context_length), []).append(one)
+                found.setdefault((one.label, one.task, one.context_length), {})[one.seed, one.question] = one
         count = self.plan.samples * self.plan.questions
-        return {cell: asked for cell, asked in found.items() if len(asked) == count}
+        return {cell: list(asked.values()) for cell, asked in found.items() if len(asked) == count}
 
     def rule(self, name: str) -> dict[str, Any]:
         """Return how a method is requested; the fitted one is fitted first if there is no preset."""
@@ -327,7 +330,7 @@ class Study:
         return lines
 
     def losses(self) -> list[dict[str, str]]:
-        """Return the loss of each kind of data in the first and the last fifth of its steps; no block is read twice."""
+        """Return the loss of each kind of data in the first and last fifth of its steps; all have other blocks."""
         lines = []
         for name in (name for name, mix in MIXES.items() if mix):
             for seed in self.plan.seeds:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from hf_posenc.evaluation.intervals import Share, Z, share_interval
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
-from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
+from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, task_name, training_words
 from hf_posenc.methods.registry import named_options
 from hf_posenc.utils.units import length_name
 
@@ -58,7 +58,7 @@ class RetrievalReach:
     """How far one task is retrieved, and the share of right answers there.
 
     Attributes:
-        task: Its name.
+        task: Its name, and how many questions of a text if several.
         length: The longest length that is retrieved, in tokens; None if the shortest is not.
         is_longest: Whether nothing longer was measured.
         shortest: The shortest that was measured.
@@ -316,8 +316,8 @@ class _Judge:
 def _retrieval_reach(group: Sequence[AnyRecord], records: Sequence[AnyRecord]) -> list[RetrievalReach]:
     found = [record for record in group if isinstance(record, RetrievalRecord)]
     return [
-        _task_reach([one for one in found if one.task == task], records)
-        for task in dict.fromkeys(record.task for record in found)
+        _task_reach([one for one in found if _prompted_alike(one) == alike], records)
+        for alike in dict.fromkeys(map(_prompted_alike, found))
     ]
 
 
@@ -340,11 +340,12 @@ def _task_reach(own: Sequence[RetrievalRecord], records: Sequence[AnyRecord]) ->
         good.append(length)
     at = good[-1] if good else min(shares)
     longest = bool(good) and at == max(shares)
-    return RetrievalReach(first.task, good[-1] if good else None, longest, min(shares), shares[at], needed, level)
+    task = task_name(first.task, first.questions_per_text)
+    return RetrievalReach(task, good[-1] if good else None, longest, min(shares), shares[at], needed, level)
 
 
 def _prompted_alike(record: RetrievalRecord) -> tuple[object, ...]:
-    return record.model, record.task, record.tokenizer_hash, record.chat
+    return record.model, record.task, record.questions_per_text, record.tokenizer_hash, record.chat
 
 
 def _own_level(records: Sequence[RetrievalRecord], of: str) -> OwnLevel | None:

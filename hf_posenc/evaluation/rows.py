@@ -57,6 +57,11 @@ def training_words(record: AnyRecord, count: Callable[[int], str] = "{:,}".forma
     return "" if is_unpatched(record) else "zero-shot"
 
 
+def task_name(task: str, questions: int) -> str:
+    """Return ``passkey``, or ``passkey, 100 questions of a text``."""
+    return task if questions == 1 else f"{task}, {questions} questions of a text"
+
+
 def is_unpatched(record: AnyRecord) -> bool:
     """Say whether a record is of a model as it was published."""
     return record.method == "none" and record.tokens_trained == 0

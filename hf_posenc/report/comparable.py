@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple, TypeVar
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.intervals import Share, is_tie, share_interval
 from hf_posenc.evaluation.records import Record, RetrievalRecord
-from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, training_words
+from hf_posenc.evaluation.rows import is_unpatched, row_key, short_model_names, task_name, training_words
 from hf_posenc.methods.registry import named_options
 from hf_posenc.utils.units import length_name
 
@@ -324,11 +324,6 @@ def perplexity_name(value: float) -> str:
 def share_name(share: Share | None) -> str:
     """Return ``75 %``, or nothing where there is none."""
     return "" if share is None else f"{100 * share.value:.0f} %"
-
-
-def task_name(task: str, questions: int) -> str:
-    """Return ``passkey``, or ``passkey, 100 questions of a text``."""
-    return task if questions == 1 else f"{task}, {questions} questions of a text"
 
 
 def counted_words(shares: Iterable[Share]) -> str:

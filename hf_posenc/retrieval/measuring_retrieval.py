@@ -136,12 +136,15 @@ def check_prompts(
     """Raise what ``retrieval`` would, from the tokenizer alone: a prompt of each task and length is made.
 
     Raises:
-        ValueError: A length too short for a task and its questions, with the counts; documents too short; a chat
-            template that is required and missing.
+        ValueError: A task, length or number that cannot be; several questions of a task that has one for a text; a
+            length too short for a task and its questions, with the counts; documents too short; a chat template that is
+            required and missing.
     """
+    tasks = expand_groups(tasks)
+    lengths = check_retrieval(tasks, context_lengths, DEFAULT_DEPTHS, 1, questions)
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), chat)
-    for task in expand_groups(tasks):
-        for length in context_lengths:
+    for task in tasks:
+        for length in lengths:
             maker.make(task, length, None, 0, questions)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from hf_posenc.checkpoint.manifest import MANIFEST
-from hf_posenc.evaluation.records import read_records, read_retrieval_records
+from hf_posenc.evaluation.records import append_line, read_records, read_retrieval_records
 from hf_posenc.methods.registry import get_method
 from hf_posenc.patching.presets import get_preset
 from hf_posenc.retrieval.tasks import get_task
 from hf_posenc.training.mixtures import read_shares
+from report_records import make_retrieval_record
 
 FILES = ("perplexity.jsonl", "retrieval.jsonl")
 
@@ -69,6 +70,8 @@ def test_wrong_rows_and_lengths_stop_before_anything_is_loaded(
     monkeypatch.setattr(script, "load_model", pytest.fail)
     with pytest.raises(ValueError, match="'passkey' does not fit into 32 tokens"):
         script.Study(tmp_path / "study", replace(small, far=(32,)))
+    with pytest.raises(ValueError, match="2 questions of one text were requested, and task 'cwe' has one"):
+        script.Study(tmp_path / "study", replace(small, far=(2000,), tasks=("passkey", "cwe")))
     assert not list(tmp_path.iterdir())
 
 
@@ -123,6 +126,25 @@ def test_what_is_measured_and_trained_is_not_repeated(
     assert more.losses() == []  # as long as the training is not finished
     with pytest.raises(SystemExit, match="other settings"):
         script.Study(tmp_path, replace(small, token_budget=4 * 512))
+
+
+def test_of_a_question_that_was_asked_again_the_last_answer_counts(
+    script: ModuleType, small: Any, tmp_path: Path
+) -> None:
+    """As after an upgrade of torch in the middle of a cell: records with other run keys are in the same file."""
+    study = script.Study(tmp_path, small)
+
+    def write(question: int, right: bool) -> None:
+        record = make_retrieval_record(
+            "ntk", 512, None, 0, right, label="ntk", questions_per_text=2, question=question, run_key=f"{right}"
+        )
+        append_line(study.answers, record.to_json())
+
+    write(0, False)
+    assert study.answered() == {}  # the other question is not answered yet
+    write(0, True)
+    write(1, True)
+    assert [one.score() for one in study.answered()["ntk", "passkey", 512]] == [1, 1]
 
 
 def test_the_measures_by_hand(script: ModuleType) -> None:

@@ -127,7 +127,7 @@ def _simulated(rng: Random, num_questions: int, is_ready: Callable[[_Thing], boo
     world = _World(rng, draw_people(rng, max(_FEWEST_PEOPLE, len(things) // 2)), things)
     ready: list[_Thing] = []
     while len(world.facts) < _FACTS_EACH * len(things) or len(ready) < num_questions:
-        world.step()
+        world.step(is_ready)
         ready = [thing for thing in world.things if is_ready(thing)]
     world.things = rng.sample(ready, num_questions)
     return world
@@ -190,8 +190,11 @@ class _World:
         thing.holder = None
         thing.handled = self._say(_LEAVES, person, thing.name)
 
-    def step(self) -> None:
-        """Let a random person take, leave or go, as far as it is possible."""
+    def step(self, is_ready: Callable[[_Thing], bool]) -> None:
+        """Let a random person take, leave or go, as far as it is possible; what is not ready is not left.
+
+        Else things would lie where they were taken until somebody comes by, and a text would need far more facts.
+        """
         person = self.rng.choice(self.people)
         here = self._here(person)
         held = [thing for thing in self.things if thing.holder == person]
@@ -199,7 +202,7 @@ class _World:
         near = [one for one in free if here is not None and (one.at is None or one.at.place == here.place)]
         if near and not held and self.rng.random() < _TAKES_SHARE:
             self.take(person, self.rng.choice(near))
-        elif held and self.rng.random() < _LEAVES_SHARE:
+        elif held and is_ready(held[0]) and self.rng.random() < _LEAVES_SHARE:
             self.leave(person, held[0])
         else:
             self.move(person)

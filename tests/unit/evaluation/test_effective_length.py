@@ -269,6 +269,21 @@ def test_questions_of_one_text_are_told_with_their_texts() -> None:
     assert "there 100 % right of 10 questions in 1 text, interval 72–100)" in reach_lines(records[:10])[0]
 
 
+def test_questions_that_share_a_text_are_a_task_of_their_own() -> None:
+    """They have other needles around them, so they neither count with single questions nor set a level for them."""
+
+    def shared(method: str, right: int) -> list[Any]:
+        return [
+            make_answer(method, 256, None, 0, at < right, questions_per_text=10, question=at, text_hash=str(at))
+            for at in range(10)
+        ]
+
+    (line,) = reach_lines([*answers(256, 20), *shared("yarn", 4)])
+    assert "(passkey >= 85 %; there 100 % right, interval 84–100)" in line
+    assert "(passkey, 10 questions of a text >= 34 %, 85 % of its own 40 % at 256; there 40 % right" in line
+    assert "85 % of its own 40 % at 256" in reach_lines([*answers(256, 8), *shared("none", 5)])[1]
+
+
 def test_each_task_is_told_and_written_answers_count_where_their_order_is_free() -> None:
     free = {"task": "niah_multivalue", "num_forced": None, "answers": ["1", "2"]}
     both = [make_answer("yarn", 256, 0.0, seed, False, **free, num_written=2) for seed in range(9)]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter, deque
 from pathlib import Path
+from random import Random
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -131,6 +132,13 @@ def test_of_a_book_only_the_book_grows(maker: PromptMaker, task: str) -> None:
     means = [sum(one) / len(one) for one in counts]
     assert max(means) / min(means) < 1.3
     assert means[0] < 40
+
+
+@pytest.mark.parametrize("task", ["babilong_qa2", "babilong_qa3"])
+def test_a_world_has_about_eight_facts_for_each_question(task: str) -> None:
+    for seed in range(20):
+        facts = tasks()[task].make(Random(seed), 4096, 20).needles
+        assert 8 * 20 <= len(facts) < 1.5 * 8 * 20
 
 
 def test_a_dictionary_is_valid_json(maker: PromptMaker, words: PreTrainedTokenizerFast) -> None:
