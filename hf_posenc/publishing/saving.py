@@ -68,15 +68,17 @@ def save_extended(
             the records are of other models, or no repository can have this name.
     """
     check_records(records, model, fitted_on)
-    where = {"private": private, "token": token, "revision": revision}
-    repository = push_to_hub if isinstance(push_to_hub, Repository) else None
-    if push_to_hub is None and (given := [name for name, value in where.items() if value is not None]):
+    where: dict[str, Any] = {"private": private, "token": token, "revision": revision}
+    repository = None
+    if isinstance(push_to_hub, Repository):
+        repository = push_to_hub
+    elif push_to_hub is not None:
+        repository = make_repository(push_to_hub, **where)
+    elif given := [name for name, value in where.items() if value is not None]:
         raise InvalidRequestError(
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for {argument('push_to_hub')}, which is not "
             "given. Name the repository, such as push_to_hub='me/longer-model'."
         )
-    if isinstance(push_to_hub, str):
-        repository = make_repository(push_to_hub, private=private, token=token, revision=revision)
     target = Path(path).expanduser().absolute()
     written: list[str] = []
 

@@ -17,7 +17,13 @@ from peft import LoraConfig, get_peft_model
 
 from hf_posenc import describe, load_extended, patch_model, perplexity, save_extended
 from hf_posenc.cli.main import main
-from hf_posenc.errors import HubAccessError, HubUnreachableError, InvalidRequestError, MissingFileError
+from hf_posenc.errors import (
+    HubAccessError,
+    HubUnreachableError,
+    InvalidRequestError,
+    InvalidTypeError,
+    MissingFileError,
+)
 from hf_posenc.evaluation import Record, read_records
 from hf_posenc.publishing.card import is_own_card
 from hub_server import UPLOADS, Hub, environment, use_hub
@@ -162,6 +168,12 @@ def test_without_the_hub_there_is_a_card_only_if_it_is_wanted(tmp_path: Path) ->
     assert str(tmp_path) not in text
     with pytest.raises(InvalidRequestError, match="private and token are for push_to_hub, which is not given"):
         save_extended(extended(), tmp_path / "other", private=True, token="hf_me")
+
+
+def test_pushing_needs_a_name_and_not_a_switch(tmp_path: Path) -> None:
+    with pytest.raises(InvalidTypeError, match=r"push_to_hub takes the name of a repository.* got True"):
+        save_extended(extended(), tmp_path / "longer", push_to_hub=True)  # type: ignore[arg-type]
+    assert not (tmp_path / "longer").exists()
 
 
 # ---- the commands ----
