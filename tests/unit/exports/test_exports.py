@@ -371,7 +371,7 @@ def test_comments_say_what_serving_takes(tmp_path: Path) -> None:
 
 def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) -> None:
     path, _ = extended(tmp_path / "model", "yarn")
-    record = {"protocol": "last", "text_hash": "a", "n_tokens": 9, "tokens_trained": 0, "options": {}}
+    record = {"protocol": "last", "text_hash": "a", "n_tokens": 9, "tokens_trained": 0, "factor": 4.0, "options": {}}
     rows = [
         ("none", 32, 10.0, {}),
         ("yarn", 32, 11.0, {}),
@@ -379,6 +379,7 @@ def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) 
         ("yarn", 64, 8.2, {}),
         ("yarn", 64, 7.0, {"tokens_trained": 1000}),  # of another model
         ("yarn", 64, 4.0, {"options": {"attention_factor": 1.0}}),
+        ("yarn", 64, 8.1, {"factor": 2.0}),
         ("linear", 64, 9.0, {}),
         ("none", 128, 50.0, {}),  # past the original length
         ("yarn", 128, 6.0, {}),

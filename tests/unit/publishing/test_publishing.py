@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from hf_posenc.errors import (
     MissingFileError,
 )
 from hf_posenc.evaluation import Record, read_records
+from hf_posenc.exports import export_command
 from hf_posenc.publishing.card import is_own_card
 from hub_server import UPLOADS, Hub, environment, use_hub
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
@@ -446,6 +449,21 @@ def test_records_of_a_rule_with_lists_are_known_when_read_from_a_file(tmp_path: 
     options = {**options, "long_factor": [1.0 + i / 4 for i in range(8)]}
     with pytest.raises(InvalidRequestError, match="none is of this model"):
         save_extended(extended(method, **options), tmp_path / "other", records=records)
+
+
+def test_a_card_has_the_cost_of_short_texts_from_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commands name the folder by a placeholder, and results were looked for there, below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    records = read_records(results(tmp_path))
+    folder = save_extended(extended(), tmp_path / "measured", records=records)
+    cost = re.search(r"with the rule too: (perplexity .* at 64 tokens) ", export_command(folder, "vllm"))
+    assert cost is not None
+    assert cost[1] in (folder / "README.md").read_text()
+    shutil.copytree(folder, tmp_path / "path/of/this/folder")
+    text = (save_extended(extended(), tmp_path / "unmeasured", card=True) / "README.md").read_text()
+    assert "with the rule too: hf-posenc compare measures what that costs" in text
 
 
 def test_records_of_other_models_are_refused_in_python(tmp_path: Path) -> None:
