@@ -16,6 +16,7 @@ from hf_posenc.checkpoint.manifest import needs_hf_posenc, read_manifest
 from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.records import Record
+from hf_posenc.evaluation.rows import training_words
 from hf_posenc.exports.folder import read_folder
 from hf_posenc.exports.stacks import STACKS, command_for
 from hf_posenc.families.rotary_model import RotaryModel
@@ -130,33 +131,51 @@ class CardFacts:
         """The lengths at which this very model was measured, in tokens."""
         if self.run is not None:
             return [record.context_length for record in self.run.after]
-        return sorted({one.context_length for one in self.records if _is_of(one, self.description, self.fitted_on)})
+        own = (self.description, self.tokens_trained, self.fitted_on)
+        return sorted({one.context_length for one in self.records if _is_of(one, *own)})
 
 
-def check_records(records: Sequence[Record], model: nn.Module, fitted_on: Mapping[str, Any] | None) -> None:
+def check_records(
+    records: Sequence[Record], model: nn.Module, tokens_trained: int | None, fitted_on: Mapping[str, Any] | None
+) -> None:
     """Check, before anything is written, that a card can show records as those of a model.
 
     Args:
         records: May be empty.
         model: As it will be saved, extended.
-        fitted_on: As in the manifest.
+        tokens_trained, fitted_on: As in the manifest.
 
     Raises:
-        ValueError: None of them is of a model extended like this one, or a table of them would show no short text.
+        ValueError: None of them is of a model extended and trained like this one, or a table of them would show no
+            short text.
     """
     if not records:
         return
     description = describe(model)
-    if not any(_is_of(one, description, fitted_on) for one in records):
-        rows = ", ".join(dict.fromkeys(f"{one.method} x{one.factor:g}" for one in records))
+    if not any(_is_of(one, description, tokens_trained, fitted_on) for one in records):
+        rows = ", ".join(dict.fromkeys(_row_name(one) for one in records))
+        trained = "trained or not is not known" if tokens_trained is None else f"trained on {tokens_trained:,} tokens"
         raise InvalidRequestError(
-            f"the results are of {rows}, and none is of this model ({extension_words(description)}). Give those that "
-            "were measured with the same method, factor and options."
+            f"the results are of {rows}, and none is of this model ({extension_words(description)}, {trained}). Give "
+            "those that were measured with the same method, factor, options, original length and training."
         )
     make_tables(records)
 
 
-def _is_of(record: Record, description: Mapping[str, Any], fitted_on: Mapping[str, Any] | None) -> bool:
+def _row_name(record: Record) -> str:
+    return f"{record.method} x{record.factor:g}{f' {words}' if (words := training_words(record)) else ''}"
+
+
+def _is_of(
+    record: Record,
+    description: Mapping[str, Any],
+    tokens_trained: int | None,
+    fitted_on: Mapping[str, Any] | None,
+) -> bool:
+    if record.original_max_position_embeddings not in (None, description["original_max_position_embeddings"]):
+        return False
+    if tokens_trained is not None and record.tokens_trained not in (None, tokens_trained):
+        return False
     if instead := (fitted_on or {}).get("instead"):  # whose numbers were saved as a fitted rule
         return bool(record.method == instead)
     # As JSON, which a record was read from: there tuples are lists.

@@ -67,7 +67,7 @@ def save_extended(
         ValueError: The model is not extended, ``path`` is a file, quantised weights cannot be saved as they are,
             the records are of other models, or no repository can have this name.
     """
-    check_records(records, model, fitted_on)
+    check_records(records, model, tokens_trained, fitted_on)
     where: dict[str, Any] = {"private": private, "token": token, "revision": revision}
     repository = None
     if isinstance(push_to_hub, Repository):

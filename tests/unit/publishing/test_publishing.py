@@ -257,7 +257,7 @@ def test_results_of_another_rule_are_refused_before_anything_is_written(
     argv = ["patch", str(tiny_checkpoint), str(output), "--factor", "4", "--results"]
     for flags in (["--method", "linear"], ["--option", "beta_fast=16"]):
         assert main([*argv, str(file), *flags]) == 2
-        assert "the results are of none x1, yarn x4, and none is of this model" in capsys.readouterr().err
+        assert "the results are of none x1, yarn x4 zero-shot, and none is of this model" in capsys.readouterr().err
     assert main([*argv, str(tmp_path / "gone.jsonl")]) == 2
     assert "--results: there is no file" in capsys.readouterr().err
     file.write_text("")
@@ -470,6 +470,11 @@ def test_records_of_other_models_are_refused_in_python(tmp_path: Path) -> None:
     records: list[Record] = read_records(results(tmp_path))
     with pytest.raises(InvalidRequestError, match="none is of this model"):
         save_extended(extended("linear"), tmp_path / "longer", records=records)
+    with pytest.raises(InvalidRequestError, match=r"yarn x4 zero-shot, and none is of this model .*on 1,000 tokens"):
+        save_extended(extended(), tmp_path / "longer", records=records, tokens_trained=1000)
+    longer = patch_model(make_tiny_llama(max_position_embeddings=128), "yarn", 4)
+    with pytest.raises(InvalidRequestError, match=r"none is of this model .yarn x4: 128 -> 512 tokens"):
+        save_extended(longer, tmp_path / "longer", records=records)
     assert not (tmp_path / "longer").exists()
     save_extended(extended(), tmp_path / "longer", records=records)
     assert read_records(tmp_path / "longer/results.jsonl") == records
