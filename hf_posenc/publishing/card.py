@@ -210,8 +210,8 @@ def facts_of(
 
 
 def is_own_card(file: Path) -> bool:
-    """Return whether a model card was written by hf_posenc, and nobody said that it is theirs since."""
-    return _OURS in file.read_text(encoding="utf-8", errors="replace")
+    """Return whether there is a model card that hf_posenc wrote, and nobody said that it is theirs since."""
+    return file.is_file() and _OURS in file.read_text(encoding="utf-8", errors="replace")
 
 
 def write_card(

@@ -169,6 +169,11 @@ def test_without_the_hub_there_is_a_card_only_if_it_is_wanted(tmp_path: Path) ->
     text = (save_extended(extended(), tmp_path / "card", card=True) / "README.md").read_text()
     assert '.from_pretrained("path/of/this/folder"' in text
     assert str(tmp_path) not in text
+    save_extended(extended("linear"), tmp_path / "card")  # of which the card would not be true
+    assert "extended 4 times with `linear`" in (tmp_path / "card/README.md").read_text()
+    (tmp_path / "card/README.md").write_text("# Mine")
+    save_extended(extended(), tmp_path / "card")
+    assert (tmp_path / "card/README.md").read_text() == "# Mine"
     with pytest.raises(InvalidRequestError, match="private and token are for push_to_hub, which is not given"):
         save_extended(extended(), tmp_path / "other", private=True, token="hf_me")
 
