@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
@@ -17,7 +17,7 @@ from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import training_words
-from hf_posenc.exports.folder import read_folder
+from hf_posenc.exports.folder import command, read_folder
 from hf_posenc.exports.stacks import STACKS, command_for
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.registry import get_method, method_names, named_options
@@ -26,6 +26,9 @@ from hf_posenc.patching.verification import extension_words
 from hf_posenc.publishing.provenance import BaseModel, DocumentSource, find_base_model
 from hf_posenc.report.comparable import Table, make_tables, sort_tables
 from hf_posenc.report.perplexity_panels import perplexity_curve
+
+if TYPE_CHECKING:
+    from hf_posenc.publishing.repository import Repository
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +94,7 @@ class CardFacts:
         auto_class: Name of the auto class that loads it.
         is_adapter: The folder holds an adapter, not a whole model.
         repo_id: Its name on the Hub; None where it is not pushed.
+        revision: The branch that it is pushed to; None for the main one.
         tokens_trained: Tokens it was fine-tuned on, over all runs; None where that is not known.
         fitted_on: What a fitted rule was fitted on, and how, as the manifest has it; None for any other.
         records: Perplexities of the model and of what it is compared with; those of ``run`` are not among them.
@@ -103,6 +107,7 @@ class CardFacts:
     auto_class: str
     is_adapter: bool = False
     repo_id: str | None = None
+    revision: str | None = None
     tokens_trained: int | None = 0
     fitted_on: Mapping[str, Any] | None = None
     records: Sequence[Record] = ()
@@ -189,7 +194,7 @@ def facts_of(
     model: nn.Module,
     manifest: Mapping[str, Any],
     *,
-    repo_id: str | None = None,
+    repository: Repository | None = None,
     records: Sequence[Record] = (),
     run: TrainedRun | None = None,
 ) -> CardFacts:
@@ -201,7 +206,8 @@ def facts_of(
         find_base_model(str(manifest["base_model"] or "")),
         auto_class_of(rotary.model),
         is_adapter=hasattr(model, "peft_config"),
-        repo_id=repo_id,
+        repo_id=None if repository is None else repository.repo_id,
+        revision=None if repository is None else repository.revision,
         tokens_trained=manifest["tokens_trained"],
         fitted_on=manifest.get("fitted_on"),
         records=records,
@@ -219,7 +225,7 @@ def write_card(
     folder: Path,
     target: Path,
     *,
-    repo_id: str | None = None,
+    repository: Repository | None = None,
     records: Sequence[Record] = (),
     run: TrainedRun | None = None,
 ) -> None:
@@ -231,7 +237,7 @@ def write_card(
         model: What was saved.
         folder: Holds the checkpoint and its manifest.
         target: Where the folder's files go to.
-        repo_id: The model's name on the Hub; None where it is not pushed.
+        repository: Where the model is pushed to; None for nowhere.
         records: Perplexities of the model and of what it is compared with.
         run: The fine-tuning run that ended with this model; None if there is none.
     """
@@ -241,7 +247,7 @@ def write_card(
         return
     manifest = read_manifest(folder)
     assert manifest is not None  # it was saved
-    facts = facts_of(model, manifest, repo_id=repo_id, records=records, run=run)
+    facts = facts_of(model, manifest, repository=repository, records=records, run=run)
     tables = _tables(facts)
     for table in tables:
         (folder / _picture(table)).write_bytes(perplexity_curve(table))
@@ -525,15 +531,21 @@ def _licence(card: Mapping[str, Any]) -> str:
 
 
 def _place(facts: CardFacts) -> str:
-    """Return what names the model in code: its name on the Hub, or a placeholder for its folder."""
-    return facts.repo_id or _FOLDER
+    """Return what names the model for our commands, which read main branches: its name on the Hub, or a placeholder."""
+    return facts.repo_id if facts.repo_id is not None and facts.revision is None else _FOLDER
+
+
+def _source(facts: CardFacts) -> str:
+    """Return the arguments that name the model in Python."""
+    branch = "" if facts.revision is None else f', revision="{facts.revision}"'
+    return f'"{facts.repo_id or _FOLDER}"{branch}'
 
 
 def _loading(facts: CardFacts) -> list[str]:
     """Return how the model is loaded, with hf_posenc and without it; each block of code is complete in itself."""
     if facts.is_adapter:
         return _loading_adapter(facts)
-    name = f'"{_place(facts)}"'
+    name = _source(facts)
     if facts.method in method_names("is_encoding"):
         return [
             f"`{facts.method}` takes the place of RoPE, which Transformers alone cannot run, and no server does:",
@@ -572,7 +584,7 @@ def _is_whole_in_config(facts: CardFacts) -> bool:
 
 def _loading_adapter(facts: CardFacts) -> list[str]:
     base = f'"{facts.base.hub_id}"' if facts.base.is_exact else '"path/of/the/base/model"'
-    name = f'"{_place(facts)}"'
+    name = _source(facts)
     return [
         "The adapter needs its base model extended as it was in training. While hf_posenc (`pip install hf_posenc`) is "
         "imported, PEFT sees to it; the base is loaded as it was published:",
@@ -605,15 +617,16 @@ def _serving(facts: CardFacts, folder: Path) -> list[str]:
     lines = ["## Serving", ""]
     for name in _SERVERS:
         stack = STACKS[name]
-        # llama.cpp's converter reads a folder, vLLM a name on the Hub too.
-        reads_hub = name == "vllm" and facts.repo_id is not None
+        # llama.cpp's converter reads a folder; vLLM a name on the Hub too, whose main branch the printed command means.
+        reads_hub = name == "vllm" and facts.repo_id is not None and facts.revision is None
         try:
             words = command_for(stack, replace(saved, path=_place(facts) if reads_hub else str(here)))
         except InvalidRequestError as error:
             lines += [f"{stack.title}: not possible. {error}", ""]
             continue
         if facts.repo_id is not None and not reads_hub:
-            words = f"hf download {facts.repo_id} --local-dir {here}\n{words}"
+            branch = () if facts.revision is None else ("--revision", facts.revision)
+            words = f"{command('hf', 'download', facts.repo_id, *branch, '--local-dir', str(here))}\n{words}"
         lines += [f"{stack.title}:", "", "```sh", words, "```", ""]
     if not needs_hf_posenc(dict(facts.description)):
         lines += [f"For SGLang and TGI: `hf-posenc export {here} --to sglang` or `--to tgi`.", ""]

@@ -296,7 +296,6 @@ class _Run:
                 after=after,
             )
             pushed = self.repository if saved_to == self.folder else None  # earlier stages stay here
-            repo_id = None if pushed is None else pushed.repo_id
             with base_not_looked_up():
                 save_checkpoint(
                     trained,
@@ -304,7 +303,7 @@ class _Run:
                     self.tokenizer,
                     tokens_trained=total,
                     base_model=base_model,
-                    finish=lambda written: write_card(trained, written, saved_to, repo_id=repo_id, run=run),
+                    finish=lambda written: write_card(trained, written, saved_to, repository=pushed, run=run),
                 )
             return read_log(loss_log.path)
 

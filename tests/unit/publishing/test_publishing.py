@@ -141,6 +141,23 @@ def test_a_branch_is_made_and_visibility_is_what_was_asked_for(server: Hub, tmp_
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+def test_the_card_of_a_branch_reads_that_branch(kind: str, server: Hub, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    model = patch_model(load_model_of(tiny_checkpoint), "yarn", 4)
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    save_extended(model, tmp_path / "longer", make_tiny_tokenizer(), push_to_hub=NAME, revision="long")
+    text = server.files(NAME, "long")["README.md"].decode()
+    code = text.split("```python\n")[1].split("```")[0].replace("path/of/the/base/model", str(tiny_checkpoint))
+    names: dict[str, Any] = {}
+    exec(code, names)  # the main branch is empty
+    assert describe(names["model"]) == describe(model)
+    assert "`hf-posenc eval path/of/this/folder" in text
+    if kind == "whole":
+        assert text.count(f"hf download {NAME} --revision long --local-dir longer\n") == 2
+        assert "vllm serve longer --max-model-len 256" in text
+
+
 def test_a_card_that_somebody_wrote_is_kept(server: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_extended(extended(), tmp_path / "longer", push_to_hub=NAME)
     assert is_own_card(folder / "README.md")
