@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -390,11 +391,24 @@ def test_an_upload_that_breaks_off_leaves_the_model_here_and_says_how_to_go_on(
         return {**one, "actions": {"upload": {"href": f"{server.endpoint}/lfs/{one['oid']}", "header": {}}}}
 
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    monkeypatch.setattr(server, "lfs_batch", refuse)
-    with pytest.raises(HubUnreachableError, match=f"Everything is saved in .*hf upload {NAME} ") as caught:
-        save_extended(extended(), tmp_path / "longer", push_to_hub=NAME)
-    assert "503" in str(caught.value)
-    assert describe(load_extended(tmp_path / "longer"))["method"] == "yarn"
+    folder = tmp_path / "the longer one"
+    folder.mkdir()
+    (folder / "private notes.txt").write_text("not for others")
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "lfs_batch", refuse)
+        with pytest.raises(HubUnreachableError, match=r"503.*Everything is saved in '.*'; to upload it: ") as caught:
+            save_extended(extended(), folder, push_to_hub=NAME, revision="long")
+    assert describe(load_extended(folder))["method"] == "yarn"
+
+    server.down = False
+    server.repos[NAME].commit("long", {"adapter_config.json": b"{}", **server.files(NAME)})
+    words = shlex.split(str(caught.value).split("to upload it: ")[1])
+    variables = {**os.environ, **environment(server, str(tmp_path / "uploader"), "hf_me")}
+    hf = Path(sys.executable).with_name("hf")
+    subprocess.run([hf, *words[1:]], env=variables, check=True, cwd=tmp_path, capture_output=True)
+    written = {path.name for path in folder.iterdir()} - {"private notes.txt"}
+    assert server.files(NAME, "long").keys() == {".gitattributes", *written}
+    assert "config.json" not in server.files(NAME)
 
 
 def plain_repo(hub: Hub) -> None:
