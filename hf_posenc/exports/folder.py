@@ -106,7 +106,8 @@ def read_folder(path: str | Path) -> ExportFolder:
     if (folder / ADAPTER_CONFIG).is_file():
         raise InvalidRequestError(
             f"{str(path)!r} is an adapter, and servers read the rule from the config.json of a whole model. Merge it "
-            "first: save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer)."
+            "first: save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer, "
+            f"tokens_trained={manifest['tokens_trained']})."
         )
     if not (folder / CONFIG).is_file():
         raise MissingFileError(f"{str(path)!r} has no {CONFIG}: the checkpoint is not whole. Save the model again.")
@@ -167,16 +168,12 @@ def _cost_of_short_texts(folder: ExportFolder) -> str:
         records = [json.loads(line) for line in lines if line.strip()]
     except ValueError:
         return f"what that costs is not known, as {RESULTS} is damaged"
-    manifest = folder.manifest
-    rule = {key: manifest[key] for key in ("method", "factor", "options")}
-    rows = {
-        "own": {**rule, "tokens_trained": int(manifest.get("tokens_trained") or 0)},
-        "unextended": {"method": "none", "tokens_trained": 0},
-    }
+    rule = {key: folder.manifest[key] for key in ("method", "factor", "options", "tokens_trained")}
+    rows = {"own": rule, "unextended": {"method": "none", "tokens_trained": 0}}
     same = ("context_length", "protocol", "text_hash", "n_tokens")
     perplexities: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in records:
-        said = {key: record.get(key) for key in rule} | {"tokens_trained": int(record.get("tokens_trained") or 0)}
+        said = {key: record.get(key) for key in rule}
         for name, row in rows.items():
             if row.items() <= said.items() and "perplexity" in record:  # not one of retrieval
                 perplexities.setdefault(tuple(record[key] for key in same), {})[name] = record["perplexity"]

@@ -387,7 +387,7 @@ def _what_was_done(facts: CardFacts) -> str:
 
 def _what_was_trained(facts: CardFacts) -> str:
     run, tokens = facts.run, facts.tokens_trained
-    if tokens is None:
+    if tokens is None or (facts.is_adapter and not tokens):  # others trained it, and did not say how much
         return ""
     if run is None:
         return f", and fine-tuned on {tokens:,} tokens" if tokens else ". Its weights are those of the base model"
@@ -585,6 +585,7 @@ def _is_whole_in_config(facts: CardFacts) -> bool:
 def _loading_adapter(facts: CardFacts) -> list[str]:
     base = f'"{facts.base.hub_id}"' if facts.base.is_exact else '"path/of/the/base/model"'
     name = _source(facts)
+    trained = f", tokens_trained={facts.tokens_trained}" if facts.tokens_trained != 0 else ""
     return [
         "The adapter needs its base model extended as it was in training. While hf_posenc (`pip install hf_posenc`) is "
         "imported, PEFT sees to it; the base is loaded as it was published:",
@@ -602,7 +603,7 @@ def _loading_adapter(facts: CardFacts) -> list[str]:
         "",
         *_code(
             "from hf_posenc import save_extended",
-            'save_extended(model.merge_and_unload(), "path/of/a/new/folder", tokenizer)',
+            f'save_extended(model.merge_and_unload(), "path/of/a/new/folder", tokenizer{trained})',
         ),
     ]
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, metadata_save
 
+from hf_posenc.checkpoint.manifest import tokens_trained
 from hf_posenc.data.reading import DocumentStream
 from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.methods.registry import method_names
@@ -195,6 +196,8 @@ def test_a_card_is_what_the_hub_takes_and_its_code_loads_the_model(
     length = records[-1].context_length
     torch.testing.assert_close(logits_of(loaded["model"], length), logits_of(result.model, length), rtol=0, atol=1e-5)
     assert loaded["tokenizer"].model_max_length == describe(result.model)["context_length"]
+    if is_adapter:  # merged by the card's code too
+        assert tokens_trained(tmp_path / "run-merged") == 4 * SEQ
 
 
 @pytest.mark.parametrize(

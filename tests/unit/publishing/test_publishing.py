@@ -154,6 +154,7 @@ def test_the_card_of_a_branch_reads_that_branch(kind: str, server: Hub, tmp_path
     exec(code, names)  # the main branch is empty
     assert describe(names["model"]) == describe(model)
     assert "`hf-posenc eval path/of/this/folder" in text
+    assert ("Its weights are those of the base model" in text) == (kind == "whole")
     if kind == "whole":
         assert text.count(f"hf download {NAME} --revision long --local-dir longer\n") == 2
         assert "vllm serve longer --max-model-len 256" in text
