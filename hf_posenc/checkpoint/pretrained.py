@@ -204,20 +204,20 @@ def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
         return AutoModelForCausalLM
     where = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
     config = kwargs.get("config") or AutoConfig.from_pretrained(source, **where)
-    named = (getattr(config, "architectures", None) or [None])[0]
-    if named in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return AutoModelForCausalLM
-    if named in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
-        return AutoModelForImageTextToText
-    return model_class(named) or AutoModelForCausalLM
+    return _class_that_loads((getattr(config, "architectures", None) or [None])[0])
 
 
 def auto_class_of(model: PreTrainedModel) -> str:
-    """Return the name of the auto class that loads a model of this class."""
-    name = type(RotaryModel(model).model).__name__.removeprefix("FSDP")
-    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    is_multimodal = not causal and name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
+    """Return the name of what loads a model of this class, as ``auto_class`` has it."""
+    return str(_class_that_loads(type(RotaryModel(model).model).__name__.removeprefix("FSDP")).__name__)
+
+
+def _class_that_loads(name: str | None) -> Any:
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return AutoModelForCausalLM
+    if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        return AutoModelForImageTextToText
+    return model_class(name) or AutoModelForCausalLM
 
 
 def model_class(name: str | None) -> type[PreTrainedModel] | None:

@@ -91,7 +91,7 @@ class CardFacts:
         description: What ``hf_posenc.patching.api.describe`` says of the model.
         verified: What was compared when it was saved, in words.
         base: The model that was extended.
-        auto_class: Name of the auto class that loads it.
+        auto_class: Name of the class that loads it: an auto class for a model that predicts tokens.
         is_adapter: The folder holds an adapter, not a whole model.
         repo_id: Its name on the Hub; None where it is not pushed.
         revision: The branch that it is pushed to; None for the main one.
@@ -354,7 +354,8 @@ def _metadata(facts: CardFacts) -> ModelCardData:
 
 
 def _task(facts: CardFacts) -> str | None:
-    return facts.base.card.get("pipeline_tag") or _TASKS.get(facts.auto_class)
+    usual = _TASKS.get(facts.auto_class)
+    return usual and facts.base.card.get("pipeline_tag", usual)
 
 
 def _eval_results(facts: CardFacts, run: TrainedRun) -> list[EvalResult]:
@@ -609,8 +610,8 @@ def _loading_adapter(facts: CardFacts) -> list[str]:
 
 
 def _serving(facts: CardFacts, folder: Path) -> list[str]:
-    """Return what vLLM and llama.cpp run it with, or why they cannot."""
-    if facts.is_adapter:
+    """Return what vLLM and llama.cpp run it with, or why they cannot; nothing of an adapter or a classifier."""
+    if facts.is_adapter or facts.auto_class not in _TASKS:
         return []
     here = Path(_FOLDER) if facts.repo_id is None else Path(facts.repo_id.rpartition("/")[2])
     saved = read_folder(folder)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from peft import LoraConfig, get_peft_model
+from transformers import LlamaForSequenceClassification
 
 from hf_posenc import describe, load_extended, patch_model, perplexity, save_extended
 from hf_posenc.cli.main import main
@@ -32,6 +33,7 @@ from hf_posenc.exports import export_command
 from hf_posenc.publishing.card import is_own_card
 from hub_server import UPLOADS, Hub, environment, use_hub
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
+from tiny_runs import load_as_the_card_says
 
 pytestmark = UPLOADS
 
@@ -245,6 +247,16 @@ def test_patch_pushes_the_model_with_its_curve(
     names: dict[str, Any] = {}
     exec(code, names)  # from the stand-in
     assert describe(names["model"]) == describe(load_extended(NAME))
+
+
+def test_the_card_of_a_classifier_loads_it_with_its_head(tmp_path: Path) -> None:
+    model = patch_model(LlamaForSequenceClassification(make_tiny_llama().config), "yarn", 4)
+    folder = save_extended(model, tmp_path / "classifier", make_tiny_tokenizer(), card=True)
+    loaded = load_as_the_card_says(folder)["model"]
+    assert torch.equal(loaded.score.weight, model.score.weight)
+    text = (folder / "README.md").read_text()
+    assert "pipeline_tag" not in text
+    assert "## Serving" not in text
 
 
 def test_servers_that_cannot_run_a_rule_are_named_with_the_reason(tmp_path: Path) -> None:
