@@ -473,9 +473,14 @@ def test_a_private_model_is_loaded_by_a_token_that_is_given(
 
 def test_what_is_in_the_cache_is_loaded_offline(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_extended(extended("dca"), tmp_path / "longer", push_to_hub=NAME)
+    below = {f"below/{name}": content for name, content in server.files(NAME).items()}
+    server.create_repo(server.accounts["hf_me"], {"name": "several"})
+    server.repos["me/several"].commit("main", below)
     load_extended(NAME)
+    load_extended("me/several", subfolder="below")
     offline(server, monkeypatch, tmp_path)
     assert describe(load_extended(NAME))["method"] == "dca"
+    assert describe(load_extended("me/several", subfolder="below"))["method"] == "dca"
 
 
 def test_a_card_that_cannot_be_written_leaves_nothing_half_written(
