@@ -615,7 +615,9 @@ def _serving(facts: CardFacts, folder: Path) -> list[str]:
         return []
     here = Path(_FOLDER) if facts.repo_id is None else Path(facts.repo_id.rpartition("/")[2])
     saved = read_folder(folder)
-    saved = replace(saved, manifest={**saved.manifest, "base_model": facts.base.hub_id})  # its own may be a path
+    # Its own may be a path; and what a model was made from has other weights.
+    base_model = facts.base.hub_id if facts.base.is_exact else None
+    saved = replace(saved, manifest={**saved.manifest, "base_model": base_model})
     lines = ["## Serving", ""]
     for name in _SERVERS:
         stack = STACKS[name]

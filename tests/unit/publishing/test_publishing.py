@@ -232,6 +232,7 @@ def test_patch_pushes_the_model_with_its_curve(
         "Verified when it was saved: 1 rotary module within",
         "| context length | 32 | 64 (original) | 256 |",
         f"vllm serve {NAME} --max-model-len 256",
+        "vllm serve BASE_MODEL --max-model-len 256 --hf-overrides",  # the folder may have other weights than owner/tiny
         f"hf download {NAME} --local-dir longer",
         "llama-server -m longer.gguf -c 256 --rope-scaling yarn --rope-scale 4.0",
         "Beyond 256 tokens nothing is known of it.",
