@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
@@ -23,7 +23,8 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.registry import get_method, method_names, named_options
 from hf_posenc.patching.api import describe, verify_model
 from hf_posenc.patching.verification import extension_words
-from hf_posenc.publishing.provenance import BaseModel, DocumentSource, find_base_model
+from hf_posenc.publishing.provenance import BaseModel, find_base_model
+from hf_posenc.publishing.trained_run import TrainedRun, changed_words
 from hf_posenc.report.comparable import Table, make_tables, sort_tables
 from hf_posenc.report.perplexity_panels import perplexity_curve
 
@@ -42,45 +43,6 @@ _TASKS = {"AutoModelForCausalLM": "text-generation", "AutoModelForImageTextToTex
 _SERVERS = ("vllm", "llama.cpp")
 # What of a fit a card says, by the manifest's names.
 _OF_A_FIT = ("teacher", "teacher_options", "objectives", "documents", "tokens", "steps", "seed", "instead")
-
-
-class TrainedStage(NamedTuple):
-    """What a model was trained on to one target length.
-
-    Attributes:
-        context_length: The target, in tokens.
-        steps: Optimizer steps.
-        tokens: Trained on.
-    """
-
-    context_length: int
-    steps: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class TrainedRun:
-    """What a card tells of a fine-tuning run.
-
-    Attributes:
-        documents: What it was trained on.
-        held_out: Whether the measured texts are the last of those documents; else they were given apart.
-        settings: Of the run: learning_rate, seq_len, lora and so on, shown as they are.
-        stages: Of this run, in order; one that trains to one length only is one stage. Tokens of the card's
-            ``tokens_trained`` that are of none are those of earlier runs.
-        lengths: That were to be measured, in tokens.
-        unextended: Perplexities of the model without its extension, before training; empty where that is not the base.
-        before, after: Perplexities of the extended model before and after training, at the same lengths.
-    """
-
-    documents: DocumentSource
-    held_out: bool
-    settings: Mapping[str, Any]
-    stages: Sequence[TrainedStage]
-    lengths: Sequence[int]
-    unextended: Sequence[Record]
-    before: Sequence[Record]
-    after: Sequence[Record]
 
 
 @dataclass(frozen=True)
@@ -117,7 +79,7 @@ class CardFacts:
     def title(self) -> str:
         """The model's name, for people."""
         name = self.base.name.rpartition("/")[2] or "Model"
-        return f"{name}, {_changed(self.method, self.target).replace('`', '')}"
+        return f"{name}, {changed_words(self.method, self.target).replace('`', '')}"
 
     @property
     def method(self) -> str:
@@ -190,7 +152,7 @@ def _is_of(
     )
 
 
-def facts_of(
+def _facts_of(
     model: nn.Module,
     manifest: Mapping[str, Any],
     *,
@@ -247,7 +209,7 @@ def write_card(
         return
     manifest = read_manifest(folder)
     assert manifest is not None  # it was saved
-    facts = facts_of(model, manifest, repository=repository, records=records, run=run)
+    facts = _facts_of(model, manifest, repository=repository, records=records, run=run)
     tables = _tables(facts)
     for table in tables:
         (folder / _picture(table)).write_bytes(perplexity_curve(table))
@@ -284,7 +246,7 @@ def model_card(facts: CardFacts, folder: Path, tables: Sequence[Table]) -> str:
         *_loading(facts),
         "",
         *_serving(facts, folder),
-        *(_training(facts.run) if facts.run is not None else ()),
+        *(facts.run.section if facts.run is not None else ()),
         *(_fit(facts.fitted_on) if facts.fitted_on is not None else ()),
         "## Limits",
         "",
@@ -307,17 +269,6 @@ def _tables(facts: CardFacts) -> list[Table]:
 
 def _picture(table: Table) -> str:
     return f"perplexity_{table.slug}.png"
-
-
-def _training(run: TrainedRun) -> list[str]:
-    return [
-        "## Training",
-        "",
-        *(_stages(run.stages) if len(run.stages) > 1 else ()),
-        f"- documents: {run.documents.words}",
-        *(f"- {name}: {value}" for name, value in run.settings.items()),
-        "",
-    ]
 
 
 def _fit(fitted_on: Mapping[str, Any]) -> list[str]:
@@ -387,23 +338,12 @@ def _what_was_done(facts: CardFacts) -> str:
 
 
 def _what_was_trained(facts: CardFacts) -> str:
-    run, tokens = facts.run, facts.tokens_trained
+    tokens = facts.tokens_trained
     if tokens is None or (facts.is_adapter and not tokens):  # others trained it, and did not say how much
         return ""
-    if run is None:
-        return f", and fine-tuned on {tokens:,} tokens" if tokens else ". Its weights are those of the base model"
-    before_run = tokens - sum(stage.tokens for stage in run.stages)
-    earlier = f" ({before_run:,} of them in earlier runs)" if before_run else ""
-    staged = f" in {len(run.stages)} stages, the last" if len(run.stages) > 1 else ""
-    return f", then fine-tuned on {tokens:,} tokens{earlier}{staged} in blocks of {run.settings['seq_len']}"
-
-
-def _changed(method: str, target: int) -> str:
-    return (
-        f"`{method}` in the place of RoPE"
-        if method in method_names("instead_of_rope")
-        else f"extended to {target} tokens"
-    )
+    if facts.run is not None:
+        return f", then {facts.run.words(tokens)}"
+    return f", and fine-tuned on {tokens:,} tokens" if tokens else ". Its weights are those of the base model"
 
 
 def _base_lines(base: BaseModel) -> list[str]:
@@ -416,35 +356,15 @@ def _base_lines(base: BaseModel) -> list[str]:
     return [f"Base model: {named}. Its files name no model on the Hub, so this card has no `base_model`."]
 
 
-def _stages(stages: Sequence[TrainedStage]) -> list[str]:
-    rows = [
-        f"| {number} | {one.context_length} | {one.steps} | {one.tokens:,} |" for number, one in enumerate(stages, 1)
-    ]
-    return [
-        "Each stage extended the original model anew, and went on with the weights of the one before.",
-        "",
-        "| stage | extended to | steps | tokens trained on |",
-        "|---:|---:|---:|---:|",
-        *rows,
-        "",
-        "The last one:",
-        "",
-    ]
-
-
 def _table(facts: CardFacts, run: TrainedRun) -> list[str]:
     if not run.after:
         return ["Not measured: no held-out text is long enough, or eval_documents was 0.", ""]
-    groups = [records for records in (run.unextended, run.before, run.after) if records]
     longest = run.after[-1]
-    text = "texts given apart from what it was trained on"
-    if run.held_out:
-        text = f"the last part of {run.documents.words}, held out from training"
     return [
-        *_rows(facts, [(_label(facts, run, records[0]), records) for records in groups]),
+        *_rows(facts, run.rows),
         "",
-        _how(run.after[0]) + " All rows were measured in this run, on the same tokens of "
-        f"{text}: {longest.num_documents} pieces of {longest.context_length} tokens. {_protocol(longest)}",
+        f"{_how(longest)} All rows were measured in this run, on the same tokens of {run.measured_texts}: "
+        f"{longest.num_documents} pieces of {longest.context_length} tokens. {_protocol(longest)}",
         "",
     ]
 
@@ -489,15 +409,6 @@ def _protocol(record: Record) -> str:
 
 def _unmeasured(facts: CardFacts) -> list[str]:
     return [f"Not measured yet. `hf-posenc eval {_place(facts)} --documents TEXTS --output results.jsonl` does.", ""]
-
-
-def _label(facts: CardFacts, run: TrainedRun, record: Record) -> str:
-    if run.unextended and record is run.unextended[0]:
-        extended = f"before this run (`{record.method}`, {record.factor:g} times)"
-        own = "unextended" if record.method == "none" else extended
-        return f"the base model, {own}"
-    trained = f"fine-tuned on {record.tokens_trained:,} tokens" if record.tokens_trained else "not yet trained"
-    return f"{_changed(record.method, round(record.factor * facts.original))}, {trained}"
 
 
 def _limits(facts: CardFacts) -> list[str]:
