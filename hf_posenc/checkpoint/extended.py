@@ -304,9 +304,11 @@ def _move_into(partial: Path, target: Path) -> None:
     for pattern in CHECKPOINT_FILES:
         for stale in target.glob(pattern):
             stale.unlink()
-    for file in sorted(partial.iterdir(), key=lambda p: (p.name == MANIFEST, p.name in (CONFIG, ADAPTER_CONFIG))):
-        os.replace(file, target / file.name)
-    partial.rmdir()
+    files = [path.relative_to(partial) for path in partial.rglob("*") if path.is_file()]
+    for file in sorted(files, key=lambda p: (p.name == MANIFEST, p.name in (CONFIG, ADAPTER_CONFIG))):
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(partial / file, target / file)
+    shutil.rmtree(partial)
 
 
 def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwargs: Any) -> Any:

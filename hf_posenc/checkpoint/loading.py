@@ -218,10 +218,10 @@ def meta_model(
 def check_path(path: Path, given: str) -> None:
     """Say what is wrong with a path before Transformers asks the Hub for it."""
     if path.is_dir():
-        if not (path / "config.json").is_file() and not (path / ADAPTER_CONFIG).is_file():
+        if not (path / CONFIG).is_file() and not (path / ADAPTER_CONFIG).is_file():
             found = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
             raise MissingFileError(
-                f"folder {given!r} has no config.json, so it is no Transformers checkpoint; it holds {found}."
+                f"folder {given!r} has no {CONFIG}, so it is no Transformers checkpoint; it holds {found}."
             )
     elif path.is_file():
         if path.suffix != ".gguf":

@@ -12,6 +12,8 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
+from hf_posenc.checkpoint.pretrained import ADAPTER_CONFIG as ADAPTER_CONFIG
+from hf_posenc.checkpoint.pretrained import CONFIG as CONFIG
 from hf_posenc.checkpoint.pretrained import folder_with
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.rotary_model import RotaryModel
@@ -25,8 +27,6 @@ from hf_posenc.patching.extension import MARK, describe_config, mark_on
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import __version__
 
-CONFIG = "config.json"
-ADAPTER_CONFIG = "adapter_config.json"
 RESULTS = "results.jsonl"  # what was measured of the model, in the folder it was saved to
 # 2: the config beside it, a model's or an adapter's, says the same under MARK, so that one saved over it is found.
 FORMAT = 2

@@ -33,6 +33,8 @@ from hf_posenc.families.rotary_model import RotaryModel
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
+CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 _HUB_SECONDS = 5.0  # that the Hub may take to answer at all
 _WHERE = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 _NO_ERRORS_FOR = ("missing_entries", "connection_errors", "gated_repo")
@@ -74,10 +76,10 @@ def check_hub(name: str) -> None:
     import huggingface_hub as hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    if hub.constants.HF_HUB_OFFLINE or isinstance(hub.try_to_load_from_cache(name, "config.json"), str):
+    if hub.constants.HF_HUB_OFFLINE or isinstance(hub.try_to_load_from_cache(name, CONFIG), str):
         return
     try:
-        hub.get_hf_file_metadata(hub.hf_hub_url(name, "config.json"), timeout=_HUB_SECONDS)
+        hub.get_hf_file_metadata(hub.hf_hub_url(name, CONFIG), timeout=_HUB_SECONDS)
     except (HfHubHTTPError, HFValidationError):
         return  # it answered, or the name is none: what loads the model says what is wrong
     except Exception as error:  # of whichever library the Hub's client speaks HTTP with
@@ -106,20 +108,20 @@ def check_may_read(source: str | Path, kwargs: Mapping[str, Any]) -> None:
 
     from hf_posenc.utils.hub import hub_errors, is_repo_id
 
-    name, revision, token = str(source), kwargs.get("revision"), kwargs.get("token")
+    name, revision, subfolder = str(source), kwargs.get("revision"), kwargs.get("subfolder") or None
     if Path(name).expanduser().exists():
         return
     if not is_repo_id(name):
         raise MissingFileError(f"there is no folder {name!r}, and it is no name on the Hugging Face Hub (OWNER/NAME).")
-    configs = ("config.json", "adapter_config.json")  # of a model; of an adapter
+    configs = [f"{subfolder}/{one}" if subfolder else one for one in (CONFIG, ADAPTER_CONFIG)]
     if any(
         isinstance(hub.try_to_load_from_cache(name, one, kwargs.get("cache_dir"), revision), str) for one in configs
     ):
         return
-    url = hub.hf_hub_url(name, "config.json", subfolder=kwargs.get("subfolder") or None, revision=revision)
+    url = hub.hf_hub_url(name, CONFIG, subfolder=subfolder, revision=revision)
     with hub_errors(name, "read"):
         try:
-            hub.get_hf_file_metadata(url, token=token, timeout=_HUB_SECONDS)
+            hub.get_hf_file_metadata(url, token=kwargs.get("token"), timeout=_HUB_SECONDS)
         except RemoteEntryNotFoundError:
             return  # the repository is there, and holds something else
 
@@ -204,20 +206,20 @@ def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
         return AutoModelForCausalLM
     where = {key: kwargs[key] for key in ("revision", "token", "cache_dir", "subfolder") if key in kwargs}
     config = kwargs.get("config") or AutoConfig.from_pretrained(source, **where)
-    named = (getattr(config, "architectures", None) or [None])[0]
-    if named in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return AutoModelForCausalLM
-    if named in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
-        return AutoModelForImageTextToText
-    return model_class(named) or AutoModelForCausalLM
+    return _class_that_loads((getattr(config, "architectures", None) or [None])[0])
 
 
 def auto_class_of(model: PreTrainedModel) -> str:
-    """Return the name of the auto class that loads a model of this class."""
-    name = type(RotaryModel(model).model).__name__.removeprefix("FSDP")
-    causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    is_multimodal = not causal and name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return "AutoModelForImageTextToText" if is_multimodal else "AutoModelForCausalLM"
+    """Return the name of what loads a model of this class, as ``auto_class`` has it."""
+    return str(_class_that_loads(type(RotaryModel(model).model).__name__.removeprefix("FSDP")).__name__)
+
+
+def _class_that_loads(name: str | None) -> Any:
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return AutoModelForCausalLM
+    if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        return AutoModelForImageTextToText
+    return model_class(name) or AutoModelForCausalLM
 
 
 def model_class(name: str | None) -> type[PreTrainedModel] | None:

@@ -25,15 +25,17 @@ class ExportFolder:
     """A folder written by ``save_extended``.
 
     Attributes:
-        path: Where it is.
+        path: Where it is, as commands name it.
         config: Its config.json.
         manifest: Its context_extension.json.
+        results: Its results.jsonl; need not exist.
         overrides: What ``config`` has that the file has not: the server needs them.
     """
 
     path: str
     config: dict[str, Any]
     manifest: dict[str, Any]
+    results: Path
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -104,7 +106,8 @@ def read_folder(path: str | Path) -> ExportFolder:
     if (folder / ADAPTER_CONFIG).is_file():
         raise InvalidRequestError(
             f"{str(path)!r} is an adapter, and servers read the rule from the config.json of a whole model. Merge it "
-            "first: save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer)."
+            "first: save_extended(load_extended(path).merge_and_unload(), new_path, tokenizer, "
+            f"tokens_trained={manifest['tokens_trained']})."
         )
     if not (folder / CONFIG).is_file():
         raise MissingFileError(f"{str(path)!r} has no {CONFIG}: the checkpoint is not whole. Save the model again.")
@@ -112,7 +115,7 @@ def read_folder(path: str | Path) -> ExportFolder:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidRequestError(f"{folder / CONFIG} is damaged ({error}). Save the model again.") from error
-    return ExportFolder(str(folder), config, manifest)
+    return ExportFolder(str(folder), config, manifest, folder / RESULTS)
 
 
 def check_rule(folder: ExportFolder) -> None:
@@ -160,24 +163,19 @@ def notes_for_servers(folder: ExportFolder) -> list[str]:
 
 def _cost_of_short_texts(folder: ExportFolder) -> str:
     """Return what a rule costs below the original length, from the records that ``fit`` or ``finetune`` left."""
-    file = Path(folder.path) / RESULTS
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    lines = folder.results.read_text(encoding="utf-8").splitlines() if folder.results.is_file() else []
     try:
         records = [json.loads(line) for line in lines if line.strip()]
     except ValueError:
         return f"what that costs is not known, as {RESULTS} is damaged"
-    manifest = folder.manifest
-    rule = {"method": manifest["method"], "options": manifest["options"]}
-    rows = {
-        "own": {**rule, "tokens_trained": int(manifest.get("tokens_trained") or 0)},
-        "unextended": {"method": "none", "options": {}, "tokens_trained": 0},
-    }
+    rule = {key: folder.manifest[key] for key in ("method", "factor", "options", "tokens_trained")}
+    rows = {"own": rule, "unextended": {"method": "none", "tokens_trained": 0}}
     same = ("context_length", "protocol", "text_hash", "n_tokens")
     perplexities: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in records:
-        said = {key: record.get(key) for key in rule} | {"tokens_trained": int(record.get("tokens_trained") or 0)}
+        said = {key: record.get(key) for key in rule}
         for name, row in rows.items():
-            if said == row and "perplexity" in record:  # not one of retrieval
+            if row.items() <= said.items() and "perplexity" in record:  # not one of retrieval
                 perplexities.setdefault(tuple(record[key] for key in same), {})[name] = record["perplexity"]
     pairs = {
         key[0]: found["own"] / found["unextended"] - 1

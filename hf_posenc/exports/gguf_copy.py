@@ -70,14 +70,15 @@ def export_gguf(
     reader = open_gguf(source)
     _check_base(folder, source, reader)
     _copy(reader, target, metadata, tensors_of(folder))
-    trained = int(folder.manifest.get("tokens_trained") or 0)
-    weights = [f"# the weights are those of {source.name}; this model was fine-tuned: is that its own file?"]
+    trained = folder.manifest["tokens_trained"]
+    may_be = "may have been" if trained is None else "was"
+    weights = [f"# the weights are those of {source.name}; this model {may_be} fine-tuned: is that its own file?"]
     return "\n".join(
         [
             f"{title_of(folder)}checked with {LLAMA_SERVER}",
             *comments,
             *notes_on_lists(folder),
-            *(weights if trained else []),
+            *(weights if trained != 0 else []),
             command("llama-server", "-m", str(output), "-c", folder.context_length),
             *notes_for_servers(folder),
         ]

@@ -95,8 +95,10 @@ def what_is_lost(folder: ExportFolder, static: ExportFolder) -> list[str]:
     plain = method.regions(static.spec).plain_until if isinstance(method, DistanceMethod) else folder.original
     request = ("--method", other, "--context-length", folder.context_length, "--on-scaled", "replace")
     again = command("hf-posenc", "eval", folder.path, *request)
-    trained = int(folder.manifest.get("tokens_trained") or 0)
+    trained = folder.manifest["tokens_trained"]
     tuned = f"was fine-tuned on {trained:,} tokens with {own}, not with {other}" if trained else "was not fine-tuned"
+    if trained is None:  # others saved it
+        tuned = f"does not say whether it was fine-tuned; if so, then with {own}, not with {other}"
     return [
         f"# lost: {own}, which only hf_posenc runs; {other} is the nearest rule here, not the same one",
         f"# lost: short texts; {own} leaves up to {plain} tokens as they are, {other} changes all lengths",

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
@@ -16,15 +16,20 @@ from hf_posenc.checkpoint.manifest import needs_hf_posenc, read_manifest
 from hf_posenc.checkpoint.pretrained import auto_class_of
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.records import Record
-from hf_posenc.exports.folder import read_folder
+from hf_posenc.evaluation.rows import training_words
+from hf_posenc.exports.folder import command, read_folder
 from hf_posenc.exports.stacks import STACKS, command_for
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.registry import get_method, method_names, named_options
 from hf_posenc.patching.api import describe, verify_model
 from hf_posenc.patching.verification import extension_words
-from hf_posenc.publishing.provenance import BaseModel, DocumentSource, find_base_model
+from hf_posenc.publishing.provenance import BaseModel, find_base_model
+from hf_posenc.publishing.trained_run import TrainedRun, changed_words
 from hf_posenc.report.comparable import Table, make_tables, sort_tables
 from hf_posenc.report.perplexity_panels import perplexity_curve
+
+if TYPE_CHECKING:
+    from hf_posenc.publishing.repository import Repository
 
 logger = logging.getLogger(__name__)
 
@@ -40,45 +45,6 @@ _SERVERS = ("vllm", "llama.cpp")
 _OF_A_FIT = ("teacher", "teacher_options", "objectives", "documents", "tokens", "steps", "seed", "instead")
 
 
-class TrainedStage(NamedTuple):
-    """What a model was trained on to one target length.
-
-    Attributes:
-        context_length: The target, in tokens.
-        steps: Optimizer steps.
-        tokens: Trained on.
-    """
-
-    context_length: int
-    steps: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class TrainedRun:
-    """What a card tells of a fine-tuning run.
-
-    Attributes:
-        documents: What it was trained on.
-        held_out: Whether the measured texts are the last of those documents; else they were given apart.
-        settings: Of the run: learning_rate, seq_len, lora and so on, shown as they are.
-        stages: Of this run, in order; one that trains to one length only is one stage. Tokens of the card's
-            ``tokens_trained`` that are of none are those of earlier runs.
-        lengths: That were to be measured, in tokens.
-        unextended: Perplexities of the model without its extension, before training; empty where that is not the base.
-        before, after: Perplexities of the extended model before and after training, at the same lengths.
-    """
-
-    documents: DocumentSource
-    held_out: bool
-    settings: Mapping[str, Any]
-    stages: Sequence[TrainedStage]
-    lengths: Sequence[int]
-    unextended: Sequence[Record]
-    before: Sequence[Record]
-    after: Sequence[Record]
-
-
 @dataclass(frozen=True)
 class CardFacts:
     """What a card tells.
@@ -87,9 +53,10 @@ class CardFacts:
         description: What ``hf_posenc.patching.api.describe`` says of the model.
         verified: What was compared when it was saved, in words.
         base: The model that was extended.
-        auto_class: Name of the auto class that loads it.
+        auto_class: Name of the class that loads it: an auto class for a model that predicts tokens.
         is_adapter: The folder holds an adapter, not a whole model.
         repo_id: Its name on the Hub; None where it is not pushed.
+        revision: The branch that it is pushed to; None for the main one.
         tokens_trained: Tokens it was fine-tuned on, over all runs; None where that is not known.
         fitted_on: What a fitted rule was fitted on, and how, as the manifest has it; None for any other.
         records: Perplexities of the model and of what it is compared with; those of ``run`` are not among them.
@@ -102,6 +69,7 @@ class CardFacts:
     auto_class: str
     is_adapter: bool = False
     repo_id: str | None = None
+    revision: str | None = None
     tokens_trained: int | None = 0
     fitted_on: Mapping[str, Any] | None = None
     records: Sequence[Record] = ()
@@ -111,7 +79,7 @@ class CardFacts:
     def title(self) -> str:
         """The model's name, for people."""
         name = self.base.name.rpartition("/")[2] or "Model"
-        return f"{name}, {_changed(self.method, self.target).replace('`', '')}"
+        return f"{name}, {changed_words(self.method, self.target).replace('`', '')}"
 
     @property
     def method(self) -> str:
@@ -130,33 +98,51 @@ class CardFacts:
         """The lengths at which this very model was measured, in tokens."""
         if self.run is not None:
             return [record.context_length for record in self.run.after]
-        return sorted({one.context_length for one in self.records if _is_of(one, self.description, self.fitted_on)})
+        own = (self.description, self.tokens_trained, self.fitted_on)
+        return sorted({one.context_length for one in self.records if _is_of(one, *own)})
 
 
-def check_records(records: Sequence[Record], model: nn.Module, fitted_on: Mapping[str, Any] | None) -> None:
+def check_records(
+    records: Sequence[Record], model: nn.Module, tokens_trained: int | None, fitted_on: Mapping[str, Any] | None
+) -> None:
     """Check, before anything is written, that a card can show records as those of a model.
 
     Args:
         records: May be empty.
         model: As it will be saved, extended.
-        fitted_on: As in the manifest.
+        tokens_trained, fitted_on: As in the manifest.
 
     Raises:
-        ValueError: None of them is of a model extended like this one, or a table of them would show no short text.
+        ValueError: None of them is of a model extended and trained like this one, or a table of them would show no
+            short text.
     """
     if not records:
         return
     description = describe(model)
-    if not any(_is_of(one, description, fitted_on) for one in records):
-        rows = ", ".join(dict.fromkeys(f"{one.method} x{one.factor:g}" for one in records))
+    if not any(_is_of(one, description, tokens_trained, fitted_on) for one in records):
+        rows = ", ".join(dict.fromkeys(_row_name(one) for one in records))
+        trained = "trained or not is not known" if tokens_trained is None else f"trained on {tokens_trained:,} tokens"
         raise InvalidRequestError(
-            f"the results are of {rows}, and none is of this model ({extension_words(description)}). Give those that "
-            "were measured with the same method, factor and options."
+            f"the results are of {rows}, and none is of this model ({extension_words(description)}, {trained}). Give "
+            "those that were measured with the same method, factor, options, original length and training."
         )
     make_tables(records)
 
 
-def _is_of(record: Record, description: Mapping[str, Any], fitted_on: Mapping[str, Any] | None) -> bool:
+def _row_name(record: Record) -> str:
+    return f"{record.method} x{record.factor:g}{f' {words}' if (words := training_words(record)) else ''}"
+
+
+def _is_of(
+    record: Record,
+    description: Mapping[str, Any],
+    tokens_trained: int | None,
+    fitted_on: Mapping[str, Any] | None,
+) -> bool:
+    if record.original_max_position_embeddings not in (None, description["original_max_position_embeddings"]):
+        return False
+    if tokens_trained is not None and record.tokens_trained not in (None, tokens_trained):
+        return False
     if instead := (fitted_on or {}).get("instead"):  # whose numbers were saved as a fitted rule
         return bool(record.method == instead)
     # As JSON, which a record was read from: there tuples are lists.
@@ -166,11 +152,11 @@ def _is_of(record: Record, description: Mapping[str, Any], fitted_on: Mapping[st
     )
 
 
-def facts_of(
+def _facts_of(
     model: nn.Module,
     manifest: Mapping[str, Any],
     *,
-    repo_id: str | None = None,
+    repository: Repository | None = None,
     records: Sequence[Record] = (),
     run: TrainedRun | None = None,
 ) -> CardFacts:
@@ -182,7 +168,8 @@ def facts_of(
         find_base_model(str(manifest["base_model"] or "")),
         auto_class_of(rotary.model),
         is_adapter=hasattr(model, "peft_config"),
-        repo_id=repo_id,
+        repo_id=None if repository is None else repository.repo_id,
+        revision=None if repository is None else repository.revision,
         tokens_trained=manifest["tokens_trained"],
         fitted_on=manifest.get("fitted_on"),
         records=records,
@@ -191,8 +178,8 @@ def facts_of(
 
 
 def is_own_card(file: Path) -> bool:
-    """Return whether a model card was written by hf_posenc, and nobody said that it is theirs since."""
-    return _OURS in file.read_text(encoding="utf-8", errors="replace")
+    """Return whether there is a model card that hf_posenc wrote, and nobody said that it is theirs since."""
+    return file.is_file() and _OURS in file.read_text(encoding="utf-8", errors="replace")
 
 
 def write_card(
@@ -200,7 +187,7 @@ def write_card(
     folder: Path,
     target: Path,
     *,
-    repo_id: str | None = None,
+    repository: Repository | None = None,
     records: Sequence[Record] = (),
     run: TrainedRun | None = None,
 ) -> None:
@@ -212,7 +199,7 @@ def write_card(
         model: What was saved.
         folder: Holds the checkpoint and its manifest.
         target: Where the folder's files go to.
-        repo_id: The model's name on the Hub; None where it is not pushed.
+        repository: Where the model is pushed to; None for nowhere.
         records: Perplexities of the model and of what it is compared with.
         run: The fine-tuning run that ended with this model; None if there is none.
     """
@@ -222,7 +209,7 @@ def write_card(
         return
     manifest = read_manifest(folder)
     assert manifest is not None  # it was saved
-    facts = facts_of(model, manifest, repo_id=repo_id, records=records, run=run)
+    facts = _facts_of(model, manifest, repository=repository, records=records, run=run)
     tables = _tables(facts)
     for table in tables:
         (folder / _picture(table)).write_bytes(perplexity_curve(table))
@@ -259,7 +246,7 @@ def model_card(facts: CardFacts, folder: Path, tables: Sequence[Table]) -> str:
         *_loading(facts),
         "",
         *_serving(facts, folder),
-        *(_training(facts.run) if facts.run is not None else ()),
+        *(facts.run.section if facts.run is not None else ()),
         *(_fit(facts.fitted_on) if facts.fitted_on is not None else ()),
         "## Limits",
         "",
@@ -282,17 +269,6 @@ def _tables(facts: CardFacts) -> list[Table]:
 
 def _picture(table: Table) -> str:
     return f"perplexity_{table.slug}.png"
-
-
-def _training(run: TrainedRun) -> list[str]:
-    return [
-        "## Training",
-        "",
-        *(_stages(run.stages) if len(run.stages) > 1 else ()),
-        f"- documents: {run.documents.words}",
-        *(f"- {name}: {value}" for name, value in run.settings.items()),
-        "",
-    ]
 
 
 def _fit(fitted_on: Mapping[str, Any]) -> list[str]:
@@ -329,7 +305,8 @@ def _metadata(facts: CardFacts) -> ModelCardData:
 
 
 def _task(facts: CardFacts) -> str | None:
-    return facts.base.card.get("pipeline_tag") or _TASKS.get(facts.auto_class)
+    usual = _TASKS.get(facts.auto_class)
+    return usual and facts.base.card.get("pipeline_tag", usual)
 
 
 def _eval_results(facts: CardFacts, run: TrainedRun) -> list[EvalResult]:
@@ -361,23 +338,12 @@ def _what_was_done(facts: CardFacts) -> str:
 
 
 def _what_was_trained(facts: CardFacts) -> str:
-    run, tokens = facts.run, facts.tokens_trained
-    if tokens is None:
+    tokens = facts.tokens_trained
+    if tokens is None or (facts.is_adapter and not tokens):  # others trained it, and did not say how much
         return ""
-    if run is None:
-        return f", and fine-tuned on {tokens:,} tokens" if tokens else ". Its weights are those of the base model"
-    before_run = tokens - sum(stage.tokens for stage in run.stages)
-    earlier = f" ({before_run:,} of them in earlier runs)" if before_run else ""
-    staged = f" in {len(run.stages)} stages, the last" if len(run.stages) > 1 else ""
-    return f", then fine-tuned on {tokens:,} tokens{earlier}{staged} in blocks of {run.settings['seq_len']}"
-
-
-def _changed(method: str, target: int) -> str:
-    return (
-        f"`{method}` in the place of RoPE"
-        if method in method_names("instead_of_rope")
-        else f"extended to {target} tokens"
-    )
+    if facts.run is not None:
+        return f", then {facts.run.words(tokens)}"
+    return f", and fine-tuned on {tokens:,} tokens" if tokens else ". Its weights are those of the base model"
 
 
 def _base_lines(base: BaseModel) -> list[str]:
@@ -390,35 +356,15 @@ def _base_lines(base: BaseModel) -> list[str]:
     return [f"Base model: {named}. Its files name no model on the Hub, so this card has no `base_model`."]
 
 
-def _stages(stages: Sequence[TrainedStage]) -> list[str]:
-    rows = [
-        f"| {number} | {one.context_length} | {one.steps} | {one.tokens:,} |" for number, one in enumerate(stages, 1)
-    ]
-    return [
-        "Each stage extended the original model anew, and went on with the weights of the one before.",
-        "",
-        "| stage | extended to | steps | tokens trained on |",
-        "|---:|---:|---:|---:|",
-        *rows,
-        "",
-        "The last one:",
-        "",
-    ]
-
-
 def _table(facts: CardFacts, run: TrainedRun) -> list[str]:
     if not run.after:
         return ["Not measured: no held-out text is long enough, or eval_documents was 0.", ""]
-    groups = [records for records in (run.unextended, run.before, run.after) if records]
     longest = run.after[-1]
-    text = "texts given apart from what it was trained on"
-    if run.held_out:
-        text = f"the last part of {run.documents.words}, held out from training"
     return [
-        *_rows(facts, [(_label(facts, run, records[0]), records) for records in groups]),
+        *_rows(facts, run.rows),
         "",
-        _how(run.after[0]) + " All rows were measured in this run, on the same tokens of "
-        f"{text}: {longest.num_documents} pieces of {longest.context_length} tokens. {_protocol(longest)}",
+        f"{_how(longest)} All rows were measured in this run, on the same tokens of {run.measured_texts}: "
+        f"{longest.num_documents} pieces of {longest.context_length} tokens. {_protocol(longest)}",
         "",
     ]
 
@@ -465,15 +411,6 @@ def _unmeasured(facts: CardFacts) -> list[str]:
     return [f"Not measured yet. `hf-posenc eval {_place(facts)} --documents TEXTS --output results.jsonl` does.", ""]
 
 
-def _label(facts: CardFacts, run: TrainedRun, record: Record) -> str:
-    if run.unextended and record is run.unextended[0]:
-        extended = f"before this run (`{record.method}`, {record.factor:g} times)"
-        own = "unextended" if record.method == "none" else extended
-        return f"the base model, {own}"
-    trained = f"fine-tuned on {record.tokens_trained:,} tokens" if record.tokens_trained else "not yet trained"
-    return f"{_changed(record.method, round(record.factor * facts.original))}, {trained}"
-
-
 def _limits(facts: CardFacts) -> list[str]:
     run, measured = facts.run, facts.measured
     left_out = [] if run is None else [str(length) for length in run.lengths if length not in measured]
@@ -506,15 +443,21 @@ def _licence(card: Mapping[str, Any]) -> str:
 
 
 def _place(facts: CardFacts) -> str:
-    """Return what names the model in code: its name on the Hub, or a placeholder for its folder."""
-    return facts.repo_id or _FOLDER
+    """Return what names the model for our commands, which read main branches: its name on the Hub, or a placeholder."""
+    return facts.repo_id if facts.repo_id is not None and facts.revision is None else _FOLDER
+
+
+def _source(facts: CardFacts) -> str:
+    """Return the arguments that name the model in Python."""
+    branch = "" if facts.revision is None else f', revision="{facts.revision}"'
+    return f'"{facts.repo_id or _FOLDER}"{branch}'
 
 
 def _loading(facts: CardFacts) -> list[str]:
     """Return how the model is loaded, with hf_posenc and without it; each block of code is complete in itself."""
     if facts.is_adapter:
         return _loading_adapter(facts)
-    name = f'"{_place(facts)}"'
+    name = _source(facts)
     if facts.method in method_names("is_encoding"):
         return [
             f"`{facts.method}` takes the place of RoPE, which Transformers alone cannot run, and no server does:",
@@ -553,7 +496,8 @@ def _is_whole_in_config(facts: CardFacts) -> bool:
 
 def _loading_adapter(facts: CardFacts) -> list[str]:
     base = f'"{facts.base.hub_id}"' if facts.base.is_exact else '"path/of/the/base/model"'
-    name = f'"{_place(facts)}"'
+    name = _source(facts)
+    trained = f", tokens_trained={facts.tokens_trained}" if facts.tokens_trained != 0 else ""
     return [
         "The adapter needs its base model extended as it was in training. While hf_posenc (`pip install hf_posenc`) is "
         "imported, PEFT sees to it; the base is loaded as it was published:",
@@ -571,30 +515,33 @@ def _loading_adapter(facts: CardFacts) -> list[str]:
         "",
         *_code(
             "from hf_posenc import save_extended",
-            'save_extended(model.merge_and_unload(), "path/of/a/new/folder", tokenizer)',
+            f'save_extended(model.merge_and_unload(), "path/of/a/new/folder", tokenizer{trained})',
         ),
     ]
 
 
 def _serving(facts: CardFacts, folder: Path) -> list[str]:
-    """Return what vLLM and llama.cpp run it with, or why they cannot."""
-    if facts.is_adapter:
+    """Return what vLLM and llama.cpp run it with, or why they cannot; nothing of an adapter or a classifier."""
+    if facts.is_adapter or facts.auto_class not in _TASKS:
         return []
     here = Path(_FOLDER) if facts.repo_id is None else Path(facts.repo_id.rpartition("/")[2])
     saved = read_folder(folder)
-    saved = replace(saved, manifest={**saved.manifest, "base_model": facts.base.hub_id})  # its own may be a path
+    # Its own may be a path; and what a model was made from has other weights.
+    base_model = facts.base.hub_id if facts.base.is_exact else None
+    saved = replace(saved, manifest={**saved.manifest, "base_model": base_model})
     lines = ["## Serving", ""]
     for name in _SERVERS:
         stack = STACKS[name]
-        # llama.cpp's converter reads a folder, vLLM a name on the Hub too.
-        reads_hub = name == "vllm" and facts.repo_id is not None
+        # llama.cpp's converter reads a folder; vLLM a name on the Hub too, whose main branch the printed command means.
+        reads_hub = name == "vllm" and facts.repo_id is not None and facts.revision is None
         try:
             words = command_for(stack, replace(saved, path=_place(facts) if reads_hub else str(here)))
         except InvalidRequestError as error:
             lines += [f"{stack.title}: not possible. {error}", ""]
             continue
         if facts.repo_id is not None and not reads_hub:
-            words = f"hf download {facts.repo_id} --local-dir {here}\n{words}"
+            branch = () if facts.revision is None else ("--revision", facts.revision)
+            words = f"{command('hf', 'download', facts.repo_id, *branch, '--local-dir', str(here))}\n{words}"
         lines += [f"{stack.title}:", "", "```sh", words, "```", ""]
     if not needs_hf_posenc(dict(facts.description)):
         lines += [f"For SGLang and TGI: `hf-posenc export {here} --to sglang` or `--to tgi`.", ""]

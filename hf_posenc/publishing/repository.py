@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +63,9 @@ class Repository:
         Raises:
             HubAccessError, HubUnreachableError: The Hub refused or could not be reached; the folder is kept.
         """
-        again = f"Everything is saved in {str(folder)!r}; to upload it: hf upload {self.repo_id} {folder}"
+        again = (
+            f"Everything is saved in {str(folder)!r}; to upload it: {self._upload_command(folder, files, leave_out)}"
+        )
         with hub_errors(self.repo_id, _PUSHED_TO, again):
             kept = [] if any_card or not self._has_card_of_others() else [CARD]
             if kept:
@@ -82,6 +85,20 @@ class Repository:
                 # Of an earlier model: shards, or an adapter, that would be loaded with this one.
                 delete_patterns=list(CHECKPOINT_FILES),
             )
+
+    def _upload_command(self, folder: Path, files: Sequence[str] | None, leave_out: Sequence[str]) -> str:
+        """Return the command that does what ``upload`` does."""
+        others = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {
+            *(files or ())
+        }
+        flags = {
+            "--revision": [] if self.revision is None else [self.revision],
+            "--include": files if files is not None and others else [],
+            "--exclude": leave_out,
+            "--delete": CHECKPOINT_FILES,
+        }
+        said = [word for flag, values in flags.items() for value in values for word in (flag, value)]
+        return shlex.join(["hf", "upload", self.repo_id, str(folder), ".", *said])
 
     def _has_card_of_others(self) -> bool:
         try:

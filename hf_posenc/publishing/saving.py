@@ -13,7 +13,7 @@ from hf_posenc.checkpoint.extended import save_checkpoint
 from hf_posenc.checkpoint.manifest import RESULTS
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.records import Record
-from hf_posenc.publishing.card import CARD, check_records, write_card
+from hf_posenc.publishing.card import CARD, check_records, is_own_card, write_card
 from hf_posenc.publishing.repository import Repository, make_repository
 
 
@@ -49,8 +49,8 @@ def save_extended(
         records: Perplexities of this model, and of those it is compared with, which the card shows as a table and a
             curve. They are saved as ``results.jsonl``.
         card: Text of the model card, README.md; True for one that says what was done, and how to load and serve the
-            model; None for that one if the model is pushed or has records, else for none. A card that was there is
-            replaced by a text of yours, and by one of ours if it is ours.
+            model; None for that one if the model is pushed, has records, or is saved over one with such a card, else
+            for none. A card that somebody wrote is replaced by a text of yours only.
         push_to_hub: Name of the repository to push to, ``"OWNER/NAME"``. It is made before anything is written. Or one
             that ``make_repository`` made before.
         private: Of a new repository; None for what the account has as its default.
@@ -67,16 +67,18 @@ def save_extended(
         ValueError: The model is not extended, ``path`` is a file, quantised weights cannot be saved as they are,
             the records are of other models, or no repository can have this name.
     """
-    check_records(records, model, fitted_on)
-    where = {"private": private, "token": token, "revision": revision}
-    repository = push_to_hub if isinstance(push_to_hub, Repository) else None
-    if push_to_hub is None and (given := [name for name, value in where.items() if value is not None]):
+    check_records(records, model, tokens_trained, fitted_on)
+    where: dict[str, Any] = {"private": private, "token": token, "revision": revision}
+    repository = None
+    if isinstance(push_to_hub, Repository):
+        repository = push_to_hub
+    elif push_to_hub is not None:
+        repository = make_repository(push_to_hub, **where)
+    elif given := [name for name, value in where.items() if value is not None]:
         raise InvalidRequestError(
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for {argument('push_to_hub')}, which is not "
             "given. Name the repository, such as push_to_hub='me/longer-model'."
         )
-    if isinstance(push_to_hub, str):
-        repository = make_repository(push_to_hub, private=private, token=token, revision=revision)
     target = Path(path).expanduser().absolute()
     written: list[str] = []
 
@@ -86,9 +88,8 @@ def save_extended(
             (folder / RESULTS).write_text("".join(lines), encoding="utf-8")
         if isinstance(card, str):
             (folder / CARD).write_text(card, encoding="utf-8")
-        elif card or (card is None and (repository is not None or records)):
-            repo_id = None if repository is None else repository.repo_id
-            write_card(model, folder, target, repo_id=repo_id, records=records)
+        elif card or (card is None and (repository is not None or records or is_own_card(target / CARD))):
+            write_card(model, folder, target, repository=repository, records=records)
         written.extend(file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file())
 
     folder = save_checkpoint(

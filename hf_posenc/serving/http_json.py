@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,8 +28,12 @@ class Endpoint:
     """
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout: float = 600.0) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # its port is no number
+            is_one = False
+        if not is_one or re.search(r"\s", url):
             raise InvalidRequestError(f"{url!r} is not the address of a server: give one like http://localhost:8080.")
         self.url = url.rstrip("/").removesuffix("/v1").rstrip("/")
         self.timeout = timeout
@@ -64,8 +70,10 @@ class Endpoint:
             raise InvalidRequestError(
                 f"no server answers at {self.url} ({error.reason}). Is it started, and are host and port right?"
             ) from error
-        except OSError as error:  # the connection ended in the middle of an answer
-            raise InvalidRequestError(f"the server at {self.url} broke off its answer to {path} ({error}).") from error
+        except (OSError, HTTPException) as error:  # the connection ended in the middle of an answer, or it is not HTTP
+            raise InvalidRequestError(
+                f"the server at {self.url} gave no whole answer to {path} ({error}): it broke off, or is no HTTP."
+            ) from error
         try:
             return json.loads(content)
         except ValueError as error:
@@ -77,12 +85,13 @@ class Endpoint:
             ) from error
 
     def _refused(self, path: str, error: urllib.error.HTTPError) -> str:
-        said = error.read().decode(errors="replace")
+        said = ""
         try:
+            said = error.read().decode(errors="replace")
             answer = json.loads(said)
             inner = answer.get("error", answer)
             said = str(inner.get("message", said) if isinstance(inner, dict) else inner)
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, OSError, HTTPException):
             pass
         if error.code in (401, 403):
             return f"the server at {self.url} wants a key ({error.code}): give it with {argument('api_key')}."

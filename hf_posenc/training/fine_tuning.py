@@ -23,9 +23,10 @@ from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import is_patched, unpatch_model, unpatched
-from hf_posenc.publishing.card import TrainedRun, TrainedStage, write_card
+from hf_posenc.publishing.card import write_card
 from hf_posenc.publishing.provenance import document_source, source_settings
 from hf_posenc.publishing.repository import Repository
+from hf_posenc.publishing.trained_run import TrainedRun, TrainedStage
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.extending import begin, check_with_model
 from hf_posenc.training.lora import add_lora, base_not_looked_up, check_trainable, is_adapted
@@ -296,7 +297,6 @@ class _Run:
                 after=after,
             )
             pushed = self.repository if saved_to == self.folder else None  # earlier stages stay here
-            repo_id = None if pushed is None else pushed.repo_id
             with base_not_looked_up():
                 save_checkpoint(
                     trained,
@@ -304,7 +304,7 @@ class _Run:
                     self.tokenizer,
                     tokens_trained=total,
                     base_model=base_model,
-                    finish=lambda written: write_card(trained, written, saved_to, repo_id=repo_id, run=run),
+                    finish=lambda written: write_card(trained, written, saved_to, repository=pushed, run=run),
                 )
             return read_log(loss_log.path)
 

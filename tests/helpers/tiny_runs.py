@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,15 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
             raise Killed
 
     monkeypatch.setattr(LossLog, "on_log", dying)
+
+
+@contextmanager
+def killed_at(step: int) -> Iterator[None]:
+    """Let the run inside die just after the loss of ``step`` is written down; it is an error if it does not."""
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, step)
+        with pytest.raises(Killed):
+            yield
 
 
 def losses(folder: Path) -> list[float]:

@@ -20,6 +20,7 @@ from hf_posenc.patching.api import describe
 from hf_posenc.patching.verification import RotaryMismatchError
 from model_types import tiny_model
 from other_transformers import python_with
+from tiny_llama import make_tiny_tokenizer
 from tiny_models import STATIC_METHODS, logits, make_model, method_options, token_ids
 
 IDS = token_ids(100)
@@ -103,6 +104,16 @@ def test_saving_over_an_earlier_checkpoint_replaces_it(tmp_path: Path) -> None:
     assert not list(path.glob("model-0*"))
     assert (path / "notes.txt").read_text() == "mine"
     assert (path / "my_lora.safetensors").read_bytes() == b"mine"
+    assert not (tmp_path / "model.partial").exists()
+
+
+def test_a_tokenizer_with_several_chat_templates_is_saved_over_an_earlier_one(tmp_path: Path) -> None:
+    tokenizer = make_tiny_tokenizer()
+    for text in ("first", "second"):  # Transformers writes the templates besides the default one to a folder
+        tokenizer.chat_template = {"default": "{{ messages }}", "tools": text}
+        _, path = extended(tmp_path, tokenizer=tokenizer)
+        assert (path / "additional_chat_templates/tools.jinja").read_text() == text
+    assert describe(load_extended(path))["method"] == "yarn"
     assert not (tmp_path / "model.partial").exists()
 
 

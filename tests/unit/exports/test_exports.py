@@ -371,7 +371,7 @@ def test_comments_say_what_serving_takes(tmp_path: Path) -> None:
 
 def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) -> None:
     path, _ = extended(tmp_path / "model", "yarn")
-    record = {"protocol": "last", "text_hash": "a", "n_tokens": 9, "tokens_trained": 0, "options": {}}
+    record = {"protocol": "last", "text_hash": "a", "n_tokens": 9, "tokens_trained": 0, "factor": 4.0, "options": {}}
     rows = [
         ("none", 32, 10.0, {}),
         ("yarn", 32, 11.0, {}),
@@ -379,6 +379,7 @@ def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) 
         ("yarn", 64, 8.2, {}),
         ("yarn", 64, 7.0, {"tokens_trained": 1000}),  # of another model
         ("yarn", 64, 4.0, {"options": {"attention_factor": 1.0}}),
+        ("yarn", 64, 8.1, {"factor": 2.0}),
         ("linear", 64, 9.0, {}),
         ("none", 128, 50.0, {}),  # past the original length
         ("yarn", 128, 6.0, {}),
@@ -392,6 +393,9 @@ def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) 
     (path / "results.jsonl").write_text("\n".join(lines) + "\n")
     short = export_command(path, "vllm").splitlines()[-1]
     assert short.endswith("are read with the rule too: perplexity +2.5 % at 64 tokens (results.jsonl)")
+    manifest = json.loads((path / "context_extension.json").read_text())
+    (path / "context_extension.json").write_text(json.dumps({**manifest, "tokens_trained": None}))
+    assert export_command(path, "vllm").endswith("hf-posenc compare measures what that costs")
     (path / "results.jsonl").write_text("{")
     assert "is not known, as results.jsonl is damaged" in export_command(path, "vllm").splitlines()[-1]
 
@@ -424,8 +428,9 @@ def test_an_adapter_is_to_be_merged_first(tmp_path: Path) -> None:
     make_model("Llama").save_pretrained(tmp_path / "base")
     base = patch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "yarn", 4)
     adapter = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
-    save_extended(adapter, tmp_path / "adapter")
-    with pytest.raises(ValueError, match=r"is an adapter.*save_extended\(load_extended\(path\)\.merge_and_unload\(\)"):
+    save_extended(adapter, tmp_path / "adapter", tokens_trained=300)
+    merging = r"is an adapter.*save_extended\(load_extended\(path\)\.merge_and_unload\(\), .*, tokens_trained=300\)"
+    with pytest.raises(ValueError, match=merging):
         export_command(tmp_path / "adapter", "vllm")
     save_extended(load_extended(tmp_path / "adapter").merge_and_unload(), tmp_path / "merged")
     assert commands(tmp_path / "merged", "vllm")[0][2] == str(tmp_path / "merged")

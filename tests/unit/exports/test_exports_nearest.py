@@ -92,6 +92,9 @@ def test_what_the_static_rule_loses_is_said(tmp_path: Path) -> None:
     untrained = export_command(run_in_attention(tmp_path / "other"), "vllm", as_method="yarn")
     assert "dynamic_yarn leaves up to 64 tokens as they are" in untrained
     assert "the model was not fine-tuned" in untrained
+    model.save_pretrained(tmp_path / "by-others")  # which does not say
+    by_others = export_command(tmp_path / "by-others", "vllm", as_method="yarn")
+    assert "the model does not say whether it was fine-tuned" in by_others
 
 
 def test_a_window_that_was_switched_off_is_in_the_override(tmp_path: Path) -> None:

@@ -122,10 +122,11 @@ def test_a_rule_that_only_hf_posenc_runs_is_written_as_a_static_one(base: Path, 
 def test_a_fine_tuned_model_is_asked_whether_the_weights_are_its_own(base: Path, model: Path, tmp_path: Path) -> None:
     assert "the weights are those of" not in export_gguf(model, tmp_path / "one.gguf", base=base)
     manifest = model / "context_extension.json"
-    manifest.write_text(manifest.read_text().replace('"tokens_trained": 0', '"tokens_trained": 1000'))
-    assert '"tokens_trained": 1000' in manifest.read_text()
-    said = export_gguf(model, tmp_path / "two.gguf", base=base)
-    assert "# the weights are those of base.gguf; this model was fine-tuned" in said
+    saved = manifest.read_text()
+    for trained, words in (("1000", "was"), ("null", "may have been")):
+        manifest.write_text(saved.replace('"tokens_trained": 0', f'"tokens_trained": {trained}'))
+        said = export_gguf(model, tmp_path / f"{trained}.gguf", base=base)
+        assert f"# the weights are those of base.gguf; this model {words} fine-tuned" in said
 
 
 def damaged(path: Path, change: Callable[[bytes], bytes]) -> Path:

@@ -37,8 +37,9 @@ def test_the_trained_model_is_pushed_when_it_is_finished(tiny_checkpoint: Path, 
     assert all(content == (run / name).read_bytes() for name, content in pushed.items() if name != ".gitattributes")
     held = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
     assert not [one for one in held if b"hf_me" in one]  # nor the training_args.bin of the checkpoints
+    assert str(tmp_path / "text.txt") in pushed["run.toml"].decode()  # as the page says
     card = ModelCard(pushed["README.md"].decode())
-    assert '.from_pretrained("team/longer"' in card.text
+    assert '.from_pretrained("team/longer", revision="new"' in card.text
     picture = card.text.partition("](")[2].partition(")")[0]
     assert pushed[picture].startswith(b"\x89PNG")
     assert describe(load_extended("team/longer", revision="new"))["context_length"] == 128

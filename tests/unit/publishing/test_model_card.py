@@ -12,6 +12,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, metadata_save
 
+from hf_posenc.checkpoint.manifest import tokens_trained
 from hf_posenc.data.reading import DocumentStream
 from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.methods.registry import method_names
@@ -19,7 +20,7 @@ from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_mo
 from hf_posenc.publishing.provenance import BaseModel, document_source, find_base_model, source_settings
 from hf_posenc.training import fine_tuning, finetune
 from tiny_llama import make_tiny_llama
-from tiny_runs import SEQ, Killed, config, kill_at, load, load_as_the_card_says, logits_of
+from tiny_runs import SEQ, config, killed_at, load, load_as_the_card_says, logits_of
 
 WITH_PARAMETERS = method_names("has_parameters")
 
@@ -195,6 +196,8 @@ def test_a_card_is_what_the_hub_takes_and_its_code_loads_the_model(
     length = records[-1].context_length
     torch.testing.assert_close(logits_of(loaded["model"], length), logits_of(result.model, length), rtol=0, atol=1e-5)
     assert loaded["tokenizer"].model_max_length == describe(result.model)["context_length"]
+    if is_adapter:  # merged by the card's code too
+        assert tokens_trained(tmp_path / "run-merged") == 4 * SEQ
 
 
 @pytest.mark.parametrize(
@@ -254,17 +257,14 @@ def test_a_resumed_run_gives_the_same_card(
     tmp_path: Path,
     tokenizer: Any,
     documents: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(spot: str, **changes: Any) -> None:
         chosen = config(tmp_path / spot / "run", token_budget=6 * 2 * SEQ, save_steps=2, **changes)
         finetune(load(base_folder), tokenizer, documents, chosen)
 
     run("straight")
-    with monkeypatch.context() as patch:
-        kill_at(patch, 3)
-        with pytest.raises(Killed):
-            run("killed")
+    with killed_at(3):
+        run("killed")
     run("killed", resume_from_checkpoint=True)
     cards = [(tmp_path / spot / "run/README.md").read_text() for spot in ("straight", "killed")]
     assert cards[0] == cards[1]

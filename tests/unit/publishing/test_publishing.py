@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,14 +17,23 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from peft import LoraConfig, get_peft_model
+from transformers import LlamaForSequenceClassification
 
 from hf_posenc import describe, load_extended, patch_model, perplexity, save_extended
 from hf_posenc.cli.main import main
-from hf_posenc.errors import HubAccessError, HubUnreachableError, InvalidRequestError, MissingFileError
+from hf_posenc.errors import (
+    HubAccessError,
+    HubUnreachableError,
+    InvalidRequestError,
+    InvalidTypeError,
+    MissingFileError,
+)
 from hf_posenc.evaluation import Record, read_records
+from hf_posenc.exports import export_command
 from hf_posenc.publishing.card import is_own_card
 from hub_server import UPLOADS, Hub, environment, use_hub
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
+from tiny_runs import load_as_the_card_says
 
 pytestmark = UPLOADS
 
@@ -132,6 +144,24 @@ def test_a_branch_is_made_and_visibility_is_what_was_asked_for(server: Hub, tmp_
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+def test_the_card_of_a_branch_reads_that_branch(kind: str, server: Hub, tmp_path: Path, tiny_checkpoint: Path) -> None:
+    model = patch_model(load_model_of(tiny_checkpoint), "yarn", 4)
+    if kind == "adapter":
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False))
+    save_extended(model, tmp_path / "longer", make_tiny_tokenizer(), push_to_hub=NAME, revision="long")
+    text = server.files(NAME, "long")["README.md"].decode()
+    code = text.split("```python\n")[1].split("```")[0].replace("path/of/the/base/model", str(tiny_checkpoint))
+    names: dict[str, Any] = {}
+    exec(code, names)  # the main branch is empty
+    assert describe(names["model"]) == describe(model)
+    assert "`hf-posenc eval path/of/this/folder" in text
+    assert ("Its weights are those of the base model" in text) == (kind == "whole")
+    if kind == "whole":
+        assert text.count(f"hf download {NAME} --revision long --local-dir longer\n") == 2
+        assert "vllm serve longer --max-model-len 256" in text
+
+
 def test_a_card_that_somebody_wrote_is_kept(server: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_extended(extended(), tmp_path / "longer", push_to_hub=NAME)
     assert is_own_card(folder / "README.md")
@@ -160,8 +190,19 @@ def test_without_the_hub_there_is_a_card_only_if_it_is_wanted(tmp_path: Path) ->
     text = (save_extended(extended(), tmp_path / "card", card=True) / "README.md").read_text()
     assert '.from_pretrained("path/of/this/folder"' in text
     assert str(tmp_path) not in text
+    save_extended(extended("linear"), tmp_path / "card")  # of which the card would not be true
+    assert "extended 4 times with `linear`" in (tmp_path / "card/README.md").read_text()
+    (tmp_path / "card/README.md").write_text("# Mine")
+    save_extended(extended(), tmp_path / "card")
+    assert (tmp_path / "card/README.md").read_text() == "# Mine"
     with pytest.raises(InvalidRequestError, match="private and token are for push_to_hub, which is not given"):
         save_extended(extended(), tmp_path / "other", private=True, token="hf_me")
+
+
+def test_pushing_needs_a_name_and_not_a_switch(tmp_path: Path) -> None:
+    with pytest.raises(InvalidTypeError, match=r"push_to_hub takes the name of a repository.* got True"):
+        save_extended(extended(), tmp_path / "longer", push_to_hub=True)  # type: ignore[arg-type]
+    assert not (tmp_path / "longer").exists()
 
 
 # ---- the commands ----
@@ -191,6 +232,7 @@ def test_patch_pushes_the_model_with_its_curve(
         "Verified when it was saved: 1 rotary module within",
         "| context length | 32 | 64 (original) | 256 |",
         f"vllm serve {NAME} --max-model-len 256",
+        "vllm serve BASE_MODEL --max-model-len 256 --hf-overrides",  # the folder may have other weights than owner/tiny
         f"hf download {NAME} --local-dir longer",
         "llama-server -m longer.gguf -c 256 --rope-scaling yarn --rope-scale 4.0",
         "Beyond 256 tokens nothing is known of it.",
@@ -206,6 +248,16 @@ def test_patch_pushes_the_model_with_its_curve(
     names: dict[str, Any] = {}
     exec(code, names)  # from the stand-in
     assert describe(names["model"]) == describe(load_extended(NAME))
+
+
+def test_the_card_of_a_classifier_loads_it_with_its_head(tmp_path: Path) -> None:
+    model = patch_model(LlamaForSequenceClassification(make_tiny_llama().config), "yarn", 4)
+    folder = save_extended(model, tmp_path / "classifier", make_tiny_tokenizer(), card=True)
+    loaded = load_as_the_card_says(folder)["model"]
+    assert torch.equal(loaded.score.weight, model.score.weight)
+    text = (folder / "README.md").read_text()
+    assert "pipeline_tag" not in text
+    assert "## Serving" not in text
 
 
 def test_servers_that_cannot_run_a_rule_are_named_with_the_reason(tmp_path: Path) -> None:
@@ -242,7 +294,7 @@ def test_results_of_another_rule_are_refused_before_anything_is_written(
     argv = ["patch", str(tiny_checkpoint), str(output), "--factor", "4", "--results"]
     for flags in (["--method", "linear"], ["--option", "beta_fast=16"]):
         assert main([*argv, str(file), *flags]) == 2
-        assert "the results are of none x1, yarn x4, and none is of this model" in capsys.readouterr().err
+        assert "the results are of none x1, yarn x4 zero-shot, and none is of this model" in capsys.readouterr().err
     assert main([*argv, str(tmp_path / "gone.jsonl")]) == 2
     assert "--results: there is no file" in capsys.readouterr().err
     file.write_text("")
@@ -353,11 +405,24 @@ def test_an_upload_that_breaks_off_leaves_the_model_here_and_says_how_to_go_on(
         return {**one, "actions": {"upload": {"href": f"{server.endpoint}/lfs/{one['oid']}", "header": {}}}}
 
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
-    monkeypatch.setattr(server, "lfs_batch", refuse)
-    with pytest.raises(HubUnreachableError, match=f"Everything is saved in .*hf upload {NAME} ") as caught:
-        save_extended(extended(), tmp_path / "longer", push_to_hub=NAME)
-    assert "503" in str(caught.value)
-    assert describe(load_extended(tmp_path / "longer"))["method"] == "yarn"
+    folder = tmp_path / "the longer one"
+    folder.mkdir()
+    (folder / "private notes.txt").write_text("not for others")
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "lfs_batch", refuse)
+        with pytest.raises(HubUnreachableError, match=r"503.*Everything is saved in '.*'; to upload it: ") as caught:
+            save_extended(extended(), folder, push_to_hub=NAME, revision="long")
+    assert describe(load_extended(folder))["method"] == "yarn"
+
+    server.down = False
+    server.repos[NAME].commit("long", {"adapter_config.json": b"{}", **server.files(NAME)})
+    words = shlex.split(str(caught.value).split("to upload it: ")[1])
+    variables = {**os.environ, **environment(server, str(tmp_path / "uploader"), "hf_me")}
+    hf = Path(sys.executable).with_name("hf")
+    subprocess.run([hf, *words[1:]], env=variables, check=True, cwd=tmp_path, capture_output=True)
+    written = {path.name for path in folder.iterdir()} - {"private notes.txt"}
+    assert server.files(NAME, "long").keys() == {".gitattributes", *written}
+    assert "config.json" not in server.files(NAME)
 
 
 def plain_repo(hub: Hub) -> None:
@@ -409,9 +474,14 @@ def test_a_private_model_is_loaded_by_a_token_that_is_given(
 
 def test_what_is_in_the_cache_is_loaded_offline(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     save_extended(extended("dca"), tmp_path / "longer", push_to_hub=NAME)
+    below = {f"below/{name}": content for name, content in server.files(NAME).items()}
+    server.create_repo(server.accounts["hf_me"], {"name": "several"})
+    server.repos["me/several"].commit("main", below)
     load_extended(NAME)
+    load_extended("me/several", subfolder="below")
     offline(server, monkeypatch, tmp_path)
     assert describe(load_extended(NAME))["method"] == "dca"
+    assert describe(load_extended("me/several", subfolder="below"))["method"] == "dca"
 
 
 def test_a_card_that_cannot_be_written_leaves_nothing_half_written(
@@ -436,10 +506,30 @@ def test_records_of_a_rule_with_lists_are_known_when_read_from_a_file(tmp_path: 
         save_extended(extended(method, **options), tmp_path / "other", records=records)
 
 
+def test_a_card_has_the_cost_of_short_texts_from_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commands name the folder by a placeholder, and results were looked for there, below the working directory."""
+    monkeypatch.chdir(tmp_path)
+    records = read_records(results(tmp_path))
+    folder = save_extended(extended(), tmp_path / "measured", records=records)
+    cost = re.search(r"with the rule too: (perplexity .* at 64 tokens) ", export_command(folder, "vllm"))
+    assert cost is not None
+    assert cost[1] in (folder / "README.md").read_text()
+    shutil.copytree(folder, tmp_path / "path/of/this/folder")
+    text = (save_extended(extended(), tmp_path / "unmeasured", card=True) / "README.md").read_text()
+    assert "with the rule too: hf-posenc compare measures what that costs" in text
+
+
 def test_records_of_other_models_are_refused_in_python(tmp_path: Path) -> None:
     records: list[Record] = read_records(results(tmp_path))
     with pytest.raises(InvalidRequestError, match="none is of this model"):
         save_extended(extended("linear"), tmp_path / "longer", records=records)
+    with pytest.raises(InvalidRequestError, match=r"yarn x4 zero-shot, and none is of this model .*on 1,000 tokens"):
+        save_extended(extended(), tmp_path / "longer", records=records, tokens_trained=1000)
+    longer = patch_model(make_tiny_llama(max_position_embeddings=128), "yarn", 4)
+    with pytest.raises(InvalidRequestError, match=r"none is of this model .yarn x4: 128 -> 512 tokens"):
+        save_extended(longer, tmp_path / "longer", records=records)
     assert not (tmp_path / "longer").exists()
     save_extended(extended(), tmp_path / "longer", records=records)
     assert read_records(tmp_path / "longer/results.jsonl") == records

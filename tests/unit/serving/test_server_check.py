@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from hf_posenc import patch_model, save_extended
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli.export import SERVER_DTYPES
 from hf_posenc.cli.main import main
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.serving import check_server
 from hf_posenc.serving.http_json import Endpoint
 from hf_posenc.serving.log_probabilities import LogProbs, find_server
@@ -210,7 +212,7 @@ def test_servers_that_cannot_be_compared(answer: Answer, message: str, folder: P
 
 
 def test_addresses_models_keys_and_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for url in ("localhost:8080", "ftp://host", "http://"):
+    for url in ("localhost:8080", "ftp://host", "http://", "http://host:80a", "http://my host:80"):
         with pytest.raises(ValueError, match="is not the address of a server"):
             check_server(folder, url)
     with server(lambda *_: (200, {})) as address:
@@ -234,6 +236,32 @@ def test_addresses_models_keys_and_time(folder: Path, capsys: pytest.CaptureFixt
     assert "Name one with --server-model" in capsys.readouterr().err
     assert Endpoint("http://host:1", api_key="k").headers["Authorization"] == "Bearer k"
     assert tuple(PRECISIONS) == SERVER_DTYPES
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{}", r"gave no whole answer to /x \(IncompleteRead"),
+        (b"SSH-2.0-OpenSSH_9\r\n", r"gave no whole answer to /x \(SSH-2\.0"),
+        (b"", r"gave no whole answer to /x \(Remote end closed"),
+        (b"HTTP/1.1 500 No\r\nContent-Length: 100\r\n\r\n{}", r"refuses /x \(500\)"),
+    ],
+    ids=["cut off", "another protocol", "nothing", "a refusal that is cut off"],
+)
+def test_what_is_no_whole_answer_is_said(raw: bytes, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection = listening.accept()[0]
+            with connection:
+                connection.recv(4096)
+                connection.sendall(raw)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(InvalidRequestError, match=said):
+            Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout=10).get("/x")
+        thread.join()
 
 
 def test_the_share_of_the_way_by_hand() -> None:

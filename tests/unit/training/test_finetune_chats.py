@@ -23,7 +23,7 @@ from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.start_checks import documents_of
 from hf_posenc.training.texts import to_token_ids
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
-from tiny_runs import SEQ, Killed, assert_same_run, config, kill_at, losses
+from tiny_runs import SEQ, assert_same_run, config, killed_at, losses
 
 ASSISTANT = {"assistant_only_loss": True}
 
@@ -115,7 +115,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_counted_tokens(
 
 
 @pytest.mark.parametrize("template", [TAGGED, PLAIN])
-def test_a_resumed_run_on_chats_ends_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+def test_a_resumed_run_on_chats_ends_the_same(tmp_path: Path, template: str) -> None:
     make_tiny_llama().save_pretrained(tmp_path / "base")
     given = {**ASSISTANT, "eval_lengths": [64], "token_budget": 8 * 2 * SEQ, "save_steps": 3}
 
@@ -124,10 +124,8 @@ def test_a_resumed_run_on_chats_ends_the_same(tmp_path: Path, monkeypatch: pytes
         finetune(base, make_tokenizer(template), chats(), config(tmp_path / folder, **{**given, **changes}))
 
     run("straight")
-    with monkeypatch.context() as patch:
-        kill_at(patch, 5)
-        with pytest.raises(Killed):
-            run("killed")
+    with killed_at(5):
+        run("killed")
     with pytest.raises(ValueError, match="assistant_only_loss was True, is now False; data was '"):
         run("killed", resume_from_checkpoint=True, assistant_only_loss=False)
     with pytest.raises(ValueError, match="completion_only_loss was None, is now False"):

@@ -25,7 +25,7 @@ from hf_posenc.training import finetune as finetune_function
 from hf_posenc.training.run_folder import LOSS_LOG, PARTIAL, SEAL, last_checkpoint, open_run, problem_of, read_log, seal
 from hf_posenc.training.train_log import LossLog
 from killed_runs import STEPS, command
-from tiny_runs import Killed, assert_same_run, kill_at
+from tiny_runs import assert_same_run, killed_at
 
 FINETUNE = sys.modules[finetune_function.__module__]
 
@@ -34,10 +34,8 @@ FINETUNE = sys.modules[finetune_function.__module__]
 def stopped_run(run_base: Path) -> Path:
     """A run that died in step 10, with intact checkpoints of steps 4 and 8."""
     folder = run_base.with_name("stopped")
-    with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, 10)
-        with pytest.raises(Killed):
-            main(command(run_base, folder))
+    with killed_at(10):
+        main(command(run_base, folder))
     return folder
 
 
@@ -82,7 +80,6 @@ def test_no_room_for_a_checkpoint(
     whole_run: Path,
     run: Path,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     too_big: str,
 ) -> None:
     size = (run / "checkpoint-8" / too_big).stat().st_size

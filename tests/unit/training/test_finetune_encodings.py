@@ -12,7 +12,7 @@ from hf_posenc.checkpoint.extended import load_extended
 from hf_posenc.methods.registry import method_names
 from hf_posenc.patching.api import describe, patch_model, verify_model
 from hf_posenc.training import finetune
-from tiny_runs import Killed, config, kill_at, load, logits_of, losses
+from tiny_runs import config, killed_at, load, logits_of, losses
 
 LENGTH, STEPS, SEED = 64, 4, 3  # what the tiny model was made for
 
@@ -30,15 +30,12 @@ def test_a_run_resumes_to_the_same_losses_and_saves_the_encoding(
     tmp_path: Path,
     tokenizer: Any,
     documents: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     straight = finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "straight", method))
     assert "hardly sees" not in caplog.text  # what is not extended has no long distances to learn
-    with monkeypatch.context() as patch:
-        kill_at(patch, 3)
-        with pytest.raises(Killed):
-            finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method))
+    with killed_at(3):
+        finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method))
     caplog.set_level("INFO")
     finetune(load(base_folder), tokenizer, documents, encoded(tmp_path / "killed", method, resume_from_checkpoint=True))
     assert "killed/checkpoint-2" in next(m for m in caplog.messages if m.startswith("resuming from"))

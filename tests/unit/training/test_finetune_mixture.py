@@ -19,7 +19,7 @@ from hf_posenc.training.packing import PackedDataset
 from hf_posenc.training.run_folder import read_log
 from hf_posenc.training.trainer import BlockTrainer
 from tiny_llama import make_tiny_llama
-from tiny_runs import Killed, assert_same_run, kill_at
+from tiny_runs import assert_same_run, killed_at
 
 MIX = ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"]
 
@@ -38,14 +38,10 @@ def base(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def test_a_resumed_run_is_the_same_and_says_what_it_read(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_is_the_same_and_says_what_it_read(base: Path, tmp_path: Path) -> None:
     run(base, tmp_path / "straight")
-    with monkeypatch.context() as patch:
-        kill_at(patch, 6)
-        with pytest.raises(Killed):
-            run(base, tmp_path / "killed")
+    with killed_at(6):
+        run(base, tmp_path / "killed")
     with pytest.raises(ValueError, match=r"task_mix was \['kv=0\.3', .*, is now \['kv=0\.5', 'text=0\.5'\]"):
         run(base, tmp_path / "killed", resume_from_checkpoint=True, task_mix="kv=0.5,text=0.5")
     run(base, tmp_path / "killed", resume_from_checkpoint=True)

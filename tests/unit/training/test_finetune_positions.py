@@ -27,7 +27,7 @@ from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.start_checks import probe_isolation
 from hf_posenc.training.texts import upsample
 from tiny_models import make_model
-from tiny_runs import Build, Killed, config, kill_at, losses
+from tiny_runs import Build, config, killed_at, losses
 
 ORIGINAL, TARGET = 64, 256
 POSE: dict[str, Any] = {
@@ -76,7 +76,6 @@ def test_a_run_that_was_killed_goes_on_with_the_same_positions(
     tiny_llama: Build,
     tokenizer: Any,
     documents: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     method: str,
 ):
@@ -85,10 +84,8 @@ def test_a_run_that_was_killed_goes_on_with_the_same_positions(
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "whole", **settings))
     assert "trained on: 512 tokens in 8 blocks, 2 of them as windows of 64 tokens" in caplog.text
     assert "packed documents are isolated" in caplog.text
-    with monkeypatch.context() as patch:
-        kill_at(patch, 3)
-        with pytest.raises(Killed):
-            finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "killed", **settings))
+    with killed_at(3):
+        finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "killed", **settings))
     finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "killed", resume_from_checkpoint=True, **settings))
     assert len(losses(tmp_path / "whole")) == 4
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")

@@ -16,7 +16,7 @@ from hf_posenc.evaluation import read_records
 from hf_posenc.patching.api import describe, patch_model
 from hf_posenc.training import finetune, trainer
 from hf_posenc.training.run_folder import last_checkpoint, read_log
-from tiny_runs import SEQ, Build, Killed, config, kill_at, logits_of
+from tiny_runs import SEQ, Build, config, killed_at, logits_of
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,6 @@ def test_a_resumed_run_gives_the_same_losses_and_weights(
     tiny_llama: Build,
     tokenizer: Any,
     documents: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
     changes: dict[str, Any],
 ):
@@ -48,10 +47,8 @@ def test_a_resumed_run_gives_the_same_losses_and_weights(
         return AutoModelForCausalLM.from_pretrained(tmp_path / "base")
 
     straight = finetune(base(), tokenizer, documents, config(tmp_path / "straight", **changes))
-    with monkeypatch.context() as patch:
-        kill_at(patch, 8)
-        with pytest.raises(Killed):
-            finetune(base(), tokenizer, documents, config(tmp_path / "killed", **changes))
+    with killed_at(8):
+        finetune(base(), tokenizer, documents, config(tmp_path / "killed", **changes))
     before = read_log(tmp_path / "killed/train_log.jsonl")
     assert [line["step"] for line in before] == list(range(1, 9))
     saved = changes.get("save_steps", 6)

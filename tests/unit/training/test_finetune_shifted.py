@@ -22,7 +22,7 @@ from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.run_folder import read_log
 from hf_posenc.training.start_checks import probe_isolation
-from tiny_runs import SEQ, Killed, config, kill_at, load, logits_of
+from tiny_runs import SEQ, config, killed_at, load, logits_of
 
 GROUP = SEQ // 4
 
@@ -75,7 +75,6 @@ def test_what_is_saved_is_plain(
     tmp_path: Path,
     tokenizer: Any,
     documents: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As the command line has it; killed, and gone on with."""
     tokenizer.save_pretrained(base_folder)
@@ -86,10 +85,8 @@ def test_what_is_saved_is_plain(
     argv = ["finetune", str(base_folder), "--documents", str(tmp_path / "texts")]
     argv += ["--output-dir", str(folder), "--factor", "2", "--token-budget", str(4 * SEQ), "--eval-documents", "2"]
     argv += ["--shifted-sparse-attention", "--group-share", "0.25", "--save-steps", "2", "--learning-rate", "3e-3"]
-    with monkeypatch.context() as patch:
-        kill_at(patch, 3)
-        with pytest.raises(Killed):
-            main(argv)
+    with killed_at(3):
+        main(argv)
     assert main([*argv, "--resume-from-checkpoint", "--group-share", "0.5"]) == 2  # another run
     assert main([*argv, "--resume-from-checkpoint"]) == 0
     assert [line["step"] for line in read_log(folder / "train_log.jsonl")] == [1, 2, 3, 4]
@@ -104,13 +101,11 @@ def test_what_is_saved_is_plain(
 
 
 def test_the_trained_model_has_full_attention_again(
-    base_folder: Path, tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    base_folder: Path, tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]
 ) -> None:
     killed = load(base_folder)
-    with monkeypatch.context() as patch:
-        kill_at(patch, 1)
-        with pytest.raises(Killed):
-            finetune(killed, tokenizer, documents, sparse(tmp_path / "killed"))
+    with killed_at(1):
+        finetune(killed, tokenizer, documents, sparse(tmp_path / "killed"))
     assert killed.config._attn_implementation == killed.model.config._attn_implementation == "sdpa"
     result = finetune(load(base_folder), tokenizer, documents, sparse(tmp_path / "run", lora=True))
     merged = result.model.merge_and_unload()

@@ -20,7 +20,7 @@ from hf_posenc.training import finetune
 from hf_posenc.training.extending import extend
 from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.start_checks import probe_isolation
-from tiny_runs import Killed, config, kill_at, load, logits_of, losses
+from tiny_runs import config, killed_at, load, logits_of, losses
 
 ORIGINAL, TARGET = 64, 256  # the tiny model's, and 4 times that
 STEPS = 4
@@ -56,13 +56,10 @@ def test_a_run_resumes_to_the_same_losses_and_saves_what_load_extended_reads(
     tmp_path: Path,
     tokenizer: Any,
     documents: list[torch.Tensor],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     straight = finetune(load(base_folder), tokenizer, documents, staged(tmp_path / "straight", **changes))
-    with monkeypatch.context() as patch:
-        kill_at(patch, 3)
-        with pytest.raises(Killed):
-            finetune(load(base_folder), tokenizer, documents, staged(tmp_path / "killed", **changes))
+    with killed_at(3):
+        finetune(load(base_folder), tokenizer, documents, staged(tmp_path / "killed", **changes))
     resumed = finetune(
         load(base_folder), tokenizer, documents, staged(tmp_path / "killed", resume_from_checkpoint=True, **changes)
     )
