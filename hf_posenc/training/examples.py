@@ -54,13 +54,14 @@ class ExampleTokenizer:
         self.assistant_only = config is not None and config.assistant_only_loss
         self.completion_only = config.completion_only_loss if config is not None else None
         self._own_template: str | None = None
+        self._made_up = False  # chats of our making, which every template renders word for word
         self._said: set[str] = set()
 
     @classmethod
     def of_dialogues(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Return one for dialogues whose answers count, and nothing else; without a chat template, line by line."""
         made = cls(tokenizer, None)
-        made.assistant_only = True
+        made.assistant_only = made._made_up = True
         if tokenizer.chat_template is None:
             begins = tokenizer("A").input_ids[:1] == [tokenizer.bos_token_id]
             made._own_template = ("{{ bos_token }}" if begins else "") + _LINES
@@ -198,6 +199,8 @@ class ExampleTokenizer:
                 changed = self._applied(document, [{**message, "content": other}], where, tokenize=False)
                 before = with_it[: common_prefix(with_it, changed)]
             if not (text.startswith(with_it) and with_it.startswith(before)):
+                if self._made_up:
+                    return self._where_answers_are(text, tokens, messages)
                 raise InvalidRequestError(
                     f"{where}: which tokens are the assistant's is unknown: the chat template has no "
                     f"{{% generation %}}, and what it makes of the chat up to turn {number + 1} is not how it begins "
@@ -212,6 +215,22 @@ class ExampleTokenizer:
             if ends[0] is not None and ends[1] is not None:
                 counted[ends[0] : ends[1] + 1] = True
         return MaskedTokens(torch.tensor(tokens["input_ids"]), counted)
+
+    def _where_answers_are(self, text: str, tokens: Any, messages: list[Any]) -> MaskedTokens:
+        """Count each answer with the special token that ends its turn.
+
+        For templates that render a turn otherwise once another follows, as Qwen3's, which thinks in the last one only.
+        """
+        ids, at = tokens["input_ids"], 0
+        counted = torch.zeros(len(ids), dtype=torch.bool)
+        for message in messages:
+            start = text.index(message["content"], at)
+            at = start + len(message["content"])
+            if message["role"] == "assistant":
+                end = tokens.char_to_token(at - 1) + 1
+                counted[tokens.char_to_token(start) : end] = True
+                counted[end : end + 1] = end < len(ids) and ids[end] in self._special
+        return MaskedTokens(torch.tensor(ids), counted)
 
     def _applied(self, document: Mapping[str, Any], messages: list[Any], where: str, **options: Any) -> Any:
         """Return what the chat template makes of messages: tokens, or with ``tokenize=False`` their text."""

@@ -11,6 +11,11 @@ TAGGED = (
     "{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
 )
 PLAIN = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+# As Qwen3's: of the assistant's turns the last one alone begins with a thought, and nothing says which tokens are its.
+THINKING = PLAIN.replace(
+    "{% if message['role'] == 'assistant' %}",
+    "{% if message['role'] == 'assistant' %}{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}",
+)
 
 
 def turns(*contents: str) -> list[dict[str, str]]:

@@ -19,7 +19,7 @@ from accelerate import skip_first_batches
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from chats import PLAIN, TAGGED, turns
+from chats import PLAIN, TAGGED, THINKING, turns
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.retrieval.tasks import tasks
 from hf_posenc.training import FinetuneConfig
@@ -170,6 +170,16 @@ def test_a_block_is_full_and_depends_on_its_number_and_the_seed_alone(
         assert len(set(ids)) == 6, name
         others = [torch.cat([piece.ids for piece in else_.kinds[name].block(index)]) for index in range(6)]
         assert ids != [tuple(row.tolist()) for row in others], name
+
+
+@pytest.mark.parametrize("name", ["kv", "needles"])
+def test_answers_count_where_the_template_renders_a_turn_otherwise_once_another_follows(name: str) -> None:
+    for example, *_ in blocks(name, 4, 1024, template=THINKING):
+        shown = re.findall(r"\[assistant\]\n(?:<think>\n\n</think>\n\n)?(.*?<\|endoftext\|>)", decode(example.ids))
+        counted = [part.rstrip("\n") for counts, part in runs(example) if counts]
+        assert decode(example.ids).count("</think>") == 1
+        assert len(shown) == 4  # one for 256 tokens
+        assert counted == shown
 
 
 def test_every_answer_of_a_dictionary_is_right_and_nothing_else_counts() -> None:
