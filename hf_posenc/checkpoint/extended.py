@@ -383,6 +383,9 @@ def _plain_config(file: Path, base: dict[str, Any]) -> PreTrainedConfig:
     return AutoConfig.for_model(**saved)
 
 
+_ONLY_OF_THE_ADAPTER = ("revision", "subfolder")  # its base is in a repository of its own
+
+
 def _load_adapter(
     path: str | Path,
     folder: Path,
@@ -394,7 +397,8 @@ def _load_adapter(
     import peft
     from peft import PeftConfig, PeftModel
 
-    where = {name: kwargs[name] for name in ("revision", "token") if name in kwargs}
+    of_both = ("token", "cache_dir", "local_files_only")
+    where = {name: kwargs[name] for name in (*_ONLY_OF_THE_ADAPTER, *of_both) if name in kwargs}
     settings = PeftConfig.from_pretrained(str(path), **where)
     source = settings.base_model_name_or_path
     if manifest is None and mark_of(folder / ADAPTER_CONFIG) is None:
@@ -413,7 +417,7 @@ def _load_adapter(
             model = getattr(peft, _CLASSES_OF_TASKS[task]).from_pretrained(str(path), **kwargs)
         else:
             if base is None:
-                kwargs = {name: value for name, value in kwargs.items() if name != "revision"}  # that is the adapter's
+                kwargs = {name: value for name, value in kwargs.items() if name not in _ONLY_OF_THE_ADAPTER}
                 base = (load_extended if is_saved_by_us(source) else load_weights)(source, **kwargs)
             model = PeftModel.from_pretrained(base, str(path), **where)
     if manifest is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from hf_posenc.cli.shared_arguments import ModelArguments, parse
 from hf_posenc.errors import InvalidRequestError
@@ -76,6 +76,9 @@ def export(argv: Sequence[str]) -> int:
     given, where, server, how = parse("export", export.__doc__, argv, known, positional)
     if (where.to is None) == (server.verify is None):
         raise InvalidRequestError("give one of --to (a program, or gguf) and --verify (the address of a server).")
+    of_server = [one.name.replace("_", "-") for one in fields(server) if getattr(server, one.name) != one.default]
+    if where.to is not None and of_server:
+        raise InvalidRequestError(f"--{' and --'.join(of_server)} are for --verify, and --to checks no server.")
     if where.to != GGUF and (where.base or where.output):
         raise InvalidRequestError(f"--base and --output are for --to {GGUF}.")
     if where.to == GGUF and not where.output:

@@ -59,12 +59,13 @@ def fit(argv: Sequence[str]) -> None:
     work_dir = output.with_name(f"{output.name}.work")
     check_work_folder(work_dir, WORK_FILES)
     documents = source.texts()
-    repository = None if what.dry_run else publishing.make_repository()
-    from hf_posenc.checkpoint.loading import load_model
+    from hf_posenc.checkpoint.loading import check_path, load_model
     from hf_posenc.fitting.cost import cost_in_words
     from hf_posenc.fitting.fitting import fit_method, texts_to_fit
     from hf_posenc.publishing.provenance import document_source
 
+    check_path(Path(given.model).expanduser(), given.model)
+    repository = None if what.dry_run else publishing.make_repository()
     model, tokenizer = load_model(given.model, **vars(loading))
     num_texts = len(texts_to_fit(model, tokenizer, documents, what).fitted)
     print(cost_in_words(model, what, num_texts, where.output), flush=True)

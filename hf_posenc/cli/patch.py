@@ -54,8 +54,7 @@ def patch(argv: Sequence[str]) -> None:
     check_request(methods, extension, rules)
     check_folder(given.model, given.output, may_hold_files=False)
     records = _records(which.results)
-    repository = publishing.make_repository()
-    from hf_posenc.checkpoint.loading import load_model
+    from hf_posenc.checkpoint.loading import check_path, load_model
     from hf_posenc.checkpoint.manifest import tokens_trained
     from hf_posenc.evaluation.rows import refuse_extended
     from hf_posenc.patching.api import is_patched, patch_model, unpatch_model, verify_model
@@ -64,6 +63,8 @@ def patch(argv: Sequence[str]) -> None:
     from hf_posenc.utils.console import quiet
     from hf_posenc.utils.dtypes import AUTO, CHECKPOINT
 
+    check_path(Path(given.model).expanduser(), given.model)
+    repository = publishing.make_repository()
     trained = tokens_trained(given.model)
     if loading.dtype == AUTO:
         loading.dtype = CHECKPOINT  # nothing is computed here but positions

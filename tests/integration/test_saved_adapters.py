@@ -137,6 +137,13 @@ def test_a_model_on_the_hub_is_found_extended(
         load_extended("someone/other")
 
 
+def test_an_adapter_is_found_in_another_cache(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_peft(base, "yarn", tmp_path / "adapter")
+    in_the_cache(tmp_path / "adapter", tmp_path / "cache", "someone/adapter")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert describe(load_extended("someone/adapter", cache_dir=tmp_path / "cache"))["method"] == "yarn"
+
+
 def test_a_merged_model_in_the_folder_of_its_adapter_is_a_model(
     base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

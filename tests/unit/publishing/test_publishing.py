@@ -304,6 +304,20 @@ def test_results_of_another_rule_are_refused_before_anything_is_written(
     assert not (tmp_path / "longer.partial").exists()
 
 
+@pytest.mark.parametrize("command", ["patch", "fit"])
+def test_no_repository_is_made_for_a_model_that_is_not_there(
+    server: Hub, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("It is a truth universally acknowledged. " * 60)
+    gone, there = str(tmp_path / "gone" / "model"), str(tmp_path / "longer")
+    fit = ["fit", gone, "--documents", str(text), "--context-length", "256", "--output", there]
+    argv = ["patch", gone, there] if command == "patch" else fit
+    assert main([*argv, "--push-to-hub", NAME]) == 2
+    assert "there is no file or folder" in capsys.readouterr().err
+    assert NAME not in server.repos
+
+
 def test_flags_about_pushing_need_the_name(
     tmp_path: Path, tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
