@@ -16,8 +16,8 @@ from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.training.examples import ExampleTokenizer
 from hf_posenc.training.packing import MaskedTokens, PackedDataset
 
-_TOKENS_PER_QUESTION = 256  # of a block; more answers teach more, and Xiong et al. ask one in 4k tokens
-_MOST_QUESTIONS = 16
+_TOKENS_PER_QUESTION = 128  # of a block; more answers teach more, and Xiong et al. ask one in 4k tokens
+_MOST_QUESTIONS = 32
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Material:
     @property
     def num_questions(self) -> int:
         """Questions that a dialogue over a whole block has."""
-        return max(1, min(_MOST_QUESTIONS, self.seq_len // _TOKENS_PER_QUESTION))
+        return max(1, min(_MOST_QUESTIONS, self.seq_len // _TOKENS_PER_QUESTION - 1))
 
     def rng(self, name: str, index: int) -> Random:
         """Return what the block ``index`` of a kind is drawn from."""
