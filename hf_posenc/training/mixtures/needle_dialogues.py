@@ -54,7 +54,7 @@ _SENTENCE_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s+")
 
 @register_kind
 class NeedleDialogues(Dialogues):
-    """Sentences about made-up names, hidden at random depths of the documents; two thirds of them are asked for.
+    """Sentences about made-up names, hidden at random depths of the documents; half of them are asked for.
 
     The questions come in another order than the sentences, and those that are not asked for have the same forms.
     Needles as distractors of each other are RULER's (arXiv:2404.06654, section 3), in other forms and with other values
@@ -70,7 +70,7 @@ class NeedleDialogues(Dialogues):
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
         asked = self.material.num_questions
         found = []
-        for key in names(rng, asked + (asked + 1) // 2):
+        for key in names(rng, 2 * asked):
             *form, make = rng.choice(_FORMS)
             value = make(rng)
             found.append([part.format(key=key, value=value) for part in form])
