@@ -144,8 +144,8 @@ def smollm2_plan(model: Path) -> Plan:
         lengths=(512, 2048, 8192, 16384, 32768),
         pieces=1,
         far=(8192, 16384, 32768),
-        samples=1,  # most of the time goes into reading a text
-        questions=100,
+        samples=3,  # most of the time goes into reading a text
+        questions=34,
         token_budget=300_000,
         training={
             # Questions are at the end of a block: CREAM puts it at the end of the target, its last third or less.
