@@ -91,9 +91,9 @@ def test_from_the_estimate_to_the_commands_that_make_what_it_recommends(
     assert (read_manifest(tmp_path / "tiny-512-tuned") or {})["method"] == "dynamic_yarn"
 
 
-def test_a_dry_run_only_plans(book: Path, tmp_path: Path) -> None:
-    more = ("--dry-run", "--tasks", "passkey", "vt", "--methods", "ntk", "dca", "longrope", "--output", "r.jsonl")
-    out = ran(*the_comparison(book, *more), cwd=tmp_path)
+def test_a_dry_run_only_plans(book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = ("--dry-run", "--tasks", "passkey", "vt", "--methods", "ntk", "dca", "longrope")
+    out = run(capsys, *the_comparison(book, *more, "--output", tmp_path / "r.jsonl"))
     assert "256 -> 512 tokens (x2), without training" in out
     assert "retrieval: 20 prompts a row, at 256, 512" in out  # two tasks, five depths
     estimate = out.partition("total")[0]

@@ -72,7 +72,13 @@ def differences(model: PreTrainedModel, ids: list[int], address: str, rows: tupl
     return torch.stack(means)
 
 
-@pytest.mark.parametrize("key", STATIC_METHODS)
+# What a file can say of a rule: a factor, YaRN's numbers, those and divisors, divisors alone, two lists, a base.
+EACH_KIND = ("linear", "yarn", "yarn-options", "llama3", "longrope", "abf")
+
+
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=[] if key in EACH_KIND else [pytest.mark.slow]) for key in STATIC_METHODS]
+)
 def test_llama_server_runs_every_static_method(
     key: str, ids: list[int], base: Path, unscaled: str, tokenizer, tmp_path: Path
 ) -> None:

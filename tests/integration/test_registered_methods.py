@@ -115,7 +115,5 @@ def test_it_is_measured_and_stands_in_a_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "results.jsonl").read_text().splitlines()
     assert {json.loads(line)["method"] for line in lines} == {"none", "toy"}
-    page = [*program, "report", str(tmp_path / "results.jsonl"), "--output", str(tmp_path / "page")]
-    done = subprocess.run(page, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert main(["report", str(tmp_path / "results.jsonl"), "--output", str(tmp_path / "page")]) == 0
     assert "toy x4" in (tmp_path / "page" / "report.html").read_text()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from hf_posenc import FinetuneConfig
+from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli.eval import EvalArguments
 from hf_posenc.cli.main import main
 from hf_posenc.cli.shared_arguments import parse
@@ -129,9 +130,8 @@ def test_a_folder_of_others_is_found_first(
     assert line.startswith(f"'{tmp_path}' cannot be written to by this user. Give another folder than")
 
 
-def test_no_number_of_the_system_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "text.txt").mkdir()
-    line = said(capsys, "gallery", "--output-dir", "/proc/no/folder")
+def test_no_number_of_the_system_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    line = said(capsys, "patch", str(tiny_model_path()), "/proc/no/folder", "--factor", "4")
     assert line == "'/proc/no' cannot be used: no such file or directory."
 
 
@@ -172,7 +172,7 @@ def test_line_ends_of_other_systems_are_read_as_line_feeds(end: str, tmp_path: P
 def test_perplexity_does_not_depend_on_line_ends(tmp_path: Path) -> None:
     """It was 4,662 instead of 28.7 on the tiny model, for a text with Windows' line ends."""
     from hf_posenc import perplexity
-    from hf_posenc.assets import load_novel, tiny_model_path
+    from hf_posenc.assets import load_novel
     from hf_posenc.checkpoint.loading import load_model
 
     model, tokenizer = load_model(tiny_model_path(), dtype="float32")

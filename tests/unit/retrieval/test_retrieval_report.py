@@ -158,16 +158,11 @@ def test_one_question_and_several_of_a_text_are_two_tasks() -> None:
 def test_what_was_not_asked_alike_stands_in_a_table_of_its_own(tmp_path: Path) -> None:
     records = make_records()
     at_1024 = "of the prompts at 1024 tokens differ between 'unpatched' and 'yarn x4, zero-shot'"
-    for number, (changed, message) in enumerate(
-        (
-            ([*records[:-1], dataclasses.replace(records[-1], text_hash="other")], f"the texts {at_1024}"),
-            (
-                [*records[:-1], dataclasses.replace(records[-1], tokenizer_hash="other")],
-                "the tokenizers differ between",
-            ),
-            ([*records[:-1], dataclasses.replace(records[-1], chat=True)], "the chat templates differ between"),
-            (records[:-1], f"the depths or samples {at_1024}"),
-        )
+    for changed, message in (
+        ([*records[:-1], dataclasses.replace(records[-1], text_hash="other")], f"the texts {at_1024}"),
+        ([*records[:-1], dataclasses.replace(records[-1], tokenizer_hash="other")], "the tokenizers differ between"),
+        ([*records[:-1], dataclasses.replace(records[-1], chat=True)], "the chat templates differ between"),
+        (records[:-1], f"the depths or samples {at_1024}"),
     ):
         first, second = make_grids(changed)
         assert [row.name for row in first.rows] == ["unpatched"]
@@ -175,9 +170,9 @@ def test_what_was_not_asked_alike_stands_in_a_table_of_its_own(tmp_path: Path) -
         assert (first.notes, first.slug, second.slug) == ((), "retrieval_passkey", "retrieval_passkey_2")
         (note,) = second.notes
         assert note.startswith(f"yarn x4, zero-shot is apart from the first table: {message}")
-        paths = report(changed, tmp_path / str(number))
-        for text in (paths.markdown.read_text(), unescape(paths.html.read_text())):
-            assert text.index(first.title) < text.index(second.title) < text.index(note)
+    paths = report(changed, tmp_path)
+    for text in (paths.markdown.read_text(), unescape(paths.html.read_text())):
+        assert text.index(first.title) < text.index(second.title) < text.index(note)
 
 
 def test_another_run_of_a_row_is_apart_and_a_repeat_is_none() -> None:
