@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these, such as dca 'task mix' 'both, seed 0'")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these retrieval tasks")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="only trainings with these seeds")
-    parser.add_argument("--samples", type=int, metavar="TEXTS", help="texts of each task and length")
-    parser.add_argument("--questions", type=int, help="questions of each text")
+    parser.add_argument("--samples", type=at_least_one, metavar="TEXTS", help="texts of each task and length")
+    parser.add_argument("--questions", type=at_least_one, help="questions of each text")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="measure at these lengths alone")
     parser.add_argument("--token-budget", type=int, metavar="TOKENS", help="tokens of each training")
     args = parser.parse_args()
@@ -191,6 +191,12 @@ def main() -> None:
         study.run(row)
         study.show()
     print(f"See {study.folder / 'study.md'}.")
+
+
+def at_least_one(word: str) -> int:
+    if (count := int(word)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {count}")
+    return count
 
 
 def select(known: Sequence[Row], names: Sequence[str] | None) -> list[Row]:

@@ -29,9 +29,11 @@ def variable_tracking(rng: Random, context_length: int, num_questions: int) -> P
     """
     chains = [_chain(rng, letters=5)]
     shown = _chain(rng, letters=3)
+    while shown.value == chains[0].value:
+        shown = _chain(rng, letters=3)
     while len(chains) < num_questions:
         other = _chain(rng, letters=5)
-        if not any(other.value == one.value or {*other.names} & {*one.names} for one in chains):
+        if not any(other.value == one.value or {*other.names} & {*one.names} for one in (shown, *chains)):
             chains.append(other)
     instruction = "Variables are set in the text below. Keep track of which have the same value."
     worked = f"{_QUESTION}\nAnswer: {_PREFIX}".format(value=shown.value)

@@ -26,6 +26,7 @@ from hf_posenc.retrieval.tasks import expand_groups, register_task, tasks, tasks
 from hf_posenc.retrieval.tasks.base import PEOPLE, has_words
 from hf_posenc.retrieval.tasks.groups import GROUPS
 from hf_posenc.retrieval.tasks.nolima import FACTS
+from hf_posenc.retrieval.tasks.variable_tracking import variable_tracking
 from oracles import solve
 from task_solvers import place_before, place_now
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
@@ -267,6 +268,20 @@ def test_several_questions_of_a_text_are_answered_by_it(
     assert len({tuple(prompt.question_ids) for prompt in prompts}) == 12
     for prompt in prompts:
         assert solve(words.decode(prompt.ids).rpartition("\n")[0]) == [*prompt.answers]
+
+
+class FewValues(Random):
+    """Of the values of variables, nearly all drawn are the same."""
+
+    def randint(self, a: int, b: int) -> int:
+        return min(a + 3, super().randint(a, b)) if self.random() < 0.9 else super().randint(a, b)
+
+
+def test_no_chain_of_the_text_has_the_value_of_the_worked_example() -> None:
+    for seed in range(20):
+        puzzle = variable_tracking(FewValues(seed), 2000, 3)
+        values = re.findall(r"VAR \w+ = (\d+)", "\n".join([puzzle.instruction, *puzzle.needles]))
+        assert len(values) == len(set(values)) == 4
 
 
 @pytest.mark.parametrize(
