@@ -43,10 +43,11 @@ FORMATS = ("passkey", "kv")  # what the task mix trains, a key with a value and 
 TASKS = ("graph_parents", "graph_bfs", "babilong_qa1", "babilong_qa2", "niah_multikey_1")
 UNPATCHED, FITTED, DCA = "unpatched", "fitted", "dca"
 ZERO_SHOT = ("ntk", "yarn", FITTED, "dynamic_yarn", DCA)
+REACH = RECIPES["reach"].values
 MIXES: dict[str, list[str] | None] = {
     "plain text": None,
     "task mix": ["kv=0.4", "needles=0.3", "knots=0.3"],
-    "both": RECIPES["reach"].values["task_mix"],
+    "both": REACH["task_mix"],
 }
 SHARED: dict[str, Any] = {"lr_scheduler_type": "linear", "eval_documents": 0, "save_total_limit": 1}
 KINDS = ("kv", "needles", "knots", "text", "short_text")  # of data in the mixes
@@ -148,9 +149,8 @@ def smollm2_plan(model: Path) -> Plan:
         questions=34,
         token_budget=300_000,
         training={
-            # Questions are at the end of a block: CREAM puts it at the end of the target, its last third or less.
-            **{"position_schedule": "cream", "seq_len": 2048, "gradient_accumulation_steps": 1},
-            **{"learning_rate": 1e-4, "warmup_steps": 8, "save_steps": 10, "bf16": in_bf16},
+            **{name: REACH[name] for name in ("position_schedule", "learning_rate", "warmup_steps")},
+            **{"seq_len": 2048, "gradient_accumulation_steps": 1, "save_steps": 10, "bf16": in_bf16},
         },
         tasks=(*FORMATS, "graph_parents", "babilong_qa1", "niah_multikey_1"),
         preset="smollm2-135m-fitted-4x",

@@ -138,6 +138,13 @@ def _in_original_blocks(rotary: RotaryModel, config: FinetuneConfig, original: i
     return config if config.seq_len is not None else dataclasses.replace(config, seq_len=ContextLength(original))
 
 
+def _in_short_blocks(rotary: RotaryModel, config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
+    if config.seq_len is not None or config.position_schedule == "full":
+        return config
+    return dataclasses.replace(config, seq_len=ContextLength(min(_SHORT_BLOCK, original)))
+
+
+_SHORT_BLOCK = 2048  # of the recipe reach; its questions need some hundred tokens
 _YARN = "Peng et al. 2023, arXiv:2309.00071, section 4.1"
 _PI = "Chen et al. 2023, arXiv:2306.15595, section 3.1"
 _POSE = "Zhu et al. 2023, arXiv:2309.10400, section 4.1; github.com/dwzhu-pku/PoSE, script/run_train_skipos.sh"
@@ -278,11 +285,18 @@ _ALL = (
     Recipe(
         name="reach",
         paper="of hf_posenc, from Xiong et al. 2024, arXiv:2406.19292 (dictionaries, the loss on answers), Tian et al. "
-        "2024, arXiv:2409.04774 (knots) and YaRN (the rates)",
+        "2024, arXiv:2409.04774 (knots) and CREAM, arXiv:2406.07138 (positions); the rates are measured",
         summary="A mixture for small budgets: answers to find far back, tied chunks, long and short text.",
-        values={"task_mix": ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"], **_USUAL},
-        left="The shares are ours, no paper trains on this mixture. At least 6 steps, so that each kind has one. "
-        "Blocks of the target length; --position-schedule pose takes short ones.",
+        values={
+            "task_mix": ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"],
+            # Questions are at the end of a block: CREAM puts it at the end of the target, its last third or less.
+            "position_schedule": "cream",
+            **{"learning_rate": 1e-4, "lr_scheduler_type": "linear", "warmup_steps": 8, **_ADAM},
+        },
+        left="The shares are ours, no paper trains on this mixture. At least 6 steps, so that each kind has one. The "
+        "rate is that for 135M parameters; for 7B, papers take 2e-5.",
+        by_model="seq_len: 2048, or the original length if that is shorter; with --position-schedule full the target",
+        fit=_in_short_blocks,
     ),
     Recipe(
         name="drope",

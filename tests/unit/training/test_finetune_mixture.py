@@ -118,7 +118,7 @@ def broken(tmp_path: Path) -> Path:
             "--task-mix kv=0.9 text=0.1 --stages 512:10k 1024:2100",
             "no step of 2 is left for text=0.1: give a --token-budget of 6144 tokens or more",
         ),
-        ("--recipe reach --token-budget 1k", "no step of 1 is left for short_text=0.1: give a --token-budget of 3072"),
+        ("--recipe reach --token-budget 1k", "no step of 3 is left for short_text=0.1: give a --token-budget of 1536"),
     ],
 )
 def test_mistakes_are_said_before_weights_are_opened(

@@ -32,7 +32,13 @@ PUBLISHED: dict[str, tuple[str | None, float, int, dict[str, Any]]] = {
     "longrope2-mixed": (None, 2e-5, 20, {"lr_scheduler_type": "cosine", "short_share": 0.1}),
     "progressive": ("yarn", 2e-5, 20, {"weight_decay": 0.0}),
     "drope": ("nope", 3e-4, 100, {}),
-    "reach": (None, 2e-5, 20, {"task_mix": ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"]}),
+    "reach": (
+        *(None, 1e-4, 8),  # as docs/pages/results/reach.md was measured
+        {
+            "task_mix": ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"],
+            **{"position_schedule": "cream", "lr_scheduler_type": "linear", "weight_decay": 0.0, "adam_beta2": 0.95},
+        },
+    ),
 }
 
 
@@ -101,6 +107,10 @@ def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogC
     assert fitted("abf", options={"rope_theta": 7e5}).options == {"rope_theta": 7e5}
     assert fitted("abf", method="ntk").options == {}
     assert (fitted("drope").seq_len, fitted("drope", seq_len=32).seq_len) == (64, 32)
+    assert (fitted("reach").seq_len, fitted("reach", seq_len=32).seq_len) == (64, 32)
+    assert fitted("reach", position_schedule="full").seq_len is None
+    long = RotaryModel(tiny_llama(max_position_embeddings=8192))
+    assert fit_recipe(long, FinetuneConfig.from_recipe("reach", output_dir="out")).seq_len == 2048
     two = fitted("progressive", context_length=256, token_budget=3000)
     assert (two.stages, two.context_length) == (["128:2000", "256:1000"], None)
     # From 64 tokens 64 times as far: the first stage is at most 16 times as long, and each of the others doubles.
@@ -133,11 +143,14 @@ def test_every_recipe_trains(
         model, _ = load_model(tmp_path / "base", device="cpu", **recipe.loading)
     # 256 tokens: half of them are beyond the original 64, so the progressive run has two stages
     given: dict[str, Any] = {"context_length": 256, "token_budget": 6 * 256, "save_steps": 100, "learning_rate": 1e-3}
+    if name == "reach":  # a dialogue is longer than the 64 tokens that this model was trained on
+        given["position_schedule"] = "full"
     run = FinetuneConfig.from_recipe(name, output_dir=str(tmp_path / "run"), eval_documents=0, warmup_steps=0, **given)
     result = finetune(model, tokenizer, documents, run)
     logs = [line for path in sorted((tmp_path / "run").rglob("train_log.jsonl")) for line in read_log(path)]
     assert len(logs) == result.steps >= 6
-    assert logs[-1]["loss"] < logs[0]["loss"]
+    alike = [log["loss"] for log in logs if log.get("kind") == logs[0].get("kind")]  # of a mixture, one kind of data
+    assert alike[-1] < alike[0]
     there = describe(result.model)
     assert there["context_length"] == 256
     assert there["method"] == (recipe.values.get("method") or "yarn")
