@@ -178,12 +178,15 @@ def main() -> None:
     parser.add_argument("--questions", type=at_least_one, help="questions of each text")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="measure at these lengths alone")
     parser.add_argument("--token-budget", type=int, metavar="TOKENS", help="tokens of each training")
+    parser.add_argument("--learning-rate", type=float, metavar="RATE", help="the highest of each training")
     args = parser.parse_args()
     plan = tiny_plan() if args.model == "tiny" else smollm2_plan(Path(args.model))
     given = {name: getattr(args, name) for name in ("samples", "questions", "token_budget")}
     given |= {name: value and tuple(value) for name, value in (("tasks", args.tasks), ("seeds", args.seeds))}
     if args.lengths:
         given |= {"lengths": tuple(args.lengths), "far": tuple(args.lengths)}
+    if args.learning_rate is not None:
+        given["training"] = {**plan.training, "learning_rate": args.learning_rate}
     plan = replace(plan, **{name: value for name, value in given.items() if value is not None})
     selected = select(rows(plan), args.rows)
     study = Study(args.output_dir, plan)
