@@ -24,6 +24,7 @@ from hf_posenc.planning.planned_fit import PlannedFit, predict_fit
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.recipes import get_recipe
 from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
 from hf_posenc.utils.dtypes import DtypeChoice, choose_dtype, config_dtype
 from hf_posenc.utils.units import MemorySize, TokenCount, length_name
@@ -257,8 +258,8 @@ def plan(
 
 def _block(run: FinetuneConfig, target: int, original: int) -> int:
     """Return the tokens of a block as ``finetune`` chooses them (``block_length``, ``fit_recipe``)."""
-    short = run.position_schedule != "full" or run.recipe == "drope"
-    return run.seq_len or (original if short else target)
+    of_recipe = None if run.recipe is None else get_recipe(run.recipe).block(run, original)
+    return run.seq_len or of_recipe or (target if run.position_schedule == "full" else original)
 
 
 def _rule_to_read_with(advice: Advice, server: bool) -> str:

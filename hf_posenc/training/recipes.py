@@ -37,7 +37,8 @@ class Recipe:
         values: Fields of ``FinetuneConfig`` with the paper's values.
         left: What of the paper is left to the user, or is not as published.
         loading: How the command line loads the model for it: fields of ``FinetuneModelArguments``.
-        by_model: What ``fit`` chooses, in words.
+        by_model: What ``block`` and ``fit`` choose, in words.
+        block: Returns the tokens of a block of a run that gives none, by the original length; None: the default.
         fit: Returns a run with what is chosen by the model, its original length and the target length; None: nothing.
     """
 
@@ -48,6 +49,7 @@ class Recipe:
     left: str
     loading: Mapping[str, Any] = field(default_factory=dict)
     by_model: str = ""
+    block: Callable[[FinetuneConfig, int], int | None] = lambda config, original: None
     fit: Callable[[RotaryModel, FinetuneConfig, int, int], FinetuneConfig] | None = None
 
     def __post_init__(self) -> None:
@@ -134,17 +136,14 @@ def _in_stages(rotary: RotaryModel, config: FinetuneConfig, original: int, targe
     return dataclasses.replace(config, **changes)
 
 
-def _in_original_blocks(rotary: RotaryModel, config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
-    return config if config.seq_len is not None else dataclasses.replace(config, seq_len=ContextLength(original))
+def _original_block(config: FinetuneConfig, original: int) -> int:
+    return original
 
 
-def _in_short_blocks(rotary: RotaryModel, config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
-    if config.seq_len is not None or config.position_schedule == "full":
-        return config
-    return dataclasses.replace(config, seq_len=ContextLength(min(_SHORT_BLOCK, original)))
+def _short_block(config: FinetuneConfig, original: int) -> int | None:
+    return None if config.position_schedule == "full" else min(2048, original)
 
 
-_SHORT_BLOCK = 2048  # of the recipe reach; its questions need some hundred tokens
 _YARN = "Peng et al. 2023, arXiv:2309.00071, section 4.1"
 _PI = "Chen et al. 2023, arXiv:2306.15595, section 3.1"
 _POSE = "Zhu et al. 2023, arXiv:2309.10400, section 4.1; github.com/dwzhu-pku/PoSE, script/run_train_skipos.sh"
@@ -296,7 +295,7 @@ _ALL = (
         left="The shares are ours, no paper trains on this mixture. At least 6 steps, so that each kind has one. The "
         "rate is that for 135M parameters; for 7B, papers take 2e-5.",
         by_model="seq_len: 2048, or the original length if that is shorter; with --position-schedule full the target",
-        fit=_in_short_blocks,
+        block=_short_block,
     ),
     Recipe(
         name="drope",
@@ -305,7 +304,7 @@ _ALL = (
         values={"method": "nope", "learning_rate": 3e-4, "warmup_steps": 100},
         left="15k steps, 30 B tokens: far more than the other recipes. Schedule and weight decay are ours.",
         by_model="seq_len: the original length",
-        fit=_in_original_blocks,
+        block=_original_block,
     ),
 )
 
@@ -353,12 +352,15 @@ def fit_recipe(rotary: RotaryModel, config: FinetuneConfig) -> FinetuneConfig:
     """
     from hf_posenc.patching.api import describe
 
-    fit = None if config.recipe is None else get_recipe(config.recipe).fit
-    if fit is None or config.preset is not None:
+    if config.recipe is None:
         return config
-    description = describe(rotary.model)
+    recipe, description = get_recipe(config.recipe), describe(rotary.model)
     original = config.original_max_position_embeddings or description["original_max_position_embeddings"]
     if original is None:  # the model does not say it, which extending it refuses
+        return config
+    if config.seq_len is None and (block := recipe.block(config, int(original))) is not None:
+        config = dataclasses.replace(config, seq_len=ContextLength(block))
+    if recipe.fit is None or config.preset is not None:
         return config
     if description["method"] != "none" and config.on_scaled == "refuse":
         target = description["context_length"]
@@ -371,4 +373,4 @@ def fit_recipe(rotary: RotaryModel, config: FinetuneConfig) -> FinetuneConfig:
         target = round(
             (method.default_factor_with(config.options) if config.factor is None else config.factor) * original
         )
-    return fit(rotary, config, int(original), int(target))
+    return recipe.fit(rotary, config, int(original), int(target))

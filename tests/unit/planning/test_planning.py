@@ -199,12 +199,12 @@ def test_of_a_way_that_is_far_too_much_only_the_least_is_said() -> None:
 
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
-    model = tiny_llama(num_hidden_layers=1)
-    run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=256)
+    model = tiny_llama(num_hidden_layers=1, max_position_embeddings=4096)
+    run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=8192)
     in_4bit = bool(RECIPES[recipe].loading.get("load_in_4bit"))
-    first = plan(model.config, 256, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).training_options[0]
+    first = plan(model.config, 8192, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).training_options[0]
     fitted = fit_recipe(RotaryModel(model), run)
-    assert first.seq_len == (fitted.seq_len or (256 if fitted.position_schedule == "full" else 64))
+    assert first.seq_len == (fitted.seq_len or (8192 if fitted.position_schedule == "full" else 4096))
     assert (first.run, first.load_in_4bit) == (run, in_4bit)
 
 

@@ -109,6 +109,8 @@ def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogC
     assert (fitted("drope").seq_len, fitted("drope", seq_len=32).seq_len) == (64, 32)
     assert (fitted("reach").seq_len, fitted("reach", seq_len=32).seq_len) == (64, 32)
     assert fitted("reach", position_schedule="full").seq_len is None
+    assert fitted("reach", preset="smollm2-135m-fitted-4x", factor=None).seq_len == 64
+    assert fitted("abf", preset="qwen3-yarn-4x").options == {}
     long = RotaryModel(tiny_llama(max_position_embeddings=8192))
     assert fit_recipe(long, FinetuneConfig.from_recipe("reach", output_dir="out")).seq_len == 2048
     two = fitted("progressive", context_length=256, token_budget=3000)
