@@ -174,8 +174,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these, such as dca 'task mix' 'both, seed 0'")
     parser.add_argument("--tasks", nargs="+", metavar="TASK", help="only these retrieval tasks")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="only trainings with these seeds")
-    parser.add_argument("--samples", type=at_least_one, metavar="TEXTS", help="texts of each task and length")
-    parser.add_argument("--questions", type=at_least_one, help="questions of each text")
+    parser.add_argument("--samples", type=int, metavar="TEXTS", help="texts of each task and length")
+    parser.add_argument("--questions", type=int, help="questions of each text")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="TOKENS", help="measure at these lengths alone")
     parser.add_argument("--token-budget", type=int, metavar="TOKENS", help="tokens of each training")
     parser.add_argument("--learning-rate", type=float, metavar="RATE", help="the highest of each training")
@@ -196,12 +196,6 @@ def main() -> None:
     print(f"See {study.folder / 'study.md'}.")
 
 
-def at_least_one(word: str) -> int:
-    if (count := int(word)) < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, not {count}")
-    return count
-
-
 def select(known: Sequence[Row], names: Sequence[str] | None) -> list[Row]:
     """Return the rows of some names or labels; all without any.
 
@@ -218,7 +212,8 @@ class Study:
     """The trained models of a study, and the files their numbers are in."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
-        check_prompts(read_tokenizer(plan.model), plan.tasks, plan.far, plan.questions, documents=held_out())
+        counts = {"questions": plan.questions, "samples": plan.samples}
+        check_prompts(read_tokenizer(plan.model), plan.tasks, plan.far, **counts, documents=held_out())
         training = {**SHARED, **plan.training, "token_budget": plan.token_budget, "mixes": MIXES}
         measured = {"lengths": plan.lengths, "pieces": plan.pieces, "questions": plan.questions}
         claim(folder, {"model": plan.name, "target": plan.target, "training": training, "measured": measured})

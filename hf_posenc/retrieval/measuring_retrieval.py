@@ -130,6 +130,7 @@ def check_prompts(
     context_lengths: Sequence[int],
     questions: int = 1,
     *,
+    samples: int = 1,
     documents: Sequence[str] | None = None,
     chat: Chat = "auto",
 ) -> None:
@@ -141,7 +142,7 @@ def check_prompts(
             required and missing.
     """
     tasks = expand_groups(tasks)
-    lengths = check_retrieval(tasks, context_lengths, DEFAULT_DEPTHS, 1, questions)
+    lengths = check_retrieval(tasks, context_lengths, DEFAULT_DEPTHS, samples, questions)
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, documents), chat)
     for task in tasks:
         for length in lengths:

@@ -73,6 +73,7 @@ def differences(model: PreTrainedModel, ids: list[int], address: str, rows: tupl
 
 
 # What a file can say of a rule: a factor, YaRN's numbers, those and divisors, divisors alone, two lists, a base.
+# The others are slow: they are in a file what one of these is, with other numbers.
 EACH_KIND = ("linear", "yarn", "yarn-options", "llama3", "longrope", "abf")
 
 

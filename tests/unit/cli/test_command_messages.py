@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_posenc import FinetuneConfig
-from hf_posenc.assets import tiny_model_path
+from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.cli.eval import EvalArguments
 from hf_posenc.cli.main import main
 from hf_posenc.cli.shared_arguments import parse
@@ -172,7 +172,6 @@ def test_line_ends_of_other_systems_are_read_as_line_feeds(end: str, tmp_path: P
 def test_perplexity_does_not_depend_on_line_ends(tmp_path: Path) -> None:
     """It was 4,662 instead of 28.7 on the tiny model, for a text with Windows' line ends."""
     from hf_posenc import perplexity
-    from hf_posenc.assets import load_novel
     from hf_posenc.checkpoint.loading import load_model
 
     model, tokenizer = load_model(tiny_model_path(), dtype="float32")
