@@ -257,9 +257,9 @@ def plan(
 
 
 def _block(run: FinetuneConfig, target: int, original: int) -> int:
-    """Return the tokens of a block as ``finetune`` chooses them (``block_length``, ``fit_recipe``)."""
+    """Return the tokens of a block as ``finetune`` chooses them (``tokens_per_block``, ``fit_recipe``)."""
     of_recipe = None if run.recipe is None else get_recipe(run.recipe).block(run, original)
-    return run.seq_len or of_recipe or (target if run.position_schedule == "full" else original)
+    return run.seq_len or of_recipe or run.tokens_per_block(original, target)
 
 
 def _rule_to_read_with(advice: Advice, server: bool) -> str:

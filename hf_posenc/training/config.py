@@ -531,6 +531,10 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         """Return the blocks of one optimizer step, over all processes of this launch."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * Launch.from_environment().replicas
 
+    def tokens_per_block(self, original: int, target: int) -> int:
+        """Return ``seq_len``, or the target length, or with skipped positions the original length."""
+        return self.seq_len or (target if self.position_schedule == "full" else original)
+
     def group(self, seq_len: int) -> int | None:
         """Return the tokens of a group of shifted sparse attention, for blocks of ``seq_len``; None for no groups.
 

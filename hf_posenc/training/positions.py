@@ -246,8 +246,8 @@ def make_position_schedule(
 
 
 def block_length(config: FinetuneConfig, schedule: PositionSchedule) -> int:
-    """Return the tokens of a block: ``seq_len``, or the target length, or with skipped positions the original one."""
-    return config.seq_len or (schedule.target_length if schedule.kind == FULL else schedule.original_length)
+    """Return the tokens of a block, for the lengths of a schedule."""
+    return config.tokens_per_block(schedule.original_length, schedule.target_length)
 
 
 @contextmanager

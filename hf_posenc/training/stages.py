@@ -37,7 +37,7 @@ def settings_of_stages(rotary: RotaryModel, config: FinetuneConfig) -> list[Fine
         )
     blocks = config.blocks_per_step()
     for stage in stages:
-        step = blocks * (config.seq_len or (stage.length if config.position_schedule == "full" else original))
+        step = blocks * config.tokens_per_block(original, stage.length)
         if stage.token_budget < step:
             raise InvalidRequestError(
                 f"stages: {stage.token_budget} tokens for the stage of {stage.length} are less than one step, {step} "
