@@ -290,7 +290,7 @@ _ALL = (
             "task_mix": ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"],
             # Questions are at the end of a block: CREAM puts it at the end of the target, its last third or less.
             "position_schedule": "cream",
-            **{"learning_rate": 1e-4, "lr_scheduler_type": "linear", "warmup_steps": 8, **_ADAM},
+            **{"learning_rate": 2e-4, "lr_scheduler_type": "linear", "warmup_steps": 8, **_ADAM},
         },
         left="The shares are ours, no paper trains on this mixture. At least 6 steps, so that each kind has one. The "
         "rate is that for 135M parameters; for 7B, papers take 2e-5.",

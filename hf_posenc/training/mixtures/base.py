@@ -124,9 +124,7 @@ class Dialogues(Kind):
             )
         self._tokenize = ExampleTokenizer.of_dialogues(material.tokenizer)
         # Of several and of twice the least, so that no later block, of longer values, does not fit.
-        shortest = max(len(self.example(index, 2 * self.least)) for index in range(8))
-        some, more = (len(self.example(0, times * self.least)) for times in (32, 64))  # where all questions are asked
-        self._tokens_each = (more - some) / (32 * self.least)
+        shortest = max(len(self.example(index, 2 * self.least)) for index in range(16))
         if shortest > material.seq_len:
             raise InvalidRequestError(
                 f"{argument('task_mix')}: the shortest example of {self.name!r} has about {shortest} tokens, and a "
@@ -153,10 +151,12 @@ class Dialogues(Kind):
 
     def block(self, index: int) -> list[MaskedTokens]:
         room = self.material.seq_len
-        spare = room - len(self.example(index, self.least))
-        count = self.least + max(0, int(spare / self._tokens_each))
+        shortest, count = len(self.example(index, self.least)), 64 * self.least
+        for _ in range(3):  # with another count, other values are drawn, so that the tokens of each change a little
+            tokens_each = (len(self.example(index, count)) - shortest) / (count - self.least)
+            count = max(self.least + 1, self.least + int((room - shortest) / tokens_each))
         while len(made := self.example(index, count)) > room and count > self.least:
-            count = max(self.least, count - math.ceil((len(made) - room) / self._tokens_each))
+            count = max(self.least, count - math.ceil((len(made) - room) / tokens_each))
         if len(made) > room:
             raise InvalidRequestError(f"{self.name}: example {index} has {len(made)} tokens, a block has {room}.")
         return self.material.filled(made, self.material.rng(f"{self.name} filling", index))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 
@@ -51,11 +52,20 @@ def date(rng: Random) -> str:
     return f"{rng.randint(1, 28)} {rng.choice(_MONTHS)} {rng.randint(1600, 1999)}"
 
 
-def mark(rng: Random) -> str:
-    """Return groups of capitals and digits, such as R7K/2TM/94B."""
-    return "/".join("".join(rng.choices(_CAPITALS_AND_DIGITS, k=3)) for _ in range(rng.randint(2, 5)))
+def mark(rng: Random, most: int = 9) -> str:
+    """Return groups of capitals and digits, such as R7K/2TM/94B: 2 of them, up to ``most``."""
+    return "/".join("".join(rng.choices(_CAPITALS_AND_DIGITS, k=3)) for _ in range(rng.randint(2, most)))
 
 
-def value(rng: Random) -> str:
-    """Return a phrase, an amount, a date or a mark."""
-    return rng.choice((phrase, amount, date, mark))(rng)
+def marks(rng: Random, count: int, most: int) -> list[str]:
+    """Return different marks of up to ``most`` groups."""
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[mark(rng, most)] = None
+    return list(found)
+
+
+def value(rng: Random, most: int) -> str:
+    """Return a phrase, an amount, a date or a mark of up to ``most`` groups."""
+    make = rng.choice((phrase, amount, date, partial(mark, most=most)))
+    return make(rng)

@@ -191,7 +191,7 @@ def test_every_answer_of_a_dictionary_is_right_and_nothing_else_counts() -> None
             for key, value in (entry.split(": ") for entry in line.split("; "))
         }
         found = runs(example)
-        asked = [re.findall(r"Which entry belongs to (\w+), and which shelf is it on\?\n$", part) for _, part in found]
+        asked = [re.findall(r"Which entry belongs to ([\w/]+), and which shelf is it on\?\n$", part) for _, part in found]
         answers = [part for counts, part in found if counts]
         keys = [
             key for (counts, _), (*_, key) in zip(found, [["", *some] for some in asked], strict=True) if not counts
@@ -203,6 +203,17 @@ def test_every_answer_of_a_dictionary_is_right_and_nothing_else_counts() -> None
         assert answers[-1].endswith("<|endoftext|>")
         assert len(example) > 0.85 * 600  # entries differ in length
         assert not any(piece.counted.any() for piece in filling)
+
+
+@pytest.mark.parametrize(("seq_len", "longest"), [(256, 7), (2048, 35)])  # 2 and 9 groups
+def test_keys_are_names_or_marks_as_long_as_a_block_has_room_for(seq_len: int, longest: int) -> None:
+    lengths = set()
+    for example, *_ in blocks("kv", 40, seq_len):
+        entries = re.findall(r"(?:\| |; )([\w/]+): ", decode(example.ids))
+        of_marks = ["/" in key for key in entries]
+        assert all(of_marks) or not any(of_marks)
+        lengths.add(max(map(len, entries)))
+    assert (min(lengths), max(lengths)) == (6, longest)  # a name has three syllables of two letters
 
 
 def test_every_answer_about_a_hidden_sentence_is_right_and_nothing_else_counts() -> None:
@@ -449,7 +460,7 @@ def test_what_is_trained_on_is_not_what_is_asked() -> None:
     assert not {shape for shape in of_trained & of_asked if len(shape) > 2}  # a shelf's number may be in a task
     # Names are not those of a task: words with a hyphen, letters in capitals, or words of the novels.
     before = r"\b(?:belongs to|ship|inn of|bell of|leaves|from)"
-    names = {name for text in trained for name in re.findall(rf"{before} ([A-Z]\w+)", text)}
+    names = {name for text in trained for name in re.findall(rf"{before} ([A-Z]\w+)(?!\w*/)", text)}
     assert len(names) > 30
     vocabulary = set(re.findall(r"\w+", load_novel("emma").lower()))
     assert not any(name.lower() in vocabulary or name.isupper() or "-" in name for name in names)
