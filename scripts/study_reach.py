@@ -147,7 +147,7 @@ def smollm2_plan(model: Path) -> Plan:
         far=(8192, 16384, 32768),
         samples=3,  # most of the time goes into reading a text
         questions=34,
-        token_budget=300_000,
+        token_budget=500_000,
         training={
             **{name: REACH[name] for name in ("position_schedule", "learning_rate", "warmup_steps")},
             **{"seq_len": 2048, "gradient_accumulation_steps": 1, "save_steps": 10, "bf16": in_bf16},

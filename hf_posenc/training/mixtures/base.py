@@ -17,7 +17,7 @@ from hf_posenc.training.examples import ExampleTokenizer
 from hf_posenc.training.packing import MaskedTokens, PackedDataset
 
 # Of a block. More answers teach more, and Xiong et al. ask one in 4k tokens; but one in 128 instead of 256 did not make
-# SmolLM2 find more after 250k tokens of the recipe reach (right of 100 passkeys, one seed: 68 and 68 at 8k, 36 and 47
+# SmolLM2 find more after 250k tokens of an earlier mix (right of 100 passkeys, one seed: 68 and 68 at 8k, 36 and 47
 # at 16k): a block then holds less that is asked about.
 _TOKENS_PER_QUESTION = 256
 _MOST_QUESTIONS = 16

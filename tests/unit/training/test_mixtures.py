@@ -191,7 +191,8 @@ def test_every_answer_of_a_dictionary_is_right_and_nothing_else_counts() -> None
             for key, value in (entry.split(": ") for entry in line.split("; "))
         }
         found = runs(example)
-        asked = [re.findall(r"Which entry belongs to ([\w/]+), and which shelf is it on\?\n$", part) for _, part in found]
+        question = r"Which entry belongs to ([\w/]+), and which shelf is it on\?\n$"
+        asked = [re.findall(question, part) for _, part in found]
         answers = [part for counts, part in found if counts]
         keys = [
             key for (counts, _), (*_, key) in zip(found, [["", *some] for some in asked], strict=True) if not counts
