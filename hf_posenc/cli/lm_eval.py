@@ -55,8 +55,12 @@ def lm_eval(argv: Sequence[str]) -> None:
     if find_spec("lm_eval") is None:
         raise MissingPackageError("lm-eval is not installed. It comes with: pip install 'hf_posenc[lm-eval]'")
     arguments = model_args(given.model, named[0] if named else None, extension, rules, loading)
-    device = [] if loading.device in (None, "auto") else ["--device", loading.device]
-    call_lm_eval(["run", "--model", "hf_posenc", "--model_args", json.dumps(arguments), *device, *theirs])
+    from hf_posenc.checkpoint.loading import to_device  # brings torch
+
+    # lm-eval's own default is cuda:0, with or without such a GPU.
+    device = str(to_device(None)) if loading.device in (None, "auto") else loading.device
+    words = ["--model", "hf_posenc", "--model_args", json.dumps(arguments), "--device", device]
+    call_lm_eval(["run", *words, *theirs])
 
 
 def split_flags(argv: Sequence[str], known: Sequence[Any]) -> tuple[list[str], list[str]]:

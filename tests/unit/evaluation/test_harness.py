@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 
 import pytest
+import torch
 
 import hf_posenc.cli.lm_eval as harness
 from hf_posenc.cli.main import main
+
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
@@ -40,7 +43,13 @@ def test_flags_of_both_are_separated(passed: list[str]) -> None:
 def test_without_a_method_the_model_is_taken_as_it_is(passed: list[str]) -> None:
     assert main(["lm-eval", "my-model", "--device", "auto", "--tasks", "piqa"]) == 0
     assert json.loads(passed[4]) == {"pretrained": "my-model", "dtype": "auto", "parallelize": True}
-    assert passed[5:] == ["--tasks", "piqa"]
+    assert passed[5:] == ["--device", HERE, "--tasks", "piqa"]
+
+
+def test_the_device_is_one_of_this_machine(passed: list[str]) -> None:
+    """lm-eval takes cuda:0 if it is told none."""
+    assert main(["lm-eval", "my-model", "--tasks", "piqa"]) == 0
+    assert passed[5:] == ["--device", HERE, "--tasks", "piqa"]
 
 
 def test_a_dictionary_is_handed_on(passed: list[str]) -> None:
