@@ -16,6 +16,7 @@ from hf_posenc.utils.units import length_name
 
 NOT_MEASURED = "loss not measured"
 RETRIEVED = 0.85  # of the answers, or of the model's own share at the original length: from here a length is retrieved
+_LEAST_OWN = 0.1  # with a smaller share at its original length a model does not do the task, and reaches nothing
 MOST_TOLERATED = 20.0  # percent of perplexity: a verdict that lets more pass as the text's own variation is none
 _LEAST = math.log(1.01)  # nats: less than 1 % of perplexity is no worse, however sure
 _MIN_BUCKETS = 4  # fewer do not say how much they vary
@@ -135,7 +136,8 @@ def reach(records: Sequence[AnyRecord]) -> list[Reach]:
     Retrieval reaches N if at least 85 % of the answers were right there and at every shorter length measured (RULER,
     arXiv:2404.06654, section 4: what Llama 2 7B does at 4k). A model that is not that good at a task, however short the
     text, is held against itself: then it is 85 % of what the unpatched model gets right at the longest length up to the
-    original, or the row itself where that was not measured (the effective length of NoLiMa, arXiv:2502.05167).
+    original, or the row itself where that was not measured (the effective length of NoLiMa, arXiv:2502.05167). Not so
+    below 10 % right: 85 % of nearly nothing would call a length retrieved at which nearly nothing is.
 
     A row that was measured on several texts, or in several ways, has a line for each: losses of different texts make
     no curve.
@@ -330,7 +332,7 @@ def _task_reach(own: Sequence[RetrievalRecord], records: Sequence[AnyRecord]) ->
     ]
     levels = (_own_level(unpatched, "unpatched"), _own_level(own, "itself"))
     level = next((one for one in levels if one is not None), None)
-    if level is not None and (level.share >= RETRIEVED or level.share == 0):
+    if level is not None and (not _LEAST_OWN <= level.share < RETRIEVED):
         level = None
     needed = RETRIEVED if level is None else RETRIEVED * level.share
     good: list[int] = []

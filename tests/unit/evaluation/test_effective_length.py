@@ -284,6 +284,12 @@ def test_questions_that_share_a_text_are_a_task_of_their_own() -> None:
     assert "85 % of its own 40 % at 256" in reach_lines([*answers(256, 8), *shared("none", 5)])[1]
 
 
+@pytest.mark.parametrize(("right", "expected"), [(2, "retrieves to at least 256"), (1, "retrieves at no length")])
+def test_a_model_that_cannot_do_a_task_reaches_nothing(right: int, expected: str) -> None:
+    (line,) = reach_lines(answers(256, right))
+    assert f"{expected} (passkey >= {'8 %, 85 % of its own 10 %' if right == 2 else '85 %;'}" in line
+
+
 def test_each_task_is_told_and_written_answers_count_where_their_order_is_free() -> None:
     free = {"task": "niah_multivalue", "num_forced": None, "answers": ["1", "2"]}
     both = [make_answer("yarn", 256, 0.0, seed, False, **free, num_written=2) for seed in range(9)]
