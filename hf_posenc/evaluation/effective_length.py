@@ -332,7 +332,7 @@ def _task_reach(own: Sequence[RetrievalRecord], records: Sequence[AnyRecord]) ->
     ]
     levels = (_own_level(unpatched, "unpatched"), _own_level(own, "itself"))
     level = next((one for one in levels if one is not None), None)
-    if level is not None and (not _LEAST_OWN <= level.share < RETRIEVED):
+    if level is not None and not _LEAST_OWN <= level.share < RETRIEVED:
         level = None
     needed = RETRIEVED if level is None else RETRIEVED * level.share
     good: list[int] = []

@@ -153,8 +153,9 @@ class Dialogues(Kind):
         room = self.material.seq_len
         shortest, count = len(self.example(index, self.least)), 64 * self.least
         for _ in range(3):  # with another count, other values are drawn, so that the tokens of each change a little
-            tokens_each = (len(self.example(index, count)) - shortest) / (count - self.least)
-            count = max(self.least + 1, self.least + int((room - shortest) / tokens_each))
+            several = max(count, 8 * self.least)  # longer than the least, whatever their values
+            tokens_each = (len(self.example(index, several)) - shortest) / (several - self.least)
+            count = self.least + max(0, int((room - shortest) / tokens_each))
         while len(made := self.example(index, count)) > room and count > self.least:
             count = max(self.least, count - math.ceil((len(made) - room) / tokens_each))
         if len(made) > room:

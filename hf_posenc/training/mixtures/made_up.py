@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from random import Random
 
@@ -31,10 +32,9 @@ _CAPITALS_AND_DIGITS = "BCDFGHJKLMNPQRSTVWXZ23456789"
 
 def names(rng: Random, count: int, syllables: int = 3) -> list[str]:
     """Return different made-up names, such as Kovari."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(syllables)).capitalize()] = None
-    return list(found)
+    return _different(
+        count, lambda: "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(syllables)).capitalize()
+    )
 
 
 def phrase(rng: Random) -> str:
@@ -59,9 +59,14 @@ def mark(rng: Random, most: int = 9) -> str:
 
 def marks(rng: Random, count: int, most: int) -> list[str]:
     """Return different marks of up to ``most`` groups."""
+    return _different(count, lambda: mark(rng, most))
+
+
+def _different(count: int, make: Callable[[], str]) -> list[str]:
+    """Return as many different words, in the order in which they are made."""
     found: dict[str, None] = {}
     while len(found) < count:
-        found[mark(rng, most)] = None
+        found[make()] = None
     return list(found)
 
 

@@ -459,6 +459,9 @@ def test_what_is_trained_on_is_not_what_is_asked() -> None:
     assert {"99,999", "9999"} < of_trained
     assert {"99999", "9999999"} < of_asked
     assert not {shape for shape in of_trained & of_asked if len(shape) > 2}  # a shelf's number may be in a task
+    in_marks = re.compile(r"\b[A-Z\d]{3}/[A-Z\d]{3}\b")
+    assert any(map(in_marks.search, trained))
+    assert not any(map(in_marks.search, asked))
     # Names are not those of a task: words with a hyphen, letters in capitals, or words of the novels.
     before = r"\b(?:belongs to|ship|inn of|bell of|leaves|from)"
     names = {name for text in trained for name in re.findall(rf"{before} ([A-Z]\w+)(?!\w*/)", text)}
