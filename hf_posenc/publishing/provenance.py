@@ -64,10 +64,12 @@ def find_base_model(source: str) -> BaseModel:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a model's name can only be one on the Hub: OWNER/NAME and no folder here, or one loaded before."""
+    """Return whether a model's name can only be one on the Hub: one loaded before, or OWNER/NAME and no path here."""
     if not is_repo_id(name) or Path(name).exists():
         return False
-    return "/" in name or isinstance(try_to_load_from_cache(name, CONFIG), str)
+    if isinstance(try_to_load_from_cache(name, CONFIG), str):
+        return True
+    return "/" in name and not Path(name).parent.exists()  # where the folder above it is here, one that is gone
 
 
 def _folder(source: str) -> Path | None:
