@@ -104,13 +104,13 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of the data set, by length; a text has room for the chat template, which lm-eval adds."""
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, None), "off")
-    room = _SPARE
+    spare = _SPARE
     if tokenizer.chat_template:
         message = [{"role": "user", "content": ""}]
-        room += len(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
+        spare += len(tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False))
     for length in lengths:
         for sample in range(samples):
-            (prompt,) = maker.make(name, length - room, None, seed + sample)
+            (prompt,) = maker.make(name, length, None, seed + sample, spare=spare)
             text = str(tokenizer.decode(prompt.ids, skip_special_tokens=True))
             question, newline, answer_prefix = text.rpartition("\n")
             yield {

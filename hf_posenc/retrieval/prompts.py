@@ -102,7 +102,7 @@ class PromptMaker:
         self._before, self._after = self._template() if self.in_chat else ("", "")
 
     def make(
-        self, task: str, context_length: int, depth: float | None, seed: int, num_questions: int = 1
+        self, task: str, context_length: int, depth: float | None, seed: int, num_questions: int = 1, spare: int = 0
     ) -> tuple[Prompt, ...]:
         """Build a text with its questions, that leaves the room the longest of them needs of ``context_length`` tokens.
 
@@ -115,6 +115,7 @@ class PromptMaker:
                 all needles are spread: each lies at a random place of its own equal part of the text.
             seed: Of everything random.
             num_questions: Questions of the text.
+            spare: Tokens of ``context_length`` that are left free, for what another program adds.
 
         Raises:
             ValueError: Too few tokens for the task, or the documents are too short, with the counts; or the tokenizer
@@ -132,15 +133,16 @@ class PromptMaker:
         answer = max(tail.max_new_tokens for tail in tails)
         end = max(len(tail.question_ids) + tail.max_new_tokens for tail in tails)
         hidden = sum(map(len, needles))
-        room = context_length - len(head) - hidden - end
+        room = context_length - spare - len(head) - hidden - end
         least = 1 if puzzle.listing is None else len(self._ids(puzzle.listing.write(puzzle.listing.least)))
         if room < least:
             count = f"{len(needles)} " if len(tails) > 1 else ""
             advice = ", or ask fewer questions of a text" if len(tails) > 1 else ""
+            free = f", {spare} are left free" if spare else ""
             raise InvalidRequestError(
                 f"task {task!r} does not fit into {context_length} tokens: instruction, {count}needles and question "
-                f"take {len(head) + hidden + end - answer}, the shortest text {least} and the answer up to {answer}. "
-                f"Give a context length of at least {context_length - room + least}{advice}."
+                f"take {len(head) + hidden + end - answer}, the shortest text {least} and the answer up to "
+                f"{answer}{free}. Give a context length of at least {context_length - room + least}{advice}."
             )
         at: list[int] = []
         depths: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,24 @@ def test_what_cannot_be_is_refused(checkpoint: Path) -> None:
 
     for metadata, message in (
         ({}, "a retrieval task needs the model's tokenizer"),
-        ({"tokenizer": str(checkpoint), "max_seq_lengths": [90]}, "task 'kv' does not fit into 26 tokens"),
+        ({"tokenizer": str(checkpoint), "max_seq_lengths": [90]}, "task 'kv' does not fit into 90 tokens"),
         ({"tokenizer": str(checkpoint), "num_samples": 0}, "samples must be at least 1, got 0"),
     ):
         with pytest.raises(ValueError, match=message):
             RetrievalTask({"task": "hf_posenc_kv", "metadata": metadata})
+
+
+def test_the_length_that_a_refusal_names_is_the_shortest(checkpoint: Path) -> None:
+    from hf_posenc.retrieval.lm_eval_tasks import RetrievalTask
+
+    def build(length: int) -> RetrievalTask:
+        metadata = {"tokenizer": str(checkpoint), "max_seq_lengths": [length], "num_samples": 1}
+        return RetrievalTask({"task": "hf_posenc_passkey", "metadata": metadata})
+
+    with pytest.raises(ValueError, match="64 are left free") as refused:
+        build(90)
+    named = re.search(r"at least (\d+)\.", str(refused.value))
+    assert named is not None
+    build(int(named[1]))
+    with pytest.raises(ValueError, match=f"at least {named[1]}"):
+        build(int(named[1]) - 1)
