@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.cli.output_folders import check_writable
 from hf_posenc.cli.shared_arguments import OptionArguments, parse, parse_options
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.registry import get_method, make_method
@@ -49,10 +50,8 @@ def explain(argv: Sequence[str]) -> None:
     options = parse_options(flags.option)
     if extension.rope_scaling is not None:
         raise InvalidRequestError("--rope-scaling: give explain the method by its name, and how far by --factor.")
-    from hf_posenc.explain.sections import PICTURES
     from hf_posenc.explain.subject import read_subject
     from hf_posenc.methods.explained import InPlaceOfRope
-    from hf_posenc.report.page import check_folder
 
     instead_of_rope = issubclass(get_method(given.name), InPlaceOfRope)
     for name in ("preset", "original_max_position_embeddings") if instead_of_rope else ():
@@ -61,12 +60,13 @@ def explain(argv: Sequence[str]) -> None:
                 f"{argument(name)} is for methods that extend a model; {given.name!r} is an encoding."
             )
     check_request([] if extension.preset is not None else [given.name], extension, options)
-    folder = None if what.output_dir is None else check_folder(what.output_dir, PICTURES)
+    if what.output_dir is not None:
+        check_writable(what.output_dir)
     subject = read_subject(what.model)
     explanation = (_encoding if instead_of_rope else _method)(given.name, subject, extension, options)
     print(explanation.text(text_width()))
-    if folder is not None:
-        print("\n".join(["", *map(str, explanation.write(folder))]))
+    if what.output_dir is not None:
+        print("\n".join(["", *map(str, explanation.write(what.output_dir))]))
 
 
 def _method(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hf_posenc.cli.output_folders import check_writable
 from hf_posenc.cli.shared_arguments import parse
 
 
@@ -22,11 +23,11 @@ def gallery(argv: Sequence[str]) -> None:
         hf-posenc gallery --output-dir gallery
     """
     _, where = parse("gallery", gallery.__doc__, argv, (GalleryArguments,), {})
+    check_writable(where.output_dir)
     from hf_posenc.explain.overview import LEAD, gallery_pictures
-    from hf_posenc.explain.sections import PICTURES, picture_panel, write_page
-    from hf_posenc.report.page import Panel, Paragraph, check_folder
+    from hf_posenc.explain.sections import picture_panel, write_page
+    from hf_posenc.report.page import Panel, Paragraph
 
-    check_folder(where.output_dir, PICTURES)
     lead = Panel("about", "About these pictures", [Paragraph(LEAD.replace("`", ""))])
     panels = [lead, *map(picture_panel, gallery_pictures())]
     files = write_page(where.output_dir, "gallery.html", "Positional encodings in pictures", panels)

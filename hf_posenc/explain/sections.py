@@ -12,7 +12,6 @@ from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Parag
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import aligned
 
-PICTURES = "the pictures"  # what the folder is for
 _ROWS = 14  # of a table in a terminal, about
 
 
@@ -119,7 +118,7 @@ def write_page(output_dir: str | Path, name: str, title: str, panels: Sequence[P
     Returns:
         The page, then the pictures.
     """
-    folder = check_folder(output_dir, PICTURES)
+    folder = check_folder(output_dir, "the pictures")
     folder.mkdir(parents=True, exist_ok=True)
     page = write_whole(folder / name, html_page(title, panels, images=True))
     return [page, *(path for panel in panels for path in panel.write_drawings(folder))]

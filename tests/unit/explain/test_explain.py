@@ -407,4 +407,4 @@ def test_what_a_model_cannot_have_is_refused(
     nanochat = config_only(model_type="nanochat")
     assert "method 'dca' is not supported for model_type 'nanochat'" in explain("dca", "--model", nanochat, code=2)
     (tmp_path / "file").write_text("")
-    assert "is a file. Give a folder" in explain("yarn", "--output-dir", tmp_path / "file", code=2)
+    assert "is a file, so" in explain("yarn", "--output-dir", tmp_path / "file", code=2)

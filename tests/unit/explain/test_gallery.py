@@ -198,5 +198,6 @@ def test_the_gallery_is_one_page_and_loads_nothing(tmp_path: Path, capsys: pytes
     ids = re.findall(r' id="(.*?)"', page)
     assert len(ids) == len(set(ids))
     (tmp_path / "file").write_text("")
-    assert main(["gallery", "--output-dir", str(tmp_path / "file")]) == 2
-    assert "is a file. Give a folder" in capsys.readouterr().err
+    for cannot_be_made in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["gallery", "--output-dir", str(cannot_be_made)]) == 2
+        assert "is a file, so" in capsys.readouterr().err

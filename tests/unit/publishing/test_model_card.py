@@ -71,9 +71,7 @@ def test_a_name_on_the_hub_is_the_base_and_its_licence_comes_whole(hub: Path) ->
     assert find_base_model("gpt3") == BaseModel("gpt3")  # a word that nothing says to be a name on the Hub
 
 
-def test_a_path_that_is_gone_is_no_name_on_the_hub(
-    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_is_gone_is_no_name_on_the_hub(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     assert find_base_model("outputs/run") == BaseModel("run")
