@@ -20,7 +20,6 @@ from hf_posenc.training.packing import MaskedTokens, PackedDataset
 # SmolLM2 find more after 250k tokens of an earlier mix (right of 100 passkeys, one seed: 68 and 68 at 8k, 36 and 47
 # at 16k): a block then holds less that is asked about.
 _TOKENS_PER_QUESTION = 256
-_MOST_QUESTIONS = 16
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Material:
     @property
     def num_questions(self) -> int:
         """Questions that a dialogue over a whole block has."""
-        return max(1, min(_MOST_QUESTIONS, self.seq_len // _TOKENS_PER_QUESTION))
+        return max(1, self.seq_len // _TOKENS_PER_QUESTION)
 
     def rng(self, name: str, index: int) -> Random:
         """Return what the block ``index`` of a kind is drawn from."""

@@ -239,6 +239,25 @@ def test_every_answer_about_a_hidden_sentence_is_right_and_nothing_else_counts()
     assert all(thirds[third] > 0.2 * len(depths) for third in range(3))
 
 
+@pytest.mark.parametrize("name", ["kv", "needles"])
+def test_what_fills_a_block_up_is_read_as_the_end_of_the_dialogue_and_needs_no_mask(name: str) -> None:
+    data = mixed({name: 1.0}, 600, positions=PositionSchedule("cream", 600, 1200))
+    schedule = data.schedule(20, 1, seed=0)
+    numbers = set()
+    for block, pieces in zip(schedule, [data.kinds[name].block(index) for index in range(20)], strict=False):
+        numbers.add(len(pieces))
+        assert (block["position_ids"] == 0).sum() == 1
+        assert block["position_ids"][-1] == 1199  # CREAM's tail is at the end of the target
+        counted = torch.cat([piece.counted for piece in pieces])
+        assert torch.equal(block["labels"] != -100, counted)
+    assert 2 in numbers  # of some blocks something was left to fill
+
+
+def test_long_blocks_ask_in_proportion() -> None:
+    for example, *_ in blocks("kv", 2, 8192):
+        assert sum(counts for counts, _ in runs(example)) == 32  # one for 256 tokens
+
+
 @pytest.mark.parametrize("short", [False, True])
 def test_knots_can_be_untied(short: bool) -> None:
     sources = [decode(document) for document in documents(short)]
