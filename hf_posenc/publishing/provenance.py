@@ -64,12 +64,15 @@ def find_base_model(source: str) -> BaseModel:
 
 
 def is_hub_id(name: str) -> bool:
-    """Return whether a model's name can only be one on the Hub: one loaded before, or OWNER/NAME and no path here."""
+    """Return whether a model's name is one on the Hub: one loaded before, or OWNER/NAME and no folder OWNER here.
+
+    With such a folder it may as well be the path of a model that is gone.
+    """
     if not is_repo_id(name) or Path(name).exists():
         return False
     if isinstance(try_to_load_from_cache(name, CONFIG), str):
         return True
-    return "/" in name and not Path(name).parent.exists()  # where the folder above it is here, one that is gone
+    return "/" in name and not Path(name).parent.exists()
 
 
 def _folder(source: str) -> Path | None:

@@ -215,7 +215,7 @@ def check_folder(output_dir: str | Path, purpose: str) -> Path:
     Raises:
         ValueError: It is a file.
     """
-    folder = Path(output_dir)
+    folder = Path(output_dir).expanduser()
     if folder.exists() and not folder.is_dir():
         raise InvalidRequestError(f"{str(output_dir)!r} is a file. Give a folder for {purpose}.")
     return folder

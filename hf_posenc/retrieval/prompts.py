@@ -115,7 +115,7 @@ class PromptMaker:
                 all needles are spread: each lies at a random place of its own equal part of the text.
             seed: Of everything random.
             num_questions: Questions of the text.
-            spare: Tokens of ``context_length`` that are left free, for what another program adds.
+            spare: Tokens of ``context_length`` that are left free besides, for what another program adds.
 
         Raises:
             ValueError: Too few tokens for the task, or the documents are too short, with the counts; or the tokenizer

@@ -113,11 +113,7 @@ class MixedSchedule(Dataset[dict[str, torch.Tensor]]):
         kind = self.data.kinds[self.kinds[step]]
         pieces = kind.block(self._of_kind[step] * self.blocks_per_step + in_step)
         tokens = MaskedTokens(torch.cat([one.ids for one in pieces]), torch.cat([one.counted for one in pieces]))
-        lengths = [len(one) for one in pieces]
-        if len(pieces) > 1 and not pieces[-1].counted.any():
-            # What fills a block up has no loss, and nothing before it sees it. A document of its own would need a mask.
-            lengths[-2:] = [sum(lengths[-2:])]
-        return block_of(tokens, self.data.positions.of(index, lengths, short=kind.is_short))
+        return block_of(tokens, self.data.positions.of(index, [len(one) for one in pieces], short=kind.is_short))
 
     def log(self, *, wants_distances: bool, group: int | None) -> None:
         """Say what is trained on, of each kind how much; a warning where hardly any long distance is seen.

@@ -288,7 +288,7 @@ _ALL = (
         summary="A mixture for small budgets: answers to find far back, tied chunks, long and short text.",
         values={
             "task_mix": ["kv=0.3", "needles=0.2", "knots=0.2", "text=0.2", "short_text=0.1"],
-            # Questions are at the end of a block: CREAM puts it at the end of the target, its last third or less.
+            # Questions are near the end of a block: CREAM puts it at the end of the target, its last third or less.
             "position_schedule": "cream",
             **{"learning_rate": 2e-4, "lr_scheduler_type": "linear", "warmup_steps": 8, **_ADAM},
         },

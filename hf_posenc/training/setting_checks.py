@@ -413,8 +413,8 @@ CONFLICTS = (
     Conflict(
         "cp and a mixture",
         lambda s: s.launch.cp_size > 1 and s.config.task_mix is not None,
-        "context parallelism cannot keep the pieces of a block apart, and those of task_mix have several. Launch with "
-        "--accelerate-config fsdp2.",
+        "context parallelism cannot keep the pieces of a block apart, and those of task_mix may have several. Launch "
+        "with --accelerate-config fsdp2.",
     ),
     Conflict(
         "shared sequences and a method in the attention",

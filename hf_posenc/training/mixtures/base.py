@@ -20,6 +20,7 @@ from hf_posenc.training.packing import MaskedTokens, PackedDataset
 # SmolLM2 find more after 250k tokens of an earlier mix (right of 100 passkeys, one seed: 68 and 68 at 8k, 36 and 47
 # at 16k): a block then holds less that is asked about.
 _TOKENS_PER_QUESTION = 256
+_MOST_QUESTIONS = 32  # each is rendered by the chat template together with all before it
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Material:
     @property
     def num_questions(self) -> int:
         """Questions that a dialogue over a whole block has."""
-        return max(1, self.seq_len // _TOKENS_PER_QUESTION)
+        return max(1, min(_MOST_QUESTIONS, self.seq_len // _TOKENS_PER_QUESTION))
 
     def rng(self, name: str, index: int) -> Random:
         """Return what the block ``index`` of a kind is drawn from."""
@@ -59,11 +60,15 @@ class Material:
         return stream[torch.arange(start, start + num_tokens) % len(stream)]
 
     def filled(self, made: MaskedTokens, rng: Random) -> list[MaskedTokens]:
-        """Return an example and, to fill up the block, a piece of the documents that does not count in the loss."""
+        """Return an example with a piece of the documents behind it, which fills the block up and counts in no loss.
+
+        Nothing before the piece sees it, so it is part of the example: two documents would need an attention mask.
+        """
         room = self.seq_len - len(made)
-        if room == 0:
-            return [made]
-        return [made, MaskedTokens(self.stretch(room, rng), torch.zeros(room, dtype=torch.bool))]
+        more = self.stretch(room, rng) if room else made.ids[:0]
+        return [
+            MaskedTokens(torch.cat([made.ids, more]), torch.cat([made.counted, more.new_zeros(room, dtype=torch.bool)]))
+        ]
 
 
 class Kind(abc.ABC):
