@@ -23,6 +23,7 @@ from hf_posenc.training.packing import (
     Tokens,
     block_of,
     farthest,
+    joined,
     warn_about_distances,
 )
 
@@ -112,8 +113,9 @@ class MixedSchedule(Dataset[dict[str, torch.Tensor]]):
         step, in_step = divmod(index, self.blocks_per_step)
         kind = self.data.kinds[self.kinds[step]]
         pieces = kind.block(self._of_kind[step] * self.blocks_per_step + in_step)
-        tokens = MaskedTokens(torch.cat([one.ids for one in pieces]), torch.cat([one.counted for one in pieces]))
-        return block_of(tokens, self.data.positions.of(index, [len(one) for one in pieces], short=kind.is_short))
+        return block_of(
+            joined(pieces), self.data.positions.of(index, [len(one) for one in pieces], short=kind.is_short)
+        )
 
     def log(self, *, wants_distances: bool, group: int | None) -> None:
         """Say what is trained on, of each kind how much; a warning where hardly any long distance is seen.

@@ -38,6 +38,11 @@ class MaskedTokens:
         return MaskedTokens(self.ids[part], self.counted[part])
 
 
+def joined(parts: Sequence[MaskedTokens]) -> MaskedTokens:
+    """Return parts of a document or a block, one after the other."""
+    return MaskedTokens(torch.cat([part.ids for part in parts]), torch.cat([part.counted for part in parts]))
+
+
 Tokens = torch.Tensor | MaskedTokens  # of a document; all tokens of a tensor count
 
 

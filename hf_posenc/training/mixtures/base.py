@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.training.examples import ExampleTokenizer
-from hf_posenc.training.packing import MaskedTokens, PackedDataset
+from hf_posenc.training.packing import MaskedTokens, PackedDataset, joined
 
 # Of a block. More answers teach more, and Xiong et al. ask one in 4k tokens; but one in 128 instead of 256 did not make
 # SmolLM2 find more after 250k tokens of an earlier mix (right of 100 passkeys, one seed: 68 and 68 at 8k, 36 and 47
@@ -59,16 +59,15 @@ class Material:
         start = rng.randrange(len(stream))
         return stream[torch.arange(start, start + num_tokens) % len(stream)]
 
-    def filled(self, made: MaskedTokens, rng: Random) -> list[MaskedTokens]:
+    def filled(self, made: MaskedTokens, rng: Random) -> MaskedTokens:
         """Return an example with a piece of the documents behind it, which fills the block up and counts in no loss.
 
         Nothing before the piece sees it, so it is part of the example: two documents would need an attention mask.
         """
         room = self.seq_len - len(made)
-        more = self.stretch(room, rng) if room else made.ids[:0]
-        return [
-            MaskedTokens(torch.cat([made.ids, more]), torch.cat([made.counted, more.new_zeros(room, dtype=torch.bool)]))
-        ]
+        if room == 0:
+            return made
+        return joined([made, MaskedTokens(self.stretch(room, rng), torch.zeros(room, dtype=torch.bool))])
 
 
 class Kind(abc.ABC):
@@ -164,4 +163,4 @@ class Dialogues(Kind):
             count = max(self.least, count - math.ceil((len(made) - room) / tokens_each))
         if len(made) > room:
             raise InvalidRequestError(f"{self.name}: example {index} has {len(made)} tokens, a block has {room}.")
-        return self.material.filled(made, self.material.rng(f"{self.name} filling", index))
+        return [self.material.filled(made, self.material.rng(f"{self.name} filling", index))]

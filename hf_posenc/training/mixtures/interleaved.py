@@ -82,4 +82,4 @@ class Interleaved(Kind):
             taken[negatives] = True
             ids += [self._chunks[one] for one in (chunk, *negatives.tolist())]
         made = torch.cat(ids)
-        return self.material.filled(MaskedTokens(made, torch.ones(len(made), dtype=torch.bool)), rng)
+        return [self.material.filled(MaskedTokens(made, torch.ones(len(made), dtype=torch.bool)), rng)]

@@ -12,7 +12,7 @@ from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.training.mixtures import register_kind
 from hf_posenc.training.mixtures.base import Kind, Material
 from hf_posenc.training.mixtures.made_up import names
-from hf_posenc.training.packing import MaskedTokens
+from hf_posenc.training.packing import MaskedTokens, joined
 
 _DOCUMENTS = 4  # in a block
 _MOST_CUTS = 3  # of a document
@@ -77,7 +77,7 @@ class Knots(Kind):
         rng.shuffle(chunks)
         last = {document: at for at, (document, _) in enumerate(chunks)}
         parts = [[chunk, lists[of]] if last[of] == at else [chunk] for at, (of, chunk) in enumerate(chunks)]
-        return [_joined([part for some in parts for part in some])]
+        return [joined([part for some in parts for part in some])]
 
     def _tied(self, text: MaskedTokens, most: int, rng: Random) -> tuple[list[MaskedTokens], MaskedTokens]:
         """Return the chunks of a text with their tags, and its list: together at most so many tokens.
@@ -92,21 +92,21 @@ class Knots(Kind):
             parts = [_without_first(part) for part in _cut(kept, cuts, rng)]
             befores, behinds = [text[:0], *tags.before], [*tags.behind, text[:0]]
             tied = zip(befores, parts, behinds, strict=True)
-            return [_joined(list(three)) for three in tied], tags.order
+            return [joined(list(three)) for three in tied], tags.order
         return [_without_first(text)], text[:0]
 
     def _tags(self, cuts: int, rng: Random) -> _Tags:
         ties = names(rng, cuts)
         behind, before = ([_none(self._ids(f"\n[{way} {tie}]\n")) for tie in ties] for way in ("on to", "on from"))
         order = [_none(self._ids("\n[order:")), _all(self._ids(f" {', '.join(ties)}]\n"))]
-        return _Tags(behind, before, _joined(order))
+        return _Tags(behind, before, joined(order))
 
     def _excerpt(self, most: int, rng: Random) -> MaskedTokens:
         """Return at most so many tokens of one document, EOS behind its end; longer documents come more often."""
         (document,) = rng.choices(self.material.documents, self._lengths)
         start = rng.randint(0, max(0, len(document) - most))
         text = document[start : start + most]
-        return _joined([_all(text), self._end if start + most >= len(document) else self._end[:0]])[:most]
+        return joined([_all(text), self._end if start + most >= len(document) else self._end[:0]])[:most]
 
     def _ids(self, text: str) -> torch.Tensor:
         return torch.tensor(self.material.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
@@ -133,7 +133,3 @@ def _all(ids: torch.Tensor) -> MaskedTokens:
 
 def _none(ids: torch.Tensor) -> MaskedTokens:
     return MaskedTokens(ids, torch.zeros(len(ids), dtype=torch.bool))
-
-
-def _joined(parts: list[MaskedTokens]) -> MaskedTokens:
-    return MaskedTokens(torch.cat([part.ids for part in parts]), torch.cat([part.counted for part in parts]))

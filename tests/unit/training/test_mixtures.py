@@ -250,6 +250,7 @@ def test_what_fills_a_block_up_needs_no_mask_and_is_in_no_loss(name: str) -> Non
         assert (block["position_ids"] == 0).sum() == 1
         assert block["position_ids"][-1] == 1199  # CREAM's tail is at the end of the target
         rest = block["input_ids"][len(example) :]
+        assert torch.equal((block["labels"] != -100)[: len(example)], example.counted)
         assert (block["labels"][len(example) :] == -100).all()
         if len(rest):
             filled += 1
