@@ -1,26 +1,38 @@
-"""Key-value dictionaries: shelves of names with an entry each, and questions for some of them."""
+"""Key-value dictionaries, and questions for some of their values."""
 
 from __future__ import annotations
 
-from functools import partial
 from random import Random
 from typing import ClassVar
 
 from hf_posenc.training.mixtures import register_kind
 from hf_posenc.training.mixtures.base import Dialogues
-from hf_posenc.training.mixtures.made_up import marks, names, value
+from hf_posenc.training.mixtures.made_up import Marks, amount, date, names, phrase, titles
 
-_ON_A_SHELF = 4  # keys
+# The first line, an entry, and what is between two entries.
+_LAYOUTS = (
+    ("An inventory of names, each with its entry:", "{key}: {value}", "; "),
+    ("A register with one entry in each line:", "{key} = {value}", "\n"),
+    ("A table with two columns:", "| {key} | {value} |", "\n"),
+    ("Some pairs that belong together:", "{key} -> {value}", ", "),
+)
+_QUESTIONS = (
+    ("Which entry belongs to {key}?", "To {key} belongs {value}."),
+    ("What stands beside {key}?", "Beside {key} stands {value}."),
+    ("Look up {key}, please.", "{value}, found under {key}."),
+    ("And what goes with {key}?", "{key} goes with {value}."),
+)
 
 
 @register_kind
 class Dictionaries(Dialogues):
-    """A list of small dictionaries; each question names a key, the answer its value and the dictionary it is in.
+    """A dictionary, and questions for the values of some of its keys.
 
     Xiong et al. train on dictionaries of 3 or 4 integers with integers, asked for one, with the answer in a sentence of
-    one form, and the loss on the answer. Here keys are made-up names or marks, and values are phrases, amounts, dates
-    and marks: in no form that is measured later, and of several forms, as a model that is trained on one learns to
-    answer in it. Several are asked for, since a block costs the same.
+    one form, and the loss on the answer. Here each dictionary has one of several layouts and questions, its keys are
+    made-up names or marks, and its values are phrases, amounts, dates and marks: in no form that is measured later, and
+    of several forms, as a model that is trained on one form learns to look that form up. Several are asked for, since a
+    block costs the same.
     """
 
     name: ClassVar[str] = "kv"
@@ -29,22 +41,16 @@ class Dictionaries(Dialogues):
     least: ClassVar[int] = 2
 
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
-        # Marks of 9 groups have as many tokens as a UUID, and need blocks that hold enough of them.
-        most = max(2, min(9, self.material.seq_len // 200))
-        keys = rng.choice((names, partial(marks, most=most)))(rng, count)
-        values = [value(rng, most) for _ in keys]
-        entries = [f"{key}: {entry}" for key, entry in zip(keys, values, strict=True)]
-        shelves = [
-            f"Shelf {number} | {'; '.join(entries[start : start + _ON_A_SHELF])}"
-            for number, start in enumerate(range(0, count, _ON_A_SHELF), 1)
-        ]
+        # Marks of 27 letters and digits have as many tokens as a UUID, and need blocks that hold enough of them.
+        longest = max(6, min(27, 3 * (self.material.seq_len // 200)))
+        # All forms before any entry, so that they are the same for another count, and with them the tokens of an entry.
+        draw_keys = rng.choice((names, titles, *2 * [Marks.of_any_form(rng, longest).several]))
+        mark = Marks.of_any_form(rng, longest).one
+        forms = rng.choice(((mark,), (mark, phrase, amount, date)))
+        (heading, entry, between), (question, answer) = rng.choice(_LAYOUTS), rng.choice(_QUESTIONS)
+        keys = draw_keys(rng, count)
+        values = [rng.choice(forms)(rng) for _ in keys]
+        text = between.join(entry.format(key=key, value=value) for key, value in zip(keys, values, strict=True))
         asked = rng.sample(range(count), min(count, self.material.num_questions))
-        turns = [
-            (
-                f"Which entry belongs to {keys[at]}, and which shelf is it on?",
-                f"To {keys[at]} belongs {values[at]}, on shelf {at // _ON_A_SHELF + 1}.",
-            )
-            for at in asked
-        ]
-        text = "\n".join(["An inventory of shelves, each with names and their entries:", "", *shelves])
-        return [(f"{text}\n\n{turns[0][0]}", turns[0][1]), *turns[1:]]
+        turns = [(question.format(key=keys[at]), answer.format(key=keys[at], value=values[at])) for at in asked]
+        return [(f"{heading}\n\n{text}\n\n{turns[0][0]}", turns[0][1]), *turns[1:]]

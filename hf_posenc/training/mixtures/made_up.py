@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from random import Random
 
 
@@ -27,7 +27,9 @@ _NOUNS = _words(
 
 _CURRENCIES = _words("crowns ducats florins guineas guilders shillings thalers")
 _MONTHS = _words("January February March April May June July August September October November December")
-_CAPITALS_AND_DIGITS = "BCDFGHJKLMNPQRSTVWXZ23456789"
+# Digits twice, so that about half of what is drawn are digits. No l, which reads like 1.
+_LETTERS_AND_DIGITS = "abcdefghijkmnopqrstuvwxyz" + 2 * "0123456789"
+_BETWEEN_GROUPS = "/_:+"  # no hyphen, as UUIDs have
 
 
 def names(rng: Random, count: int, syllables: int = 3) -> list[str]:
@@ -52,14 +54,51 @@ def date(rng: Random) -> str:
     return f"{rng.randint(1, 28)} {rng.choice(_MONTHS)} {rng.randint(1600, 1999)}"
 
 
-def mark(rng: Random, most: int = 9) -> str:
-    """Return groups of capitals and digits, such as R7K/2TM/94B: 2 of them, up to ``most``."""
-    return "/".join("".join(rng.choices(_CAPITALS_AND_DIGITS, k=3)) for _ in range(rng.randint(2, most)))
+def titles(rng: Random, count: int) -> list[str]:
+    """Return different names of three words, such as Amber Lantern Bridge: of some 250,000."""
+    return _different(count, lambda: f"{phrase(rng)} {rng.choice(_NOUNS)}".title())
 
 
-def marks(rng: Random, count: int, most: int) -> list[str]:
-    """Return different marks of up to ``most`` groups."""
-    return _different(count, lambda: mark(rng, most))
+@dataclass(frozen=True)
+class Marks:
+    """Marks of one form: groups of letters and digits, such as R7K/2TM/94B or 4q_0d_m1_9h.
+
+    Attributes:
+        characters: What letters and digits are drawn from.
+        between: What separates the groups.
+        size: Letters and digits of a group.
+        groups: Groups of a mark.
+    """
+
+    characters: str
+    between: str
+    size: int
+    groups: int
+
+    @classmethod
+    def of_any_form(cls, rng: Random, longest: int = 27) -> Marks:
+        """Return a form of two groups or more.
+
+        Args:
+            rng: What it is drawn from.
+            longest: Letters and digits of a mark at most, 4 or more.
+        """
+        characters = rng.choice((_LETTERS_AND_DIGITS, _LETTERS_AND_DIGITS.upper()))
+        size = rng.randint(2, min(5, longest // 2))
+        return cls(characters, rng.choice(_BETWEEN_GROUPS), size, rng.randint(2, longest // size))
+
+    def one(self, rng: Random) -> str:
+        """Return a mark."""
+        return self.between.join("".join(rng.choices(self.characters, k=self.size)) for _ in range(self.groups))
+
+    def several(self, rng: Random, count: int) -> list[str]:
+        """Return different marks."""
+        return _different(count, lambda: self.one(rng))
+
+
+def mark(rng: Random) -> str:
+    """Return a mark of any form."""
+    return Marks.of_any_form(rng).one(rng)
 
 
 def _different(count: int, make: Callable[[], str]) -> list[str]:
@@ -68,9 +107,3 @@ def _different(count: int, make: Callable[[], str]) -> list[str]:
     while len(found) < count:
         found[make()] = None
     return list(found)
-
-
-def value(rng: Random, most: int) -> str:
-    """Return a phrase, an amount, a date or a mark of up to ``most`` groups."""
-    make = rng.choice((phrase, amount, date, partial(mark, most=most)))
-    return make(rng)

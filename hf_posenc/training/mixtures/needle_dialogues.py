@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hf_posenc.training.mixtures import register_kind
 from hf_posenc.training.mixtures.base import Dialogues
-from hf_posenc.training.mixtures.made_up import amount, date, mark, names, phrase
+from hf_posenc.training.mixtures.made_up import amount, date, mark, names, phrase, titles
 
 # What is hidden, the question, the answer; and what the value is.
 _FORMS = (
@@ -70,7 +70,7 @@ class NeedleDialogues(Dialogues):
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
         asked = self.material.num_questions
         found = []
-        for key in names(rng, 2 * asked):
+        for key in rng.choice((names, titles))(rng, 2 * asked):
             *form, make = rng.choice(_FORMS)
             value = make(rng)
             found.append([part.format(key=key, value=value) for part in form])

@@ -86,6 +86,8 @@ def decode(ids: torch.Tensor) -> str:
 
 HIDDEN = r"(?:People from|The ship|At the inn of|The bell of|The bridge at|Every crate that leaves)"
 
+TITLE = r"[A-Z][a-z]+(?: [A-Z][a-z]+){2}"
+
 
 def runs(tokens: MaskedTokens) -> list[tuple[bool, str]]:
     """The text, cut where it begins or ends to count in the loss."""
@@ -187,38 +189,82 @@ def test_answers_count_where_the_template_renders_a_turn_otherwise_once_another_
         assert counted == shown
 
 
+# What stands between the entries of a layout, and an entry, by a word of its first line.
+LAYOUTS = {
+    "inventory": ("; ", "(.+): (.+)"),
+    "register": ("\n", "(.+) = (.+)"),
+    "table": ("\n", r"\| (.+) \| (.+) \|"),
+    "pairs": (", ", "(.+) -> (.+)"),
+}
+DICTIONARY_QUESTIONS = (
+    (r"Which entry belongs to (.+)\?", "To {key} belongs {value}."),
+    (r"What stands beside (.+)\?", "Beside {key} stands {value}."),
+    (r"Look up (.+), please\.", "{value}, found under {key}."),
+    (r"And what goes with (.+)\?", "{key} goes with {value}."),
+)
+MARK = r"(\w+)([/_:+])\w+(?:\2\w+)*"
+
+
+def dictionary(text: str) -> tuple[str, dict[str, str]]:
+    """Return the name of a layout, and the entries."""
+    heading, shown, *_ = text.split("\n\n")
+    (layout,) = set(LAYOUTS) & set(heading.split())
+    between, entry = LAYOUTS[layout]
+    pairs = [re.fullmatch(entry, one) for one in shown.split(between)]
+    assert None not in pairs, heading
+    return layout, dict(pair.groups() for pair in pairs if pair)
+
+
 def test_every_answer_of_a_dictionary_is_right_and_nothing_else_counts() -> None:
-    for example in dialogues("kv", 20, 600):
-        text = decode(example.ids)
-        shelves = {
-            key: (value, shelf)
-            for shelf, line in re.findall(r"^Shelf (\d+) \| (.*)$", text, re.MULTILINE)
-            for key, value in (entry.split(": ") for entry in line.split("; "))
-        }
+    seen = set()
+    for example in dialogues("kv", 40, 600):
+        layout, entries = dictionary(decode(example.ids))
         found = runs(example)
-        question = r"Which entry belongs to ([\w/]+), and which shelf is it on\?\n$"
-        asked = [re.findall(question, part) for _, part in found]
-        answers = [part for counts, part in found if counts]
-        keys = [
-            key for (counts, _), (*_, key) in zip(found, [["", *some] for some in asked], strict=True) if not counts
-        ]
-        assert len(answers) == len(set(keys)) == 2  # one for 256 tokens
-        for key, answer in zip(keys, answers, strict=True):
-            value, shelf = shelves[key]
-            assert answer.replace("<|endoftext|>", "").strip() == f"To {key} belongs {value}, on shelf {shelf}."
-        assert answers[-1].endswith("<|endoftext|>")
+        questions = [part.strip().splitlines()[-1] for counts, part in found if not counts]
+        answers = [part.replace("<|endoftext|>", "").strip() for counts, part in found if counts]
+        ((question, answer),) = [pair for pair in DICTIONARY_QUESTIONS if re.fullmatch(pair[0], questions[0])]
+        keys = [re.fullmatch(question, one)[1] for one in questions]  # type: ignore[index]  # None would be an error
+        assert len(set(keys)) == len(keys) == 2  # one for 256 tokens
+        assert answers == [answer.format(key=key, value=entries[key]) for key in keys]
+        assert found[-1][0]
+        assert found[-1][1].endswith("<|endoftext|>")
         assert len(example) > 0.85 * 600  # entries differ in length
+        seen |= {layout, question}
+    assert seen == {*LAYOUTS, *(question for question, _ in DICTIONARY_QUESTIONS)}
 
 
-@pytest.mark.parametrize(("seq_len", "longest"), [(256, 7), (2048, 35)])  # 2 and 9 groups
-def test_keys_are_names_or_marks_as_long_as_a_block_has_room_for(seq_len: int, longest: int) -> None:
-    lengths = set()
-    for example in dialogues("kv", 40, seq_len):
-        entries = re.findall(r"(?:\| |; )([\w/]+): ", decode(example.ids))
-        of_marks = ["/" in key for key in entries]
-        assert all(of_marks) or not any(of_marks)
-        lengths.add(max(map(len, entries)))
-    assert (min(lengths), max(lengths)) == (6, longest)  # a name has three syllables of two letters
+@pytest.mark.parametrize(("seq_len", "longest"), [(256, 6), (2048, 27)])  # letters and digits
+def test_keys_are_names_or_marks_of_one_form_as_long_as_a_block_has_room_for(seq_len: int, longest: int) -> None:
+    forms, lengths = Counter[str](), set()
+    for example in dialogues("kv", 60, seq_len):
+        _, entries = dictionary(decode(example.ids))
+        (form,) = {
+            "name" if re.fullmatch("[A-Z][a-z]{5}", key) else
+            "title" if re.fullmatch(TITLE, key) else
+            re.sub(r"[A-Za-z\d]", "x", key)
+            for key in entries
+        }  # fmt: skip
+        forms[form if form in ("name", "title") else "mark"] += 1
+        if "x" in form:
+            assert all(re.fullmatch(MARK, key.replace("_", ":")) for key in entries)
+            assert not any(key.lower() != key != key.upper() for key in entries)
+            lengths.add(form.count("x"))
+    assert set(forms) == {"name", "title", "mark"}
+    assert forms["mark"] > max(forms["name"], forms["title"])
+    assert 0.9 * longest < max(lengths) <= longest
+
+
+def test_the_values_of_a_dictionary_are_marks_alone_or_of_all_forms() -> None:
+    alone = 0
+    for example in dialogues("kv", 40, 2048):
+        values = list(dictionary(decode(example.ids))[1].values())
+        are_marks = [bool(re.fullmatch(MARK, value.replace("_", ":"))) for value in values]
+        alone += all(are_marks)
+        if not all(are_marks):
+            patterns = (r"[a-z]+ [a-z]+", r"\d+,\d{3} [a-z]+", r"\d+ [A-Z][a-z]+ \d{4}")
+            assert all(any(re.fullmatch(one, value) for value in values) for one in patterns)
+            assert any(are_marks)
+    assert 10 < alone < 30
 
 
 def test_every_answer_about_a_hidden_sentence_is_right_and_nothing_else_counts() -> None:
@@ -231,13 +277,14 @@ def test_every_answer_about_a_hidden_sentence_is_right_and_nothing_else_counts()
         questions = [part.strip().splitlines()[-1] for counts, part in found if not counts]
         assert len(answers) == len(questions) == 4
         for question, answer in zip(questions, answers, strict=True):
-            key, words = re.findall(r"\b[A-Z][a-z]{5}\b", question.replace("People", ""))[-1], answer[:-1].split()
-            value = re.search(r"(\d+ [A-Z][a-z]+ \d{4}|[\d,]+ [a-z]+|[A-Z\d/]{7,}|[a-z]+ [a-z]+)$", " ".join(words))
+            (key,) = re.findall(rf"(?<!^)\b(?:{TITLE}|[A-Z][a-z]{{5}})\b", question)
+            words = " ".join(answer[:-1].split())
+            value = re.search(r"(\d+ [A-Z][a-z]+ \d{4}|[\d,]+ [a-z]+|(?<=marked )\S+|[a-z]+ [a-z]+)$", words)
             assert value is not None
             sentences = [one for one in re.findall(rf"[^.!?]*\b{key}\b[^.]*\.", shown) if value[0] in one]
             assert len(sentences) == 1, (question, answer)
             depths.append(shown.index(sentences[0]) / len(shown))
-        assert len(re.findall(rf"{HIDDEN} [A-Z]\w{{5}}\b", shown)) == 8
+        assert len(re.findall(rf"{HIDDEN} (?:{TITLE}|[A-Z][a-z]{{5}})\b", shown)) == 8
     thirds = Counter(int(3 * depth) for depth in depths)
     assert all(thirds[third] > 0.2 * len(depths) for third in range(3))
 
@@ -246,7 +293,7 @@ def test_every_answer_about_a_hidden_sentence_is_right_and_nothing_else_counts()
 def test_what_fills_a_block_up_needs_no_mask_and_is_in_no_loss(name: str) -> None:
     data = mixed({name: 1.0}, 600, positions=PositionSchedule("cream", 600, 1200))
     filled = 0
-    for block, example in zip(data.schedule(20, 1, seed=0), dialogues(name, 20, 600), strict=False):
+    for block, example in zip(data.schedule(60, 1, seed=0), dialogues(name, 60, 600), strict=False):
         assert (block["position_ids"] == 0).sum() == 1
         assert block["position_ids"][-1] == 1199  # CREAM's tail is at the end of the target
         rest = block["input_ids"][len(example) :]
@@ -475,20 +522,23 @@ def test_what_is_trained_on_is_not_what_is_asked() -> None:
             for question, answer in kind.turns(Random(seed), 24):
                 own = [] if "\n\n" in question and name == "needles" else question.splitlines()
                 trained += [*own, question.splitlines()[-1], answer]
-                trained += re.findall(rf"{HIDDEN} [A-Z][a-z]{{5}} [^.]*\.", question)
+                trained += re.findall(rf"{HIDDEN} (?:{TITLE}|[A-Z][a-z]{{5}}) [^.]*\.", question)
     shared = set().union(*(words_in_a_row(text, 4) for text in trained)) & in_tasks
     assert shared == set()
     # No word with a digit looks like one of a task: letters and digits are not in the same order.
     of_trained, of_asked = (set().union(*map(shapes, texts)) for texts in (trained, asked))
     assert {"99,999", "9999"} < of_trained
     assert {"99999", "9999999"} < of_asked
-    assert not {shape for shape in of_trained & of_asked if len(shape) > 2}  # a shelf's number may be in a task
-    in_marks = re.compile(r"\b[A-Z\d]{3}/[A-Z\d]{3}\b")
+    assert not {shape for shape in of_trained & of_asked if len(shape) > 2}  # a day's number may be in a task
+    in_marks = re.compile(rf"\b{MARK}\b")
     assert any(map(in_marks.search, trained))
-    assert not any(map(in_marks.search, asked))
+    assert not any("-" in mark[0] for text in trained for mark in in_marks.finditer(text))
     # Names are not those of a task: words with a hyphen, letters in capitals, or words of the novels.
-    before = r"\b(?:belongs to|ship|inn of|bell of|leaves|from)"
-    names = {name for text in trained for name in re.findall(rf"{before} ([A-Z]\w+)(?!\w*/)", text)}
+    before = r"\b(?:belongs to|stands beside|Look up|goes with|ship|inn of|bell of|leaves|from)"
+    titled = {name for text in trained for name in re.findall(rf"{before} ({TITLE})\b", text)}
+    names = {name for text in trained for name in re.findall(rf"{before} ([A-Z][a-z]+)(?![\w/:+ ]*[A-Z])", text)}
     assert len(names) > 30
+    assert len(titled) > 30
     vocabulary = set(re.findall(r"\w+", load_novel("emma").lower()))
     assert not any(name.lower() in vocabulary or name.isupper() or "-" in name for name in names)
+    assert not any(title in text for title in titled for text in asked)
