@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_posenc.cli.output_folders import check_writable
 from hf_posenc.cli.shared_arguments import parse
+from hf_posenc.utils.files import writable_folder
 from hf_posenc.utils.units import TokenCount, duration_name
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def demo(argv: Sequence[str]) -> None:
         hf-posenc demo --output-dir demo
     """
     _, chosen = parse("demo", demo.__doc__, argv, (DemoArguments,), {})
-    check_writable(chosen.output_dir)
+    writable_folder(chosen.output_dir)
     run_demo(Path(chosen.output_dir), chosen.token_budget, dtype=chosen.dtype)
 
 

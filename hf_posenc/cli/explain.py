@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.output_folders import check_writable
 from hf_posenc.cli.shared_arguments import OptionArguments, parse, parse_options
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest, check_request
 from hf_posenc.utils.console import text_width
+from hf_posenc.utils.files import writable_folder
 
 if TYPE_CHECKING:
     from hf_posenc.explain.sections import Explanation
@@ -61,7 +61,7 @@ def explain(argv: Sequence[str]) -> None:
             )
     check_request([] if extension.preset is not None else [given.name], extension, options)
     if what.output_dir is not None:
-        check_writable(what.output_dir)
+        writable_folder(what.output_dir)
     subject = read_subject(what.model)
     explanation = (_encoding if instead_of_rope else _method)(given.name, subject, extension, options)
     print(explanation.text(text_width()))

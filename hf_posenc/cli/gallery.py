@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hf_posenc.cli.output_folders import check_writable
 from hf_posenc.cli.shared_arguments import parse
+from hf_posenc.utils.files import writable_folder
 
 
 @dataclass
@@ -23,7 +23,7 @@ def gallery(argv: Sequence[str]) -> None:
         hf-posenc gallery --output-dir gallery
     """
     _, where = parse("gallery", gallery.__doc__, argv, (GalleryArguments,), {})
-    check_writable(where.output_dir)
+    writable_folder(where.output_dir)
     from hf_posenc.explain.overview import LEAD, gallery_pictures
     from hf_posenc.explain.sections import picture_panel, write_page
     from hf_posenc.report.page import Panel, Paragraph

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
 from hf_posenc.errors import InvalidRequestError
-
-
-def check_writable(output: str) -> None:
-    """Check that a folder can be made, or be written to where it exists.
-
-    Raises:
-        ValueError: It is a file, or below one, or this user may not write there.
-    """
-    folder = Path(output).expanduser().resolve()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir():
-        raise InvalidRequestError(
-            f"{str(existing)!r} is a file, so {output!r} cannot be a folder. Give another to write to."
-        )
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise InvalidRequestError(
-            f"{str(existing)!r} cannot be written to by this user. Give another folder than {output!r}."
-        )
+from hf_posenc.utils.files import writable_folder
 
 
 def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
@@ -39,7 +21,7 @@ def check_folder(model: str, output: str, may_hold_files: bool = True) -> None:
     folder = Path(output).expanduser().resolve()
     if Path(model).expanduser().resolve() == folder:
         raise InvalidRequestError("the output folder is the model's own. Give another, so that the original is kept.")
-    check_writable(output)
+    writable_folder(output)
     if may_hold_files or not folder.is_dir() or (folder / MANIFEST).is_file():
         return
     if found := sorted(path.name for path in folder.iterdir()):
@@ -59,7 +41,7 @@ def check_work_folder(folder: Path, known: Sequence[str]) -> None:
     Raises:
         ValueError: It is a file, or holds others.
     """
-    check_writable(str(folder))
+    writable_folder(folder)
     if not folder.is_dir():
         return
     names = sorted(path.name for path in folder.iterdir())

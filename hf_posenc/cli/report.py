@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_posenc.cli.output_folders import check_writable
 from hf_posenc.cli.shared_arguments import parse
 from hf_posenc.errors import MissingFileError
+from hf_posenc.utils.files import writable_folder
 
 
 @dataclass
@@ -34,7 +34,7 @@ def report(argv: Sequence[str]) -> None:
     for path in given.results:
         if not Path(path).is_file():
             raise MissingFileError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")
-    check_writable(where.output_dir)
+    writable_folder(where.output_dir)
     from hf_posenc.evaluation import read_records
     from hf_posenc.evaluation.records import read_retrieval_records
     from hf_posenc.report import report as write

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_posenc.explain.canvas import Picture, evenly
-from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph, check_folder, html_page
-from hf_posenc.utils.files import write_whole
+from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph, html_page
+from hf_posenc.utils.files import writable_folder, write_whole
 from hf_posenc.utils.units import aligned
 
 _ROWS = 14  # of a table in a terminal, about
@@ -118,7 +118,7 @@ def write_page(output_dir: str | Path, name: str, title: str, panels: Sequence[P
     Returns:
         The page, then the pictures.
     """
-    folder = check_folder(output_dir, "the pictures")
+    folder = writable_folder(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     page = write_whole(folder / name, html_page(title, panels, images=True))
     return [page, *(path for panel in panels for path in panel.write_drawings(folder))]

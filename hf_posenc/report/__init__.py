@@ -14,10 +14,10 @@ from hf_posenc.report.comparable import listed, make_grids, make_tables, sort_ta
 from hf_posenc.report.costs import cost_panel
 from hf_posenc.report.frequencies import frequency_panels
 from hf_posenc.report.looks import make_looks
-from hf_posenc.report.page import Panel, Sentences, check_folder, html_page, markdown_page
+from hf_posenc.report.page import Panel, Sentences, html_page, markdown_page
 from hf_posenc.report.perplexity_panels import left_out_panel, perplexity_panels
 from hf_posenc.report.retrieval_panel import grid_panel, matrix_panel
-from hf_posenc.utils.files import write_whole
+from hf_posenc.utils.files import writable_folder, write_whole
 
 DEFAULT_TITLE = "Results by context length"
 __all__ = ["ReportPaths", "report", "text_table"]
@@ -58,9 +58,9 @@ def report(
     number at or below its original length is left out; the report says which, and why.
 
     Raises:
-        ValueError: No records, none that can be in a table, or ``output_dir`` is a file.
+        ValueError: No records, none that can be in a table, or ``output_dir`` cannot be written to.
     """
-    folder = check_folder(output_dir, "the report")
+    folder = writable_folder(output_dir)
     panels = _make_panels(records, command)
     title = _with_models(title, records)
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,6 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup
 
-from hf_posenc.errors import InvalidRequestError
 from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK, INK, PAPER
 from hf_posenc.report.plot import Drawing
 from hf_posenc.utils.files import write_whole
@@ -207,18 +206,6 @@ class Panel:
             for name, drawing in pairs
             for suffix, content in drawing.files.items()
         ]
-
-
-def check_folder(output_dir: str | Path, purpose: str) -> Path:
-    """Return the folder to write to, which may not exist yet; ``purpose`` is what for, in words.
-
-    Raises:
-        ValueError: It is a file.
-    """
-    folder = Path(output_dir).expanduser()
-    if folder.exists() and not folder.is_dir():
-        raise InvalidRequestError(f"{str(output_dir)!r} is a file. Give a folder for {purpose}.")
-    return folder
 
 
 def html_page(title: str, panels: Sequence[Panel], *, images: bool = False) -> str:

@@ -1,8 +1,9 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and folders that can be written to."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,26 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # which a wrong encoding is too
         raise InvalidRequestError(f"{str(file)!r} is not JSON: {error}") from error
+
+
+def writable_folder(output: str | Path) -> Path:
+    """Return a folder that can be written to, or made; ``~`` is the user's own.
+
+    Raises:
+        ValueError: It is a file, or below one, or this user may not write there.
+    """
+    folder = Path(output).expanduser()
+    whole = folder.resolve()
+    existing = next(path for path in (whole, *whole.parents) if path.exists())
+    if not existing.is_dir():
+        raise InvalidRequestError(
+            f"{str(existing)!r} is a file, so {str(output)!r} cannot be a folder. Give another to write to."
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise InvalidRequestError(
+            f"{str(existing)!r} cannot be written to by this user. Give another folder than {str(output)!r}."
+        )
+    return folder
 
 
 def write_whole(path: Path, content: bytes | str) -> Path:
