@@ -48,8 +48,7 @@ def demo(argv: Sequence[str]) -> None:
         hf-posenc demo --output-dir demo
     """
     _, chosen = parse("demo", demo.__doc__, argv, (DemoArguments,), {})
-    writable_folder(chosen.output_dir)
-    run_demo(Path(chosen.output_dir), chosen.token_budget, dtype=chosen.dtype)
+    run_demo(writable_folder(chosen.output_dir), chosen.token_budget, dtype=chosen.dtype)
 
 
 def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype: str = "auto") -> ReportPaths:

@@ -30,7 +30,8 @@ def writable_folder(output: str | Path) -> Path:
     """
     folder = Path(output).expanduser()
     whole = folder.resolve()
-    existing = next(path for path in (whole, *whole.parents) if path.exists())
+    # Path.exists raises where a folder above may not be entered.
+    existing = next(path for path in (whole, *whole.parents) if os.path.exists(path))
     if not existing.is_dir():
         raise InvalidRequestError(
             f"{str(existing)!r} is a file, so {str(output)!r} cannot be a folder. Give another to write to."

@@ -31,8 +31,8 @@ class Dictionaries(Dialogues):
     Xiong et al. train on dictionaries of 3 or 4 integers with integers, asked for one, with the answer in a sentence of
     one form, and the loss on the answer. Here each dictionary has one of several layouts and questions, its keys are
     made-up names or marks, and its values are phrases, amounts, dates and marks: in no form that is measured later, and
-    of several forms, as a model that is trained on one form learns to look that form up. Several are asked for, since a
-    block costs the same.
+    of several forms, as a model that is trained on one form may learn to look that form up alone. Several are asked
+    for, since a block costs the same.
     """
 
     name: ClassVar[str] = "kv"
@@ -41,7 +41,7 @@ class Dictionaries(Dialogues):
     least: ClassVar[int] = 2
 
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
-        # Marks of 27 letters and digits have as many tokens as a UUID, and need blocks that hold enough of them.
+        # Marks of 27 letters and digits have about as many tokens as a UUID, and need blocks that hold enough of them.
         longest = max(6, min(27, 3 * (self.material.seq_len // 200)))
         # All forms before any entry, so that they are the same for another count, and with them the tokens of an entry.
         draw_keys = rng.choice((names, titles, *2 * [Marks.of_any_form(rng, longest).several]))

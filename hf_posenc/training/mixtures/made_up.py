@@ -27,7 +27,7 @@ _NOUNS = _words(
 
 _CURRENCIES = _words("crowns ducats florins guineas guilders shillings thalers")
 _MONTHS = _words("January February March April May June July August September October November December")
-# Digits twice, so that about half of what is drawn are digits. No l, which reads like 1.
+# Digits twice, so that about half of what is drawn are digits.
 _LETTERS_AND_DIGITS = "abcdefghijkmnopqrstuvwxyz" + 2 * "0123456789"
 _BETWEEN_GROUPS = "/_:+"  # no hyphen, as UUIDs have
 
@@ -89,11 +89,16 @@ class Marks:
 
     def one(self, rng: Random) -> str:
         """Return a mark."""
-        return self.between.join("".join(rng.choices(self.characters, k=self.size)) for _ in range(self.groups))
+        return self.between.join(self._group(rng) for _ in range(self.groups))
 
     def several(self, rng: Random, count: int) -> list[str]:
         """Return different marks."""
         return _different(count, lambda: self.one(rng))
+
+    def _group(self, rng: Random) -> str:
+        while (group := "".join(rng.choices(self.characters, k=self.size))).isdigit():
+            pass  # as a passkey is
+        return group
 
 
 def mark(rng: Random) -> str:

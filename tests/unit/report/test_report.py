@@ -246,8 +246,9 @@ def test_two_runs_of_one_row_are_apart_and_a_repeat_replaces(tmp_path: Path) -> 
 
 def test_a_file_is_no_folder_for_a_report(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file' is a file"):
-        report(make_records(), tmp_path / "file")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ValueError, match="file' is a file"):
+            report(make_records(), folder)
 
 
 def test_each_protocol_has_its_own_table_and_unique_ids(tmp_path: Path) -> None:
