@@ -6,6 +6,7 @@ import abc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from random import Random
 from typing import ClassVar
 
@@ -153,13 +154,14 @@ class Dialogues(Kind):
         return made
 
     def block(self, index: int) -> list[MaskedTokens]:
+        example = cache(partial(self.example, index))  # the last is often one that was tried before
         room = self.material.seq_len
-        shortest, count = len(self.example(index, self.least)), 64 * self.least
+        shortest, count = len(example(self.least)), 64 * self.least
         for _ in range(3):  # with another count, other values are drawn, so that the tokens of each change a little
             several = max(count, 8 * self.least)  # longer than the least, whatever their values
-            tokens_each = (len(self.example(index, several)) - shortest) / (several - self.least)
+            tokens_each = (len(example(several)) - shortest) / (several - self.least)
             count = self.least + max(0, int((room - shortest) / tokens_each))
-        while len(made := self.example(index, count)) > room and count > self.least:
+        while len(made := example(count)) > room and count > self.least:
             count = max(self.least, count - math.ceil((len(made) - room) / tokens_each))
         if len(made) > room:
             raise InvalidRequestError(f"{self.name}: example {index} has {len(made)} tokens, a block has {room}.")

@@ -29,6 +29,7 @@ _CURRENCIES = _words("crowns ducats florins guineas guilders shillings thalers")
 _MONTHS = _words("January February March April May June July August September October November December")
 # Digits twice, so that about half of what is drawn are digits.
 _LETTERS_AND_DIGITS = "abcdefghijkmnopqrstuvwxyz" + 2 * "0123456789"
+LONGEST_MARK = 27  # letters and digits: about as many tokens as a UUID has
 _BETWEEN_GROUPS = "/_:+"  # no hyphen, as UUIDs have
 
 
@@ -76,7 +77,7 @@ class Marks:
     groups: int
 
     @classmethod
-    def of_any_form(cls, rng: Random, longest: int = 27) -> Marks:
+    def of_any_form(cls, rng: Random, longest: int = LONGEST_MARK) -> Marks:
         """Return a form of two groups or more.
 
         Args:

@@ -87,6 +87,7 @@ def decode(ids: torch.Tensor) -> str:
 HIDDEN = r"(?:People from|The ship|At the inn of|The bell of|The bridge at|Every crate that leaves)"
 
 TITLE = r"[A-Z][a-z]+(?: [A-Z][a-z]+){2}"
+NAME = rf"(?:{TITLE}|[A-Z][a-z]{{5}})"
 
 
 def runs(tokens: MaskedTokens) -> list[tuple[bool, str]]:
@@ -205,6 +206,17 @@ DICTIONARY_QUESTIONS = (
 MARK = r"(\w+)([/_:+])\w+(?:\2\w+)*"
 
 
+def is_mark(text: str) -> bool:
+    return bool(re.fullmatch(MARK, text.replace("_", ":")))  # \w is an underscore too
+
+
+def form_of(key: str) -> str:
+    """Return name, title, or a mark with x for each letter and digit."""
+    if re.fullmatch("[A-Z][a-z]{5}", key):
+        return "name"
+    return "title" if re.fullmatch(TITLE, key) else re.sub(r"[A-Za-z\d]", "x", key)
+
+
 def dictionary(text: str) -> tuple[str, dict[str, str]]:
     """Return the name of a layout, and the entries."""
     heading, shown, *_ = text.split("\n\n")
@@ -240,15 +252,10 @@ def test_keys_are_names_or_marks_of_one_form_as_long_as_a_block_has_room_for(seq
     forms, lengths = Counter[str](), set()
     for example in dialogues("kv", 60, seq_len):
         _, entries = dictionary(decode(example.ids))
-        (form,) = {
-            "name" if re.fullmatch("[A-Z][a-z]{5}", key) else
-            "title" if re.fullmatch(TITLE, key) else
-            re.sub(r"[A-Za-z\d]", "x", key)
-            for key in entries
-        }  # fmt: skip
+        (form,) = set(map(form_of, entries))
         forms[form if form in ("name", "title") else "mark"] += 1
         if "x" in form:
-            assert all(re.fullmatch(MARK, key.replace("_", ":")) for key in entries)
+            assert all(map(is_mark, entries))
             assert not any(key.lower() != key != key.upper() for key in entries)
             lengths.add(form.count("x"))
     assert set(forms) == {"name", "title", "mark"}
@@ -260,7 +267,7 @@ def test_the_values_of_a_dictionary_are_marks_alone_or_of_all_forms() -> None:
     alone = 0
     for example in dialogues("kv", 40, 2048):
         values = list(dictionary(decode(example.ids))[1].values())
-        are_marks = [bool(re.fullmatch(MARK, value.replace("_", ":"))) for value in values]
+        are_marks = [is_mark(value) for value in values]
         alone += all(are_marks)
         if not all(are_marks):
             patterns = (r"[a-z]+ [a-z]+", r"\d+,\d{3} [a-z]+", r"\d+ [A-Z][a-z]+ \d{4}")
@@ -279,14 +286,14 @@ def test_every_answer_about_a_hidden_sentence_is_right_and_nothing_else_counts()
         questions = [part.strip().splitlines()[-1] for counts, part in found if not counts]
         assert len(answers) == len(questions) == 4
         for question, answer in zip(questions, answers, strict=True):
-            (key,) = re.findall(rf"(?<!^)\b(?:{TITLE}|[A-Z][a-z]{{5}})\b", question)
+            (key,) = re.findall(rf"(?<!^)\b{NAME}\b", question)
             words = " ".join(answer[:-1].split())
             value = re.search(r"(\d+ [A-Z][a-z]+ \d{4}|[\d,]+ [a-z]+|(?<=marked )\S+|[a-z]+ [a-z]+)$", words)
             assert value is not None
             sentences = [one for one in re.findall(rf"[^.!?]*\b{key}\b[^.]*\.", shown) if value[0] in one]
             assert len(sentences) == 1, (question, answer)
             depths.append(shown.index(sentences[0]) / len(shown))
-        assert len(re.findall(rf"{HIDDEN} (?:{TITLE}|[A-Z][a-z]{{5}})\b", shown)) == 8
+        assert len(re.findall(rf"{HIDDEN} {NAME}\b", shown)) == 8
     thirds = Counter(int(3 * depth) for depth in depths)
     assert all(thirds[third] > 0.2 * len(depths) for third in range(3))
 
@@ -524,7 +531,7 @@ def test_what_is_trained_on_is_not_what_is_asked() -> None:
             for question, answer in kind.turns(Random(seed), 24):
                 own = [] if "\n\n" in question and name == "needles" else question.splitlines()
                 trained += [*own, question.splitlines()[-1], answer]
-                trained += re.findall(rf"{HIDDEN} (?:{TITLE}|[A-Z][a-z]{{5}}) [^.]*\.", question)
+                trained += re.findall(rf"{HIDDEN} {NAME} [^.]*\.", question)
     shared = set().union(*(words_in_a_row(text, 4) for text in trained)) & in_tasks
     assert shared == set()
     # No word with a digit looks like one of a task: letters and digits are not in the same order.
