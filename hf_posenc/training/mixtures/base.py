@@ -21,7 +21,7 @@ from hf_posenc.training.packing import MaskedTokens, PackedDataset, joined
 # SmolLM2 find more after 250k tokens of an earlier mix (right of 100 passkeys, one seed: 68 and 68 at 8k, 36 and 47
 # at 16k): a block then holds less that is asked about.
 _TOKENS_PER_QUESTION = 256
-_MOST_QUESTIONS = 32  # each is rendered by the chat template together with all before it
+_MOST_QUESTIONS = 64  # each is rendered by the chat template together with all before it
 
 
 @dataclass(frozen=True)
