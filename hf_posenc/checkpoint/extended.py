@@ -45,7 +45,7 @@ from hf_posenc.patching.carrying import carry_extension
 from hf_posenc.patching.extension import MARK, mark_encoding
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import as_stored
-from hf_posenc.utils.files import write_whole
+from hf_posenc.utils.files import writable_folder, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +119,7 @@ def save_checkpoint(
     Raises:
         RotaryMismatchError, ValueError: As for ``save_extended``.
     """
-    target = Path(path).expanduser().absolute()
-    if target.exists() and not target.is_dir():
-        raise InvalidRequestError(f"{str(path)!r} is a file. Give the folder to save the model in.")
+    target = writable_folder(path).absolute()
     rotary = RotaryModel(model)
     base = rotary.model
     whole = isinstance(model, PreTrainedModel) or not hasattr(model, "peft_config")

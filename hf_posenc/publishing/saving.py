@@ -15,6 +15,7 @@ from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.records import Record
 from hf_posenc.publishing.card import CARD, check_records, is_own_card, write_card
 from hf_posenc.publishing.repository import Repository, make_repository
+from hf_posenc.utils.files import writable_folder
 
 
 def save_extended(
@@ -64,10 +65,11 @@ def save_extended(
         RotaryMismatchError: The live model does not hold what would be saved.
         HubAccessError: There is no token, or it may not write to the repository.
         HubUnreachableError: The Hub cannot be reached, or offline mode is set.
-        ValueError: The model is not extended, ``path`` is a file, quantised weights cannot be saved as they are,
-            the records are of other models, or no repository can have this name.
+        ValueError: The model is not extended, ``path`` cannot be written to, quantised weights cannot be saved as they
+            are, the records are of other models, or no repository can have this name.
     """
     check_records(records, model, tokens_trained, fitted_on)
+    target = writable_folder(path).absolute()
     where: dict[str, Any] = {"private": private, "token": token, "revision": revision}
     repository = None
     if isinstance(push_to_hub, Repository):
@@ -79,7 +81,6 @@ def save_extended(
             f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} for {argument('push_to_hub')}, which is not "
             "given. Name the repository, such as push_to_hub='me/longer-model'."
         )
-    target = Path(path).expanduser().absolute()
     written: list[str] = []
 
     def finish(folder: Path) -> None:

@@ -205,6 +205,13 @@ def test_pushing_needs_a_name_and_not_a_switch(tmp_path: Path) -> None:
     assert not (tmp_path / "longer").exists()
 
 
+def test_a_folder_that_cannot_be_written_makes_no_repository(server: Hub, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidRequestError, match="file' is a file, so"):
+        save_extended(extended(), tmp_path / "file", push_to_hub=NAME)
+    assert not server.repos
+
+
 # ---- the commands ----
 
 
