@@ -79,12 +79,17 @@ def test_patching_twice_is_refused() -> None:
     "parameters",
     [
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-        {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0,
-         "high_freq_factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
         {"rope_type": "linear", "factor": 4.0},
     ],
     ids=["yarn", "llama3", "linear"],
-)  # fmt: skip
+)
 def test_an_already_scaled_base_is_refused_or_replaced(parameters: dict[str, Any]) -> None:  # row 9
     model = make_model("Llama", rope_parameters={"rope_theta": 1e4, **parameters})
     name = parameters["rope_type"]
