@@ -14,6 +14,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.retrieval.haystack import Haystack
 from hf_posenc.retrieval.tasks import get_task
 from hf_posenc.retrieval.tasks.base import Listing, Puzzle, Question, has_words
+from hf_posenc.utils.chat_templates import with_fixed_date
 
 Chat = Literal["auto", "on", "off"]
 _MARK = "THE-TEXT-GOES-HERE"
@@ -213,7 +214,8 @@ class PromptMaker:
         messages = [{"role": "user", "content": _MARK}]
         # Without enable_thinking=False some models would think before the answer that is begun for them.
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
-        shown = str(self.tokenizer.apply_chat_template(messages, **options))
+        template = with_fixed_date(self.tokenizer.get_chat_template())
+        shown = str(self.tokenizer.apply_chat_template(messages, chat_template=template, **options))
         before, mark, after = shown.partition(_MARK)
         if not mark or _MARK in after:
             raise InvalidRequestError("the chat template does not show a user's text once, as it is. Pass chat='off'.")

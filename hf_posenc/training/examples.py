@@ -17,6 +17,7 @@ from hf_posenc.data.columns import COMPLETION, MESSAGES, PROMPT, Columns
 from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.training.packing import MaskedTokens, Tokens
+from hf_posenc.utils.chat_templates import with_fixed_date
 
 if TYPE_CHECKING:
     from hf_posenc.training.config import FinetuneConfig
@@ -255,7 +256,7 @@ class ExampleTokenizer:
                 "tokenizer.chat_template, to that of the model's instruct version for one (--chat-template-path FILE, "
                 "a Jinja template), or train on a column of texts."
             )
-        return self.tokenizer.get_chat_template(None, _tools(document, where))
+        return with_fixed_date(self.tokenizer.get_chat_template(None, _tools(document, where)))
 
     def _warn_once(self, message: str) -> None:
         kind = message.partition(": ")[2][:20]
