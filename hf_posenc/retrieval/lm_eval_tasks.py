@@ -21,7 +21,7 @@ from hf_posenc.retrieval.config import check_retrieval
 from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.prompts import PromptMaker
 from hf_posenc.retrieval.tasks import expand_groups, get_task
-from hf_posenc.retrieval.tasks.base import has_words
+from hf_posenc.retrieval.tasks.base import num_written
 
 PREFIX = "hf_posenc_"
 _LENGTHS, _SAMPLES = (4096,), 100
@@ -117,6 +117,7 @@ def _rows(
                 "text": question + newline,
                 "answer_prefix": answer_prefix,
                 "answers": list(prompt.answers),
+                "choices": list(prompt.choices),
                 "target": ", ".join(prompt.answers),
                 "length": length,
                 "max_new_tokens": prompt.max_new_tokens,
@@ -125,5 +126,5 @@ def _rows(
 
 def _score(row: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
     """Return the share of the answers that are written, in the column of the text's length."""
-    right = [has_words(results[0], answer) for answer in row["answers"]]
-    return {str(row["length"]): sum(right) / len(right)}
+    right = num_written(results[0], row["answers"], row["choices"])
+    return {str(row["length"]): right / len(row["answers"])}

@@ -27,7 +27,7 @@ from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.prompts import Chat, Prompt, PromptMaker
 from hf_posenc.retrieval.scoring import Asked, Reply, needs_its_own_pass, replies
 from hf_posenc.retrieval.tasks import expand_groups, get_task
-from hf_posenc.retrieval.tasks.base import has_words
+from hf_posenc.retrieval.tasks.base import num_written
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.dtypes import slow_dtype_advice
 from hf_posenc.utils.processes import Processes
@@ -238,7 +238,7 @@ class _Prompting:
                 prompt.question_ids if several else [],
                 prompt.answer_ids,
                 prompt.max_new_tokens,
-                partial(self._has_all, prompt.answers) if several else None,
+                partial(self._has_all, prompt) if several else None,
             )
             for prompt in prompts
         ]
@@ -268,10 +268,10 @@ class _Prompting:
             started = time.perf_counter()
         return records
 
-    def _has_all(self, answers: Sequence[str], written: list[int]) -> bool:
+    def _has_all(self, prompt: Prompt, written: list[int]) -> bool:
         """Say whether all answers are in a text, whatever is written after it."""
         text = str(self.tokenizer.decode(written))
-        return all(has_words(text, answer, ended=True) for answer in answers)
+        return num_written(text, prompt.answers, prompt.choices, ended=True) == len(prompt.answers)
 
 
 def _check_chunk(model: PreTrainedModel, prefill_chunk: int | None) -> None:
@@ -312,7 +312,7 @@ def _score(prompt: Prompt, got: Reply, written: str) -> dict[str, Any]:
         "num_forced": sum(all(right[at] for at in span) for span in prompt.answer_positions)
         if prompt.ordered
         else None,
-        "num_written": sum(has_words(written, answer) for answer in prompt.answers),
+        "num_written": num_written(written, prompt.answers, prompt.choices),
         "n_tokens": len(positions),
         "n_right": sum(right[at] for at in positions),
         "nll_sum": math.fsum(got.losses[at] for at in positions),

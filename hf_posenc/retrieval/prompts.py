@@ -40,6 +40,7 @@ class Prompt:
         answer_positions: For each thing to be found, the positions in ``answer_ids`` of the tokens that hold it.
         answers: The same as texts.
         ordered: Whether their order is the only right one.
+        choices: What a single answer is one of, where these are few.
         needle_places: Position in ``ids`` of the first token of each needle; with several questions, of those needles
             that hold the answer.
         max_new_tokens: Tokens an answer may have.
@@ -57,6 +58,7 @@ class Prompt:
     answer_positions: tuple[tuple[int, ...], ...]
     answers: tuple[str, ...]
     ordered: bool
+    choices: tuple[str, ...]
     needle_places: tuple[int, ...]
     max_new_tokens: int
 
@@ -165,6 +167,7 @@ class PromptMaker:
                 **vars(tail),
                 answers=question.answers,
                 ordered=question.ordered,
+                choices=question.choices,
                 needle_places=tuple(
                     len(head) + position
                     for index, position in enumerate(at)

@@ -50,6 +50,7 @@ def one_fact(rng: Random, context_length: int, num_questions: int) -> Puzzle:
                 text=f"Question: Where is {person} now?",
                 answer_prefix=f"Answer: {person} is now in the",
                 answers=(world.moves[person][-1].place,),
+                choices=_PLACES,
                 needles=(world.moves[person][-1].fact,),
             )
             for person in world.people[:num_questions]
@@ -71,6 +72,7 @@ def two_facts(rng: Random, context_length: int, num_questions: int) -> Puzzle:
                 text=f"Question: Where is the {thing.name} now?",
                 answer_prefix=f"Answer: The {thing.name} is now in the",
                 answers=(thing.at.place,),
+                choices=_PLACES,
                 needles=tuple(sorted((thing.at.fact, thing.handled))),
             )
             for thing in world.things
@@ -94,6 +96,7 @@ def three_facts(rng: Random, context_length: int, num_questions: int) -> Puzzle:
                 text=f"Question: Where was the {thing.name} before it came to the place where it is now?",
                 answer_prefix=f"Answer: Before that, the {thing.name} was in the",
                 answers=(thing.carried[0].place,),
+                choices=_PLACES,
                 needles=tuple(sorted(visit.fact for visit in thing.carried)),
             )
             for thing in world.things

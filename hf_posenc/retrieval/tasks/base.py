@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -24,6 +24,7 @@ class Question:
         answers: What has to be found, in the order in which it is written in the teacher-forced answer.
         needles: Which needles hold the answer, as indices in ``Puzzle.needles``. A question with one has its depth.
         ordered: Whether the order of the answers is the only right one; if not, teacher forcing says nothing.
+        choices: Where the answer is one of a few, these: a model that writes several has answered with the first.
         spare_tokens: Of a written answer, beyond those of the right one.
     """
 
@@ -32,6 +33,7 @@ class Question:
     answers: tuple[str, ...]
     needles: tuple[int, ...] = ()
     ordered: bool = True
+    choices: tuple[str, ...] = ()
     spare_tokens: int = 16
 
 
@@ -120,8 +122,26 @@ def has_words(text: str, words: str, ended: bool = False) -> bool:
 
     ``ended`` also wants a character behind them, for the text may go on.
     """
-    behind = r"\W" if ended else r"(?!\w)"
-    return re.search(rf"(?<!\w){re.escape(words)}{behind}", text, re.IGNORECASE) is not None
+    return _place(text, words, ended) is not None
+
+
+def num_written(text: str, answers: Sequence[str], choices: Sequence[str] = (), ended: bool = False) -> int:
+    """Return how many of the answers a text has; if they are one of some choices, only the first choice in it counts.
+
+    BABILong too gives no point for a list of all places (arXiv:2406.10149, its published metric).
+    """
+    found = [place for one in choices if (place := _place(text, one, ended)) is not None]
+    if found:
+        start, end = min(found)
+        text = f"{text[start:end]}."
+    return sum(has_words(text, answer, ended) for answer in answers)
+
+
+def _place(text: str, words: str, ended: bool) -> tuple[int, int] | None:
+    """Return where these words first are in a text."""
+    behind = r"(?=\W)" if ended else r"(?!\w)"
+    match = re.search(rf"(?<!\w){re.escape(words)}{behind}", text, re.IGNORECASE)
+    return match and match.span()
 
 
 def draw_keys(rng: Random, count: int) -> list[str]:

@@ -39,6 +39,7 @@ def frequent_words(rng: Random, context_length: int, num_questions: int) -> Puzz
                 text="Question: Leave the dots '...' out. Which three words occur most often in the text above?",
                 answer_prefix="Answer: The three words that occur most often are:",
                 answers=tuple(ranked[1 : 1 + _NUM_FREQUENT]),
+                ordered=False,
                 spare_tokens=32,
             ),
         ),

@@ -9,7 +9,7 @@ from random import Random
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.retrieval.tasks import register_task
-from hf_posenc.retrieval.tasks.base import Puzzle, Question, draw_people
+from hf_posenc.retrieval.tasks.base import PEOPLE, Puzzle, Question, draw_people
 
 # What is said of a person, and what follows from it. No fact is true of two of them, and no content word is in both.
 FACTS = (
@@ -70,6 +70,7 @@ def nolima(rng: Random, context_length: int, num_questions: int) -> Puzzle:
                 text=f"Question: In the book above, which person {follows}?",
                 answer_prefix=f"Answer: The person who {follows} is",
                 answers=(person,),
+                choices=PEOPLE,
                 needles=(at,),
             )
             for at, (person, (_, follows)) in enumerate(zip(people, facts, strict=True))

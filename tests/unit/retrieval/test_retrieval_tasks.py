@@ -19,7 +19,7 @@ from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.measuring_retrieval import retrieval
 from hf_posenc.retrieval.prompts import Prompt, PromptMaker
 from hf_posenc.retrieval.tasks import get_task, register_task, tasks
-from hf_posenc.retrieval.tasks.base import Puzzle, Question, has_words, vocabulary
+from hf_posenc.retrieval.tasks.base import Puzzle, Question, has_words, num_written, vocabulary
 from oracles import Oracle, solve
 from task_solvers import OF_FEW, UNUSED
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
@@ -142,7 +142,7 @@ def test_an_oracle_scores_one(task: str) -> None:
         progress=False,
     )
     assert record.score("written") == 1
-    assert record.score("forced") == (None if task in ("cwe", "niah_multivalue") else 1)
+    assert record.score("forced") == (None if task in ("cwe", "fwe", "niah_multivalue") else 1)
     assert record.depth == (50 if tasks()[task].has_depth else None)
     assert sorted(record.written.strip(" .").split(", ")) == sorted(record.answers)
 
@@ -164,6 +164,17 @@ def test_answers_are_found_as_whole_words() -> None:
     assert has_words("Here, there.", "here")
     assert not has_words("There, nowhere.", "here")
     assert not has_words("1234567", "23456")
+
+
+def test_of_a_few_choices_the_first_that_is_written_is_the_answer() -> None:
+    places = ("attic", "bakery", "cellar")
+    assert num_written("in the bakery, not the attic", ["bakery"], places) == 1
+    assert num_written("attic, Bakery, cellar", ["bakery"], places) == 0
+    assert num_written("bakeries and the Bakery", ["bakery"], places) == 1
+    assert num_written("neither", ["bakery"], places) == 0
+    assert num_written("attic, bakery", ["bakery", "attic"]) == 2
+    assert num_written("the bakery", ["bakery"], places, ended=True) == 0
+    assert num_written("the bakery or the attic", ["bakery"], places, ended=True) == 1
 
 
 def test_a_length_without_room_or_words_is_refused(maker: PromptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
