@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from hf_posenc.training.mixtures import register_kind
 from hf_posenc.training.mixtures.base import Dialogues
-from hf_posenc.training.mixtures.made_up import LONGEST_MARK, Marks, amount, date, names, phrase, titles
+from hf_posenc.training.mixtures.made_up import Marks, amount, date, longest_mark, names, phrase, titles
 
 # The first line, an entry, and what is between two entries.
 _LAYOUTS = (
@@ -41,7 +41,7 @@ class Dictionaries(Dialogues):
     least: ClassVar[int] = 2
 
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
-        longest = max(6, min(LONGEST_MARK, 3 * (self.material.seq_len // 200)))  # a block has to hold enough of them
+        longest = longest_mark(self.material.seq_len)
         # All forms before any entry, so that they are the same for another count, and with them the tokens of an entry.
         draw_keys = rng.choice((names, titles, *2 * [Marks.of_any_form(rng, longest).several]))
         mark = Marks.of_any_form(rng, longest).one

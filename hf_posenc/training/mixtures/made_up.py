@@ -29,8 +29,13 @@ _CURRENCIES = _words("crowns ducats florins guineas guilders shillings thalers")
 _MONTHS = _words("January February March April May June July August September October November December")
 # Digits twice, so that about half of what is drawn are digits.
 _LETTERS_AND_DIGITS = "abcdefghijkmnopqrstuvwxyz" + 2 * "0123456789"
-LONGEST_MARK = 27  # letters and digits: about as many tokens as a UUID has
+_LONGEST_MARK = 27  # letters and digits: about as many tokens as a UUID has
 _BETWEEN_GROUPS = "/_:+"  # no hyphen, as UUIDs have
+
+
+def longest_mark(seq_len: int) -> int:
+    """Return how many letters and digits a mark has at most: few in short blocks, which have to hold enough of them."""
+    return max(6, min(_LONGEST_MARK, 3 * (seq_len // 200)))
 
 
 def names(rng: Random, count: int, syllables: int = 3) -> list[str]:
@@ -77,7 +82,7 @@ class Marks:
     groups: int
 
     @classmethod
-    def of_any_form(cls, rng: Random, longest: int = LONGEST_MARK) -> Marks:
+    def of_any_form(cls, rng: Random, longest: int) -> Marks:
         """Return a form of two groups or more.
 
         Args:
@@ -100,11 +105,6 @@ class Marks:
         while (group := "".join(rng.choices(self.characters, k=self.size))).isdigit():
             pass  # as a passkey is
         return group
-
-
-def mark(rng: Random) -> str:
-    """Return a mark of any form."""
-    return Marks.of_any_form(rng).one(rng)
 
 
 def _different(count: int, make: Callable[[], str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from hf_posenc.training.mixtures import register_kind
 from hf_posenc.training.mixtures.base import Dialogues
-from hf_posenc.training.mixtures.made_up import amount, date, mark, names, phrase, titles
+from hf_posenc.training.mixtures.made_up import Marks, amount, date, longest_mark, names, phrase, titles
 
 # What is hidden, the question, the answer; and what the value is.
 _FORMS = (
@@ -46,7 +46,7 @@ _FORMS = (
         "Every crate that leaves {key} is marked {value}.",
         "What is marked on the crates that leave {key}?",
         "On these crates is marked {value}.",
-        mark,
+        None,  # a mark
     ),
 )
 _SENTENCE_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s+")
@@ -68,12 +68,12 @@ class NeedleDialogues(Dialogues):
     least: ClassVar[int] = 16  # tokens of text
 
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
-        asked = self.material.num_questions
+        asked, longest = self.material.num_questions, longest_mark(self.material.seq_len)
         found = []
         for key in rng.choice((names, titles))(rng, 2 * asked):
-            *form, make = rng.choice(_FORMS)
-            value = make(rng)
-            found.append([part.format(key=key, value=value) for part in form])
+            sentence, question, answer, make = rng.choice(_FORMS)
+            value = make(rng) if make is not None else Marks.of_any_form(rng, longest).one(rng)
+            found.append([part.format(key=key, value=value) for part in (sentence, question, answer)])
         text = self.material.tokenizer.decode(self.material.stretch(count, rng), skip_special_tokens=True)
         hidden = _hide([sentence for sentence, _, _ in found], str(text).strip(), rng)
         turns = [(question, answer) for _, question, answer in rng.sample(found, asked)]
