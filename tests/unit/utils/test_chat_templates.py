@@ -18,7 +18,10 @@ from hf_posenc.utils.chat_templates import with_fixed_date
 from tiny_llama import make_tiny_tokenizer
 
 # As Llama 3 and Mistral ask for it, and a line break with which the template begins.
-DATED = "\n{{ strftime_now('%d %b %Y') }} {% set year = strftime_now('%y')|int %}{{ year }} {{ strftime_now('%A, %B %m') }}\n"
+DATED = (
+    "\n{{ strftime_now('%d %b %Y') }} {% set year = strftime_now('%y')|int %}{{ year }} "
+    "{{ strftime_now('%A, %B %m') }}\n"
+)
 
 
 def on(monkeypatch: pytest.MonkeyPatch, day: datetime.date) -> None:
