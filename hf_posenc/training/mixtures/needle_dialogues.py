@@ -42,12 +42,12 @@ _FORMS = (
         "That bridge was opened on {value}.",
         date,
     ),
-    (
-        "Every crate that leaves {key} is marked {value}.",
-        "What is marked on the crates that leave {key}?",
-        "On these crates is marked {value}.",
-        None,  # a mark
-    ),
+)
+# The same of a value that is a mark, whose length depends on that of a block.
+_MARKED = (
+    "Every crate that leaves {key} is marked {value}.",
+    "What is marked on the crates that leave {key}?",
+    "On these crates is marked {value}.",
 )
 _SENTENCE_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s+")
 
@@ -69,11 +69,12 @@ class NeedleDialogues(Dialogues):
 
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
         asked, longest = self.material.num_questions, longest_mark(self.material.seq_len)
+        forms = (*_FORMS, (*_MARKED, lambda rng: Marks.of_any_form(rng, longest).one(rng)))
         found = []
         for key in rng.choice((names, titles))(rng, 2 * asked):
-            sentence, question, answer, make = rng.choice(_FORMS)
-            value = make(rng) if make is not None else Marks.of_any_form(rng, longest).one(rng)
-            found.append([part.format(key=key, value=value) for part in (sentence, question, answer)])
+            *form, make = rng.choice(forms)
+            value = make(rng)
+            found.append([part.format(key=key, value=value) for part in form])
         text = self.material.tokenizer.decode(self.material.stretch(count, rng), skip_special_tokens=True)
         hidden = _hide([sentence for sentence, _, _ in found], str(text).strip(), rng)
         turns = [(question, answer) for _, question, answer in rng.sample(found, asked)]
