@@ -39,7 +39,8 @@ def lm_eval(argv: Sequence[str]) -> None:
 
     Raises:
         ImportError: lm-eval is not installed.
-        TypeError, ValueError: The request for a method is wrong, as for ``hf-posenc eval``, or lm-eval refuses its own.
+        TypeError, ValueError: The request for a method is wrong, as for ``hf-posenc eval``, or one of our tasks cannot
+            be as --metadata has it, or lm-eval refuses its own.
     """
     known = (HarnessArguments, ExtensionConfig, OptionArguments, ModelArguments)
     ours, theirs = split_flags(argv, known)
@@ -89,25 +90,30 @@ def model_args(
 
 
 def call_lm_eval(words: Sequence[str]) -> None:
-    """Run lm-eval's own command, which reads ``sys.argv``, with our model class known to it."""
-    from lm_eval.__main__ import cli_evaluate
+    """Run lm-eval's own command, which reads ``sys.argv``, with our model class and tasks known to it."""
+    from lm_eval.__main__ import HarnessCLI, cli_evaluate
+    from lm_eval.config.evaluate_config import EvaluatorConfig
 
     import hf_posenc.evaluation.lm_eval_model  # noqa: F401  # registers the class
+    from hf_posenc.retrieval.lm_eval_tasks import PREFIX, check_tasks, write_task_files
 
+    others, names = _split_tasks(words)
+    has_ours = any(name.startswith(PREFIX) for name in names)
     before = sys.argv
     with TemporaryDirectory() as folder:
-        sys.argv = ["lm-eval", *_with_our_tasks(words, Path(folder))]
+        tasks = ["--tasks", *write_task_files(names, Path(folder))]
+        sys.argv = ["lm-eval", *(others + tasks if has_ours else words)]
         try:
+            if has_ours:  # lm-eval makes its tasks after it has loaded the model
+                check_tasks(names, EvaluatorConfig.from_cli(HarnessCLI().parse_args()).metadata)
             cli_evaluate()
         finally:
             sys.argv = before
 
 
-def _with_our_tasks(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the words with files in place of the names of our retrieval tasks, which lm-eval does not know."""
-    from hf_posenc.retrieval.lm_eval_tasks import PREFIX, write_task_files
-
-    found: list[str] = []
+def _split_tasks(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words without the tasks, and the names of the tasks."""
+    others: list[str] = []
     names: list[str] = []
     is_task = False
     for word in words:
@@ -116,7 +122,5 @@ def _with_our_tasks(words: Sequence[str], folder: Path) -> list[str]:
         if is_task:
             names += filter(None, (value if flag in _TASKS else word).split(","))
         else:
-            found.append(word)
-    if not any(name.startswith(PREFIX) for name in names):
-        return list(words)
-    return [*found, "--tasks", *write_task_files(names, folder)]
+            others.append(word)
+    return others, names

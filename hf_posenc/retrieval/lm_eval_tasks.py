@@ -16,7 +16,7 @@ from lm_eval.api.task import ConfigurableTask
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.checkpoint.loading import read_tokenizer
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.retrieval.config import check_retrieval
 from hf_posenc.retrieval.haystack import read_haystack
 from hf_posenc.retrieval.prompts import PromptMaker
@@ -39,14 +39,13 @@ class RetrievalTask(ConfigurableTask):  # type: ignore[misc]  # lm-eval may not 
             0; and the model's arguments, of which ``tokenizer`` or else ``pretrained`` says which tokenizer counts.
 
     Raises:
-        ValueError: A number that cannot be, no tokenizer, or a length too short for the task.
+        TypeError, ValueError: A number that cannot be, no tokenizer, or a length too short for the task.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         name, metadata = config["task"].removeprefix(PREFIX), config.get("metadata") or {}
-        lengths, samples = metadata.get("max_seq_lengths", _LENGTHS), metadata.get("num_samples", _SAMPLES)
-        lengths = check_retrieval([name], [lengths] if isinstance(lengths, int) else lengths, [50], samples)
-        rows = list(_rows(name, _tokenizer(metadata), lengths, samples, metadata.get("seed", 0)))
+        lengths, samples, seed = _numbers(name, metadata)
+        rows = list(_rows(name, _tokenizer(metadata), lengths, samples, seed))
         super().__init__(
             config={
                 "task": config["task"],
@@ -70,6 +69,22 @@ class RetrievalTask(ConfigurableTask):  # type: ignore[misc]  # lm-eval may not 
         )
 
 
+def check_tasks(names: Sequence[str], metadata: dict[str, Any]) -> None:
+    """Raise what our tasks would once lm-eval has loaded the model: a prompt of each task and length is made.
+
+    Args:
+        names: What ``--tasks`` has; names of others' tasks are passed over.
+        metadata: As for ``RetrievalTask``.
+
+    Raises:
+        TypeError, ValueError: As for ``RetrievalTask``, or a name has our prefix, and is none of our tasks or groups.
+    """
+    for name in _ours(names):
+        lengths, _, seed = _numbers(name, metadata)
+        for _ in _rows(name, _tokenizer(metadata), lengths, 1, seed):
+            pass
+
+
 def write_task_files(names: Sequence[str], folder: Path) -> list[str]:
     """Write what lm-eval reads of each task of ours; the others' names are kept.
 
@@ -79,14 +94,34 @@ def write_task_files(names: Sequence[str], folder: Path) -> list[str]:
     Raises:
         ValueError: A name has our prefix, and is none of our tasks or groups.
     """
-    ours = expand_groups([name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)])
     found = [name for name in names if not name.startswith(PREFIX)]
-    for name in ours:
-        get_task(name)
+    for name in _ours(names):
         path = folder / f"{PREFIX}{name}.yaml"
         path.write_text(f"task: {PREFIX}{name}\nclass: !function {__name__}.{RetrievalTask.__name__}\n")
         found.append(str(path))
     return found
+
+
+def _ours(names: Sequence[str]) -> list[str]:
+    """Return which of our tasks are named, by themselves or by their groups."""
+    ours = expand_groups([name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)])
+    for name in ours:
+        get_task(name)
+    return ours
+
+
+def _numbers(name: str, metadata: dict[str, Any]) -> tuple[list[int], int, int]:
+    """Return the lengths, rising, the samples of each, and the seed."""
+    lengths = metadata.get("max_seq_lengths", _LENGTHS)
+    lengths = [lengths] if isinstance(lengths, int) else lengths
+    samples, seed = metadata.get("num_samples", _SAMPLES), metadata.get("seed", 0)
+    whole = isinstance(lengths, list | tuple) and all(isinstance(one, int) for one in (*lengths, samples, seed))
+    if not whole:
+        raise InvalidTypeError(
+            "max_seq_lengths of --metadata must be whole numbers of tokens, such as [4096, 8192], and num_samples and "
+            f"seed whole numbers, got {lengths!r}, {samples!r} and {seed!r}."
+        )
+    return check_retrieval([name], lengths, [50], samples), samples, seed
 
 
 def _tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerBase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,25 @@ def test_the_command_knows_the_tasks(
     capsys.readouterr()
     assert main(["lm-eval", str(checkpoint), "--tasks=hf_posenc_mrrc", "--device", "cpu"]) == 2
     assert "unknown task 'mrrc'. Did you mean 'mrcr'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"max_seq_lengths": [1500, 90]}, "task 'kv' does not fit into 90 tokens"),
+        ({"num_samples": 0}, "samples must be at least 1, got 0"),
+        ({"max_seq_lengths": "4k"}, "must be whole numbers of tokens, such as [4096, 8192]"),
+    ],
+)
+def test_mistakes_are_said_before_weights_are_opened(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], metadata: dict[str, Any], message: str
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    words = ["lm-eval", str(broken), "--device", "cpu", "--tasks", "hf_posenc_kv", "--metadata", json.dumps(metadata)]
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_what_cannot_be_is_refused(checkpoint: Path) -> None:
