@@ -33,6 +33,7 @@ from hf_posenc.evaluation.intervals import share_interval
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
 from hf_posenc.retrieval.measuring_retrieval import check_prompts, retrieval
 from hf_posenc.training import RECIPES, FinetuneConfig, finetune
+from hf_posenc.training.extending import dry_run
 from hf_posenc.training.run_folder import read_log
 from hf_posenc.utils.dtypes import computes_natively
 from hf_posenc.utils.files import write_whole
@@ -190,6 +191,7 @@ def main() -> None:
     plan = replace(plan, **{name: value for name, value in given.items() if value is not None})
     selected = select(rows(plan), args.rows)
     study = Study(args.output_dir, plan)
+    study.check_trainings(selected)
     for row in selected:
         study.run(row)
         study.show()
@@ -292,16 +294,29 @@ class Study:
         """Return the folder of a trained model; a training that was killed goes on."""
         folder = self.run_folder(name, seed)
         if not (folder / MANIFEST).is_file():
-            config = FinetuneConfig(
-                **{**SHARED, **self.plan.training, **self.rule(FITTED)},
-                output_dir=str(folder),
-                task_mix=MIXES[name],
-                token_budget=self.plan.token_budget,  # type: ignore[arg-type]  # becomes a TokenCount
-                seed=seed,
-                resume_from_checkpoint="true",
-            )
-            finetune(*load_model(self.plan.model), trained_on(), config)
+            finetune(*load_model(self.plan.model), trained_on(), self.training(name, seed, self.rule(FITTED)))
         return folder
+
+    def training(self, name: str, seed: int, rule: Mapping[str, Any]) -> FinetuneConfig:
+        return FinetuneConfig(
+            **{**SHARED, **self.plan.training, **rule},
+            output_dir=str(self.run_folder(name, seed)),
+            task_mix=MIXES[name],
+            token_budget=self.plan.token_budget,  # type: ignore[arg-type]  # becomes a TokenCount
+            seed=seed,
+            resume_from_checkpoint="true",
+        )
+
+    def check_trainings(self, selected: Sequence[Row]) -> None:
+        """Raise what the trainings of rows would, before any row is measured.
+
+        Any rule shows whether blocks and budget suit the mixes; the fitted one may not be there yet.
+        """
+        texts = (read_tokenizer(self.plan.model), trained_on())
+        for name, seed in dict.fromkeys((row.name, row.seed) for row in selected):
+            if seed is not None and not (self.run_folder(name, seed) / MANIFEST).is_file():
+                config = self.training(name, seed, {"context_length": self.plan.target})
+                dry_run(str(self.plan.model), config, texts=texts)
 
     def show(self) -> None:
         """Write the tables, as text and as CSV."""

@@ -141,7 +141,7 @@ def run_finetune(
     if special or not isinstance(next(iter(documents)), str):
         tokenizer = _tokenizer_of(name, chat_template)
         documents = _tokenized(documents, tokenizer, config)
-    if config.task_mix is not None and isinstance(documents, list):
+    if config.task_mix is not None:  # a stream is read twice, as far as the budget goes
         dry_run(name, config, attention=loading.attn_implementation, texts=(tokenizer, documents))
     if os.environ.get("RANK", "0") == "0":  # a token that may not is found before the weights are loaded
         make_repo(config)

@@ -96,11 +96,6 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
 def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDataset) -> None:
     per_step = tokens_per_step(args, packed)
     args.max_steps = config.token_budget // per_step
-    if args.max_steps == 0:
-        raise InvalidRequestError(
-            f"token_budget {config.token_budget} is less than one step, {per_step} tokens. Give it more, or lower "
-            "gradient_accumulation_steps, per_device_train_batch_size or seq_len."
-        )
     if config.warmup_steps >= 1:
         args.warmup_steps = min(config.warmup_steps, args.max_steps // 5)
     else:

@@ -76,6 +76,10 @@ def test_wrong_rows_and_lengths_stop_before_anything_is_loaded(
     with pytest.raises(ValueError, match="2 questions of one text were requested, and task 'cwe' has one"):
         script.Study(tmp_path / "study", replace(small, far=(2000,), tasks=("passkey", "cwe")))
     assert not list(tmp_path.iterdir())
+    study = script.Study(tmp_path / "study", replace(small, token_budget=2 * 512))
+    study.check_trainings(script.select(known, ["ntk", "plain text", "both, seed 0, dca"])[:2])
+    with pytest.raises(ValueError, match=r"no step of 2 is left for knots=0\.3: give a token_budget of 1536 tokens"):
+        study.check_trainings(script.select(known, ["ntk", "task mix"]))
 
 
 def test_what_is_measured_and_trained_is_not_repeated(

@@ -43,6 +43,7 @@ def said(capsys: pytest.CaptureFixture[str], base: Path, *flags: str) -> str:
     ("flags", "message"),
     [
         ("--factor 2 --seq-len 64k", "--seq-len 65536 is longer than the target length, 512 tokens"),
+        ("--factor 2 --token-budget 511", "--token-budget 511 is less than one step, 512 tokens. Give it"),
         ("--factor 1 --position-schedule pose", "the target is 256 tokens and the model was trained on 256"),
         ("--factor 2 --position-schedule pose --seq-len 512", "'pose' has nothing to skip in blocks of seq_len 512"),
         ("--stages 128:100k 512:100k", "stages: the model was trained on 256 tokens, and 128 are not beyond them"),

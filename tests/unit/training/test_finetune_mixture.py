@@ -118,6 +118,11 @@ def broken(tmp_path: Path) -> Path:
             "--task-mix kv=0.9 text=0.1 --stages 512:10k 1024:2100",
             "no step of 2 is left for text=0.1: give a --token-budget of 6144 tokens or more",
         ),
+        (
+            "--task-mix kv=0.9 text=0.1 --token-budget 1k --streaming",
+            "no step of 1 is left for text=0.1: give a --token-",
+        ),
+        ("--task-mix kv=1 --seq-len 64 --streaming", "--task-mix: the shortest example of 'kv' has about"),
         ("--recipe reach --token-budget 1k", "no step of 3 is left for short_text=0.1: give a --token-budget of 1536"),
     ],
 )
@@ -133,7 +138,10 @@ def test_mistakes_are_said_before_weights_are_opened(
     assert not broken.with_name("run").exists()
 
 
-@pytest.mark.parametrize("flags", ["--task-mix kv=0.5 text=0.5", "--task-mix kv=0.5,text=0.5", "--recipe reach"])
+@pytest.mark.parametrize(
+    "flags",
+    ["--task-mix kv=0.5 text=0.5", "--task-mix kv=0.5,text=0.5", "--recipe reach", "--recipe reach --streaming"],
+)
 def test_right_ones_come_to_the_weights(broken: Path, capsys: pytest.CaptureFixture[str], flags: str) -> None:
     words = ["finetune", str(broken), "--output-dir", str(broken.with_name("run")), "--documents", "novel:emma"]
     assert main([*words, "--device", "cpu", "--factor", "2", *flags.split()]) == 2
