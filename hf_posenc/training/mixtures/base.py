@@ -76,16 +76,12 @@ class Kind(abc.ABC):
 
     Attributes:
         name: As ``--task-mix`` has it.
-        summary: One plain sentence.
-        source: Where it was published.
         counts_answers: Only the answers to questions count in the loss.
         reads_texts: It is made of free text, so that the documents must not be chats or prompts with answers.
         is_short: Its blocks are read as windows of the original length.
     """
 
     name: ClassVar[str]
-    summary: ClassVar[str]
-    source: ClassVar[str]
     counts_answers: ClassVar[bool] = False
     reads_texts: ClassVar[bool] = False
     is_short: ClassVar[bool] = False

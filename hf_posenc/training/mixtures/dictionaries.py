@@ -28,16 +28,14 @@ _QUESTIONS = (
 class Dictionaries(Dialogues):
     """A dictionary, and questions for the values of some of its keys.
 
-    Xiong et al. train on dictionaries of 3 or 4 integers with integers, asked for one, with the answer in a sentence of
-    one form, and the loss on the answer. Here each dictionary has one of several layouts and questions, its keys are
-    made-up names or marks, and its values are phrases, amounts, dates and marks: in no form that is measured later, and
-    of several forms, as a model that is trained on one form may learn to look that form up alone. Several are asked
-    for, since a block costs the same.
+    Xiong et al. (2024, arXiv:2406.19292, section 2) train on dictionaries of 3 or 4 integers with integers, asked for
+    one, with the answer in a sentence of one form, and the loss on the answer. Here each dictionary has one of several
+    layouts and questions, its keys are made-up names or marks, and its values are phrases, amounts, dates and marks: in
+    no form that is measured later, and of several forms, as a model that is trained on one form may learn to look that
+    form up alone. Several are asked for, since a block costs the same.
     """
 
     name: ClassVar[str] = "kv"
-    summary: ClassVar[str] = "dictionaries, asked for some of their values; the answers count"
-    source: ClassVar[str] = "Xiong et al. 2024, arXiv:2406.19292, section 2"
     least: ClassVar[int] = 2
 
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:

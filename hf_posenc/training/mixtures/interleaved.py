@@ -23,15 +23,14 @@ _LEAST_TOKENS = 8
 class Interleaved(Kind):
     """Chunks of one document that follow each other, and behind each those of other documents nearest to it.
 
-    What a document says goes on behind text that misleads, so that a far chunk predicts more than the near ones. All
-    tokens count. The authors cut at paragraphs, into chunks of 2048, and find negatives by embeddings in a large
-    corpus; here chunks are cut by tokens, shorter in short blocks, and BM25 finds the negatives among the documents
-    given (of a single document, among its other chunks).
+    Source: NExtLong (Gao et al. 2025, arXiv:2501.12766, section 3 and appendix C). What a document says goes on behind
+    text that misleads, so that a far chunk predicts more than the near ones. All tokens count. The authors cut at
+    paragraphs, into chunks of 2048, and find negatives by embeddings in a large corpus; here chunks are cut by tokens,
+    shorter in short blocks, and BM25 finds the negatives among the documents given (of a single document, among its
+    other chunks).
     """
 
     name: ClassVar[str] = "interleaved"
-    summary: ClassVar[str] = "a document in chunks, between them similar chunks of other documents"
-    source: ClassVar[str] = "Gao et al. 2025, arXiv:2501.12766, section 3 and appendix C"
     reads_texts: ClassVar[bool] = True
 
     def __init__(self, material: Material) -> None:

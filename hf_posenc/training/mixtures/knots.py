@@ -35,16 +35,15 @@ class _Tags(NamedTuple):
 class Knots(Kind):
     """Several documents, each cut at random, all their chunks shuffled; two tags with one name tie each cut.
 
-    One tag is behind the chunk that was cut, the other before the chunk that goes on. Behind the last chunk of a
-    document that comes, the names are listed in the order of the document (backtracing). As in the authors' code the
-    tags do not count in the loss, nor does the token behind one; the lists do. Tags are text here, since new
-    tokens would need embeddings that an adapter does not train; and the names of the cuts are what is listed, where the
-    authors give each chunk a number besides.
+    Source: Untie the Knots (Tian et al. 2024, arXiv:2409.04774, and gpt_dataset_utk.py of its code). One tag is behind
+    the chunk that was cut, the other before the chunk that goes on. Behind the last chunk of a document that comes, the
+    names are listed in the order of the document (backtracing). As in the authors' code the tags do not count in the
+    loss, nor does the token behind one; the lists do. Tags are text here, since new tokens would need embeddings that
+    an adapter does not train; and the names of the cuts are what is listed, where the authors give each chunk a number
+    besides.
     """
 
     name: ClassVar[str] = "knots"
-    summary: ClassVar[str] = "documents cut into chunks, shuffled and tied with tags; all but the tags counts"
-    source: ClassVar[str] = "Tian et al. 2024, arXiv:2409.04774, and gpt_dataset_utk.py of its code"
     reads_texts: ClassVar[bool] = True
 
     def __init__(self, material: Material) -> None:

@@ -15,8 +15,6 @@ class LongTexts(Kind):
     """What a run without ``task_mix`` is trained on: no block comes twice before all came once."""
 
     name: ClassVar[str] = "text"
-    summary: ClassVar[str] = "the documents as they are"
-    source: ClassVar[str] = "as in PI (arXiv:2306.15595) and YaRN (arXiv:2309.00071)"
 
     def block(self, index: int) -> list[MaskedTokens]:
         packed = self.material.packed

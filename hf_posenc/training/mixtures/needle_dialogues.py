@@ -56,14 +56,13 @@ _SENTENCE_END = re.compile(r"[.!?][\"')\]\u201d\u2019]*\s+")
 class NeedleDialogues(Dialogues):
     """Sentences about made-up names, hidden at random depths of the documents; half of them are asked for.
 
-    The questions come in another order than the sentences, and those that are not asked for have the same forms.
-    Needles as distractors of each other are RULER's (arXiv:2404.06654, section 3), in other forms and with other values
-    than any task of ``hf-posenc eval --tasks`` has.
+    The questions come in another order than the sentences, and those that are not asked for have the same forms. That
+    the answers alone count is from Xiong et al. (2024, arXiv:2406.19292). Needles as distractors of each other are
+    RULER's (arXiv:2404.06654, section 3), in other forms and with other values than any task of ``hf-posenc eval
+    --tasks`` has.
     """
 
     name: ClassVar[str] = "needles"
-    summary: ClassVar[str] = "sentences hidden in the documents, and a dialogue about them; the answers count"
-    source: ClassVar[str] = "after Xiong et al. 2024, arXiv:2406.19292, and RULER, arXiv:2404.06654"
     reads_texts: ClassVar[bool] = True
     least: ClassVar[int] = 16  # tokens of text
 

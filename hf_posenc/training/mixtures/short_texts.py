@@ -10,9 +10,10 @@ from hf_posenc.training.mixtures.long_texts import LongTexts
 
 @register_kind
 class ShortTexts(LongTexts):
-    """As ``text``, with positions that begin anew after each window: what ``short_share`` is without a mixture."""
+    """As ``text``, with positions that begin anew after each window: what ``short_share`` is without a mixture.
+
+    Source: LongRoPE2 (arXiv:2502.20082, section 3.3).
+    """
 
     name: ClassVar[str] = "short_text"
-    summary: ClassVar[str] = "the documents in windows of the original length"
-    source: ClassVar[str] = "LongRoPE2, arXiv:2502.20082, section 3.3"
     is_short: ClassVar[bool] = True
