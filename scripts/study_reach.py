@@ -35,6 +35,7 @@ from hf_posenc.retrieval.measuring_retrieval import check_prompts, retrieval
 from hf_posenc.training import RECIPES, FinetuneConfig, finetune
 from hf_posenc.training.extending import dry_run
 from hf_posenc.training.run_folder import read_log
+from hf_posenc.training.texts import to_token_ids
 from hf_posenc.utils.dtypes import computes_natively
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import length_name
@@ -312,11 +313,14 @@ class Study:
 
         Any rule shows whether blocks and budget suit the mixes; the fitted one may not be there yet.
         """
-        texts = (read_tokenizer(self.plan.model), trained_on())
-        for name, seed in dict.fromkeys((row.name, row.seed) for row in selected):
-            if seed is not None and not (self.run_folder(name, seed) / MANIFEST).is_file():
-                config = self.training(name, seed, {"context_length": self.plan.target})
-                dry_run(str(self.plan.model), config, texts=texts)
+        rule, trained = {"context_length": self.plan.target}, [row for row in selected if row.seed is not None]
+        runs = dict.fromkeys((row.name, row.seed) for row in trained)
+        configs = [self.training(*run, rule) for run in runs if not (self.run_folder(*run) / MANIFEST).is_file()]
+        if configs:
+            tokenizer = read_tokenizer(self.plan.model)
+            texts = to_token_ids(tokenizer, trained_on(), configs[0])  # once for all
+            for config in configs:
+                dry_run(str(self.plan.model), config, texts=(tokenizer, texts))
 
     def show(self) -> None:
         """Write the tables, as text and as CSV."""

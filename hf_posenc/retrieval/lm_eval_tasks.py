@@ -79,10 +79,10 @@ def check_tasks(names: Sequence[str], metadata: dict[str, Any]) -> None:
     Raises:
         TypeError, ValueError: As for ``RetrievalTask``, or a name has our prefix, and is none of our tasks or groups.
     """
+    tokenizer = _tokenizer(metadata)
     for name in _ours(names):
         lengths, _, seed = _numbers(name, metadata)
-        for _ in _rows(name, _tokenizer(metadata), lengths, 1, seed):
-            pass
+        list(_rows(name, tokenizer, lengths, 1, seed))
 
 
 def write_task_files(names: Sequence[str], folder: Path) -> list[str]:

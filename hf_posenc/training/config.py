@@ -528,8 +528,15 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         return stages
 
     def blocks_per_step(self) -> int:
-        """Return the blocks of one optimizer step, over all processes of this launch."""
+        """Return the blocks of one optimizer step, over all processes of this launch.
+
+        Processes that share a sequence read the same blocks.
+        """
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * Launch.from_environment().replicas
+
+    def tokens_per_step(self, seq_len: int) -> int:
+        """Return the tokens of one optimizer step, over all processes of this launch, in blocks of ``seq_len``."""
+        return self.blocks_per_step() * seq_len
 
     def tokens_per_block(self, original: int, target: int) -> int:
         """Return ``seq_len``, or the target length, or with skipped positions the original length."""

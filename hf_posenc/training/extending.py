@@ -62,7 +62,7 @@ def begin(rotary: RotaryModel, config: FinetuneConfig) -> tuple[dict[str, Any], 
     positions = make_position_schedule(config, description, window_of_all_layers(rotary.text_config))
     seq_len = block_length(config, positions)
     check_with_model(rotary, config, seq_len)
-    per_step = config.blocks_per_step() * seq_len
+    per_step = config.tokens_per_step(seq_len)
     if config.token_budget < per_step:
         raise InvalidRequestError(
             f"{argument('token_budget')} {config.token_budget} is less than one step, {per_step} tokens. Give it more, "

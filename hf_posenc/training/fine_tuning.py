@@ -48,7 +48,7 @@ from hf_posenc.training.run_folder import (
 from hf_posenc.training.stages import load_finished, original_length, refuse_other_kind, settings_of_stages
 from hf_posenc.training.texts import Documents, Texts, prepare_texts, read_stream, to_token_ids
 from hf_posenc.training.train_log import LossLog
-from hf_posenc.training.trainer import tokens_per_step, train, training_arguments
+from hf_posenc.training.trainer import train, training_arguments
 from hf_posenc.utils.processes import from_main
 from hf_posenc.utils.units import TokenCount
 
@@ -249,7 +249,7 @@ class _Run:
         if args.world_size > 1 and getattr(rotary.model, "hf_device_map", None) is None:
             model.to(args.device)  # every process to its own GPU, before the first forward
 
-        per_step = tokens_per_step(args, texts.packed)
+        per_step = config.tokens_per_step(texts.packed.seq_len)
         decides = {
             **config.fixed_settings(),
             "data": texts.packed.fingerprint(),
@@ -398,7 +398,7 @@ def _card_settings(config: FinetuneConfig, packed: PackedDataset, args: Training
         **({"recipe": config.recipe} if config.recipe is not None else {}),
         "seq_len": packed.seq_len,
         "steps": args.max_steps,
-        "tokens_per_step": tokens_per_step(args, packed),
+        "tokens_per_step": config.tokens_per_step(packed.seq_len),
         **{name: getattr(config, name) for name in (*unusual, *shown, *(_LORA_SETTINGS if config.lora else ()))},
         **({"shifted sparse attention while training, tokens of a group": group} if group is not None else {}),
         "warmup_steps": args.warmup_steps,

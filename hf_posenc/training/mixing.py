@@ -66,12 +66,12 @@ class MixedDataset(PackedDataset):
         self.kinds: dict[str, Kind] = {name: get_kind(name)(material) for name in self.shares}
 
     def _check_budget(self, config: FinetuneConfig) -> None:
-        per_step = config.blocks_per_step() * self.seq_len
+        per_step = config.tokens_per_step(self.seq_len)
         steps = config.token_budget // per_step
         order = kinds_of_steps(self.shares, math.ceil(1 / min(self.shares.values())))
         last = max(self.shares, key=order.index)
         needed = order.index(last) + 1
-        if 0 < steps < needed:  # that there is no step at all is said elsewhere
+        if steps < needed:
             raise InvalidRequestError(
                 f"{argument('task_mix')}: every step is of one kind, and no step of {steps} is left for "
                 f"{last}={self.shares[last]}: give a {argument('token_budget')} of {needed * per_step} tokens or more, "

@@ -35,9 +35,8 @@ def settings_of_stages(rotary: RotaryModel, config: FinetuneConfig) -> list[Fine
             f"stages: the model was trained on {original} tokens, and {stages[0].length} are not beyond them. Begin "
             "with a longer one."
         )
-    blocks = config.blocks_per_step()
     for stage in stages:
-        step = blocks * config.tokens_per_block(original, stage.length)
+        step = config.tokens_per_step(config.tokens_per_block(original, stage.length))
         if stage.token_budget < step:
             raise InvalidRequestError(
                 f"stages: {stage.token_budget} tokens for the stage of {stage.length} are less than one step, {step} "

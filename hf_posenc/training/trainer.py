@@ -94,7 +94,7 @@ def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: P
 
 
 def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDataset) -> None:
-    per_step = tokens_per_step(args, packed)
+    per_step = config.tokens_per_step(packed.seq_len)
     args.max_steps = config.token_budget // per_step
     if config.warmup_steps >= 1:
         args.warmup_steps = min(config.warmup_steps, args.max_steps // 5)
@@ -113,19 +113,9 @@ def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDa
     # nope has no positions, and is trained on short texts first; an encoding may be trained for the length it has.
     wants_distances = config.method != "nope" and positions.target_length > positions.original_length
     group = config.group(packed.seq_len)
-    packed.schedule(args.max_steps, _blocks_per_step(args), config.seed).log(
+    packed.schedule(args.max_steps, config.blocks_per_step(), config.seed).log(
         wants_distances=wants_distances, group=group
     )
-
-
-def _blocks_per_step(args: TrainingArguments) -> int:
-    replicas = Launch.from_environment().replicas  # processes that share a sequence read the same blocks
-    return int(args.train_batch_size * args.gradient_accumulation_steps * replicas)
-
-
-def tokens_per_step(args: TrainingArguments, packed: PackedDataset) -> int:
-    """Return the tokens one optimizer step is trained on, over all processes."""
-    return _blocks_per_step(args) * packed.seq_len
 
 
 def train(
@@ -154,12 +144,12 @@ def train(
     rotary = RotaryModel(model)
 
     def mark(folder: Path, step: int) -> None:
-        trained = tokens_before + step * tokens_per_step(args, packed)
+        trained = tokens_before + step * config.tokens_per_step(packed.seq_len)
         adapter = hasattr(model, "peft_config")
         write_extension(rotary.model, folder, adapter=adapter, tokens_trained=trained, base_model=base_model)
 
     group = config.group(packed.seq_len)
-    schedule = packed.schedule(args.max_steps, _blocks_per_step(args), config.seed)
+    schedule = packed.schedule(args.max_steps, config.blocks_per_step(), config.seed)
     if args.should_save:
         warn_if_too_small(Path(str(config.output_dir)), model, args.save_total_limit)
     base = rotary.model
@@ -220,7 +210,7 @@ def _first_loss_check(
     another_attention = config.shifted_sparse_attention or length_dependent_rope_types(rotary.model)
     another_loss = another_attention or config.neftune_noise_alpha is not None  # noise is added to the embedding
     if config.check_first_loss and checkpoint is None and not another_loss:
-        own = range(args.process_index, _blocks_per_step(args), args.world_size)
+        own = range(args.process_index, config.blocks_per_step(), args.world_size)
         expected = expected_first_loss(rotary, (schedule[index] for index in own), config.logits_chunk)
     tolerance = tolerance_of(rotary, autocast=args.bf16)
     judges, is_text = config.check_first_loss, config.task_mix is None
