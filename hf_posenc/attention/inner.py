@@ -64,7 +64,8 @@ def slot_states(
             mask_function=mask_function,
             attention_mask=attention_mask,
             config=config,
-            **{**length, **offset, **kwargs},
+            # A mask that lets a query see later keys must arrive as one: None is read as causal attention.
+            **{**length, **offset, **kwargs, "allow_is_bidirectional_skip": False},
         )
     slots = torch.arange(kv_length, device=device)
     states = (slots < q_offset + q_length).to(torch.int8) * 2 - 1  # type: ignore[operator]  # REAL or UNWRITTEN

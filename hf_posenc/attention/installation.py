@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from hf_posenc.attention.inner import PREFIX
 from hf_posenc.attention.interface import (
@@ -26,17 +24,17 @@ from hf_posenc.attention.interface import (
 )
 from hf_posenc.attention.rotating_attention import RotatingAttention
 from hf_posenc.attention.rotation import ROTATIONS, Rotation, find_rotation
-from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
+from hf_posenc.attention.self_check import SHORT, check_installed, read_before
+from hf_posenc.errors import argument
 from hf_posenc.families.discovery import declared_rope
 from hf_posenc.families.family_data import FULL_ATTENTION, family_of
 from hf_posenc.families.refusals import TAKE_STATIC, Refusal
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.families.rotary_module import SavedRotary, rotary_class, write_rotary
+from hf_posenc.families.rotary_module import SavedRotary, rotary_class
 from hf_posenc.families.sliding_window import window_of_all_layers
-from hf_posenc.methods.base import DistanceMethod, Extension, plain_frequencies
+from hf_posenc.methods.base import AttentionMethod, Extension, plain_frequencies
 
-_PROBE_TOKENS = 5
-_PROBE_EPSILONS = 16  # roundings of a state that is rotated twice, in epsilons of its dtype
+AHEAD = "a layer attends to later tokens (is_causal is False), and the method is for causal attention only"
 
 
 @dataclass
@@ -71,6 +69,8 @@ def refusal_of_family(rotary: RotaryModel) -> Refusal | None:
     """Return why methods that run in attention are not for a model's family; None if they are."""
     config, model, found = rotary.text_config, rotary.model, rotary.rotary_modules
     name, family = config.model_type, family_of(config.model_type)
+    if looks_ahead(rotary):
+        return Refusal(name, "not_causal")
     if family.refused_in_attention:
         return Refusal(name, family.refused_in_attention)
     if family.latent_attention or getattr(config, "kv_lora_rank", None):
@@ -79,9 +79,19 @@ def refusal_of_family(rotary: RotaryModel) -> Refusal | None:
         return Refusal(name, "indexer")
     if len(found) != 1:
         return Refusal(name, "rotary_module_per_layer", {"count": len(found)})
-    if not all(goes_through_interface(layer) for layer in attention_layers(model)[:1]):
+    layers = attention_layers(model)
+    if not layers or not goes_through_interface(layers[0]):
         return Refusal(name, "no_attention_interface")
     return None
+
+
+def looks_ahead(rotary: RotaryModel) -> bool:
+    """Return whether a layer of the text model attends to later tokens, as encoders and cross-attention do."""
+    config = rotary.text_config
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return True
+    of_text = (module for module in rotary.model.modules() if type(getattr(module, "config", None)) is type(config))
+    return not all(getattr(module, "is_causal", True) for module in of_text)
 
 
 def refusal_of_settings(config: PreTrainedConfig) -> Refusal | None:
@@ -91,8 +101,6 @@ def refusal_of_settings(config: PreTrainedConfig) -> Refusal | None:
         return Refusal(name, "unrotated_pairs")
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         return Refusal(name, "attention_in_chunks")
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
-        return Refusal(name, "not_causal")
     if config._attn_implementation not in INNER:
         values = {"implementation": config._attn_implementation, "allowed": ", ".join(INNER)}
         return Refusal(name, "implementation", values)
@@ -141,7 +149,7 @@ def _rotation(rotary: RotaryModel) -> Rotation | None:
 def install_attention(
     rotary: RotaryModel, extension: Extension, saved: SavedRotary, rotation: Rotation
 ) -> InstalledAttention:
-    """Replace a model's attention, and see that the model rotates queries and keys as the new one takes it to.
+    """Replace a model's attention, and check on a few tokens that the model computes what it did before.
 
     Args:
         rotary: The model; its rotary module holds the plain frequencies.
@@ -151,66 +159,18 @@ def install_attention(
 
     Raises:
         ValueError: The model's output is not a number, on a short text already.
-        RotaryMismatchError: A short text reads otherwise then, or what reaches the attention is not what the rotary
-            module says; the attention is as it was.
+        RotaryMismatchError: A check failed (see ``self_check``); the attention is as it was.
     """
-    tokens = min(_PROBE_TOKENS, _plain_until(extension))
-    before = probe(rotary.model, tokens)
-    if before is not None and bool(before.isnan().any()):
-        raise InvalidRequestError(
-            f"the output of {type(rotary.model).__name__} is not a number (NaN) on a text of {tokens} tokens, before "
-            f"it is extended: its weights are damaged, or it overflows in {rotary.model.dtype}."
-        )
+    method = extension.method
+    assert isinstance(method, AttentionMethod), method
+    before = read_before(rotary, text_layers(rotary), min(SHORT, method.plain_until(extension.spec)))
     installed = set_up_attention(rotary, extension, saved.buffers[f"{rotary.prefix}inv_freq"], rotation)
     try:
-        after = probe(rotary.model, tokens)
-        agree = before is None or after is None or torch.equal(before, after)
-        if not agree or (after is not None and not _rotates_as_known(rotary, installed.attention, saved)):
-            raise RotaryMismatchError(
-                f"the attention of {type(rotary.model).__name__} does not rotate queries and keys in the usual way, "
-                "so hf_posenc's attention implementation cannot rotate them further. Take a static method, such as "
-                "'yarn'."
-            )
+        check_installed(rotary, installed.attention, saved, before)
     except Exception:
         remove_attention(rotary, installed)
         raise
     return installed
-
-
-def _rotates_as_known(rotary: RotaryModel, attention: RotatingAttention, saved: SavedRotary) -> bool:
-    """Return whether the inverse rotation takes queries and keys back to what no rotation gives, in every layer.
-
-    Queries and keys are seen twice, as they are and with frequencies of zero, while attention hands on values alone.
-    """
-    module, prefix = rotary.rotary_module, rotary.prefix
-    names = (f"{prefix}inv_freq", f"{prefix}original_inv_freq")
-    unrotated_state = SavedRotary(
-        {**saved.buffers, **{name: torch.zeros_like(attention.plain) for name in names}}, saved.attributes
-    )
-    seen = []
-    try:
-        for state in (saved, unrotated_state):
-            write_rotary(module, state)
-            attention.seen = []
-            probe(rotary.model, _PROBE_TOKENS)
-            seen.append(attention.seen)
-    finally:
-        attention.seen = None
-        write_rotary(module, saved)
-    full = [(rotated, unrotated) for rotated, unrotated in zip(*seen, strict=True) if rotated[0] == FULL]
-    pairs = [pair for rotated, unrotated in full for pair in zip(rotated[1:], unrotated[1:], strict=True)]
-    return bool(pairs) and all(_rotates_back(attention, *pair) for pair in pairs)
-
-
-def _rotates_back(attention: RotatingAttention, rotated: torch.Tensor, unrotated: torch.Tensor) -> bool:
-    if torch.equal(rotated, unrotated):  # without positions
-        return False
-    positions = torch.arange(rotated.shape[2], device=rotated.device)[None]
-    zeros = torch.zeros(1, len(attention.plain), device=rotated.device)
-    back = attention.rotation_tables(positions, positions, zeros, torch.ones(1, device=rotated.device))
-    error = (attention.rotation.rotate(rotated, back) - unrotated).abs().max()
-    epsilon = max(torch.finfo(dtype).eps for dtype in (rotated.dtype, torch.float32))  # angles are float32 at best
-    return bool(error <= _PROBE_EPSILONS * epsilon * unrotated.abs().max())
 
 
 def set_up_attention(
@@ -255,6 +215,8 @@ def attention_problem(rotary: RotaryModel, installed: InstalledAttention) -> str
     config = rotary.text_config
     if config._attn_implementation != PREFIX + installed.implementation:
         return f"the attention implementation is {config._attn_implementation!r}"
+    if looks_ahead(rotary):
+        return AHEAD
     if any(attention_of(module) is not installed.attention for module in attention_layers(rotary.model)):
         return "an attention layer has lost what it attends by"
     if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in installed.hooks):
@@ -282,65 +244,12 @@ def attends_to_text(layer: nn.Module) -> bool:
 
 
 def layer_kind(module: nn.Module, config: PreTrainedConfig) -> str:
+    """Return what a rule is to an attention layer: ``FULL``, ``PASS`` or ``CROSS`` of ``interface``."""
     if not attends_to_text(module):
         return CROSS
     return FULL if reads_whole_context(module, config) and has_positions(module) else PASS
 
 
-def _plain_until(extension: Extension) -> int:
-    """Return up to how many tokens a rule leaves a text as it is."""
-    if isinstance(extension.method, DistanceMethod):
-        return extension.method.regions(extension.spec).plain_until
-    return extension.spec.original_max_position_embeddings
-
-
-@torch.no_grad()
-def probe(model: PreTrainedModel, num_tokens: int) -> torch.Tensor | None:
-    """Return what a model makes of a few tokens, to see that it reads a short text as before; None on meta."""
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return None
-    modes = {module: module.training for module in model.modules()}
-    try:
-        ids = torch.arange(1, 1 + num_tokens, device=model.device)[None]
-        model.train(False)
-        with _zero3_gathered(model):
-            output: torch.Tensor = model(input_ids=ids, use_cache=False)[0]
-        return output
-    finally:
-        for module, training in modes.items():
-            module.training = training
-
-
-@contextmanager
-def _zero3_gathered(model: nn.Module) -> Iterator[None]:
-    """While open, weights that DeepSpeed ZeRO-3 has shared out (they have a ``ds_id``) are whole while they are used.
-
-    One module at a time: the whole model need not fit into one process. Every process has to call it.
-    """
-    shared = {
-        module: parts
-        for module in model.modules()
-        if (parts := [p for p in module.parameters(recurse=False) if hasattr(p, "ds_id")])
-    }
-    if not shared:
-        yield
-        return
-    import deepspeed
-
-    gathered: dict[nn.Module, Any] = {}
-
-    def gather(module: nn.Module, args: Any) -> None:
-        gathered[module] = deepspeed.zero.GatheredParameters(shared[module])
-        gathered[module].__enter__()
-
-    def share_out(module: nn.Module, args: Any, output: Any) -> None:
-        if module in gathered:
-            gathered.pop(module).__exit__(None, None, None)
-
-    hooks = [module.register_forward_pre_hook(gather) for module in shared]
-    hooks += [module.register_forward_hook(share_out, always_call=True) for module in shared]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def text_layers(rotary: RotaryModel) -> list[nn.Module]:
+    """Return the attention layers whose keys are those of the text."""
+    return [layer for layer in attention_layers(rotary.model) if attends_to_text(layer)]

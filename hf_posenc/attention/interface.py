@@ -123,6 +123,12 @@ def hf_posenc_attention(
     attention, kind = module.__dict__[_ATTENTION]
     if kind == CROSS:
         return inner_attention(attention.inner, module)(module, query, key, value, attention_mask, **kwargs)
+    if not is_causal(module, kwargs):
+        raise InvalidRequestError(
+            f"{type(module).__name__} attends to later tokens (is_causal is False), and the method that the model is "
+            "extended by is for causal attention only. Call unpatch_model first, or take a static method such as "
+            "'yarn'."
+        )
     if kwargs.get("position_ids") is None:
         if attention.positions is None:
             raise InvalidRequestError(
@@ -131,6 +137,12 @@ def hf_posenc_attention(
             )
         kwargs["position_ids"] = attention.positions
     return attention.attend(module, query, key, value, attention_mask, kind, kwargs)  # type: ignore[no-any-return]  # __dict__ holds anything
+
+
+def is_causal(module: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a layer attends to earlier tokens only; an argument of the call decides before its attribute."""
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def register() -> None:

@@ -151,6 +151,7 @@ class Forward:
         states: What the key slots hold, as the layers get it.
         layout: All of them, read.
         version: PyTorch's version of ``position_ids``, which an operation in place raises.
+        ahead: By the mask (its ``id``), whether it lets a query see a later key.
     """
 
     position_ids: torch.Tensor
@@ -158,6 +159,7 @@ class Forward:
     states: torch.Tensor | None
     layout: Layout = field(init=False)
     version: int | None = field(init=False)
+    ahead: dict[int, bool] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.layout = read_layout(self.position_ids, self.num_slots, self.states)
@@ -167,6 +169,17 @@ class Forward:
         """Return whether a layer with these belongs to it."""
         same = self.position_ids is position_ids and self.num_slots == num_slots and self.states is states
         return same and self.version == _version(position_ids)
+
+    def looks_ahead(self, mask: torch.Tensor) -> bool:
+        """Return whether a mask lets a query see a later key, as those of images and of prefixes do.
+
+        Args:
+            mask: ``(batch or 1, 1, num_queries, num_keys)``, bool or added to the logits.
+        """
+        if id(mask) not in self.ahead:
+            seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+            self.ahead[id(mask)] = bool(seen.triu(self.layout.first_query + 1).any())
+        return self.ahead[id(mask)]
 
 
 @dataclass

@@ -7,6 +7,8 @@ on by the difference between the rule's angle and the plain one.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from hf_posenc.attention.rotation import ROTATIONS, RotatedKeys, Rotation, Table
 from hf_posenc.attention.staged import Stages
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.base import DistanceMethod, Extension, StagedMethod
+from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.warning import warn_user
 
 
@@ -56,6 +59,18 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         spec, method = self.spec, self.method
         self.stages = Stages(spec, method) if isinstance(method, StagedMethod) else None
         self.distances = method.regions(spec) if isinstance(method, DistanceMethod) else None
+
+    @contextmanager
+    def following(self, method: StagedMethod | DistanceMethod, spec: RopeSpec) -> Iterator[None]:
+        """While open, attend by another rule than the one that the model is extended by."""
+        kept = self.method, self.spec
+        try:
+            self.method, self.spec = method, spec
+            self._read_rule()
+            yield
+        finally:
+            self.method, self.spec = kept
+            self._read_rule()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "stages": None, "distances": None}  # of functions made on the spot
@@ -182,6 +197,13 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         pieces = Pieces(self, forward, module, query, key, value, dense, kwargs)
         if kind == PASS:
             return pieces.untouched()
+        plain_until = self.method.plain_until(self.spec)
+        if dense is not None and int(forward.layout.row_positions.max()) >= plain_until and forward.looks_ahead(dense):
+            raise InvalidRequestError(
+                f"the attention mask lets tokens see later ones, as those of an image or of a prefix do, and method "
+                f"{self.method.name!r} has no rule for later tokens past {plain_until} tokens. A static method "
+                "such as 'yarn' takes them."
+            )
         if self.distances is not None:
             return attend_by_distance(pieces, self.distances)
         return pieces.by_stage() if forward.row_stages is None else pieces.whole(forward.row_stages)

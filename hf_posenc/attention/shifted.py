@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from hf_posenc.attention.inner import PREFIX, SHIFTED, inner_attention, piece_mask
-from hf_posenc.attention.installation import attention_layers, goes_through_interface, probe, reads_whole_context
+from hf_posenc.attention.installation import attention_layers, goes_through_interface, looks_ahead, reads_whole_context
+from hf_posenc.attention.self_check import probe
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import window_of_all_layers
@@ -316,7 +317,7 @@ def check_shiftable(model: Any, group: int) -> None:
         raise InvalidRequestError(f"a group of shifted sparse attention needs at least 2 tokens, got {group}.")
     rotary = RotaryModel.of(model)
     config = rotary.text_config
-    if reason := _reason_of_implementation(str(config._attn_implementation)) or _reason_of_model(rotary.model, config):
+    if reason := _reason_of_implementation(str(config._attn_implementation)) or _reason_of_model(rotary):
         raise InvalidRequestError(_UNSUPPORTED.format(config.model_type, reason))
 
 
@@ -334,13 +335,13 @@ def _reason_of_implementation(implementation: str) -> str | None:
     return None
 
 
-def _reason_of_model(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    layers = attention_layers(model)
+def _reason_of_model(rotary: RotaryModel) -> str | None:
+    layers = attention_layers(rotary.model)
     if not layers or not goes_through_interface(layers[0]):
         return "its attention does not go through Transformers' AttentionInterface"
-    if window_of_all_layers(config):
+    if window_of_all_layers(rotary.text_config):
         return "every layer has a sliding window (pass sliding_window='off' when extending it)"
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    if looks_ahead(rotary):
         return "its attention looks ahead"
     if any("sinks" in name for layer in layers for name, _ in layer.named_parameters(recurse=False)):
         return "its attention has sinks, learned logits beside those of the keys"

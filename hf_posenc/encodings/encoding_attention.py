@@ -91,6 +91,11 @@ class EncodingAttention(PositionalAttention[BiasedForward]):
         dense: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> Output:
+        if dense is not None and forward.looks_ahead(dense):
+            raise InvalidRequestError(
+                "the attention mask lets tokens see later ones, as those of an image or of a prefix do, and the "
+                "encoding has no bias for later tokens. Feed text without such a mask, or call unpatch_model."
+            )
         done: list[Output] = []
         layout = forward.layout
         first, total = layout.first_query, query.shape[2]

@@ -13,15 +13,17 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.inner import PREFIX
 from hf_posenc.attention.installation import (
+    AHEAD,
     attends_to_text,
     attention_layers,
     goes_through_interface,
     has_positions,
-    probe,
+    looks_ahead,
     refusal_of_family,
     refusal_of_settings,
 )
 from hf_posenc.attention.interface import CROSS, FULL, PASS, count_layers, drop_attention, register, set_attention
+from hf_posenc.attention.self_check import probe
 from hf_posenc.encodings.absolute import AbsolutePositions, first_layer
 from hf_posenc.encodings.encoding_attention import EncodingAttention
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, argument
@@ -61,6 +63,8 @@ class InstalledEncoding:
             return f"the decoder has lost its {MODULE}"
         if self.implementation is not None and config._attn_implementation != PREFIX + self.implementation:
             return f"the attention implementation is {config._attn_implementation!r}"
+        if looks_ahead(rotary):
+            return AHEAD
         if any(hook.id not in (hook.hooks_dict_ref() or {}) for hook in self.hooks):
             return "a hook of the decoder is gone"
         [(name, module)] = rotary.rotary_modules.items()

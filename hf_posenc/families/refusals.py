@@ -18,6 +18,8 @@ REASONS: dict[str, str] = {
     "no_rotary_embedding": "it has no rotary embedding (its config has no rope_parameters)",
     "no_rotary_module": "found no rotary module of Transformers' usual form (inv_freq, original_inv_freq, rope_type) "
     "in {class_name}, so there is nothing to scale",
+    "encoder_has_another_config": "its encoder has a rotary module ({names}) with a config of its own, which "
+    "would not be extended with the decoder's",
     "no_settings_for_full_attention": "its rotary settings are for {layer_types} and none for full attention, so no "
     "layer that reads the whole context has frequencies to scale",
     "rotary_in_windows_only": "only its layers with a sliding window are rotary, and they never look further; its "

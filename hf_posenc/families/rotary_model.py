@@ -93,16 +93,21 @@ class RotaryModel:
         config = self.text_config
         refuse_family(config)
         prefix = self.prefix
-        found = {
+        usual = {
             name: module
             for name, module in self.model.named_modules()
             if {f"{prefix}inv_freq", f"{prefix}original_inv_freq"} <= module._buffers.keys()
             and isinstance(getattr(module, "rope_type", None), (str, dict))
             and hasattr(module, f"{prefix}attention_scaling")
-            and type(getattr(module, "config", None)) is type(config)
+        }
+        found = {
+            name: module for name, module in usual.items() if type(getattr(module, "config", None)) is type(config)
         }
         if not found:
             raise Refusal(config.model_type, "no_rotary_module", {"class_name": type(self.model).__name__}).error()
+        if self.model.config.is_encoder_decoder and usual.keys() - found.keys():
+            names = ", ".join(sorted(usual.keys() - found.keys()))
+            raise Refusal(config.model_type, "encoder_has_another_config", {"names": names}).error()
         return found
 
     @property

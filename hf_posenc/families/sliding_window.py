@@ -18,10 +18,9 @@ KEEP, OFF = "keep", "off"
 
 def window_of_all_layers(config: PreTrainedConfig) -> int | None:
     """Return the sliding window, in tokens, that every layer has; None if some layer reads the whole context."""
-    window = getattr(config, "sliding_window", None)
-    if not window or FULL_ATTENTION & set(getattr(config, "layer_types", None) or ()):
+    if FULL_ATTENTION & set(getattr(config, "layer_types", None) or ()):
         return None
-    return int(window)
+    return int(getattr(config, "sliding_window", None) or 0) or None
 
 
 def choose_window(config: PreTrainedConfig, requested: str | int, target: int) -> int | None:

@@ -349,6 +349,10 @@ class AttentionMethod(Method):
     def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
         return {"rope_type": "default"}
 
+    @abc.abstractmethod
+    def plain_until(self, spec: RopeSpec) -> int:
+        """Return up to how many tokens a text is read by the unpatched model."""
+
     def query_factors(self, spec: RopeSpec, positions: torch.Tensor) -> torch.Tensor | None:
         """Return what multiplies the queries at these positions, float64, same shape; None if that is nothing.
 
@@ -377,6 +381,9 @@ class StagedMethod(AttentionMethod):
     @abc.abstractmethod
     def at(self, factor: float) -> StaticMethod:
         """Return the static rule of the stage that ends at ``factor`` times the original length."""
+
+    def plain_until(self, spec: RopeSpec) -> int:
+        return spec.original_max_position_embeddings
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         return self.at(self.factor).frequencies(spec)
@@ -448,6 +455,9 @@ class DistanceMethod(AttentionMethod):
     @abc.abstractmethod
     def settings(self, spec: RopeSpec) -> str:
         """Return in one sentence what it does at which distance, with the numbers it takes for this model."""
+
+    def plain_until(self, spec: RopeSpec) -> int:
+        return self.regions(spec).plain_until
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         self.regions(spec)  # raises on options that do not fit

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.attention.installation import attention_layers, goes_through_interface, has_positions, probe
+from hf_posenc.attention.installation import attention_layers, goes_through_interface, has_positions
+from hf_posenc.attention.self_check import probe
 from hf_posenc.errors import InvalidRequestError, RotaryMismatchError, UnknownNameError
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.rotary_model import RotaryModel

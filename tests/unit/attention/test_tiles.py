@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention_models import IDS, sharp_model
 from distance_rules import RULES, by_hand, patched_model
 from hf_posenc import patch_model
-from hf_posenc.attention import regional
+from hf_posenc.attention import installation, regional
 from hf_posenc.attention.interface import attention_of
 from hf_posenc.attention.pieces import Pieces, attend_part
 from hf_posenc.attention.regional import query_blocks, region_tiles
@@ -23,7 +23,7 @@ BLOCKS = [7, 24, 60, 256]  # shorter than the window of 24, as long, longer, and
 
 @pytest.fixture
 def calls(monkeypatch: Any) -> list[dict[str, Any]]:
-    """What the calls of the kernel are about."""
+    """What the calls of the kernel are about, but for those of patch_model's own check."""
     found: list[dict[str, Any]] = []
 
     def attend(query: Any, keys: Any, value: Any, scaling: Any, seen: Any = None, is_causal: bool = False) -> Any:
@@ -31,6 +31,7 @@ def calls(monkeypatch: Any) -> list[dict[str, Any]]:
         return attend_part(query, keys, value, scaling, seen, is_causal)
 
     monkeypatch.setattr(regional, "attend_part", attend)
+    monkeypatch.setattr(installation, "check_installed", lambda *args: None)
     return found
 
 
@@ -132,12 +133,12 @@ def test_rows_of_one_length(rule: str, calls: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("tiled", [True, False])
 def test_tables_are_made_once_a_forward(rule: str, tiled: bool, monkeypatch: Any) -> None:
     made: list[int] = []
-    at = Pieces.at
+    at, model = Pieces.at, patched_model(rule)
     monkeypatch.setattr(Pieces, "at", lambda self, *args: made.append(len(args[2])) or at(self, *args))
     monkeypatch.setattr(regional, "_SCORES", N * 7)
     if not tiled:
         by_the_reference(monkeypatch)
-    logits(patched_model(rule), IDS[:, :N])
+    logits(model, IDS[:, :N])
     # Of queries for each far region, and of keys for each way they are rotated further; not for each layer or block.
     assert made == [N] * {"self_extend": 2, "dca": 3}[rule]
 
