@@ -88,7 +88,7 @@ def refusal_of_family(rotary: RotaryModel) -> Refusal | None:
 def looks_ahead(rotary: RotaryModel) -> bool:
     """Return whether a layer of the text model attends to later tokens, as encoders and cross-attention do."""
     config = rotary.text_config
-    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False) in (True, "all"):
         return True
     of_text = (module for module in rotary.model.modules() if type(getattr(module, "config", None)) is type(config))
     return not all(getattr(module, "is_causal", True) for module in of_text)

@@ -38,7 +38,7 @@ from hf_posenc.spec import RopeSpec
 SHORT = 5  # tokens of a text that the rule leaves alone
 _BORDER, _PAST_BORDER = 4, 11  # tokens: where the rules that change no angle begin, and of the text read with them
 _ROTATION_EPSILONS = 16  # roundings of a state that is rotated twice, in epsilons of its dtype
-_ATTENTION_EPSILONS = 64  # roundings of a layer that adds its attention up in parts
+_ATTENTION_EPSILONS = 32  # roundings of a layer that adds its attention up in parts
 _TAKE_STATIC = "Take a static method, such as 'yarn'."
 
 
