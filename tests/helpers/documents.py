@@ -4,8 +4,9 @@ The blocks of README.md and of the pages of docs/ run in their order, in one fol
 as a reader would type them. Of examples/README.md and CONTRIBUTING.md, only the flags of commands are checked;
 test_example_programs.py runs the examples. What a page does otherwise in a test is written in it:
 
-- ```` ```sh title="Not run by our tests: needs a GPU" ````: the block is shown with this title, and not run; the
-  flags of its commands are checked all the same. A file that the reason names has to exist.
+- ``<!-- not run: needs a GPU -->`` before a block: it is not run; the flags of its commands are checked all the same.
+  A file that the reason names has to exist. No reader sees the reason: what a reader should know, such as how long the
+  command takes, is in the block as a comment, or in the text.
 - ```` ```toml title="run.toml" ````: a block with the name of a file as its title is a file that the reader has. So is
   ```` ```python title="my_rope.py" ````, which is not run where it stands.
 - ``<!-- test: 32k => 512 -->``: in tests, the text to the right replaces the text to the left, in the blocks of this
@@ -35,7 +36,6 @@ from hf_posenc.cli.main import main
 
 PAGES = ROOT / "docs" / "pages"
 TINY = str(tiny_model_path())
-NOT_RUN = "Not run by our tests: "
 LANGUAGES = ("python", "sh", "toml", "yaml", "json", "text")
 # Commands that are not run where they stand, on any page.
 RUN_ELSEWHERE = {
@@ -53,22 +53,30 @@ SUBSTITUTIONS = {
 }
 
 
+_BLOCK = re.compile(
+    r"(^ *<!-- not run: (?P<not_run>[^\n]+) -->\n\n)?"
+    r"^(?P<indent> *)(?P<fence>```+|~~~+)(?P<head>[^\n]*)\n(?P<code>.*?)^(?P=indent)(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, title and code, and the line of its page where it begins."""
+    """A fenced block: its language, title and code, the line of its page where it begins, and why it is not run."""
 
     language: str
     title: str
     code: str
     line: int
+    not_run: str = ""
 
     @property
     def is_file(self) -> bool:
-        return bool(self.title) and self.language not in ("sh", "text") and not self.title.startswith(NOT_RUN)
+        return bool(self.title) and self.language not in ("sh", "text")
 
     @property
     def is_run(self) -> bool:
-        return self.language in ("python", "sh") and not self.title.startswith(NOT_RUN) and not self.is_file
+        return self.language in ("python", "sh") and not self.not_run and not self.is_file
 
 
 @dataclass(frozen=True)
@@ -123,13 +131,13 @@ def missing_files(reason: str) -> list[str]:
 
 def blocks_of(text: str) -> list[Block]:
     """Return the fenced blocks of a Markdown text, also those inside lists."""
-    found = re.finditer(r"^( *)(```+|~~~+)([^\n]*)\n(.*?)^\1\2 *$", text, re.MULTILINE | re.DOTALL)
     blocks = []
-    for one in found:
-        language, _, rest = one[3].strip().partition(" ")
+    for match in _BLOCK.finditer(text):
+        language, _, rest = match["head"].strip().partition(" ")
         title = re.search(r'title="([^"]*)"', rest)
-        line = text.count("\n", 0, one.start()) + 1
-        blocks.append(Block(language, title[1] if title else "", textwrap.dedent(one[4]), line))
+        line = text.count("\n", 0, match.start("indent")) + 1
+        code = textwrap.dedent(match["code"])
+        blocks.append(Block(language, title[1] if title else "", code, line, match["not_run"] or ""))
     return blocks
 
 

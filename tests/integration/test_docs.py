@@ -1,4 +1,4 @@
-"""Every Python and shell block of README.md and docs/ runs on the tiny model, or says visibly why not.
+"""Every Python and shell block of README.md and docs/ runs on the tiny model, or a comment in the page says why not.
 
 Flags of all commands are checked, also of those inside sentences and of blocks that are not run.
 """
@@ -20,7 +20,6 @@ from transformers import AutoModelForCausalLM, HfArgumentParser
 
 from documents import (
     LANGUAGES,
-    NOT_RUN,
     RUN_ELSEWHERE,
     Block,
     Page,
@@ -86,9 +85,11 @@ def test_what_a_page_says_of_its_blocks(page: Page) -> None:
     assert {block.language for block in page.blocks} <= set(LANGUAGES)
     assert len(page.blocks) == len(re.findall(r"^ *(?:```|~~~)", page.text, re.MULTILINE)) / 2
     for block in page.blocks:
-        if block.title.startswith(NOT_RUN):
-            assert len(block.title) > len(NOT_RUN) + 5, block  # a reason
-            assert missing_files(block.title) == []
+        assert not block.not_run or len(block.not_run) > 5, block  # a reason
+        assert missing_files(block.not_run) == []
+    assert len(re.findall(r"^ *<!-- not run: ", page.text, re.MULTILINE)) == sum(
+        bool(block.not_run) for block in page.blocks
+    )
     code = "\n".join(block.code for block in page.blocks)
     assert [said for said in page.substitutions if said not in " ".join(code.replace("\\\n", " ").split())] == []
 
@@ -112,8 +113,18 @@ def test_blocks_and_commands_are_found() -> None:
     assert [words_of(command) for command in commands_of(first.code)] == [["a", "b c", "d"], ["f", ">", "g"]]
     assert second == Block("", "", "x\n y\n", 10)
     assert commands_in_sentences(text) == ["hf-posenc methods"]
-    titled = blocks_of('```sh title="Not run by our tests: needs a GPU"\nls\n```\n')[0]
-    assert (titled.language, titled.title, titled.is_run) == ("sh", f"{NOT_RUN}needs a GPU", False)
+    (block,) = blocks_of("a\n\n<!-- not run: needs a GPU -->\n\n```sh\nls\n```\n")
+    assert block == Block("sh", "", "ls\n", 5, "needs a GPU")
+    assert not block.is_run
+    assert blocks_of("```sh\nls\n```\n")[0].is_run
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_reader_sees_a_note_on_tests(page: Page) -> None:
+    """Titles of blocks are file names; notes for the tests are comments, which neither GitHub nor the site shows."""
+    shown = re.sub(r"<!--.*?-->", "", page.text, flags=re.DOTALL)
+    assert [block.title for block in page.blocks if not re.fullmatch(r"[\w.-]*", block.title)] == []
+    assert page.name == "CONTRIBUTING.md" or not re.search(r"by our tests|the tests install", shown)
 
 
 def test_a_reason_names_files_that_exist() -> None:
