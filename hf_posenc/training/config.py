@@ -315,7 +315,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     )
     # Trainer's own default would drop position_ids where it does not see them in a model's forward.
     remove_unused_columns: bool = field(default=False, metadata={"help": argparse.SUPPRESS})
-    # A name goes on into hub_model_id; True or False is what is left.
+    # A name, "true", or None: ``repository`` says where the model goes.
     push_to_hub: str | None = field(  # type: ignore[assignment]  # TrainingArguments takes no name
         default=None,
         metadata={
@@ -421,6 +421,13 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         named = self.resume_from_checkpoint
         return None if named in (None, "true") else Path(str(named)).expanduser()
 
+    @property
+    def repository(self) -> str | None:
+        """Name of the repository on the Hub that the trained model is pushed to; None where it is not pushed."""
+        if self.push_to_hub != "true":
+            return self.push_to_hub
+        return self.hub_model_id or Path(str(self.output_dir)).absolute().name
+
     def _take_first_names(self) -> None:
         for newer, name in _RENAMED.items():
             if getattr(self, newer, None) is not None:
@@ -428,22 +435,15 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
                 setattr(self, newer, None)
 
     def _check_publishing(self) -> None:
-        given = self.push_to_hub
-        word = str(given).lower()  # a flag is a word
-        if word not in ("true", "false", "none"):
-            if self.hub_model_id not in (None, given):
-                raise InvalidRequestError(
-                    f"{argument('push_to_hub')} says {given!r} and {argument('hub_model_id')} {self.hub_model_id!r}. "
-                    "Give one of them."
-                )
-            self.hub_model_id = str(given)
-        vars(self).update(push_to_hub=word not in ("false", "none"))
+        self.push_to_hub = given = _word_or_name(self.push_to_hub)
+        if given not in (None, "true") and self.hub_model_id not in (None, given):
+            raise InvalidRequestError(
+                f"{argument('push_to_hub')} says {given!r} and {argument('hub_model_id')} {self.hub_model_id!r}. "
+                "Give one of them."
+            )
 
     def _check_resuming(self) -> None:
-        given = self.resume_from_checkpoint
-        word = str(given).lower()  # Trainer.train takes True and False too
-        if word in ("none", "true", "false"):
-            self.resume_from_checkpoint = "true" if word == "true" else None
+        self.resume_from_checkpoint = given = _word_or_name(self.resume_from_checkpoint)
         named = self.named_checkpoint
         if named is not None and named.resolve().parent != Path(str(self.output_dir)).resolve():
             raise InvalidRequestError(
@@ -567,6 +567,14 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         }
         plain: dict[str, Any] = json.loads(json.dumps(fixed))
         return plain
+
+
+def _word_or_name(given: str | bool | None) -> str | None:
+    """Return what a field holds that takes True, False or a name: None for no, "true", or the name."""
+    word = str(given).lower()  # a flag is a word
+    if word in ("true", "false", "none"):
+        return "true" if word == "true" else None
+    return str(given)
 
 
 def _other_trainer_options() -> tuple[str, ...]:

@@ -338,9 +338,8 @@ def make_repo(config: FinetuneConfig) -> Repository | None:
     Raises:
         HubAccessError, HubUnreachableError: It cannot be made or written to.
     """
-    if not config.push_to_hub:
+    if (name := config.repository) is None:
         return None
-    name = config.hub_model_id or Path(str(config.output_dir)).absolute().name
     return make_repository(name, private=config.hub_private_repo, token=config.hub_token, revision=config.hub_revision)
 
 

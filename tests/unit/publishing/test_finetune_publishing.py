@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard
@@ -45,12 +47,27 @@ def test_the_trained_model_is_pushed_when_it_is_finished(tiny_checkpoint: Path, 
     assert describe(load_extended("team/longer", revision="new"))["context_length"] == 128
 
 
-def test_a_name_is_that_of_the_repository(tmp_path: Path) -> None:
-    run = FinetuneConfig(str(tmp_path), push_to_hub="me/longer")
-    assert (run.push_to_hub, run.hub_model_id) == (True, "me/longer")
-    assert FinetuneConfig(str(tmp_path), push_to_hub=True, hub_model_id="me/x").hub_model_id == "me/x"
-    for off in (False, None, "false"):
-        assert FinetuneConfig(str(tmp_path), push_to_hub=off).push_to_hub is False
+@pytest.mark.parametrize(
+    ("push_to_hub", "hub_model_id", "repository"),
+    [
+        (None, None, None),
+        (False, "me/x", None),
+        ("false", None, None),
+        ("me/longer", None, "me/longer"),
+        ("me/longer", "me/longer", "me/longer"),
+        (True, "me/x", "me/x"),
+        ("true", None, "run"),
+    ],
+)
+def test_a_config_names_its_repository_and_keeps_what_it_was_given(
+    push_to_hub: Any, hub_model_id: str | None, repository: str | None, tmp_path: Path
+) -> None:
+    run = FinetuneConfig(str(tmp_path / "run"), push_to_hub=push_to_hub, hub_model_id=hub_model_id)
+    assert (run.repository, run.hub_model_id) == (repository, hub_model_id)
+    assert dataclasses.replace(run) == run  # so it can be made of its own values again
+
+
+def test_two_names_of_a_repository_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="push_to_hub says 'me/longer' and hub_model_id 'me/x'"):
         FinetuneConfig(str(tmp_path), push_to_hub="me/longer", hub_model_id="me/x")
 

@@ -178,3 +178,11 @@ def test_a_subclass_is_checked_as_its_parent(settings: dict[str, Any], message: 
 
     with pytest.raises((ValueError, TypeError), match=message):
         Mine("out", **settings)
+
+
+def test_checking_a_config_does_not_rewrite_it() -> None:
+    """Every field that is not given keeps its default, so that no command or file repeats it as a choice."""
+    made, usual = FinetuneConfig("x"), FinetuneConfig.defaults()
+    assert {name: getattr(made, name) for name in usual} == usual
+    given = FinetuneConfig("x", method="YaRN", context_length="16k", task_mix=["text=1"], push_to_hub=True)
+    assert dataclasses.replace(given) == given
