@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
+from hf_posenc.planning.measured_training import random_blocks
 from hf_posenc.training import FinetuneConfig, fine_tuning, finetune, setting_checks
-from tiny_runs import Build, config, losses, make_documents, make_tokenizer
+from hf_posenc.training.trainer import training_arguments
+from tiny_runs import SEQ, Build, config, losses, make_documents, make_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -186,3 +188,10 @@ def test_checking_a_config_does_not_rewrite_it() -> None:
     assert {name: getattr(made, name) for name in usual} == usual
     given = FinetuneConfig("x", method="YaRN", context_length="16k", task_mix=["text=1"], push_to_hub=True)
     assert dataclasses.replace(given) == given
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(4, 0), (12, 2), (99, 19), (100, 20), (200, 20)])
+def test_warmup_is_at_most_a_fifth_of_the_run(steps: int, warmup: int, tmp_path: Path, tiny_llama: Build) -> None:
+    run = config(tmp_path, token_budget=steps * 2 * SEQ, warmup_steps=20, report_to="none")
+    args = training_arguments(tiny_llama(), run, random_blocks(64, SEQ, 4, packed=False))
+    assert (args.max_steps, args.warmup_steps, args.get_warmup_steps(steps)) == (steps, warmup, warmup)

@@ -21,8 +21,21 @@ from transformers import Trainer
 
 from folders import HELPERS, ROOT
 from hf_posenc.cli.main import main
+from hf_posenc.errors import InvalidRequestError
+from hf_posenc.training import FinetuneConfig
 from hf_posenc.training import finetune as finetune_function
-from hf_posenc.training.run_folder import LOSS_LOG, PARTIAL, SEAL, last_checkpoint, open_run, problem_of, read_log, seal
+from hf_posenc.training.run_folder import (
+    LOSS_LOG,
+    PARTIAL,
+    SEAL,
+    by_step,
+    last_checkpoint,
+    move_into_place,
+    open_run,
+    problem_of,
+    read_log,
+    seal,
+)
 from hf_posenc.training.train_log import LossLog
 from killed_runs import STEPS, command
 from tiny_runs import assert_same_run, killed_at
@@ -363,3 +376,25 @@ def test_damaged_settings_are_named(run_base: Path, run: Path, capsys: pytest.Ca
     )
     (run / "finetune.json").write_text(json.dumps({}))
     assert "was started with other settings" in refused(capsys, run_base, run, "--resume-from-checkpoint")
+
+
+@pytest.mark.parametrize("kept", [1, 2, None])
+def test_a_new_checkpoint_drops_those_of_later_steps(kept: int | None, tmp_path: Path) -> None:
+    """A run that goes on from a named checkpoint: those of the steps after it belong to another training."""
+    for step in (2, 4, 8, 12):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        seal(tmp_path / f"checkpoint-{step}")
+    (tmp_path / PARTIAL / "checkpoint-6").mkdir(parents=True)
+    move_into_place(tmp_path, 6, kept)
+    assert list(by_step(tmp_path)) == {1: [6], 2: [4, 6], None: [2, 4, 6]}[kept]
+
+
+def test_a_setting_that_was_given_at_the_start_alone_is_another_setting(tmp_path: Path) -> None:
+    """Files hold only what is not the default of TrainingArguments, so the resumed run may lack a name."""
+    first, resumed = (FinetuneConfig("x", **given).fixed_settings() for given in ({"adam_epsilon": 1e-6}, {}))
+    assert "adam_epsilon" not in resumed
+    open_run(tmp_path, first, resume=False)
+    (tmp_path / LOSS_LOG).write_text('{"step": 1}\n')
+    with pytest.raises(InvalidRequestError, match="adam_epsilon was 1e-06, is now None"):
+        open_run(tmp_path, resumed, resume=True)
+    assert open_run(tmp_path, first, resume=True) is None  # no checkpoint yet
