@@ -20,6 +20,8 @@ FAMILIES_TABLE = Path(__file__).with_name("families.json")
 _EXCEPTIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("exceptions.toml").read_text(encoding="utf-8"))
 # What layers that read the whole context are called in config.layer_types, and as keys of config.rope_parameters.
 FULL_ATTENTION = frozenset(_EXCEPTIONS["full_attention"]["layer_types"])
+# What layers are called that see other tokens through a mask alone.
+MASKED_ATTENTION = frozenset(_EXCEPTIONS["masked_attention"]["layer_types"])
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+from hf_posenc.families.unmasked_layers import in_words
 from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.planning.training_options import ADAPTERS, LORA, LORA_4BIT, POSE, POSE_4BIT, POSE_8BIT, POSE_LORA
 from hf_posenc.training.recipes import ONE_STAGE_FACTOR
@@ -33,6 +34,7 @@ class Situation:
         option: Name of the first training option that fits; None: unknown, or none does.
         fits: Whether one does; None where the memory is not known.
         training: It is to be trained, whatever works without.
+        unmasked: Layers that no mask keeps packed documents apart in, by kind (``unmasked_layers``).
     """
 
     model_type: str
@@ -45,6 +47,7 @@ class Situation:
     option: str | None = None
     fits: bool | None = None
     training: bool = False
+    unmasked: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def factor(self) -> float:
@@ -181,6 +184,11 @@ def _besides(s: Situation, recipe: str | None) -> list[str]:
         )
     if recipe is not None and s.token_budget is None and s.factor > ZERO_SHOT_FACTOR:
         notes.append(f"beyond a factor of {ZERO_SHOT_FACTOR:g} no rule is as good without training")
+    if s.unmasked and (recipe is not None or s.training):
+        notes.append(
+            f"{in_words(s.unmasked)} let a token see others whatever the attention mask says: blocks are of one "
+            "document each (--packing false)"
+        )
     if recipe is not None and not s.server:
         notes.append(f"until it is trained, {ZERO_SHOT_METHOD} is the rule to read with")
     return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.families.discovery import head_dim_of
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.families.unmasked_layers import unmasked_layers
 from hf_posenc.patching.extension import describe_config
 from hf_posenc.patching.presets import known_checkpoint
 from hf_posenc.planning.shapes import text_config
@@ -37,6 +40,7 @@ class ModelFacts:
         method: The scaling it has, ``"none"`` for none.
         factor: Of that scaling.
         dtype: What they are loaded in: the checkpoint's, or another that the plan counts with.
+        unmasked: Layers that no mask keeps packed documents apart in, by kind (``unmasked_layers``).
     """
 
     name: str
@@ -57,6 +61,7 @@ class ModelFacts:
     method: str
     factor: float
     dtype: str
+    unmasked: Mapping[str, int]
 
 
 def model_facts(config: PreTrainedConfig, name: str, original: int | None = None) -> ModelFacts:
@@ -92,6 +97,7 @@ def model_facts(config: PreTrainedConfig, name: str, original: int | None = None
         method=str(declared["method"]),
         factor=float(declared["factor"]),
         dtype=str(model.dtype).removeprefix("torch."),
+        unmasked=unmasked_layers(RotaryModel(model)),
     )
 
 

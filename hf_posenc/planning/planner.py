@@ -24,15 +24,14 @@ from hf_posenc.planning.planned_fit import PlannedFit, predict_fit
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.launch import Launch
 from hf_posenc.training.recipes import get_recipe
-from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
-from hf_posenc.utils.dtypes import DtypeChoice, choose_dtype, config_dtype
-from hf_posenc.utils.units import MemorySize, TokenCount, length_name
+from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW, check_combination
+from hf_posenc.utils.dtypes import AUTO, DtypeChoice, choose_dtype, config_dtype, dtype_name
+from hf_posenc.utils.units import MemorySize, length_name
 
 if TYPE_CHECKING:
     from hf_posenc.planning.measured_training import MeasuredTraining
-
-DEFAULT_BUDGET = TokenCount("1M")  # finetune's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +41,7 @@ class Plan:
     Attributes:
         model: What it is.
         dtype: What the weights are loaded in, and why where that is not the checkpoint's dtype.
+        requested_dtype: The dtype that was requested, by name; None for ``"auto"``.
         target: Tokens it is to read.
         factor: Target / original length.
         advice: Method and recipe, with reasons.
@@ -64,6 +64,7 @@ class Plan:
 
     model: ModelFacts
     dtype: DtypeChoice
+    requested_dtype: str | None
     target: int
     factor: float
     advice: Advice
@@ -162,12 +163,13 @@ def plan(
         gpus: Devices of that memory.
         training: Say too what it takes to train, which takes seconds; so do ``token_budget``, ``run``,
             ``load_in_4bit``, ``whole_documents``, and each of the three speeds.
-        token_budget: Tokens to train on; None: whether to train is part of the answer, and costs are for 1M.
+        token_budget: Tokens to train on; None: whether to train is part of the answer, and costs are for those of
+            ``run``.
         original_max_position_embeddings: Tokens it was trained on, where the config does not say it, or wrongly.
         server: Only rules that servers run.
         run: Settings of the training that is counted; None: ``finetune``'s.
         load_in_4bit: It begins with weights in 4 bits, of which it trains adapters.
-        whole_documents: Every block is of one document, so that attention needs no mask.
+        whole_documents: Every block is of one document (``packing=False``), so that attention needs no mask.
         tokens_per_second: Measured speed of training at the target.
         tflops: Sustained speed of the device, in 10^12 operations a second.
         measure_length: Train a few steps of random weights on this machine, in blocks of so many tokens.
@@ -193,6 +195,11 @@ def plan(
     name = str(config.name_or_path or config.model_type) if isinstance(model, PreTrainedConfig) else str(model)
     facts = model_facts(config, name, original_max_position_embeddings)
     original = _known_original(facts)
+    if with_training:
+        run = _with_given(run, token_budget, original_max_position_embeddings)
+        if whole_documents or (facts.unmasked and run.task_mix is None):
+            run = dataclasses.replace(run, packing=False)
+        check_combination(run, Launch(), unmasked=facts.unmasked)  # what finetune refuses
     situation = Situation(
         facts.model_type,
         original,
@@ -202,6 +209,7 @@ def plan(
         token_budget,
         server,
         training=training,
+        unmasked=facts.unmasked,
     )
     rows: list[TrainingOption] = []
     chosen = 0
@@ -211,10 +219,10 @@ def plan(
             run,
             _block(run, context_length, original),
             original,
-            packed=not whole_documents,
             load_in_4bit=load_in_4bit,
             gpus=gpus,
             gpu_memory=memory,
+            unmasked=facts.unmasked,
         )
         for option in options:
             rows.append(option)
@@ -235,10 +243,11 @@ def plan(
     advice = advise(situation)
     cache = kv_cache(config, context_length)
     rule = _rule_to_read_with(advice, server)
-    budget = token_budget or DEFAULT_BUDGET
+    budget = run.token_budget
     made = Plan(
         model=facts,
         dtype=choice,
+        requested_dtype=None if dtype == AUTO else dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype,
         target=context_length,
         factor=context_length / original,
         advice=advice,
@@ -254,6 +263,12 @@ def plan(
         flops=training_flops(facts, rows[chosen].run, rows[chosen].seq_len, budget) if rows else None,
     )
     return _with_speed(made, config, tokens_per_second, tflops, measure_length)
+
+
+def _with_given(run: FinetuneConfig, token_budget: int | None, original: int | None) -> FinetuneConfig:
+    """Return the run with what was given of it besides, so that its command says it too."""
+    given: dict[str, Any] = {"token_budget": token_budget, "original_max_position_embeddings": original}
+    return dataclasses.replace(run, **{name: value for name, value in given.items() if value is not None})
 
 
 def _block(run: FinetuneConfig, target: int, original: int) -> int:

@@ -83,7 +83,11 @@ def _rent(plan: Plan) -> str:
     best, *full = (min(some, key=lambda option: option.needed) for some in (known, at_length) if some)
     found = [_smallest(best), *(_smallest(option) for option in full if option is not best)]
     for devices in SHARED_OVER:
-        shared = [way for option in at_length for way in shared_out(option, plan.model.num_layers, devices)]
+        shared = [
+            way
+            for option in at_length
+            for way in shared_out(option, plan.model.num_layers, devices, plan.model.unmasked)
+        ]
         ways = [way for way in shared if way.sharding is not None and way.sharding.context_parallel]
         way = min(ways, key=lambda option: option.needed, default=None)
         if way is not None and way.smallest_gpu is not None:
@@ -175,7 +179,8 @@ def _commands(plan: Plan) -> list[str]:
     """Return the command of the way that was chosen, and the flags that the others have instead of its last ones."""
     scaled = plan.model.method != "none" and plan.target > plan.model.reads
     begin = shlex.join(finetune_words(plan.model.name, plan.target))
-    flags = {way.label: shlex.join(flags_of(way, on_scaled=scaled)) for way in plan.training_options}
+    dtype = plan.requested_dtype
+    flags = {way.label: shlex.join(flags_of(way, on_scaled=scaled, dtype=dtype)) for way in plan.training_options}
     lines = [f"the command of {plan.option.label}:", f"  {begin} {flags.pop(plan.option.label)}".rstrip()]
     if flags:
         width = max(map(len, flags))
@@ -190,12 +195,13 @@ def finetune_words(model: str, target: int) -> list[str]:
     return ["hf-posenc", "finetune", model, *files, "--context-length", str(int(target))]
 
 
-def flags_of(option: TrainingOption, *, on_scaled: bool = False) -> list[str]:
+def flags_of(option: TrainingOption, *, on_scaled: bool = False, dtype: str | None = None) -> list[str]:
     """Return the flags that make ``finetune`` train in one way.
 
     Args:
         option: The way.
         on_scaled: The model has a scaling, which the new one is to replace.
+        dtype: What the weights are loaded in; None leaves it to the checkpoint and the machine.
     """
     run, usual, loading = option.run, _usual(), {}
     if run.recipe is not None:
@@ -206,6 +212,8 @@ def flags_of(option: TrainingOption, *, on_scaled: bool = False) -> list[str]:
         given["load_in_4bit"] = True
     if on_scaled:
         given["on_scaled"] = "replace"
+    if dtype is not None:
+        given["dtype"] = dtype
     words = []
     for name, value in given.items():
         words += [f"--{name.replace('_', '-')}", *([] if value is True and usual[name] is False else _values(value))]
@@ -268,8 +276,8 @@ def _verdict(plan: Plan) -> list[str]:
         )
     if any(option.name == NO_MASK for option in plan.training_options):
         lines.append(
-            "no mask: blocks of one document each, or attn_implementation flash_attention_2, which needs none to keep "
-            "documents apart"
+            "no mask: blocks of one document each (--packing false), or --attn-implementation flash_attention_2 in its "
+            "place, which needs none to keep documents apart"
         )
     return lines
 

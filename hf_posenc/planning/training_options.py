@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -42,7 +43,7 @@ class TrainingOption:
         name: What is new in it.
         run: The settings.
         seq_len: Tokens of a block.
-        packed: Blocks hold several documents, kept apart by a mask.
+        packed: Attention needs a mask of block x block: blocks hold several documents, or windows meet a skip.
         memory: What it needs on one device.
         load_in_4bit: The weights are loaded so.
         sharding: Over several devices; None for one.
@@ -138,10 +139,10 @@ def training_options(
     seq_len: int,
     original: int,
     *,
-    packed: bool,
     load_in_4bit: bool = False,
     gpus: int = 1,
     gpu_memory: int | None = None,
+    unmasked: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[TrainingOption]:
     """Yield the ways to train, from what was requested to what needs least; each is predicted when it is reached.
 
@@ -153,16 +154,17 @@ def training_options(
         run: What was requested.
         seq_len: Tokens of a block: the target length, unless something else was requested.
         original: The original length, that of PoSE's window.
-        packed: Blocks hold several documents.
         load_in_4bit: Adapters are to be trained on weights in 4 bits.
         gpus, gpu_memory: Devices, and bytes of each. Of several, each way for one is followed by those that share
             weights and blocks out to all of them.
+        unmasked: What ``unmasked_layers`` says of the model: such layers need whole sequences.
     """
     num_layers = int(text_config(config).num_hidden_layers)
 
     def option(
-        name: str, run: FinetuneConfig, length: int, packed: bool, in_4bit: bool = load_in_4bit
+        name: str, run: FinetuneConfig, length: int, masked: bool = False, in_4bit: bool = load_in_4bit
     ) -> TrainingOption:
+        packed = masked or run.packing
         least = least_training_memory(config, run, length, load_in_4bit=in_4bit)
         made = TrainingOption(name, run, length, packed, least, in_4bit, at_least=True)
         too_much = gpu_memory is not None and least.peak > gpus * usable(gpu_memory)
@@ -175,28 +177,29 @@ def training_options(
         states = least_training_memory(config, run, like.seq_len).optimizer  # all that is different
         return dataclasses.replace(like, name=name, run=run, memory=dataclasses.replace(like.memory, optimizer=states))
 
-    yield (whole := option(AS_REQUESTED, run, seq_len, packed))
+    yield (whole := option(AS_REQUESTED, run, seq_len))
     if not computes_in_half(config, run):
         run = dataclasses.replace(run, bf16=True)
-        yield (whole := option(BF16, run, seq_len, packed))
+        yield (whole := option(BF16, run, seq_len))
     if not run.gradient_checkpointing:
         run = dataclasses.replace(run, gradient_checkpointing=True)
-        yield (whole := option(CHECKPOINTING, run, seq_len, packed))
-    if packed:
-        yield (whole := option(NO_MASK, run, seq_len, packed=False))
+        yield (whole := option(CHECKPOINTING, run, seq_len))
+    if run.packing and run.task_mix is None:  # whose blocks have several pieces
+        run = dataclasses.replace(run, packing=False)
+        yield (whole := option(NO_MASK, run, seq_len))
     if not run.lora and run.optim != EIGHT_BIT_ADAMW:
         yield in_8_bits(STATES_8BIT, whole)
-    yield from shared_out(whole, num_layers, gpus)
+    yield from shared_out(whole, num_layers, gpus, unmasked)
     adapters = dataclasses.replace(run, lora=True)
     if not run.lora:
-        yield (whole := option(LORA, adapters, seq_len, packed=False))
-        yield from shared_out(whole, num_layers, gpus)
+        yield (whole := option(LORA, adapters, seq_len))
+        yield from shared_out(whole, num_layers, gpus, unmasked)
     if not load_in_4bit:
         if adapters.lora_embeddings:
             bare = dataclasses.replace(adapters, lora_embeddings=False)
-            yield (whole := option(ADAPTERS, bare, seq_len, packed=False))
-            yield from shared_out(whole, num_layers, gpus)
-        yield option(LORA_4BIT, _on_4bit(adapters), seq_len, packed=False, in_4bit=True)
+            yield (whole := option(ADAPTERS, bare, seq_len))
+            yield from shared_out(whole, num_layers, gpus, unmasked)
+        yield option(LORA_4BIT, _on_4bit(adapters), seq_len, in_4bit=True)
     if original < seq_len and run.position_schedule == "full":
         windows = has_windows(config)  # in which a skip has to be masked
         if not run.lora:
@@ -219,20 +222,23 @@ def _on_4bit(run: FinetuneConfig) -> FinetuneConfig:
     return dataclasses.replace(run, recipe="qlora", **values)
 
 
-def shared_out(option: TrainingOption, num_layers: int, gpus: int) -> Iterator[TrainingOption]:
+def shared_out(
+    option: TrainingOption, num_layers: int, gpus: int, unmasked: Mapping[str, int] = MappingProxyType({})
+) -> Iterator[TrainingOption]:
     """Yield a way of one device over several: weights shared out by FSDP2, then blocks too by context parallelism."""
     for context_parallel in (False, True):
         launch = Launch(gpus, fsdp=2, cp_size=gpus if context_parallel else 1)
         known = not context_parallel or (gpus in SHARED_OVER and not option.packed)
-        if gpus > 1 and known and _can_start(option, launch):
+        if gpus > 1 and known and _can_start(option, launch, unmasked):
             sharding = Sharding.of(option.memory, num_layers, gpus, context_parallel)
             yield dataclasses.replace(option, sharding=sharding)
 
 
-def _can_start(option: TrainingOption, launch: Launch) -> bool:
+def _can_start(option: TrainingOption, launch: Launch, unmasked: Mapping[str, int]) -> bool:
     """Say whether ``finetune`` starts a run so."""
+    given: dict[str, Any] = {"quantised": option.load_in_4bit, "seq_len": option.seq_len}
     try:
-        check_combination(option.run, launch, quantised=option.load_in_4bit, seq_len=option.seq_len)
+        check_combination(option.run, launch, **given, unmasked=unmasked)
     except (ValueError, ImportError):
         return False
     return True

@@ -109,6 +109,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         "Blocks of tokens and their positions": (
             "token_budget",
             "seq_len",
+            "packing",
             "position_schedule",
             "pose_chunks",
             "short_share",
@@ -185,6 +186,13 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         metadata={
             "help": "tokens of a training block; default: the target length, as in YaRN and PI, or the original length "
             "if --position-schedule skips positions"
+        },
+    )
+    packing: bool = field(
+        default=True,
+        metadata={
+            "help": "put several documents into a block, kept apart by attention's mask; false: one document a block, "
+            "cut or padded to its length, as models with recurrent or convolution layers need"
         },
     )
     # PoSE, section 3.2: two chunks of a short window, skipped apart at random, show every distance up to the target.
@@ -533,6 +541,11 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         Processes that share a sequence read the same blocks.
         """
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * Launch.from_environment().replicas
+
+    @property
+    def packs_documents(self) -> bool:
+        """Whether a block may hold several documents; torch's context parallelism knows no mask that parts them."""
+        return self.packing and Launch.from_environment().cp_size == 1
 
     def tokens_per_step(self, seq_len: int) -> int:
         """Return the tokens of one optimizer step, over all processes of this launch, in blocks of ``seq_len``."""

@@ -19,6 +19,7 @@ from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.discovery import declared_rope
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP, OFF, window_of_all_layers
+from hf_posenc.families.unmasked_layers import unmasked_layers
 from hf_posenc.methods.registry import DEFAULT_METHOD, make_method, method_names
 from hf_posenc.patching.api import describe, is_patched, needs_hf_posenc, patch_model, unpatch_model
 from hf_posenc.patching.extension_config import ExtensionRequest
@@ -82,6 +83,7 @@ def check_with_model(rotary: RotaryModel, config: FinetuneConfig, seq_len: int |
         quantised=getattr(rotary.model, "is_quantized", False),
         seq_len=seq_len,
         needs_hf_posenc=seq_len is not None and needs_hf_posenc(rotary.model),
+        unmasked=unmasked_layers(rotary),
     )
 
 

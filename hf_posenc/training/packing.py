@@ -1,4 +1,4 @@
-"""Documents into full blocks of tokens, with every boundary between documents kept."""
+"""Documents into blocks of tokens: packed, with every boundary between them kept, or one document a block."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hf_posenc.training.positions import FULL, PositionSchedule
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the label that cross entropy and Transformers leave out
+_MUCH_PADDING = 50.0  # percent of the tokens of a run
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,17 @@ def ids_of(document: Tokens) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class PackingSummary:
-    """What becomes of the tokens in a run. Nothing is padded, and what is not read is counted.
+    """What becomes of the tokens in a run. What is not read is counted, and so is padding.
 
     Attributes:
         num_documents: Documents packed, each as often as it is read in a pass.
         num_tokens: Tokens of these documents, the added end-of-sequence tokens among them.
-        num_repeated: Tokens that a pass reads twice: those from the start of the stream that fill up its last block.
+        num_repeated: Tokens that a pass reads twice, to fill a block.
         num_blocks: Blocks that are trained on, those of later passes counted again.
-        num_trained: Tokens of these blocks.
+        num_trained: Tokens of these blocks, with padding.
+        num_padding: Those of them that are padding (``SingleDocumentBlocks``).
         num_masked: Those of them that are left out of the loss because of what they are: of a prompt, or a user's.
-        num_left_out: Tokens of the documents that are in no block of any pass (``SingleDocumentBlocks``).
+        num_left_out: Tokens of the documents that are in no block of any pass.
         num_unused: Tokens of the documents that a pass holds and none of these blocks: the budget ends before them.
         num_short: Blocks that are read as windows of the original length.
         num_pieces: Runs of tokens that see each other: documents, cut where a block or a window ends.
@@ -83,6 +85,7 @@ class PackingSummary:
     num_repeated: int
     num_blocks: int
     num_trained: int
+    num_padding: int
     num_masked: int
     num_left_out: int
     num_unused: int
@@ -136,31 +139,35 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         self.num_documents = len(ended)
         self.seq_len = seq_len
         self.positions = positions or PositionSchedule(FULL, seq_len, seq_len)
-        self.num_cut = -(-len(self.stream) // seq_len)
-        self.kept = list(range(self.num_cut))
-        if not self.counted.all():
-            self._leave_out_masked()
+        self.cuts = self._cut(lengths)
+        self.num_cut = len(self.cuts)
+        self._leave_out_masked()
+
+    def _cut(self, lengths: torch.Tensor) -> list[tuple[int, int]]:
+        """Return where in the stream each block starts and ends; ``lengths`` are those of the documents in it."""
+        starts = range(0, len(self.stream), self.seq_len)
+        return [(start, start + self.seq_len) for start in starts]
 
     def _leave_out_masked(self) -> None:
         """Keep the blocks with something to learn: a step of others would have no loss."""
-        indices = torch.arange(self.num_cut * self.seq_len) % len(self.stream)
-        labelled = (self.counted & ~self.starts_document)[indices].view(-1, self.seq_len)[:, 1:]
-        self.kept = labelled.any(1).nonzero().flatten().tolist()
-        if not self.kept:
+        labelled = self.counted & ~self.starts_document
+        self.cuts = [cut for cut in self.cuts if labelled[self._indices(cut)[1:]].any()]
+        if not self.cuts:
             raise InvalidRequestError(
                 f"none of the {len(self.stream):,} tokens to train on counts in the loss: all of them are "
-                "prompts, or turns of others than the assistant. Give longer answers, or let all tokens count."
+                "prompts, turns of others than the assistant, or documents of one token. Give longer answers, or let "
+                "all tokens count."
             )
-        if len(self.kept) < self.num_cut:
+        if len(self.cuts) < self.num_cut:
             logger.warning(
                 "%d of %d blocks of %d tokens hold none that counts in the loss, and are left out",
-                self.num_cut - len(self.kept),
+                self.num_cut - len(self.cuts),
                 self.num_cut,
                 self.seq_len,
             )
 
     def __len__(self) -> int:
-        return len(self.kept)
+        return len(self.cuts)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
@@ -181,9 +188,11 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         return BlockSchedule(self, num_steps * blocks_per_step, seed)
 
     def where(self, index: int) -> torch.Tensor:
-        """Return the indices of a block's tokens in the stream, int64 ``(seq_len,)``."""
-        start = self.kept[index] * self.seq_len
-        return torch.arange(start, start + self.seq_len) % len(self.stream)
+        """Return the indices of a block's tokens in the stream, without padding; int64 1-D."""
+        return self._indices(self.cuts[index])
+
+    def _indices(self, cut: tuple[int, int]) -> torch.Tensor:
+        return torch.arange(*cut) % len(self.stream)
 
     def pieces(self, index: int) -> list[int]:
         """Return the lengths of the documents, or parts of documents, in a block."""
@@ -200,9 +209,10 @@ class PackedDataset(Dataset[dict[str, torch.Tensor]]):
         if not self.counted.all():
             digest.update(self.counted.numpy().tobytes())
         short = digest.hexdigest()[:16]
-        if len(self.kept) == self.num_cut:
+        if len(self.cuts) == self.num_cut:
             return short
-        return hashlib.sha256(f"{short} {self.kept}".encode()).hexdigest()[:16]
+        kept = [start // self.seq_len for start, _ in self.cuts]
+        return hashlib.sha256(f"{short} {kept}".encode()).hexdigest()[:16]
 
 
 class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
@@ -242,22 +252,28 @@ class BlockSchedule(Dataset[dict[str, torch.Tensor]]):
         """
         packed, original = self.packed, self.packed.positions.original_length
         in_a_pass, read = torch.zeros(2, len(packed.stream), dtype=torch.bool)
+        of_a_pass = 0
         for block in range(len(packed)):
-            in_a_pass[packed.where(block)] = True
-        pieces = beyond = masked = 0
+            where = packed.where(block)
+            in_a_pass[where] = True
+            of_a_pass += len(where)
+        pieces = beyond = masked = padding = 0
         for index, block in enumerate(self.order):
-            masked += int((~packed.counted[packed.where(block)]).sum())
-            read[packed.where(block)] = True
-            position_ids = self.position_ids(index)
+            where = packed.where(block)
+            masked += int((~packed.counted[where]).sum())
+            padding += packed.seq_len - len(where)
+            read[where] = True
+            position_ids = self.position_ids(index)[: len(where)]
             pieces += int((position_ids == 0).sum())
             beyond += int((farthest(position_ids, group) >= original).sum())
         num_trained = len(self) * packed.seq_len
         return PackingSummary(
             num_documents=packed.num_documents,
             num_tokens=len(packed.stream),
-            num_repeated=len(packed) * packed.seq_len - int(in_a_pass.sum()),
+            num_repeated=of_a_pass - int(in_a_pass.sum()),
             num_blocks=len(self),
             num_trained=num_trained,
+            num_padding=padding,
             num_masked=masked,
             num_left_out=int((~in_a_pass).sum()),
             num_unused=int((in_a_pass & ~read).sum()),
@@ -338,8 +354,18 @@ def log_summary(
         100 * summary.share_beyond_original,
         original_length,
     )
+    if summary.num_padding:
+        share = 100 * summary.num_padding / summary.num_trained
+        logger.log(
+            logging.WARNING if share > _MUCH_PADDING else logging.INFO,
+            "%d of these tokens (%.1f %%) are padding behind documents that are shorter than a block, and do not count "
+            "in the loss%s",
+            summary.num_padding,
+            share,
+            ": a smaller seq_len trains on more text in the same budget" if share > _MUCH_PADDING else "",
+        )
     if summary.num_masked:
-        counted = summary.num_trained - summary.num_masked
+        counted = summary.num_trained - summary.num_padding - summary.num_masked
         logger.info(
             "%d of these tokens (%.1f %%) count in the loss; the others are prompts and turns of others than the "
             "assistant",
@@ -360,7 +386,7 @@ def log_summary(
         )
     elif summary.num_repeated:
         what = "every token" if summary.num_left_out == 0 else "every token of the others"
-        logger.info("%s is trained on; %d of a pass come twice, to fill its last block", what, summary.num_repeated)
+        logger.info("%s is trained on; %d of a pass come twice, to fill a block", what, summary.num_repeated)
     if wants_distances:
         warn_about_distances(summary.share_beyond_original, original_length, group)
 
@@ -395,31 +421,30 @@ def warn_about_distances(share: float, original_length: int, group: int | None) 
 
 
 class SingleDocumentBlocks(PackedDataset):
-    """Those blocks of a packed dataset that hold a piece of one document only.
+    """Blocks of one document each: a longer document is cut, and behind a shorter one the block is padded.
 
-    torch's context parallelism knows no mask but the causal one: accelerate drops the mask that keeps packed documents
-    apart (``_attach_context_parallel_hooks``), and tokens would see other documents.
-
-    Args:
-        packed: The blocks.
-
-    Raises:
-        ValueError: There is no such block.
+    For models and launches that cannot keep the documents of a block apart. The last block of a cut document ends with
+    it, so that it reads some tokens again and is full. Padding needs no mask: no token follows it, its labels are
+    ``-100``, and its positions run on. The arguments are those of ``PackedDataset``.
     """
 
-    def __init__(self, packed: PackedDataset) -> None:
-        vars(self).update(vars(packed))
-        self.kept = [packed.kept[index] for index in range(len(packed)) if len(packed.pieces(index)) == 1]
-        if not self.kept:
-            raise InvalidRequestError(
-                f"context parallelism cannot keep packed documents apart, and none of the {len(packed)} blocks of "
-                f"{packed.seq_len} tokens holds a piece of one document only. Train on documents of at least twice "
-                "seq_len, lower seq_len, or launch without context parallelism (--accelerate-config fsdp2)."
-            )
-        if len(self.kept) < len(packed):
-            logger.warning(
-                "context parallelism cannot keep packed documents apart: %d of %d blocks, which hold pieces of several "
-                "documents, are left out",
-                len(packed) - len(self.kept),
-                len(packed),
-            )
+    def _cut(self, lengths: torch.Tensor) -> list[tuple[int, int]]:
+        cuts = []
+        ends = lengths.cumsum(0).tolist()
+        for end, length in zip(ends, lengths.tolist(), strict=True):
+            first, last = end - length, max(end - length, end - self.seq_len)
+            cuts += [(start, min(start + self.seq_len, end)) for start in (*range(first, last, self.seq_len), last)]
+        return cuts
+
+    def tokens(self, index: int) -> MaskedTokens:
+        tokens = super().tokens(index)
+        padding = self.seq_len - len(tokens)
+        # Any token will do; the last one is in the vocabulary.
+        ids = torch.cat([tokens.ids, tokens.ids[-1:].expand(padding)])
+        return MaskedTokens(ids, torch.cat([tokens.counted, torch.zeros(padding, dtype=torch.bool)]))
+
+    def pieces(self, index: int) -> list[int]:
+        return [self.seq_len]
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{super().fingerprint()} {self.cuts}".encode()).hexdigest()[:16]

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from transformers.trainer_utils import HubStrategy, SaveStrategy, SchedulerType
 from transformers.training_args import OptimizerNames, TrainingArguments
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, MissingPackageError, UnknownNameError, argument
+from hf_posenc.families.unmasked_layers import in_words
 from hf_posenc.methods.registry import make_method, method_names
 from hf_posenc.spec import check_number
 from hf_posenc.training.launch import Launch
@@ -202,6 +204,11 @@ def check_mixture(config: FinetuneConfig, shares: Mapping[str, float]) -> None:
     """
     from hf_posenc.training.mixtures import get_kind
 
+    if not config.packing:
+        raise InvalidRequestError(
+            f"{argument('packing', False)} puts one document into a block, and those of {argument('task_mix')} hold "
+            "several pieces. Leave one of the two out."
+        )
     if config.short_share:
         raise InvalidRequestError(
             f"{argument('short_share')} goes without {argument('task_mix')}: in a mixture the kind short_text is what "
@@ -284,6 +291,7 @@ class Combination:
         quantised: The model's weights are; None if that is not known yet.
         seq_len: Tokens of a block; None if that is not known before the model's config is read.
         needs_hf_posenc: The model's rule is in its attention, whatever ``config`` names.
+        unmasked: What ``unmasked_layers`` says of the model; empty if that is not known yet.
     """
 
     config: FinetuneConfig
@@ -292,6 +300,7 @@ class Combination:
     quantised: bool | None = None
     seq_len: int | None = None
     needs_hf_posenc: bool = False
+    unmasked: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def changes_attention(self) -> bool:
@@ -417,6 +426,33 @@ CONFLICTS = (
         "with --accelerate-config fsdp2.",
     ),
     Conflict(
+        "a mixture and layers without a mask",
+        lambda s: bool(s.unmasked) and s.config.task_mix is not None,
+        "the model cannot be trained on a task_mix, whose blocks hold several pieces: {layers} let a token see others "
+        "whatever the attention mask says. Leave it out, and give packing=False (--packing false).",
+    ),
+    Conflict(
+        "short windows and layers without a mask",
+        lambda s: bool(s.unmasked) and s.config.short_share > 0,
+        "the model cannot be trained with short_share {config.short_share}, which reads blocks as several windows: "
+        "{layers} let a token see others whatever the attention mask says. Leave it out, and give packing=False "
+        "(--packing false).",
+    ),
+    Conflict(
+        "shared sequences and layers without a mask",
+        lambda s: bool(s.unmasked) and s.launch.shares_sequences,
+        "the model cannot be trained with context or sequence parallelism, which shows each process a part of a "
+        "sequence: {layers} need all of it. Launch with --accelerate-config fsdp2, and give packing=False (--packing "
+        "false).",
+    ),
+    Conflict(
+        "packing and layers without a mask",
+        lambda s: bool(s.unmasked) and s.config.packing,
+        "the model cannot keep several documents of a block apart: {layers} let a token see others whatever the "
+        "attention mask says. Give packing=False (--packing false): a block is then one document, cut or padded to "
+        "its length.",
+    ),
+    Conflict(
         "shared sequences and a method in the attention",
         lambda s: s.launch.shares_sequences and s.changes_attention,
         "{method} changes the attention itself, which then sees one process' part of a sequence only. Train it "
@@ -480,13 +516,14 @@ def check_combination(
     quantised: bool | None = None,
     seq_len: int | None = None,
     needs_hf_posenc: bool = False,
+    unmasked: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Refuse a run whose settings do not go together, before any weights are loaded.
 
     Args:
         config: The run.
         launch: How its processes were started; None reads the environment.
-        attention, quantised, needs_hf_posenc: As in ``Combination``.
+        attention, quantised, needs_hf_posenc, unmasked: As in ``Combination``.
         seq_len: Tokens of a block, once they are known; None takes those of ``config``.
 
     Raises:
@@ -498,7 +535,9 @@ def check_combination(
             f"--optim {config.optim} needs a package that is not installed: pip install bitsandbytes"
         )
     known = seq_len or config.seq_len or config.context_length
-    run = Combination(config, launch or Launch.from_environment(), attention, quantised, known, needs_hf_posenc)
+    launch = launch or Launch.from_environment()
+    run = Combination(config, launch, attention, quantised, known, needs_hf_posenc, unmasked)
+    words = {"method": config.method or "the model's rule", "layers": in_words(unmasked)}
     for conflict in CONFLICTS:
         if conflict.holds(run):
-            raise InvalidRequestError(conflict.message.format(method=config.method or "the model's rule", **vars(run)))
+            raise InvalidRequestError(conflict.message.format(**words, **vars(run)))

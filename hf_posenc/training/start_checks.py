@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from hf_posenc.attention.inner import inner_name
 from hf_posenc.attention.shifted import shift_of
-from hf_posenc.errors import RunStoppedError
+from hf_posenc.errors import RunStoppedError, argument
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits, token_losses
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.families.rotary_model import RotaryModel
@@ -45,59 +45,112 @@ _ADVICE = (
 
 
 @torch.no_grad()
-def probe_isolation(rotary: RotaryModel, batch_size: int = 1, positions: PositionSchedule | None = None) -> float:
-    """Change document 1 of a packed block and see whether the logits of document 2 move.
+def probe_isolation(
+    rotary: RotaryModel, batch_size: int = 1, positions: PositionSchedule | None = None, *, packed: bool = True
+) -> float:
+    """See that what comes after a border of documents does not depend on what comes before it.
 
     The probe goes the way training goes (the training forward, wrappers and hooks included, and shifted sparse
-    attention where that is on, in groups as short as the probe) and is measured against what the same change does when
-    both documents are numbered as one. Where positions skip, it also changes what comes before a skip in one document
-    and sees whether what comes after it moves, as it must.
+    attention where that is on, in groups as short as the probe). It asks twice. The gradient of document 2's outputs
+    with respect to document 1's embeddings is exactly 0 where a mask keeps them apart, however weak or strong the
+    weights are. And document 1 is changed to see whether the logits of document 2 move, which also finds what has no
+    gradient; that is measured against what the same change does when both documents are numbered as one. Where
+    positions skip, the probe also changes what comes before a skip in one document and sees whether what comes after
+    it moves, as it must.
 
     Args:
         rotary: The causal language model, PEFT-wrapped or not.
         batch_size: Blocks per forward in training; some attention implementations tell documents apart only
             when it is 1.
         positions: How positions run in training; None: one after the other.
+        packed: Blocks hold several documents; otherwise only skips of positions are looked at.
 
     Returns:
-        The largest movement of a logit of document 2, as a share of the movement without boundaries.
+        The largest movement of a logit of document 2, as a share of the movement without boundaries; 0 where blocks
+        hold one document.
 
     Raises:
-        RuntimeError: Document 2 moved, what comes after a skip did not, or the probe itself cannot tell.
+        RuntimeError: Document 2 depends on document 1, what comes after a skip does not depend on what comes before
+            it, or the probe itself cannot tell.
     """
     model = rotary.wrapped
+    skips = positions is not None and positions.kind != FULL
+    if not packed and not skips:
+        return 0.0
     attention = inner_name(str(rotary.model.config._attn_implementation))
     lengths = [_DOCUMENT, _second_length(rotary, positions)]
+    one = torch.arange(sum(lengths)).repeat(batch_size, 1)
     was_training, shift = rotary.model.training, shift_of(rotary.model)
+    apart = 0.0
     model.eval()
     try:
         with nullcontext() if shift is None else shift.dry_run(_GROUP):
-            joined = _movement(rotary, torch.arange(sum(lengths)).repeat(batch_size, 1), _DOCUMENT)
-            apart = _movement(rotary, _drawn(positions, lengths, batch_size), _DOCUMENT)
-            if positions is not None and positions.kind != FULL:
+            if (joined := _movement(rotary, one, _DOCUMENT)) == 0:
+                raise RunStoppedError(
+                    f"the document probe cannot tell: with attn_implementation {attention!r} no token sees an earlier "
+                    "one."
+                )
+            if packed:
+                several = _drawn(positions, lengths, batch_size)
+                # Short, also where a rule changes past the original length: gradients need the memory of training.
+                if _gradient(rotary, _drawn(positions, [_DOCUMENT, _DOCUMENT], batch_size)):
+                    raise _see_each_other(rotary, attention, batch_size, "its outputs have a gradient there")
+                apart = _movement(rotary, several, _DOCUMENT)
+                if not apart <= _LEAK * joined:
+                    what = f"changing one moved the logits of the next by {apart:.3g} ({joined:.3g} without a boundary)"
+                    raise _see_each_other(rotary, attention, batch_size, what)
+            if skips:
                 _check_skip(rotary, attention, _drawn(positions, [sum(lengths)], 1).repeat(batch_size, 1), joined)
     finally:
         model.train(was_training)
-    if joined == 0:
-        raise RunStoppedError(
-            f"the document probe cannot tell: with attn_implementation {attention!r} no token sees an earlier one."
+    if packed:
+        logger.info(
+            "packed documents are isolated (attn_implementation %r, %d blocks per step): changing one moved the logits "
+            "of the next by %.2g (%.2g without boundaries)",
+            attention,
+            batch_size,
+            apart,
+            joined,
         )
-    if not apart <= _LEAK * joined:
-        raise RunStoppedError(
-            f"packed documents see each other with attn_implementation {attention!r} and {batch_size} blocks per step: "
-            f"changing one moved the logits of the next by {apart:.3g} ({joined:.3g} without any boundary). "
-            "Something adds an attention mask or a cache, or this implementation does not read position_ids; "
-            "try per_device_train_batch_size 1, or load the model with attn_implementation='sdpa'."
-        )
-    logger.info(
-        "packed documents are isolated (attn_implementation %r, %d blocks per step): changing one moved the logits "
-        "of the next by %.2g (%.2g without boundaries)",
-        attention,
-        batch_size,
-        apart,
-        joined,
-    )
     return apart / joined
+
+
+def _see_each_other(rotary: RotaryModel, attention: str, batch_size: int, what: str) -> RunStoppedError:
+    """Return the error, with the ways out that are left."""
+    others = [argument("packing", False)]
+    if batch_size > 1:
+        others.append(argument("per_device_train_batch_size", 1))
+    if attention != "sdpa":
+        others.append("attn_implementation='sdpa' when the model is loaded")
+    return RunStoppedError(
+        f"packed documents see each other with attn_implementation {attention!r} and {batch_size} blocks per step: "
+        f"{what}. Something adds an attention mask or a cache, this implementation does not read position_ids, or a "
+        f"layer of model_type {rotary.model_type!r} reads tokens without a mask. Try {', or '.join(others)}."
+    )
+
+
+def _gradient(rotary: RotaryModel, position_ids: torch.Tensor) -> float:
+    """Return the largest gradient of outputs after the first document with respect to the embeddings in it.
+
+    Of a random sum of these outputs, so that nothing cancels. ``position_ids`` is ``(batch, length)``.
+    """
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(rotary.text_config.vocab_size, position_ids.shape, generator=generator)
+    embedded: list[torch.Tensor] = []
+
+    def cut(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1]
+
+    hook = rotary.model.get_input_embeddings().register_forward_hook(cut)
+    try:
+        with torch.enable_grad():
+            rows = _training_rows(rotary, input_ids.to(rotary.device), position_ids.to(rotary.device), _DOCUMENT)
+            weights = torch.randn(rows.shape, generator=generator).to(rows)
+            (gradient,) = torch.autograd.grad((rows * weights).sum(), embedded[0])
+    finally:
+        hook.remove()
+    return float(gradient[:, :_DOCUMENT].abs().max())
 
 
 def _drawn(positions: PositionSchedule | None, lengths: list[int], batch_size: int) -> torch.Tensor:
@@ -154,7 +207,15 @@ def _second_length(rotary: RotaryModel, positions: PositionSchedule | None) -> i
 def _training_logits(
     rotary: RotaryModel, input_ids: torch.Tensor, position_ids: torch.Tensor, border: int
 ) -> torch.Tensor:
-    """Return the logits behind the training loss of the first and last tokens after ``border``, read by a hook."""
+    """Return the logits behind the training loss of the first and last tokens after ``border``."""
+    rows = _training_rows(rotary, input_ids, position_ids, border)
+    return head_logits(rotary.model, torch.cat([rows[:, :_DOCUMENT], rows[:, -_DOCUMENT:]], dim=1))
+
+
+def _training_rows(
+    rotary: RotaryModel, input_ids: torch.Tensor, position_ids: torch.Tensor, border: int
+) -> torch.Tensor:
+    """Return the hidden states behind the training loss from ``border`` on, read by a hook."""
     hidden: list[torch.Tensor] = []
     hook = decoder_body(rotary.model).register_forward_hook(lambda module, args, output: hidden.append(output[0]))
     try:
@@ -162,8 +223,7 @@ def _training_logits(
             rotary.wrapped(input_ids=input_ids, position_ids=position_ids, labels=input_ids)
     finally:
         hook.remove()
-    rows = hidden[0][:, border:]
-    return head_logits(rotary.model, torch.cat([rows[:, :_DOCUMENT], rows[:, -_DOCUMENT:]], dim=1))
+    return hidden[0][:, border:]
 
 
 @torch.no_grad()

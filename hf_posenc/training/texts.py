@@ -14,7 +14,6 @@ from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.examples import ExampleTokenizer
-from hf_posenc.training.launch import Launch
 from hf_posenc.training.mixing import MixedDataset
 from hf_posenc.training.packing import MaskedTokens, PackedDataset, SingleDocumentBlocks, Tokens, check_ids, ids_of
 from hf_posenc.training.positions import PositionSchedule, block_length
@@ -72,7 +71,8 @@ def prepare_texts(
     check_ids(held_out, vocab_size, "held-out document")
     seq_len = block_length(config, positions)
     check_enough_text([ids_of(document) for document in train], held_out, lengths, seq_len, config)
-    packed = PackedDataset(
+    kind = PackedDataset if config.packs_documents else SingleDocumentBlocks
+    packed = kind(
         upsample(train, original, config.length_upsampling, config.seed),
         seq_len,
         eos_token_id=eos,
@@ -81,8 +81,6 @@ def prepare_texts(
     )
     if config.task_mix is not None:
         packed = MixedDataset(packed, tokenizer, train, config)
-    if Launch.from_environment().cp_size > 1:
-        packed = SingleDocumentBlocks(packed)
     return Texts(packed, held_out, lengths)
 
 
@@ -310,15 +308,17 @@ def _warn_about_short_documents(lengths: Sequence[int], seq_len: int, config: Fi
         return
     mean = sum(lengths) / len(lengths)
     learned = f", and no distance beyond {longest:,} tokens is learned" if config.position_schedule == "full" else ""
+    blocks = "packed from several, which do not see each other" if config.packs_documents else "padded"
     logger.warning(
         "all %d documents are shorter than a block of %d tokens: the longest has %d and fills %.1f %% of one, the mean "
-        "%.1f %%. Blocks are packed from several, which do not see each other%s. Give longer documents, or a smaller "
+        "%.1f %%. Blocks are %s%s. Give longer documents, or a smaller "
         f"{argument('seq_len')}.",
         len(lengths),
         seq_len,
         longest,
         100 * longest / seq_len,
         100 * mean / seq_len,
+        blocks,
         learned,
     )
 

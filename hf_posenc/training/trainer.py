@@ -166,7 +166,7 @@ def train(
             chunked_lm_loss(model, config.logits_chunk),
         ):
             with autocast:
-                probe_isolation(rotary, args.train_batch_size, packed.positions)
+                probe_isolation(rotary, args.train_batch_size, packed.positions, packed=config.packs_documents)
                 check = _first_loss_check(rotary, args, schedule, config, checkpoint, known_loss)
             modules = remember_modules(model)
             callbacks = [watch, check]

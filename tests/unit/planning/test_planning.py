@@ -161,7 +161,7 @@ WAYS += [f"PoSE window{name}" for name in ("", ", 8-bit AdamW", ", LoRA+", ", 4-
 
 def test_the_first_way_that_fits_is_taken() -> None:
     config = LlamaConfig(**{**TINY_SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4})
-    ways = list(training_options(config, RUN, 1024, 64, packed=True))
+    ways = list(training_options(config, RUN, 1024, 64))
     assert [way.name for way in ways] == WAYS
     peaks = [way.memory.peak for way in ways]
     assert [way.seq_len for way in ways] == [1024] * 8 + [64] * 4
@@ -177,13 +177,13 @@ def test_the_first_way_that_fits_is_taken() -> None:
     weights = small.all_weights.memory.weights
     enough = plan(config, 1024, gpu_memory=RESERVE + weights, run=RUN)
     assert (enough.fits, "more devices do not help" in plan_text(enough)) == (False, False)
-    short = list(training_options(config, FinetuneConfig("unused", lora=True, bf16=True), 64, 64, packed=False))
+    short = list(training_options(config, FinetuneConfig("unused", lora=True, bf16=True, packing=False), 64, 64))
     assert [way.name for way in short] == ["as requested", "gradient checkpointing", "LoRA", "4-bit LoRA"]
 
 
 def test_of_a_way_that_is_far_too_much_only_the_least_is_said() -> None:
     config = LlamaConfig(**TINY_SIZES)
-    ways = list(training_options(config, RUN, 1024, 64, packed=True, gpu_memory=RESERVE + 1000))
+    ways = list(training_options(config, RUN, 1024, 64, gpu_memory=RESERVE + 1000))
     assert all(way.at_least for way in ways)
     for way in ways:
         assert way.memory.peak <= way.predicted(config).memory.peak

@@ -12,7 +12,14 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_posenc.attention.shifted import make_groups
-from hf_posenc.training.packing import BlockSchedule, MaskedTokens, PackedDataset, check_ids, log_summary
+from hf_posenc.training.packing import (
+    BlockSchedule,
+    MaskedTokens,
+    PackedDataset,
+    SingleDocumentBlocks,
+    check_ids,
+    log_summary,
+)
 from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.texts import upsample
 
@@ -289,3 +296,64 @@ def test_ids_the_model_has_no_embedding_for():
         check_ids([ids(0, 5), ids(9, 10)], 10, "text")
     with pytest.raises(TypeError, match=r"document 0 must hold token ids \(int64\), got torch.float32"):
         check_ids([torch.ones(3)], 10)
+
+
+def test_one_document_a_block_by_hand():
+    """Of 4 tokens with their EOS 11 to 15: two blocks, the second of which ends with the document; 21 is padded."""
+    blocks = SingleDocumentBlocks([ids(11, 12, 13, 14, 15), ids(21)], seq_len=4, eos_token_id=EOS)
+    found = sorted(blocks, key=lambda block: block["input_ids"].tolist())
+    assert [block["input_ids"].tolist() for block in found] == [
+        [11, 12, 13, 14],
+        [13, 14, 15, EOS],
+        [21, EOS, EOS, EOS],
+    ]
+    assert [block["labels"].tolist() for block in found] == [
+        [-100, 12, 13, 14],
+        [-100, 14, 15, EOS],
+        [-100, EOS, -100, -100],
+    ]
+    assert all(block["position_ids"].tolist() == [0, 1, 2, 3] for block in found)  # no border, so no mask
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_no_token_is_left_out_and_no_block_has_two_documents(masked: bool):
+    lengths = [8, 1, 31, 9, 16, 17, 2]
+    documents: list[Any] = [torch.arange(1, n + 1) + 100 * i for i, n in enumerate(lengths)]
+    if masked:
+        documents = [MaskedTokens(one, one % 2 == 0) for one in documents]
+    blocks = SingleDocumentBlocks(documents, 8, eos_token_id=None, seed=3)
+    seen: set[int] = set()
+    for index, block in enumerate(blocks):
+        real = len(blocks.where(index))
+        tokens = block["input_ids"][:real]
+        assert len({int(token) // 100 for token in block["input_ids"]}) == 1
+        assert (tokens.diff() == 1).all()
+        counted = [int(token) for token in tokens[1:] if not masked or token % 2 == 0]
+        assert block["labels"][block["labels"] != -100].tolist() == counted != []
+        seen |= set(tokens.tolist())
+    # A token alone predicts nothing; of the masked ones neither does a pair whose second token does not count.
+    expected = {int(token) for i, n in enumerate(lengths) for token in torch.arange(1, n + 1) + 100 * i if n > 1}
+    assert seen == expected
+
+
+def test_padding_is_counted_and_much_of_it_is_a_warning(caplog: pytest.LogCaptureFixture):
+    blocks = SingleDocumentBlocks([torch.arange(1, 7), torch.arange(11, 23)], 8, eos_token_id=None, seed=0)
+    twice = BlockSchedule(blocks, 2 * len(blocks), seed=0).summary()
+    assert (len(blocks), twice.num_trained, twice.num_padding, twice.num_repeated) == (3, 48, 4, 4)
+    assert (twice.num_tokens, twice.num_pieces, twice.num_left_out, twice.num_unused) == (18, 6, 0, 0)
+    with caplog.at_level(logging.INFO):
+        log_summary(twice, 8)
+    (line,) = [record for record in caplog.records if "padding" in record.message]
+    assert line.levelno == logging.INFO
+    assert "4 of these tokens (8.3 %) are padding" in line.message
+    caplog.clear()
+    short = SingleDocumentBlocks([torch.arange(1, 4)], 8, eos_token_id=None)
+    log_summary(BlockSchedule(short, 1, seed=0).summary(), 8)
+    (line,) = [record for record in caplog.records if "padding" in record.message]
+    assert (line.levelno, "a smaller seq_len" in line.message) == (logging.WARNING, True)
+
+
+def test_another_cut_of_the_same_documents_is_other_data():
+    documents = [torch.arange(1, 33)]
+    kinds = [kind(documents, 8, eos_token_id=None) for kind in (PackedDataset, SingleDocumentBlocks)]
+    assert kinds[0].fingerprint() != kinds[1].fingerprint()

@@ -32,6 +32,7 @@ OTHER: dict[str, Any] = {
     "options": {"beta_fast": 16, "ramp": "paper", "truncate": False, "attention_factor": 1.25e-5},
     "token_budget": 123_456,
     "seq_len": 2048,
+    "packing": False,
     "position_schedule": "pose",
     "pose_chunks": 3,
     "short_share": 0.25,

@@ -17,6 +17,7 @@ CP = {"processes": 4, "fsdp": 2, "cp_size": 2}
 SP = {"processes": 4, "zero": 3, "sp_size": 2, "sp_attention": "flash_attention_2"}
 SHIFTED = {"config": {"shifted_sparse_attention": True}}
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+HYBRID = {"unmasked": {"conv": 1, "linear_attention": 2}}
 # Of each rule: what breaks it, what is changed to mend it, and what the message names.
 TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "fsdp1": ({"fsdp": 1}, {"fsdp": 2}, "rounds the rotary frequencies.*fsdp2"),
@@ -40,6 +41,26 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "short_share 0.25 reads blocks as several windows",
     ),
     "cp and a mixture": ({**CP, "config": {"task_mix": ["kv=1"]}}, {"config": {"task_mix": None}}, "several. Launch"),
+    "a mixture and layers without a mask": (
+        {**HYBRID, "config": {"task_mix": ["kv=1"]}},
+        {"config": {"packing": False}},
+        "task_mix, whose blocks hold several pieces: 3 of its layers",
+    ),
+    "short windows and layers without a mask": (
+        {**HYBRID, "config": {"short_share": 0.25, "packing": False}},
+        {"config": {"packing": False}},
+        r"short_share 0.25.*\(conv, linear_attention\)",
+    ),
+    "shared sequences and layers without a mask": (
+        {**CP, **HYBRID, "config": {"packing": False}},
+        {"cp_size": 1},
+        "a part of a sequence: 3 of its layers",
+    ),
+    "packing and layers without a mask": (
+        HYBRID,
+        {"config": {"packing": False}},
+        r"Give packing=False \(--packing false\)",
+    ),
     "shared sequences and a method in the attention": (
         {**CP, "config": {"method": "self_extend"}},
         {"config": {"method": "yarn"}},
@@ -87,6 +108,7 @@ def check(folder: Path, settings: dict[str, Any]) -> None:
         (folder / "checkpoint-5" / name).mkdir(parents=True, exist_ok=True)
         seal(folder / "checkpoint-5")
     known = {name: settings.pop(name, None) for name in ("attention", "quantised", "seq_len")}
+    known["unmasked"] = settings.pop("unmasked", {})
     check_combination(FinetuneConfig(**config), Launch(**settings), **known)
 
 

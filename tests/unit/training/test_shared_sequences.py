@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import one_of_several
 from distributed_runs import CONTEXT_PARALLEL, Run, assert_same_steps, in_two_processes, log_of, returned_by
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.training.chunked_loss import chunked_causal_lm_loss
-from hf_posenc.training.packing import BlockSchedule, PackedDataset, SingleDocumentBlocks, log_summary
 from tiny_runs import SEQ
 
 # A document of exactly so many blocks, its EOS with it: every block is a piece of one document. The last is held out.
@@ -45,13 +43,17 @@ def test_context_parallel_trains_as_one_process_does(tmp_path: Path):
     }
     right = Run(str(tmp_path / "right"), long, trained, attention="gathered")
     wrong = Run(str(tmp_path / "wrong"), long, trained, attention="cut")
-    mixed = Run(str(tmp_path / "mixed"), alone.settings, documents=[SEQ // 2] * 40, attention="gathered")
+    short = [SEQ // 2] * 40  # padded, one in a block
+    padded = Run(str(tmp_path / "padded"), {**alone.settings, "packing": False}, documents=short)
+    cp_padded = Run(str(tmp_path / "cp-padded"), alone.settings, documents=short, attention="gathered")
     one_of_several.do(alone)
+    one_of_several.do(padded)
     one_of_several.do(masked["1"])
-    in_two_processes(tmp_path / "runs.json", [cp, masked["2"], right, wrong, mixed], CONTEXT_PARALLEL)
+    in_two_processes(tmp_path / "runs.json", [cp, masked["2"], right, wrong, cp_padded], CONTEXT_PARALLEL)
 
     assert_same_steps(cp, alone)
     assert_same_steps(masked["2"], masked["1"])
+    assert_same_steps(cp_padded, padded)
     assert [line["loss"] for line in log_of(masked["1"])] != [line["loss"] for line in log_of(alone)]
     given, expected = returned_by(cp, 1), returned_by(alone)
     assert given["hooks"] == expected["hooks"] == 0  # accelerate's, which drop masks, are gone
@@ -61,34 +63,7 @@ def test_context_parallel_trains_as_one_process_does(tmp_path: Path):
         assert not Path(right.folder, f"raised-{process}").exists()
         said = Path(wrong.folder, f"raised-{process}").read_text()
         assert "outside of the trainer the same tokens give" in said
-        assert (
-            "none of the 20 blocks of 128 tokens holds a piece of one document only"
-            in Path(mixed.folder, f"raised-{process}").read_text()
-        )
     assert not list(Path(wrong.folder).glob("checkpoint-*"))
-
-
-def test_only_blocks_of_one_document_are_kept(caplog: pytest.LogCaptureFixture):
-    ids = torch.arange(1, 33)
-    packed = PackedDataset([ids[:20], ids[20:]], 8, eos_token_id=None, seed=0)
-    kept = SingleDocumentBlocks(packed)
-    whole = [i for i in range(len(packed)) if (packed[i]["position_ids"].diff() == 1).all()]
-    assert len(whole) < len(packed)
-    assert [block["input_ids"].tolist() for block in kept] == [packed[i]["input_ids"].tolist() for i in whole]
-    assert f"{len(packed) - len(whole)} of {len(packed)} blocks" in caplog.text
-    assert kept.fingerprint() != packed.fingerprint()  # another order of training
-    twice = BlockSchedule(kept, 2 * len(whole), seed=0).summary()
-    assert (twice.num_left_out, twice.num_unused, twice.num_repeated) == (8 * (len(packed) - len(whole)), 0, 0)
-    with caplog.at_level(logging.INFO):
-        log_summary(twice, 8)
-    assert "8 tokens of the documents (25.0 %) are not trained on: they are in blocks that are left out" in caplog.text
-    assert "the token budget ends before them" not in caplog.text
-    once = BlockSchedule(kept, 1, seed=0).summary()
-    assert once.num_unused == 8 * (len(whole) - 1)
-    alike = PackedDataset([ids], 8, eos_token_id=None, seed=0)
-    assert SingleDocumentBlocks(alike).fingerprint() == alike.fingerprint()
-    with pytest.raises(ValueError, match="none of the 4 blocks of 8 tokens"):
-        SingleDocumentBlocks(PackedDataset([ids[i : i + 4] for i in range(0, 32, 4)], 8, eos_token_id=None))
 
 
 def test_the_loss_of_shards_adds_up_to_that_of_the_whole(tiny_llama: Any):
