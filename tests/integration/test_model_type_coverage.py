@@ -16,7 +16,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from folders import HELPERS, ROOT
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
+from hf_posenc.errors import RunStoppedError
 from hf_posenc.families.family_data import capabilities
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.families.unmasked_layers import unmasked_layers
+from hf_posenc.training.start_checks import probe_isolation
 from model_types import IDS, error_refused, expected, refusal_of, rotary_types, tabled_types, tiny_model
 from older_transformers import known_here
 from other_transformers import python_with
@@ -121,6 +125,23 @@ def test_saved_and_loaded_by_plain_transformers(model_type: str, tmp_path: Path)
     assert describe(loaded) == describe(model)
     with pytest.raises(ValueError, match=f"already scaled: {method}, factor 4"):
         patch_model(loaded, method, 4)
+
+
+# Built here without its head (see NO_AUTO_CLASS).
+HEADLESS = {"mllama"}
+
+
+@pytest.mark.parametrize("model_type", [one for one in rotary_types() if expected()[one] is None])
+def test_packed_documents_are_apart_where_every_layer_has_a_mask(model_type: str) -> None:
+    """What the types of the layers say of packing is what the gradient of the outputs says."""
+    if model_type in HEADLESS:
+        pytest.skip("no language-model head to train")
+    rotary = RotaryModel(tiny_model(model_type))
+    if unmasked_layers(rotary):
+        with pytest.raises(RunStoppedError, match="its outputs have a gradient there"):
+            probe_isolation(rotary)
+    else:
+        assert probe_isolation(rotary) <= 1e-6
 
 
 def test_the_table_is_true_for_every_type() -> None:

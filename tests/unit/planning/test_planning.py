@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shlex
 from collections.abc import Callable
@@ -230,6 +231,53 @@ def test_finetune_reads_the_command_of_each_way_as_that_way(gpus: int, monkeypat
         over = None if way.sharding is None else way.sharding.num_devices
         shared = "context_parallel_2gpu" if over and way.sharding.context_parallel else "fsdp2" if over else None
         assert (launch.accelerate_config, launch.num_processes) == (shared, over if shared == "fsdp2" else None)
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("", {}),
+        (
+            "--token-budget 300k --original-max-position-embeddings 128",
+            {"token_budget": 300_000, "original_max_position_embeddings": 128},
+        ),
+        ("--dtype bfloat16 --gpu-memory 24GB --whole-documents", {"packing": False}),
+        ("--recipe qlora --token-budget 2M", {"recipe": "qlora", "token_budget": 2_000_000}),
+        ("--recipe pose --gradient-accumulation-steps 4", {"gradient_accumulation_steps": 4}),
+        ("--lora --bf16 true --per-device-train-batch-size 2", {"lora": True, "per_device_train_batch_size": 2}),
+    ],
+)
+def test_the_commands_say_all_that_was_given_and_no_default(
+    words: str,
+    fields: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Read back by finetune's own parser; a flag whose value finetune takes anyway would be noise."""
+    read: list[Any] = []
+    monkeypatch.setattr("hf_posenc.cli.finetune.run_finetune", lambda *given: read.append(given))
+    monkeypatch.setattr("hf_posenc.cli.finetune.launch_words", lambda *_: None)
+    LlamaConfig(**{**TINY_SIZES, "num_hidden_layers": 1}).save_pretrained(tmp_path)
+    assert main(["plan", str(tmp_path), "--context-length", "1024", "--training", *words.split()]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (command,) = [shlex.split(line) for line in lines if line.startswith("  hf-posenc finetune ")]
+    begin = command[1 : command.index("--context-length") + 2]
+    _, _, rest = "\n".join(lines).partition("with other flags after the context length:\n")
+    others = [line.rsplit("  ", 1)[1] for line in rest.partition("\n\n")[0].splitlines()]
+
+    def parsed(flags: list[list[str]]) -> Any:
+        assert main([*begin, *itertools.chain(*flags)]) == 0
+        return read.pop()
+
+    for line in [command[len(begin) + 1 :], *(shlex.split(line) for line in others if line != "none")]:
+        starts = [index for index, word in enumerate(line) if word.startswith("--")]
+        flags = [line[first:last] for first, last in itertools.pairwise([*starts, len(line)])]
+        _, run, _, loading = whole = parsed(flags)
+        assert {name: getattr(run, name) for name in fields} == fields
+        assert loading.dtype == ("bfloat16" if "--dtype" in words else "auto")
+        for flag in flags:  # without it the run is another one
+            assert parsed([one for one in flags if one is not flag]) != whole, flag
 
 
 def test_reading_counts_the_weights_as_they_are_held_and_what_the_rule_keeps() -> None:
