@@ -10,7 +10,7 @@ from hf_posenc.version import __version__
 
 if TYPE_CHECKING:
     from hf_posenc.checkpoint.extended import load_extended
-    from hf_posenc.checkpoint.manifest import describe
+    from hf_posenc.checkpoint.manifest import describe, verify_model
     from hf_posenc.doctor.diagnosis import diagnose
     from hf_posenc.errors import HfPosencError, RotaryMismatchError
     from hf_posenc.evaluation.measuring_perplexity import perplexity
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_posenc.fitting.config import FitConfig
     from hf_posenc.fitting.fitting import FitResult, fit_method
     from hf_posenc.methods.registry import available_methods
-    from hf_posenc.patching.api import patch_model, patched, unpatch_model, verify_model
+    from hf_posenc.patching.api import patch_model, patched, unpatch_model
     from hf_posenc.patching.layouts import convert_layout
     from hf_posenc.patching.request import extend_config
     from hf_posenc.patching.verification import Verification
@@ -54,7 +54,7 @@ _MODULES = {
     "plan": "planning",
     "save_extended": "publishing.saving",
     "unpatch_model": "patching.api",
-    "verify_model": "patching.api",
+    "verify_model": "checkpoint.manifest",
 }
 
 __all__ = [

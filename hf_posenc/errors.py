@@ -124,6 +124,38 @@ class RotaryMismatchError(HfPosencError, RuntimeError):
     """A live model does not compute the positions that its config or its patch says."""
 
 
+class ExtensionMissingError(RotaryMismatchError):
+    """A live model does not run the extension that its config, or a checkpoint's manifest, describes.
+
+    Transformers' ``from_config`` and accelerate's ``load_checkpoint_and_dispatch`` build such models of folders whose
+    method no config can express.
+
+    Attributes:
+        expected: What the config or the manifest says, by the names of ``describe``; only what differs.
+        held: What the model runs, by the same names.
+        reason: What differs, as a sentence without its full stop.
+    """
+
+    def __init__(self, expected: Mapping[str, Any], held: Mapping[str, Any], said_by: str, checkpoint: str) -> None:
+        """Make the text, with the call that loads the model.
+
+        Args:
+            expected: As the attribute.
+            held: As the attribute.
+            said_by: What describes the extension: "its config", or the path of a manifest.
+            checkpoint: The folder or name that holds the extension; "" where it is not known.
+        """
+        self.expected, self.held = dict(expected), dict(held)
+        differing = ", ".join(f"{name} is {held.get(name)!r} and not {value!r}" for name, value in expected.items())
+        source = repr(checkpoint) if checkpoint else "FOLDER"
+        self.reason = f"the model does not run the extension that {said_by} describes: {differing}"
+        super().__init__(
+            f"{self.reason}. Load it with hf_posenc.load_extended({source}), which takes device_map and dtype as "
+            "from_pretrained does; or call patch_model on the model that you have, with the same method, lengths and "
+            "options."
+        )
+
+
 class RunStoppedError(HfPosencError, RuntimeError):
     """A run was stopped, in training or in another of its processes, because its results would be wrong."""
 

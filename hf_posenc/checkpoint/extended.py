@@ -23,6 +23,7 @@ from hf_posenc.checkpoint.manifest import (
     CONFIG,
     MANIFEST,
     apply_manifest,
+    extension_in,
     find_manifest,
     is_encoding,
     is_saved_by_us,
@@ -453,11 +454,11 @@ def peft_renamed_attribute() -> Iterator[None]:
 def _check_loaded(model: nn.Module | RotaryModel, manifest: dict[str, Any], path: str | Path) -> None:
     rotary = RotaryModel.of(model)
     verify_model(rotary)
-    held = describe(rotary)
-    differing = [key for key in Extension.FACTS if held[key] != manifest[key]]
+    held, expected = extension_in(rotary, manifest)
+    differing = [key for key, value in expected.items() if held.get(key) != value]
     if differing:
         raise InvalidRequestError(
             f"{path}: the model does not carry the manifest's extension: "
-            + ", ".join(f"{key} is {held[key]!r}, the manifest says {manifest[key]!r}" for key in differing)
+            + ", ".join(f"{key} is {held.get(key)!r}, the manifest says {expected[key]!r}" for key in differing)
             + "."
         )

@@ -23,7 +23,9 @@ from hf_posenc.methods.base import Extension
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.api import describe as describe_loaded
 from hf_posenc.patching.api import extension_of, patch_as_described, unextended_config
+from hf_posenc.patching.api import verify_model as verify_loaded
 from hf_posenc.patching.extension import MARK, describe_config, mark_on
+from hf_posenc.patching.verification import Verification, check_described
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import __version__
 
@@ -196,6 +198,48 @@ def _describe_folder(source: str | Path) -> dict[str, Any]:
             )
         return _describe_folder(base)
     return describe_config(AutoConfig.from_pretrained(path if path.is_dir() else str(source)))
+
+
+def verify_model(model: nn.Module | RotaryModel, checkpoint: str | Path | None = None) -> Verification:
+    """Compare what the live rotary modules hold and hand out with the float64 closed form.
+
+    For a patched model the closed form is that of the request; for any other, that of its config, so a scaling that
+    was set on the config after loading, which has no effect, is found.
+
+    Args:
+        model: A Transformers model, wrapped or not.
+        checkpoint: A folder that ``save_extended`` wrote, or its name on the Hub: the model must run the extension that
+            the manifest there describes. Weights are not compared.
+
+    Raises:
+        RotaryMismatchError: They differ; the message says where and by how much.
+        ExtensionMissingError: A RotaryMismatchError: the model does not run the extension that its config or the
+            checkpoint's manifest describes, as after ``from_config`` or accelerate's ``load_checkpoint_and_dispatch``.
+        FileNotFoundError: The checkpoint has no manifest.
+        ValueError: The family is not supported, or the manifest is damaged.
+    """
+    rotary = RotaryModel.of(model)
+    if checkpoint is not None:
+        found = find_manifest(checkpoint)
+        if found is None:
+            raise MissingFileError(
+                f"{str(checkpoint)!r} has no {MANIFEST}, which would say how the model is extended. Give a folder that "
+                "save_extended wrote, or leave it out: verify_model(model) compares the model with its own config."
+            )
+        manifest, folder = found
+        check_described(*extension_in(rotary, manifest), str(folder / MANIFEST), str(checkpoint))
+    return verify_loaded(rotary)
+
+
+def extension_in(rotary: RotaryModel, manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a live model runs, and what a manifest says of the same."""
+    held, extension = describe_loaded(rotary), extension_of(rotary)
+    expected = {key: manifest[key] for key in Extension.FACTS}
+    if extension is not None:
+        held["rope_theta"], expected["rope_theta"] = extension.spec.rope_theta, manifest["rope_theta"]
+    if extension is not None and needs_hf_posenc(manifest):  # for any other, config.json has the window
+        held["sliding_window"], expected["sliding_window"] = extension.sliding_window, manifest.get("sliding_window", KEEP)
+    return held, expected
 
 
 def base_of_adapter(source: str | Path) -> str | None:

@@ -38,6 +38,7 @@ from hf_posenc.doctor.transformers_readers import (
 )
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.family_data import family_of
+from hf_posenc.methods.base import MANIFEST, encoding_of
 from hf_posenc.methods.linear import Linear
 from hf_posenc.methods.registry import method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
@@ -88,6 +89,16 @@ def _check_words(facts: ConfigFacts) -> Iterator[Finding]:
             mendable=rope_type != "default",
         )
     read = keys_of(rope_type)
+    if read is None and (encoding := encoding_of(rope_type)):
+        yield Finding(
+            "encoding",
+            "error",
+            f"the model was trained with {encoding} in place of RoPE",
+            "Transformers and servers cannot run it: they fail with an error that prints rope_type.",
+            f"Load the checkpoint with hf_posenc.load_extended, which reads {MANIFEST} beside its config.",
+            mendable=False,
+        )
+        return
     if read is None:
         yield Finding(
             "unknown-type",

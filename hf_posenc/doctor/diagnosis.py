@@ -27,7 +27,7 @@ from hf_posenc.doctor.config_checks import Finding, read_meaning
 from hf_posenc.doctor.config_meaning import Known, reads_original
 from hf_posenc.doctor.gguf_file import look_at_gguf
 from hf_posenc.doctor.information_reach import look_at_reach
-from hf_posenc.doctor.live_model import against_meaning, check_applied, held_by_modules, load_live, look_at_modules
+from hf_posenc.doctor.live_model import NOT_APPLIED, against_meaning, held_by_modules, load_live, look_at_modules
 from hf_posenc.doctor.manifest_checks import (
     UNLIMITED,
     base_config,
@@ -238,6 +238,8 @@ def _with_modules(diagnosis: Diagnosis, source: Any) -> Diagnosis:
         )
     model = RotaryModel(load_live(source))
     _, holds, findings = look_at_modules(model)
+    # Plain Transformers loads the base model of such a folder: that is no fault of the folder.
+    findings = [replace(each, severity="note") if each.code == NOT_APPLIED else each for each in findings]
     lines = [("loaded", held) for held in held_by_modules(model)] or [("loaded", "no rotary module that is known")]
     if not any(finding.code == "gguf-dropped" for finding in diagnosis.findings):
         findings += against_meaning(model, read_meaning(diagnosis.config, diagnosis.known).rope)
@@ -251,7 +253,7 @@ def _of_model(model: nn.Module) -> Diagnosis:
     said = ", ".join(f"{key} {value}" for key, value in declared.items() if value not in ({}, None))
     loaded = [("loaded", held) for held in held_by_modules(rotary)]
     lines = (("declared", said or "nothing that can be read"), *loaded, ("holds", holds))
-    return Diagnosis(type(rotary.model).__name__, rotary.model_type, lines, (*findings, *check_applied(rotary)))
+    return Diagnosis(type(rotary.model).__name__, rotary.model_type, lines, tuple(findings))
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:

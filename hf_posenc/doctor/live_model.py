@@ -17,19 +17,20 @@ from transformers import (
 )
 
 from hf_posenc.attention.inner import inner_name
-from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
+from hf_posenc.checkpoint.manifest import read_manifest, verify_model
 from hf_posenc.checkpoint.manifest import needs_hf_posenc as manifest_alone_has
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.config_checks import Finding
 from hf_posenc.doctor.transformers_readers import Rope
-from hf_posenc.errors import InvalidRequestError, RotaryMismatchError
+from hf_posenc.errors import ExtensionMissingError, InvalidRequestError, RotaryMismatchError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.registry import make_method, method_of_rope_type
-from hf_posenc.patching.api import describe, is_patched, needs_hf_posenc, verify_model
+from hf_posenc.patching.api import describe, is_patched, needs_hf_posenc
 from hf_posenc.patching.verification import check_rotary
 from hf_posenc.spec import RopeSpec
 
+NOT_APPLIED = "extension-not-applied"
 _RELOAD = "Reload the model, and change its positions with patch_model only."
 
 
@@ -111,7 +112,12 @@ def look_at_modules(rotary: RotaryModel) -> tuple[dict[str, Any], str, list[Find
         declared = describe(rotary)
         if declared["method"] == "none" and not getattr(rotary.text_config, "rope_parameters", None):
             return declared, "no rotary embedding", findings
-        verify_model(rotary)
+        verify_model(rotary, _checkpoint_of(rotary))
+    except ExtensionMissingError as error:
+        why = "Transformers builds a model from config.json alone, which cannot express this rule."
+        todo = "Load it with load_extended, or import hf_posenc before from_pretrained."
+        findings.append(Finding(NOT_APPLIED, "error", error.reason, why, todo, mendable=False))
+        return declared, "the model without its extension", findings
     except RotaryMismatchError as error:
         why = "A config set after loading has no effect."
         findings.append(Finding("not-what-it-says", "error", str(error).rstrip("."), why, _RELOAD, False))
@@ -125,17 +131,14 @@ def look_at_modules(rotary: RotaryModel) -> tuple[dict[str, Any], str, list[Find
     return declared, "what the config says, compared with the closed form", findings
 
 
-def check_applied(rotary: RotaryModel) -> list[Finding]:
-    """Return a finding if a model came from a folder whose manifest has a rule that the model does not run."""
-    name = rotary.model.name_or_path
-    source = Path(str(name or "")).expanduser()
-    manifest = read_manifest(source) if str(name) and source.is_dir() else None
-    if manifest is None or not manifest_alone_has(manifest) or is_patched(rotary):
-        return []
-    what = f"{MANIFEST} of {source} says {manifest['method']} x{manifest['factor']:g}, and the model does not run it"
-    why = "Transformers loaded the base model: no config can say this rule."
-    todo = "Load it with load_extended, or import hf_posenc before from_pretrained."
-    return [Finding("extension-not-applied", "error", what, why, todo, mendable=False)]
+def _checkpoint_of(rotary: RotaryModel) -> Path | None:
+    """Return the folder that an unpatched model was loaded from, if its manifest has a rule that no config can say."""
+    name = str(rotary.model.name_or_path or "")
+    source = Path(name).expanduser()
+    if not name or not source.is_dir() or is_patched(rotary):
+        return None
+    manifest = read_manifest(source)
+    return source if manifest is not None and manifest_alone_has(manifest) else None
 
 
 def _check_modules(rotary: RotaryModel) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, is_e
 from hf_posenc.doctor.config_checks import Finding, read_meaning
 from hf_posenc.doctor.transformers_readers import VERSIONS, text_part
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import ENCODING_MARK
+from hf_posenc.methods.base import encoding_of, encoding_rope_type
 from hf_posenc.patching.extension import MARK, read_mark, rule_is_elsewhere
 from hf_posenc.utils.files import read_json
 
@@ -28,7 +28,7 @@ def manifest_lines(manifest: Mapping[str, Any]) -> list[tuple[str, str]]:
     versions = f"Transformers {', '.join(VERSIONS)}"
     without = f"{versions} and servers read the base model, as {CONFIG} has it"
     if is_encoding(manifest):
-        without = f"{versions} fail with a KeyError that names it: with RoPE the weights would read as noise"
+        without = f"{versions} fail with a KeyError that names load_extended: with RoPE the weights would read as noise"
     return [
         ("manifest", f"{rule_in_words(manifest)}: the rule is in {MANIFEST}, no config can say it"),
         ("with it", "load_extended, hf-posenc eval and hf-posenc finetune run the rule"),
@@ -46,18 +46,19 @@ def check_manifest_exists(config: Mapping[str, Any], manifest: Mapping[str, Any]
         return []
     what = f"{CONFIG} says that the model was extended: {rule_in_words(mark)}; and {MANIFEST}, which has it, is gone"
     why = "No config can say this rule, so everyone loads the base model."
+    if is_encoding(mark):
+        why = "No config can say this rule, so nobody can load the model."
     todo = "Save it again with save_extended, or patch it as it was and do so."
     return [Finding("manifest-lost", "error", what, why, todo, mendable=False)]
 
 
 def check_mark(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> list[Finding]:
     """Return a finding if a config no longer says that its model was trained with another encoding than RoPE."""
-    expected = ENCODING_MARK + manifest["method"]
     parameters = text_part(config)[1].get("rope_parameters") or {}
     sections = [parameters, *(value for value in parameters.values() if isinstance(value, Mapping))]
-    if any(section.get("rope_type") == expected for section in sections):
+    if any(encoding_of(section.get("rope_type")) == manifest["method"] for section in sections):
         return []
-    what = f"{CONFIG} does not declare rope_type {expected!r}, as it was saved with"
+    what = f"{CONFIG} does not declare rope_type {encoding_rope_type(manifest['method'])!r}, as it was saved with"
     why = "Whoever loads it without hf_posenc runs the model with RoPE, which it was not trained with."
     return [
         Finding("encoding-unmarked", "error", what, why, "Save the model again with save_extended.", mendable=False)

@@ -54,9 +54,25 @@ SYMBOLS: dict[str, str] = {
     "d_h": "the number of features of a head",
     "z_{m,n}": "the attention logit of a query and a key",
 }
-# What config.json calls the rule of a model trained with another encoding: Transformers refuses a name it does not
-# know, and would run the model with RoPE, which it never saw, under one that it does.
-ENCODING_MARK = "hf_posenc_"
+# What config.json calls the rule of a model trained with another encoding. Transformers and servers refuse a name that
+# they do not know, and print it: the name says what to call. Under a name that they know they would run the model with
+# RoPE, with which it was never trained.
+_ENCODING_RULE = " takes the place of RoPE: load this checkpoint with hf_posenc.load_extended"
+_EARLIER_ENCODING_RULE = "hf_posenc_"  # before the encoding's name, in files that were saved earlier
+
+
+def encoding_rope_type(method: str) -> str:
+    """Return the ``rope_type`` that config.json has for an encoding that takes the place of RoPE."""
+    return method + _ENCODING_RULE
+
+
+def encoding_of(rope_type: Any) -> str | None:
+    """Return the encoding that a ``rope_type`` names; None for a rule of RoPE."""
+    if not isinstance(rope_type, str):
+        return None
+    if rope_type.endswith(_ENCODING_RULE):
+        return rope_type.removesuffix(_ENCODING_RULE)
+    return rope_type.removeprefix(_EARLIER_ENCODING_RULE) if rope_type.startswith(_EARLIER_ENCODING_RULE) else None
 
 
 def geometric_frequencies(spec: RopeSpec, rope_theta: float) -> torch.Tensor:

@@ -44,6 +44,7 @@ from hf_posenc.patching.softmax_scale import (
 from hf_posenc.patching.verification import (
     RotaryCheck,
     Verification,
+    check_described,
     check_rotary,
     check_scale,
     extension_words,
@@ -283,16 +284,19 @@ def unpatched(model: ModelT) -> Iterator[ModelT]:
 
 
 def verify_model(model: nn.Module | RotaryModel) -> Verification:
-    """Compare what the live rotary modules hold and hand out with the float64 closed form.
-
-    For a patched model the closed form is that of the request; for any other, that of its config, so a scaling that
-    was set on the config after loading, which has no effect, is found.
+    """Do what the public ``verify_model`` (hf_posenc.checkpoint.manifest) does of a model alone, without a checkpoint.
 
     Raises:
         RotaryMismatchError: They differ; the message says where and by how much.
+        ExtensionMissingError: The config says that the model was extended, by a rule that the model does not run.
         ValueError: The family is not supported.
     """
-    return _verify(RotaryModel.of(model), rtol=None)
+    rotary = RotaryModel.of(model)
+    mark = mark_on(rotary.text_config)
+    if mark is not None and not is_patched(rotary):
+        expected = {key: mark[key] for key in Extension.FACTS}
+        check_described(describe(rotary), expected, "its config", rotary.model.name_or_path)
+    return _verify(rotary, rtol=None)
 
 
 def _verify(rotary: RotaryModel, rtol: float | None) -> Verification:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import declared_rope, head_dim_of, refuse_family
-from hf_posenc.methods.base import ENCODING_MARK, NEVER_ROTATED, Extension, Unscaled
+from hf_posenc.methods.base import NEVER_ROTATED, Extension, Unscaled, encoding_of, encoding_rope_type
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.spec import RopeSpec, check_length
 
@@ -67,10 +67,10 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
         rope_type = "linear" if (parameters.get("factor") or 1.0) > 1 else "default"
     if rope_type == "default":
         return None
-    if rope_type.startswith(ENCODING_MARK):
+    if encoding := encoding_of(rope_type):
         raise InvalidRequestError(
-            f"the model was trained with {rope_type.removeprefix(ENCODING_MARK)} in place of RoPE, which only "
-            "hf_posenc runs: load it with load_extended."
+            f"the model was trained with {encoding} in place of RoPE, which only hf_posenc runs: load it with "
+            "load_extended."
         )
     method = method_of_rope_type(rope_type)
     if method is None:
@@ -124,7 +124,7 @@ def mark_encoding(parameters: dict[str, Any], label: str | None, method: str) ->
         method: The encoding.
     """
     section = parameters if label is None else parameters[label]
-    section["rope_type"] = ENCODING_MARK + method
+    section["rope_type"] = encoding_rope_type(method)
 
 
 def plain_spec(config: PreTrainedConfig) -> RopeSpec:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.errors import RotaryMismatchError
+from hf_posenc.errors import ExtensionMissingError, RotaryMismatchError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Method, Unscaled
 from hf_posenc.methods.registry import get_method
@@ -87,6 +87,17 @@ def extension_words(extension: Mapping[str, Any]) -> str:
         return f"not extended: {extension['context_length']} tokens"
     lengths = f"{extension['original_max_position_embeddings']} -> {extension['context_length']} tokens"
     return f"{extension['method']} x{extension['factor']:g}: {lengths}"
+
+
+def check_described(held: Mapping[str, Any], expected: Mapping[str, Any], said_by: str, checkpoint: str) -> None:
+    """Compare what a live model runs with what its config or a manifest says, by the names of ``describe``.
+
+    Raises:
+        ExtensionMissingError: They differ; ``said_by`` and ``checkpoint`` are its.
+    """
+    differing = {name: value for name, value in expected.items() if held.get(name) != value}
+    if differing:
+        raise ExtensionMissingError(differing, {name: held.get(name) for name in differing}, said_by, checkpoint)
 
 
 def _live_rope_type(rotary: RotaryModel, module: nn.Module) -> str:
