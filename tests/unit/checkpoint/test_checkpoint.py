@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import shutil
 import subprocess
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +80,10 @@ def test_both_serializations() -> None:
     assert written["rope_parameters"] == yarn
     plain = both_serializations({"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
     assert (plain["rope_scaling"], plain["rope_theta"]) == (None, 1e6)
+    # Transformers 4.57's Qwen2-VL reads the axes of a head from rope_scaling, whatever the rule, and fails without.
+    axes = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    written = both_serializations({"model_type": "qwen2_vl_text", "rope_parameters": axes})
+    assert written["rope_scaling"] == {"rope_type": "default", "type": "default", "mrope_section": [2, 3, 3]}
     neox = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
     written = both_serializations({"model_type": "gpt_neox", "rope_parameters": neox})
     assert (written["rotary_emb_base"], written["rotary_pct"]) == (1e6, 0.25)
@@ -90,6 +98,22 @@ def test_the_tokenizer_is_told_the_length_and_its_own_is_left(tmp_path: Path) ->
     _, path = extended(tmp_path, tokenizer=tokenizer)
     assert json.loads((path / "tokenizer_config.json").read_text())["model_max_length"] == 256
     assert tokenizer.model_max_length == 64
+
+
+@pytest.mark.parametrize("tokenizer_first", [True, False])
+@pytest.mark.parametrize(
+    ("limit", "saved"),
+    [(64, 256), (256, 256), (1000, 1000), (int(1e30), int(1e30))],
+    ids=["lower", "equal", "higher", "none"],
+)
+def test_a_tokenizer_saved_by_transformers_gets_the_target_where_its_limit_is_lower(
+    limit: int, saved: int, tokenizer_first: bool, tmp_path: Path
+) -> None:
+    model, tokenizer = patch_model(make_model("Llama"), "yarn", 4), make_tiny_tokenizer()
+    tokenizer.model_max_length = limit
+    for part in (tokenizer, model) if tokenizer_first else (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] == saved
 
 
 def test_saving_over_an_earlier_checkpoint_replaces_it(tmp_path: Path) -> None:
@@ -117,25 +141,66 @@ def test_a_tokenizer_with_several_chat_templates_is_saved_over_an_earlier_one(tm
     assert not (tmp_path / "model.partial").exists()
 
 
-def test_a_half_replaced_checkpoint_is_not_taken_for_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, path = extended(tmp_path)
-    moved = []
+class Died(BaseException):
+    """The process was killed."""
 
-    def dying(source: Path, target: Path) -> None:
-        if len(moved) == 2:
-            raise KeyboardInterrupt
-        moved.append(Path(source).rename(target))
 
-    with monkeypatch.context() as patch:
-        patch.setattr("os.replace", dying)
-        with pytest.raises(KeyboardInterrupt):
-            save_extended(model, path)
-    with pytest.raises(FileNotFoundError, match=r"has no context_extension\.json"):
-        load_extended(path)
-    with pytest.raises(ValueError, match="Unrecognized model"):
-        AutoModelForCausalLM.from_pretrained(path)
-    save_extended(model, path)
-    assert torch.equal(logits(load_extended(path), IDS), logits(model, IDS))
+def dying_after(steps: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Kill the process after so many files of a folder were removed or replaced; return the names of these."""
+    done: list[str] = []
+
+    def counted(change: Callable[..., None]) -> Callable[..., None]:
+        def call(*paths: Path, **kwargs: Any) -> None:
+            changes_folder = folder in Path(paths[-1]).parents
+            if changes_folder and len(done) == steps:
+                raise Died
+            change(*paths, **kwargs)
+            if changes_folder:
+                done.append(f"{change.__name__} {Path(paths[-1]).relative_to(folder)}")
+
+        return call
+
+    for name in ("replace", "rename", "unlink"):
+        monkeypatch.setattr(os, name, counted(getattr(os, name)))
+    return done
+
+
+def test_a_checkpoint_that_is_replaced_is_old_or_new_or_refused_wherever_it_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest goes first and comes back last, and the config beside the weights is theirs."""
+    path, tokenizer = tmp_path / "model", make_tiny_tokenizer()
+    models = [patch_model(make_model("Llama"), "yarn", 4), patch_model(make_model("Llama"), "linear", 2)]
+    models[1].model.embed_tokens.weight.data *= 1.5
+    old, new = (logits(model, IDS) for model in models)
+    seen: set[str] = set()
+    for steps in itertools.count():
+        finished = False
+        shutil.rmtree(path, ignore_errors=True)
+        save_extended(models[0], path, tokenizer)
+        with monkeypatch.context() as patch, suppress(Died):
+            changed = dying_after(steps, path, patch)
+            save_extended(models[1], path, tokenizer)
+            finished = True
+        if finished or not changed:
+            assert torch.equal(logits(load_extended(path).eval(), IDS), new if finished else old)
+        else:
+            with pytest.raises(FileNotFoundError, match=r"has no context_extension\.json"):
+                load_extended(path)
+        try:
+            plain = logits(AutoModelForCausalLM.from_pretrained(path).eval(), IDS)
+        except (OSError, ValueError):
+            seen.add("refused")
+        else:
+            assert torch.equal(plain, old) or torch.equal(plain, new)
+            seen.add("old" if torch.equal(plain, old) else "new")
+        if finished:
+            break
+    assert changed[0] == f"unlink {MANIFEST}"
+    assert changed[-2:] == ["replace config.json", f"replace {MANIFEST}"]
+    assert "replace model.safetensors" in changed[:-2]
+    assert seen == {"old", "refused", "new"}
+    assert not (tmp_path / "model.partial").exists()
 
 
 def test_a_merged_model_replaces_its_adapter(tmp_path: Path) -> None:
@@ -283,6 +348,27 @@ def test_other_transformers_read_the_same_frequencies(tmp_path: Path, version: s
     assert [row[0] for row in rows] == [version] * len(expected)
     assert {row[1]: row[2:5] for row in rows} == expected
     assert rows[-1][5] == []  # nothing was logged as a warning
+
+
+REFUSED = """
+import sys
+from transformers import AutoModelForCausalLM
+for path in sys.argv[1:]:
+    try:
+        AutoModelForCausalLM.from_pretrained(path)
+    except KeyError as error:
+        print(error.args[0])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["4.57.6", "5.0.0", "5.23.0"])
+def test_other_transformers_say_what_loads_an_encoding(tmp_path: Path, version: str) -> None:
+    families = ("Llama", "Qwen3", "Gemma2", "GPTNeoX")
+    paths = [save_extended(patch_model(make_model(name), "alibi"), tmp_path / name) for name in families]
+    run = [python_with(version), "-c", REFUSED, *paths]
+    said = subprocess.run(run, check=True, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
+    assert said == ["alibi takes the place of RoPE: load this checkpoint with hf_posenc.load_extended"] * len(families)
 
 
 LOGITS = """
