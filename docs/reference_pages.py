@@ -262,8 +262,8 @@ def _on_disk(cls: type[Method]) -> str:
     """Return how config.json says a method, on a model of 4,096 tokens and heads of 128 features."""
     if issubclass(cls, Encoding):
         return (
-            f'`config.json` gets `"rope_type": "{encoding_rope_type(cls.name)}"`, which plain Transformers refuses with an '
-            "error that prints it, and `context_extension.json` says the rest."
+            f'`config.json` gets `"rope_type": "{encoding_rope_type(cls.name)}"`, which plain Transformers refuses and '
+            "prints, and `context_extension.json` says the rest."
         )
     method = cls(4.0, **cls.example_options)
     if method.needs_hf_posenc:

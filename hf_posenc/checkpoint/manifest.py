@@ -238,7 +238,10 @@ def extension_in(rotary: RotaryModel, manifest: dict[str, Any]) -> tuple[dict[st
     if extension is not None:
         held["rope_theta"], expected["rope_theta"] = extension.spec.rope_theta, manifest["rope_theta"]
     if extension is not None and needs_hf_posenc(manifest):  # for any other, config.json has the window
-        held["sliding_window"], expected["sliding_window"] = extension.sliding_window, manifest.get("sliding_window", KEEP)
+        held["sliding_window"], expected["sliding_window"] = (
+            extension.sliding_window,
+            manifest.get("sliding_window", KEEP),
+        )
     return held, expected
 
 
