@@ -200,7 +200,14 @@ def _describe_folder(source: str | Path) -> dict[str, Any]:
     return describe_config(AutoConfig.from_pretrained(path if path.is_dir() else str(source)))
 
 
-def verify_model(model: nn.Module | RotaryModel, checkpoint: str | Path | None = None) -> Verification:
+def verify_model(
+    model: nn.Module | RotaryModel,
+    checkpoint: str | Path | None = None,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | None = None,
+) -> Verification:
     """Compare what the live rotary modules hold and hand out with the float64 closed form.
 
     For a patched model the closed form is that of the request; for any other, that of its config, so a scaling that
@@ -210,6 +217,7 @@ def verify_model(model: nn.Module | RotaryModel, checkpoint: str | Path | None =
         model: A Transformers model, wrapped or not.
         checkpoint: A folder that ``save_extended`` wrote, or its name on the Hub: the model must run the extension that
             the manifest there describes. Weights are not compared.
+        revision, subfolder, token: Of the checkpoint, as ``from_pretrained`` takes them.
 
     Raises:
         RotaryMismatchError: They differ; the message says where and by how much.
@@ -220,7 +228,7 @@ def verify_model(model: nn.Module | RotaryModel, checkpoint: str | Path | None =
     """
     rotary = RotaryModel.of(model)
     if checkpoint is not None:
-        found = find_manifest(checkpoint)
+        found = find_manifest(checkpoint, {"revision": revision, "subfolder": subfolder, "token": token})
         if found is None:
             raise MissingFileError(
                 f"{str(checkpoint)!r} has no {MANIFEST}, which would say how the model is extended. Give a folder that "

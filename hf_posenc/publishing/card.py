@@ -229,6 +229,7 @@ def model_card(facts: CardFacts, folder: Path, tables: Sequence[Table]) -> str:
         "",
         f"# {facts.title}",
         "",
+        *_must_be_loaded(facts),
         _what_was_done(facts),
         "",
         f"Verified when it was saved: {facts.verified}.",
@@ -453,39 +454,51 @@ def _source(facts: CardFacts) -> str:
     return f'"{facts.repo_id or _FOLDER}"{branch}'
 
 
+def _must_be_loaded(facts: CardFacts) -> list[str]:
+    """Return the card's first lines where hf_posenc must load the model: what to call, and what happens otherwise."""
+    if facts.is_adapter:
+        otherwise = "PEFT alone puts the adapter on its base model without the extension, and the result reads wrong."
+    elif _is_whole_in_config(facts):
+        return []
+    elif facts.method in method_names("is_encoding"):
+        otherwise = "Transformers alone fails, and no server runs it."
+    elif needs_hf_posenc(dict(facts.description)):
+        otherwise = (
+            "Transformers, accelerate and servers alone build the model without its extension, and do not say so. "
+            f"`hf_posenc.verify_model(model, {_source(facts)})` says whether a loaded model has it."
+        )
+    else:
+        otherwise = "Transformers alone applies the temperature to a part of each head only."
+    return [f"**Load it with `hf_posenc.load_extended`** (`pip install hf_posenc`). {otherwise}", ""]
+
+
 def _loading(facts: CardFacts) -> list[str]:
-    """Return how the model is loaded, with hf_posenc and without it; each block of code is complete in itself."""
+    """Return how the model is loaded; each block of code is complete in itself."""
     if facts.is_adapter:
         return _loading_adapter(facts)
     name = _source(facts)
-    if facts.method in method_names("is_encoding"):
-        return [
-            f"`{facts.method}` takes the place of RoPE, which Transformers alone cannot run, and no server does:",
-            "",
-            *_code(
-                "from hf_posenc import load_extended",
-                "from transformers import AutoTokenizer",
-                f'model = load_extended({name}, dtype="auto")',
-                f"tokenizer = AutoTokenizer.from_pretrained({name})",
-            ),
-        ]
-    plain = [
-        f"from transformers import {facts.auto_class}, AutoTokenizer",
-        f'model = {facts.auto_class}.from_pretrained({name}, dtype="auto")',
-        f"tokenizer = AutoTokenizer.from_pretrained({name})",
-    ]
+    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({name})"
     if _is_whole_in_config(facts):
         return [
             "Plain Transformers is enough. `hf_posenc.load_extended` loads it too, and compares its positions with "
             "the manifest:",
             "",
-            *_code(*plain),
+            *_code(
+                f"from transformers import {facts.auto_class}, AutoTokenizer",
+                f'model = {facts.auto_class}.from_pretrained({name}, dtype="auto")',
+                tokenizer,
+            ),
         ]
     return [
-        f"No config can say this rule whole (`{facts.method}`): hf_posenc (`pip install hf_posenc`) puts it in while "
-        "Transformers loads, from the manifest beside the weights. Without the import the model is another one.",
+        f"`config.json` cannot express `{facts.method}` completely: hf_posenc applies it, from the "
+        "manifest beside the weights. `load_extended` takes the arguments of `from_pretrained`, such as `device_map`:",
         "",
-        *_code("import hf_posenc", *plain),
+        *_code(
+            "from hf_posenc import load_extended",
+            "from transformers import AutoTokenizer",
+            f'model = load_extended({name}, dtype="auto")',
+            tokenizer,
+        ),
     ]
 
 
@@ -499,15 +512,14 @@ def _loading_adapter(facts: CardFacts) -> list[str]:
     name = _source(facts)
     trained = f", tokens_trained={facts.tokens_trained}" if facts.tokens_trained != 0 else ""
     return [
-        "The adapter needs its base model extended as it was in training. While hf_posenc (`pip install hf_posenc`) is "
-        "imported, PEFT sees to it; the base is loaded as it was published:",
+        "The adapter needs its base model extended as it was in training. `load_extended` extends the base, which is "
+        "loaded as it was published:",
         "",
         *_code(
-            "import hf_posenc",
-            "from peft import PeftModel",
+            "from hf_posenc import load_extended",
             f"from transformers import {facts.auto_class}, AutoTokenizer",
             f'base = {facts.auto_class}.from_pretrained({base}, dtype="auto")',
-            f"model = PeftModel.from_pretrained(base, {name})",
+            f"model = load_extended({name}, base=base)",
             f"tokenizer = AutoTokenizer.from_pretrained({name})",
         ),
         "",

@@ -199,6 +199,7 @@ def test_a_card_is_what_the_hub_takes_and_its_code_loads_the_model(
 
     for hidden in (str(tmp_path), "snapshots"):
         assert hidden not in card.content
+    assert ("**Load it with `hf_posenc.load_extended`**" in card.text.split("Context length")[0]) == (kind != "whole")
     loaded = load_as_the_card_says(tmp_path / "run")
     assert describe(loaded["model"]) == describe(result.model)
     length = records[-1].context_length

@@ -17,9 +17,10 @@ import pytest
 import torch
 from huggingface_hub import ModelCard, constants
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
 
-from hf_posenc import describe, load_extended, patch_model, perplexity, save_extended
+import hf_posenc
+from hf_posenc import describe, load_extended, patch_model, perplexity, save_extended, verify_model
 from hf_posenc.cli.main import main
 from hf_posenc.errors import (
     HubAccessError,
@@ -27,12 +28,14 @@ from hf_posenc.errors import (
     InvalidRequestError,
     InvalidTypeError,
     MissingFileError,
+    RotaryMismatchError,
 )
 from hf_posenc.evaluation import Record, read_records
 from hf_posenc.exports import export_command
 from hf_posenc.publishing.card import is_own_card
 from hub_server import UPLOADS, Hub, environment, use_hub
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
+from tiny_models import make_model
 from tiny_runs import load_as_the_card_says
 
 pytestmark = UPLOADS
@@ -94,6 +97,7 @@ def test_a_private_adapter_of_a_branch_comes_back_too(
     nobody(server, monkeypatch, tmp_path)
     again = load_extended("me/adapter", revision="long", token="hf_me")
     assert describe(again) == describe(adapted)
+    assert verify_model(again, "me/adapter", revision="long", token="hf_me").extension == describe(adapted)
     for name, tensor in tensors(adapted).items():
         assert torch.equal(tensor, tensors(again)[name]), name
 
@@ -265,6 +269,35 @@ def test_the_card_of_a_classifier_loads_it_with_its_head(tmp_path: Path) -> None
     text = (folder / "README.md").read_text()
     assert "pipeline_tag" not in text
     assert "## Serving" not in text
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "options", "otherwise"),
+    [
+        ("Llama", "dca", {}, "accelerate and servers alone build the model without its extension, and do not say so"),
+        ("Llama", "alibi", {}, "Transformers alone fails"),
+        ("StableLm", "yarn", {"temperature": "logits"}, "Transformers alone applies the temperature to a part"),
+        ("Llama", "yarn", {}, None),
+    ],
+)
+def test_the_first_line_of_a_card_says_how_a_model_must_be_loaded(
+    family: str, method: str, options: dict[str, Any], otherwise: str | None, tmp_path: Path
+) -> None:
+    model = patch_model(make_model(family), method, 4, **options)
+    folder = save_extended(model, tmp_path / "longer", make_tiny_tokenizer(), card=True)
+    title, first = [line for line in ModelCard.load(folder / "README.md").text.splitlines() if line][1:3]
+    assert title.startswith("# ")
+    if otherwise is None:
+        assert first.startswith("Context length 64 tokens as trained")
+        return
+    assert first.startswith("**Load it with `hf_posenc.load_extended`** (`pip install hf_posenc`).")
+    assert otherwise in first
+    assert verify_model(load_as_the_card_says(folder)["model"], folder).extension == describe(model)
+    if method == "dca":  # the call that the line names
+        [call] = re.findall(r"`(hf_posenc\.verify_model\(.*?\))`", first)
+        names = {"hf_posenc": hf_posenc, "model": AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))}
+        with pytest.raises(RotaryMismatchError):
+            exec(call.replace("path/of/this/folder", str(folder)), names)
 
 
 def test_servers_that_cannot_run_a_rule_are_named_with_the_reason(tmp_path: Path) -> None:
@@ -503,6 +536,7 @@ def test_what_is_in_the_cache_is_loaded_offline(server: Hub, monkeypatch: pytest
     offline(server, monkeypatch, tmp_path)
     assert describe(load_extended(NAME))["method"] == "dca"
     assert describe(load_extended("me/several", subfolder="below"))["method"] == "dca"
+    verify_model(load_extended(NAME), "me/several", subfolder="below")
 
 
 def test_a_card_that_cannot_be_written_leaves_nothing_half_written(
