@@ -3,44 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.rotary_model import RotaryModel
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 DEFAULT_ROWS_PER_CHUNK = 1024
 
 
 def head_logits(model: PreTrainedModel, hidden_states: torch.Tensor) -> torch.Tensor:
-    """Map hidden states ``(..., hidden_size)`` to float32 logits ``(..., vocab_size)`` as the model itself does.
+    """Map hidden states ``(..., hidden_size)`` to float32 logits ``(..., vocab_size)`` by the model's own forward.
 
-    Families differ in what follows the matrix product (Gemma 2 caps, Cohere multiplies, Granite divides);
-    ``check_head`` proves that nothing is missing here for the model at hand.
+    Families differ in what they do before and after the matrix product: Gemma 2 caps, Cohere and Falcon-H1 multiply,
+    Granite divides, ModernBERT has one more layer. Instead of a list of them, the forward runs with a module in the
+    place of the body that returns the hidden states.
     """
-    rotary = RotaryModel(model)
-    base, config = rotary.model, rotary.text_config
+    base = RotaryModel(model).model
     head: nn.Module = base.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-    logits: torch.Tensor = head(hidden_states.to(next(head.parameters()).device)).float()
-    if (multiplier := getattr(config, "logit_scale", None)) is not None:
-        logits = logits * multiplier
-    if (divisor := getattr(config, "logits_scaling", None)) is not None:
-        logits = logits / divisor
-    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    rows = hidden_states.to(next(head.parameters()).device).reshape(1, -1, hidden_states.shape[-1])
+    with _body_that_returns(base, rows):
+        # The class's own: what wraps the instance's forward (hooks, autocast, the training loss) is around this call.
+        logits: torch.Tensor = type(base).forward(base, inputs_embeds=rows, use_cache=False).logits
+    return logits.float().reshape(*hidden_states.shape[:-1], -1)
+
+
+@contextmanager
+def _body_that_returns(base: PreTrainedModel, hidden_states: torch.Tensor) -> Iterator[None]:
+    """While open, the body of a model is a module that returns these hidden states, and no hook of the body runs."""
+    body = decoder_body(base)
+    name = next(name for name, child in base.named_children() if child is body)
+    base._modules[name] = _Returning(body, hidden_states)
+    try:
+        yield
+    finally:
+        base._modules[name] = body
+
+
+class _Returning(nn.Module):
+    """A module in the place of a body that returns hidden states, whatever it is given."""
+
+    def __init__(self, body: nn.Module, hidden_states: torch.Tensor) -> None:
+        super().__init__()
+        vars(self).update(body=body, hidden_states=hidden_states)  # the body is no part of it
+
+    def forward(self, *args: Any, **kwargs: Any) -> _BodyOutput:
+        return _BodyOutput(self.hidden_states)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["body"], name)  # Falcon-H1 keeps the multiplier of its logits in the body
+
+
+class _BodyOutput:
+    """An output of which all but the hidden states (caches, attentions, router logits, ...) is None."""
+
+    def __init__(self, hidden_states: torch.Tensor) -> None:
+        self.last_hidden_state = hidden_states
+
+    def __getitem__(self, index: int) -> torch.Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def head_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return all parameters that ``head_logits`` may use: the head's own, and others that are not in the body."""
+    base = RotaryModel(model).model
+    head: nn.Module = base.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    own, in_body = list(head.parameters()), {id(weight) for weight in decoder_body(base).parameters()}
+    known = in_body | {id(weight) for weight in own}
+    return own + [weight for weight in base.parameters() if id(weight) not in known]
 
 
 def decoder_body(model: PreTrainedModel) -> nn.Module:
     """Return the part of a causal language model that makes hidden states: everything but its head."""
     base = RotaryModel(model).model
-    body = base.base_model
-    if body is base or base.get_output_embeddings() is None:  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    parts = [base.base_model, *(child for child in base.children() if isinstance(child, PreTrainedModel))]
+    # In Mllama's text model the prefix of the checkpoint's names is no name of a part, so that base_model is itself.
+    body = next((part for part in parts if part is not base), None)
+    if body is None or base.get_output_embeddings() is None:  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         raise InvalidRequestError(
             f"{type(base).__name__} has no separate language-model head. Load the checkpoint with AutoModelForCausalLM."
         )
@@ -52,7 +98,7 @@ def check_head(model: PreTrainedModel, num_tokens: int = 16) -> None:
     """Raise unless body + head give the logits of the model's own forward on a few tokens.
 
     Raises:
-        ValueError: The logits are not finite, or the model does something to them that ``head_logits`` does not know.
+        ValueError: The logits are not finite, or something outside the model's forward, such as a hook, changes them.
     """
     rotary = RotaryModel(model)
     base, vocab_size = rotary.model, rotary.text_config.vocab_size
@@ -71,8 +117,9 @@ def check_head(model: PreTrainedModel, num_tokens: int = 16) -> None:
     tolerance = 4 * torch.finfo(base.dtype).eps * expected.abs().max().item() + 1e-5
     if not (actual - expected).abs().max().item() <= tolerance:  # not a number is not equal either
         raise InvalidRequestError(
-            f"{type(base).__name__} changes its logits in a way hf_posenc does not know, so losses computed in "
-            "chunks would be wrong. Please report this model_type: " + str(base.config.model_type)
+            f"{type(base).__name__} gives other logits than its forward computes from the hidden states of its "
+            f"{type(decoder_body(base)).__name__}, so losses computed in chunks would be wrong. Remove the hook or the "
+            "wrapper that changes them; without one, please report this model_type: " + str(base.config.model_type)
         )
 
 

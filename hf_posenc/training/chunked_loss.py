@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, row_chunks
+from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, head_parameters, row_chunks
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.packing import IGNORED
 from hf_posenc.training.positions import documents_start_at_zero, finished_masks
@@ -35,8 +35,8 @@ def chunked_causal_lm_loss(
     """Return the mean loss in nats, with gradients, holding the logits of one chunk of rows at a time.
 
     Each chunk's gradient is taken as soon as its logits are there, so they are made once (as the Triton kernels of Hsu
-    et al. 2024, Liger Kernel, arXiv:2410.10989, section 3.2). That suits every head ``head_logits`` knows, soft-capped
-    ones too, which torch's fused ``linear_cross_entropy`` does not. A head whose weights are whole only while it runs
+    et al. 2024, Liger Kernel, arXiv:2410.10989, section 3.2). That suits every head, soft-capped ones too,
+    which torch's fused ``linear_cross_entropy`` does not. A head whose weights are whole only while it runs
     (FSDP2, ZeRO-3) has its logits made again in the backward pass instead, by activation checkpointing.
 
     Args:
@@ -63,8 +63,7 @@ def chunked_causal_lm_loss(
         return nll / items.to(nll.device)  # here, so that gradients are rounded as those of a mean are
 
     if torch.is_grad_enabled() and not _gathers_weights_when_called(model):
-        head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-        trained = [weight for weight in head.parameters() if weight.requires_grad]
+        trained = [weight for weight in head_parameters(model) if weight.requires_grad]
         return _GradientsAtOnce.apply(  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
             chunk_loss, chunks(len(targets), rows_per_chunk), targets, rows, *trained
         )
@@ -89,16 +88,20 @@ class _GradientsAtOnce(torch.autograd.Function):
     ) -> torch.Tensor:
         total = torch.zeros((), device=rows.device)
         of_rows, of_weights = torch.empty_like(rows), [torch.zeros_like(weight) for weight in weights]
+        used: set[int] = set()
         for chunk in chunks:
-            of_rows[chunk], loss = _add_gradients(loss_of, rows[chunk], targets[chunk], weights, of_weights)
+            of_rows[chunk], loss, here = _add_gradients(loss_of, rows[chunk], targets[chunk], weights, of_weights)
             total += loss
-        ctx.save_for_backward(of_rows, *of_weights)
+            used |= here
+        # A weight that no logits depend on has no gradient, as without chunks: weight decay would move it.
+        ctx.save_for_backward(of_rows, *(kept if at in used else None for at, kept in enumerate(of_weights)))
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
-        return None, None, None, *(kept * gradient.to(kept.device) for kept in ctx.saved_tensors)
+        found = (kept if kept is None else kept * gradient.to(kept.device) for kept in ctx.saved_tensors)
+        return None, None, None, *found
 
 
 def _add_gradients(
@@ -107,15 +110,16 @@ def _add_gradients(
     targets: torch.Tensor,
     weights: Sequence[torch.Tensor],
     sums: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of the rows of a chunk, and its loss; add the gradients of the weights to ``sums``."""
+) -> tuple[torch.Tensor, torch.Tensor, set[int]]:
+    """Return the gradient of the rows of a chunk, its loss, and which weights have gradients; add these to ``sums``."""
     with torch.enable_grad():
         part = rows.detach().requires_grad_()
         loss = loss_of(part.view_as(part), targets)  # no leaf: on one, the hooks of module trackers would fail here
-    of_rows, *found = torch.autograd.grad(loss, (part, *weights), allow_unused=True, materialize_grads=True)
-    for kept, new in zip(sums, found, strict=True):
-        kept.add_(new)
-    return of_rows, loss.detach().to(rows.device)
+    of_rows, *found = torch.autograd.grad(loss, (part, *weights), allow_unused=True)
+    used = {at for at, new in enumerate(found) if new is not None}
+    for at in used:
+        sums[at].add_(found[at])
+    return of_rows, loss.detach().to(rows.device), used
 
 
 def _gathers_weights_when_called(model: PreTrainedModel) -> bool:

@@ -17,11 +17,23 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from folders import HELPERS, ROOT
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.errors import RunStoppedError
+from hf_posenc.evaluation.lm_head import decoder_body, token_losses
 from hf_posenc.families.family_data import capabilities
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.unmasked_layers import unmasked_layers
+from hf_posenc.training.chunked_loss import chunked_causal_lm_loss
 from hf_posenc.training.start_checks import probe_isolation
-from model_types import IDS, error_refused, expected, refusal_of, rotary_types, tabled_types, tiny_model
+from model_types import (
+    IDS,
+    config_class_of,
+    error_refused,
+    expected,
+    refusal_of,
+    rotary_types,
+    tabled_types,
+    tiny_config,
+    tiny_model,
+)
 from older_transformers import known_here
 from other_transformers import python_with
 from tiny_models import assert_same_state, logits, native, state
@@ -78,6 +90,47 @@ def test_patched_to_what_transformers_would_build_or_refused(model_type: str, me
         assert torch.equal(extended, logits(native(model, method, 4, **options), IDS))
     assert_same_state(state(model), before)
     assert torch.equal(logits(model, IDS), plain)
+
+
+# What families do to their logits, strongly enough to be seen where a config has the name.
+LOGITS_CHANGED = {
+    "final_logit_softcapping": 0.05,
+    "lm_head_multiplier": 0.25,
+    "logit_scale": 0.25,
+    "logits_scaling": 8.0,
+    "unpadded_vocab_size": 100,
+}
+
+
+@pytest.mark.parametrize("model_type", [t for t in rotary_types() if expected()[t] is None])
+def test_losses_in_chunks_and_their_gradients_are_those_of_the_model_s_own_logits(model_type: str) -> None:
+    config = tiny_config(config_class_of(model_type))
+    text = config.get_text_config(decoder=True)
+    for name, value in LOGITS_CHANGED.items():
+        if name in text.to_dict():  # no property, such as MiniCPM3 has
+            setattr(text, name, value)
+    model, ids = tiny_model(model_type, config), IDS[:, :40]
+    expected_loss = causal_loss(model(input_ids=ids, use_cache=False).logits, ids)
+    expected_loss.backward()
+    expected_gradients = gradients(model)
+    model.zero_grad()
+    hidden = decoder_body(model)(input_ids=ids, use_cache=False).last_hidden_state
+    loss = chunked_causal_lm_loss(model, hidden, ids, rows_per_chunk=11)
+    loss.backward()
+    losses = token_losses(model, hidden[0, :-1].detach(), ids[0, 1:], rows_per_chunk=11)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses.mean(), expected_loss.detach(), rtol=1e-5, atol=0)
+    assert gradients(model).keys() == expected_gradients.keys()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-3, atol=1e-6, msg=name)
+
+
+def causal_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[0, :-1].float(), ids[0, 1:])
+
+
+def gradients(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
 # Their text models are built here alone, for which Transformers has no auto class to load them by.

@@ -9,11 +9,14 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    FalconH1Config,
     Gemma2Config,
     GraniteConfig,
     LlamaModel,
+    ModernBertDecoderConfig,
 )
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import check_head, decoder_body, head_logits, row_chunks, token_losses
 
 SHARED = {
@@ -32,12 +35,16 @@ CONFIGS = {
     "gemma2, capped": Gemma2Config(**SHARED, final_logit_softcapping=0.05),
     "cohere, multiplied": CohereConfig(**SHARED, logit_scale=0.25),
     "granite, divided": GraniteConfig(**SHARED, logits_scaling=8.0),
+    "falcon_h1, multiplied in the body": FalconH1Config(
+        **SHARED, lm_head_multiplier=0.25, mamba_d_ssm=32, mamba_n_heads=2, mamba_d_state=16, mamba_chunk_size=32
+    ),
+    "modernbert, one more layer": ModernBertDecoderConfig(**{k: v for k, v in SHARED.items() if k != "head_dim"}),
 }
 
 
 @pytest.fixture(params=CONFIGS)
 def changing_model(request):
-    """A model that does something to its logits after the matrix product, strongly enough to be seen."""
+    """A model that does something before or after the matrix product, strongly enough to be seen."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(CONFIGS[request.param]).eval()
 
@@ -48,8 +55,9 @@ def test_families_that_change_their_logits(changing_model):
     check_head(model)
     expected = model(input_ids=ids, use_cache=False).logits
     hidden = decoder_body(model)(input_ids=ids, use_cache=False).last_hidden_state
-    torch.testing.assert_close(head_logits(model, hidden), expected, rtol=1e-6, atol=1e-7)
-    product = model.lm_head(hidden)
+    assert torch.equal(head_logits(model, hidden), expected)
+    assert torch.equal(head_logits(model, hidden[0, 3:5]), expected[0, 3:5])  # any rows, in any shape
+    product = model.get_output_embeddings()(hidden)
     assert (product - expected).abs().max() > 1e-2  # or the test would pass without head_logits doing anything
 
 
@@ -87,11 +95,22 @@ def test_half_precision_heads_give_float32_losses_that_pass_the_check(changing_m
 
 
 @pytest.mark.parametrize("change", [lambda x: x * 1.01, lambda x: torch.tanh(x / 0.1) * 0.1, lambda x: x + 0.01])
-def test_an_unknown_change_to_the_logits_is_refused(changing_model, change):
+def test_a_change_to_the_logits_outside_the_forward_is_refused(changing_model, change):
     model = changing_model
     model.register_forward_hook(lambda module, args, output: setattr(output, "logits", change(output.logits)))
-    with pytest.raises(ValueError, match=rf"report this model_type: {model.config.model_type}"):
+    with pytest.raises(InvalidRequestError, match=rf"report this model_type: {model.config.model_type}"):
         check_head(model)
+
+
+def test_the_body_is_in_its_place_again_and_its_hooks_do_not_run(tiny_llama):
+    model, calls = tiny_llama(), []
+    body = model.model
+    body.register_forward_hook(lambda *_: calls.append(1))
+    with pytest.raises(RuntimeError):
+        head_logits(model, torch.randn(2, 63))  # a width that the head does not have
+    head_logits(model, torch.randn(2, 64))
+    assert model.model is body
+    assert not calls
 
 
 def test_a_body_without_a_head_is_refused(tiny_llama):

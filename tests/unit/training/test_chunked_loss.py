@@ -12,10 +12,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.cohere import CohereConfig
+from transformers.models.falcon_h1 import FalconH1Config
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.granite import GraniteConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.mixtral import MixtralConfig
+from transformers.models.modernbert_decoder import ModernBertDecoderConfig
 
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.chunked_loss import chunked_lm_loss
@@ -35,6 +37,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_state": 16, "mamba_chunk_size": 32}
 HEADS = {
     "llama": lambda: LlamaConfig(**SMALL),
     "llama-tied": lambda: LlamaConfig(**SMALL, tie_word_embeddings=True),
@@ -42,6 +45,11 @@ HEADS = {
     "cohere-logit-scale": lambda: CohereConfig(**{k: v for k, v in SMALL.items() if k != "head_dim"}, logit_scale=0.3),
     "granite-logits-scaling": lambda: GraniteConfig(
         **{k: v for k, v in SMALL.items() if k != "head_dim"}, logits_scaling=4.0
+    ),
+    "falcon-h1-multiplier": lambda: FalconH1Config(**SMALL, lm_head_multiplier=3.0, **MAMBA),
+    # A dense layer and a norm before the output embeddings, which are trained too.
+    "modernbert-layer-before": lambda: ModernBertDecoderConfig(
+        **{k: v for k, v in SMALL.items() if k != "head_dim"}, attn_implementation="sdpa"
     ),
 }
 
@@ -95,6 +103,15 @@ def test_loss_and_gradients_equal_the_plain_way(head: str, checkpointing: bool):
         torch.testing.assert_close(grad, expected_grads[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+def test_a_weight_that_no_logits_depend_on_has_no_gradient():
+    model = build(HEADS["llama"]())
+    model.unread = nn.Linear(3, 3)
+    with chunked_lm_loss(model, rows_per_chunk=7):
+        model(**batch()).loss.backward()
+    assert model.unread.weight.grad is None  # zeros would let weight decay move it
+    assert model.lm_head.weight.grad is not None
+
+
 def test_num_items_in_batch_divides():
     model = build(HEADS["llama"]())
     with chunked_lm_loss(model, rows_per_chunk=7):
@@ -127,10 +144,10 @@ def test_through_peft():
         torch.testing.assert_close(grad, expected_grads[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_logits_are_never_whole(monkeypatch: pytest.MonkeyPatch):
+def test_logits_are_never_whole():
     model = build(HEADS["llama"]())
     rows: list[int] = []
-    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.shape[0]))
+    model.lm_head.register_forward_hook(lambda module, args, output: rows.append(output.numel() // 97))
     with chunked_lm_loss(model, rows_per_chunk=7):
         model(**batch()).loss.backward()
     assert max(rows) == 7
