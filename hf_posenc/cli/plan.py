@@ -14,7 +14,7 @@ from hf_posenc.utils.units import ContextLength, MemorySize, TokenCount
 _SETTINGS = ("lora", "gradient_checkpointing", "bf16", "per_device_train_batch_size", "gradient_accumulation_steps")
 _SHARED = (
     *("gpu_memory", "gpus", "training", "token_budget", "original_max_position_embeddings", "server", "dtype"),
-    *("whole_documents", "tokens_per_second", "tflops"),
+    *("whole_documents", "tokens_per_second", "tflops", "sliding_window"),
 )
 
 
@@ -46,6 +46,10 @@ class PlanArguments:
         default=None, metadata={"help": "tokens the model was trained on; default: the value in its config"}
     )
     server: bool = field(default=False, metadata={"help": "consider only static methods, which servers can run"})
+    sliding_window: str = field(
+        default="keep",
+        metadata={"help": "sliding window of a model that has one in every layer: keep, off or a number of tokens"},
+    )
     recipe: str | None = field(
         default=None, metadata={"help": "training recipe from `hf-posenc recipes`; other flags override its values"}
     )

@@ -16,7 +16,7 @@ from hf_posenc.doctor.config_meaning import (
     is_misspelled,
     keys_of,
     meant,
-    original_length,
+    original_of,
     reads_original,
     serialization_name,
     source_of,
@@ -179,6 +179,29 @@ def _check_original(facts: ConfigFacts) -> Iterator[Finding]:
             "error",
             f"{rope_type} has no {ORIGINAL}; it is {facts.original}",
             f"Transformers takes max_position_embeddings ({length}) for it, silently.",
+        )
+
+
+def _check_lengths_stated(facts: ConfigFacts) -> Iterator[Finding]:
+    lengths = facts.lengths
+    if not lengths.others:
+        return
+    other = lengths.others[0].tokens
+    if lengths.decided:
+        yield Finding(
+            "two-original-lengths",
+            "note",
+            f"more than one original length is stated: {lengths.stated}",
+            f"Factors are counted from {lengths.tokens}, which is stated most specifically.",
+            f"To count from {other}: hf-posenc patch ... --original-max-position-embeddings {other}.",
+        )
+    else:
+        yield Finding(
+            "two-original-lengths",
+            "warning",
+            f"more than one length is stated: {lengths.stated}",
+            "Nothing says which of them the model was trained on, and servers stop at the smallest.",
+            "Pass the right one to hf-posenc patch: --original-max-position-embeddings N.",
         )
 
 
@@ -363,6 +386,7 @@ CHECKS = (
     _check_words,
     _check_factor,
     _check_original,
+    _check_lengths_stated,
     _check_theta,
     _check_axes,
     _check_temperature,
@@ -422,7 +446,8 @@ def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> Confi
             model_type, "no rotary embedding", {}, None, text.get("max_position_embeddings"), "", None, None, ()
         )
     parameters = canonical(text, known)
-    original, origin = original_length(text, parameters, mark, known)
+    lengths = original_of(text, parameters, mark, known)
+    original = lengths.tokens
     if original is not None and (
         reads_original(parameters["rope_type"]) or parameters["rope_type"] == Linear.rope_type
     ):
@@ -436,7 +461,7 @@ def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> Confi
         mark = None
     if mark:
         parameters = from_mark(text, parameters, mark)
-    facts = ConfigFacts(text, parameters, source_of(text), original, known, bool(mark))
+    facts = ConfigFacts(text, parameters, source_of(text), lengths, known, bool(mark))
     rope = meant(facts)
     target = target_length(facts)
     findings = [*unknown, *(finding for check in CHECKS for finding in check(facts))]
@@ -444,5 +469,5 @@ def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> Confi
     if all(finding.mendable for finding in findings):
         findings += check_versions(facts, rope)
     return ConfigMeaning(
-        model_type, serialization_name(text), parameters, rope, original, origin, target, mark, tuple(findings)
+        model_type, serialization_name(text), parameters, rope, original, lengths.by, target, mark, tuple(findings)
     )

@@ -26,9 +26,10 @@ from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.config_writing import rope_parameters_of
 from hf_posenc.patching.extension import MARK, SCALING_KEYS, rotary_width
+from hf_posenc.patching.lengths import ORIGINAL as ORIGINAL
+from hf_posenc.patching.lengths import OriginalLength, original_length_of
 from hf_posenc.spec import RopeSpec
 
-ORIGINAL = "original_max_position_embeddings"
 # Rules of Transformers that are no method: the model's own frequencies, and Gemma 4's with pairs that are not rotated.
 _KEYS_OF_OTHERS = {"default": frozenset[str](), "proportional": frozenset({"factor"})}
 _OTHER_KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor", "mrope_section", "llama_4_scaling_beta"}
@@ -43,12 +44,14 @@ class Known:
         rope_theta: Base of the frequencies.
         ramp: YaRN's curve, ``harmonic`` for PoSE's.
         trained_length: Tokens that a LongLoRA merge was tuned to, whose config does not carry the linear rule.
+        name: What the checkpoint is called on the Hugging Face Hub.
     """
 
     original: int | None = None
     rope_theta: float | None = None
     ramp: str | None = None
     trained_length: int | None = None
+    name: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class ConfigFacts:
         text: The JSON of the text config.
         parameters: The rule it means, as one flat dict.
         source: The dict that declares it, as it is.
-        original: Original length in tokens, None if unknown.
+        lengths: The original length, and what states another.
         known: What the user says.
         marked: Whether ``save_extended`` noted the rule beside it.
     """
@@ -67,9 +70,14 @@ class ConfigFacts:
     text: dict[str, Any]
     parameters: dict[str, Any]
     source: dict[str, Any]
-    original: int | None
+    lengths: OriginalLength
     known: Known
     marked: bool
+
+    @property
+    def original(self) -> int | None:
+        """Original length in tokens, None if unknown."""
+        return self.lengths.tokens
 
 
 def keys_of(rope_type: str) -> frozenset[str] | None:
@@ -151,25 +159,16 @@ def _guess(parameters: Mapping[str, Any]) -> str:
     return "longrope" if "long_factor" in parameters else "default"
 
 
-def original_length(
+def original_of(
     text: Mapping[str, Any], parameters: Mapping[str, Any], mark: Mapping[str, Any] | None, known: Known
-) -> tuple[int | None, str]:
-    """Return the original length and what says so."""
-    length = text.get("max_position_embeddings")
-    sources = [
-        (known.original, "you"),
-        ((mark or {}).get(ORIGINAL), MARK),
-        (text.get(ORIGINAL) if family_of(text["model_type"]).longrope_only else None, f"config.{ORIGINAL}"),
-        (parameters.get(ORIGINAL), ORIGINAL),
-        (text.get(ORIGINAL), f"config.{ORIGINAL}"),
-        (4096 if family_of(text["model_type"]).longrope_only else None, "the family"),
-        (
-            length if parameters["rope_type"] in ("default", "dynamic", "proportional") else None,
-            "max_position_embeddings",
-        ),
-    ]
-    found = next(((int(value), source) for value, source in sources if value), None)
-    return found or (None, "nothing: it is not recorded")
+) -> OriginalLength:
+    """Return the original length, what says so, and what states another."""
+    if known.original:
+        return OriginalLength(known.original, "you")
+    width = None
+    if all(text.get(name) for name in ("hidden_size", "num_attention_heads")) or text.get("head_dim"):
+        width = _head_dim(text)
+    return original_length_of(text, parameters, width, mark=mark, name=known.name)
 
 
 def _head_dim(text: Mapping[str, Any]) -> int:

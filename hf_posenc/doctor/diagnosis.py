@@ -89,6 +89,8 @@ def diagnose(source: Any, known: Known | None = None, *, live: bool = False) -> 
         ValueError: It is no model's config, or the Hub has no such model; or, with ``live``, it cannot be loaded.
     """
     known = known or Known()
+    if known.name is None and isinstance(source, str):  # by which a published checkpoint is known
+        known = replace(known, name=source)
     if isinstance(source, nn.Module):
         return _of_model(source)
     if isinstance(source, PreTrainedConfig):

@@ -11,10 +11,9 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import declared_rope, head_dim_of, refuse_family
 from hf_posenc.methods.base import NEVER_ROTATED, Extension, Unscaled, encoding_of, encoding_rope_type
 from hf_posenc.methods.registry import make_method, method_of_rope_type
+from hf_posenc.patching.lengths import DECLARED, MARK, OriginalLength, original_length_of
 from hf_posenc.spec import RopeSpec, check_length
 
-# What a config, a model's or an adapter's, says of its extension to those who have only it.
-MARK = "context_extension"
 # What a scaled rope_parameters holds besides rope_theta, partial_rotary_factor and what belongs to the family.
 SCALING_KEYS = frozenset(
     {
@@ -76,10 +75,11 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
     if method is None:
         raise InvalidRequestError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
     target = int(config.max_position_embeddings)
-    original = parameters.get("original_max_position_embeddings", target)
+    original, known = parameters.get("original_max_position_embeddings", target), True
+    if rope_type == "linear":  # some keep max_position_embeddings at the trained length, and some raise it
+        trained = original_length(config).tokens
+        original, known = trained or target, trained is not None
     factor = parameters.get("factor") or max(target / original, 1.0)
-    # Of linear checkpoints, some keep max_position_embeddings at the trained length and some raise it.
-    known = rope_type != "linear" or "original_max_position_embeddings" in parameters
     spec = _spec(config, parameters, original)
     return Extension(spec, make_method(method.name, float(factor), method.read_options(parameters)), target, known)
 
@@ -129,12 +129,17 @@ def mark_encoding(parameters: dict[str, Any], label: str | None, method: str) ->
 
 def plain_spec(config: PreTrainedConfig) -> RopeSpec:
     """Return what an unscaled config says the model was trained with."""
-    mark = mark_on(config) or {}  # of a rule that is elsewhere; the target may be in the config
-    original = mark.get("original_max_position_embeddings") or config.max_position_embeddings
-    return _spec(config, declared_rope(config), original)
+    return _spec(config, declared_rope(config), original_length(config).tokens or config.max_position_embeddings)
 
 
-def _has_frequencies(config: PreTrainedConfig) -> bool:
+def original_length(config: PreTrainedConfig) -> OriginalLength:
+    """Return what a text config says that the model was trained on; see ``original_length_of``."""
+    values = {**vars(config), "model_type": config.model_type, DECLARED: getattr(config, DECLARED, None)}
+    return original_length_of(values, declared_rope(config), head_dim_of(config), mark=mark_on(config))
+
+
+def has_frequencies(config: PreTrainedConfig) -> bool:
+    """Return whether a text config is one of a model whose rotary embedding hf_posenc can scale."""
     try:
         refuse_family(config)
         return bool(declared_rope(config))
@@ -149,7 +154,7 @@ def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
     those without a rotary embedding.
     """
     text_config = config.get_text_config(decoder=True)
-    if not _has_frequencies(text_config):
+    if not has_frequencies(text_config):
         length = getattr(text_config, "max_position_embeddings", None)  # GPT-2's n_positions under a common name
         return dict(zip(Extension.FACTS, ("none", 1.0, {}, length, length), strict=True))
     declared = declared_scaling(text_config)

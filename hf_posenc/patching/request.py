@@ -16,7 +16,7 @@ from hf_posenc.families.sliding_window import KEEP, choose_window
 from hf_posenc.methods.base import Extension, Method, check_factor
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
 from hf_posenc.patching.config_writing import warn_about_limits, write_config
-from hf_posenc.patching.extension import declared_scaling, plain_spec
+from hf_posenc.patching.extension import declared_scaling, original_length, plain_spec
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.presets import choose_preset
 from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
@@ -30,9 +30,7 @@ def _base_spec(config: PreTrainedConfig, declared: Extension | None, original: i
         raise InvalidRequestError(f"{argument('on_scaled')} must be 'refuse' or 'replace', got {on_scaled!r}.")
     if original is not None:
         original = check_length(argument("original_max_position_embeddings"), original)
-    if declared is None:
-        spec = plain_spec(config)
-    elif on_scaled == "refuse":
+    if declared is not None and on_scaled == "refuse":
         was = (
             f"original length {declared.spec.original_max_position_embeddings}"
             if declared.original_known
@@ -45,14 +43,15 @@ def _base_spec(config: PreTrainedConfig, declared: Extension | None, original: i
             declared.method.name,
             declared.method.factor,
         )
-    elif original is None and not declared.original_known:
+    spec = plain_spec(config) if declared is None else declared.spec
+    original = original or original_length(config).counted_from()
+    if original is None:
+        scaled = "" if declared is None else f" ({declared.method.name}, factor {declared.method.factor:g})"
         raise InvalidRequestError(
-            f"the model is already scaled (linear, factor {declared.method.factor:g}), and such a config does not say "
-            f"what it was trained on: pass {argument('original_max_position_embeddings')}."
+            f"the model is already scaled{scaled}, and its config does not say what it was trained on: pass "
+            f"{argument('original_max_position_embeddings')}."
         )
-    else:
-        spec = declared.spec
-    return spec if original is None else dataclasses.replace(spec, original_max_position_embeddings=original)
+    return dataclasses.replace(spec, original_max_position_embeddings=original)
 
 
 def _target(original: int, factor: float | None, context_length: int | None, default: float) -> int:
@@ -83,14 +82,10 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
     declared = declared_scaling(config)
     spec = _base_spec(config, declared, request.original_max_position_embeddings, request.on_scaled)
     original = spec.original_max_position_embeddings
-    if (
-        given.rope_scaling is not None
-        and declared is None
-        and original > (own := plain_spec(config)).original_max_position_embeddings
-    ):
+    if given.rope_scaling is not None and declared is None and original > (longest := original_length(config).longest):
         warn_user(
-            f"rope_scaling says that the model was trained on {original} tokens, and its config "
-            f"{own.original_max_position_embeddings}: is the dictionary another model's?"
+            f"rope_scaling says that the model was trained on {original} tokens, and its config {longest}: is the "
+            "dictionary another model's?"
         )
     default = method.default_factor_with(request.options)
     target = _target(original, request.factor, request.context_length, default)

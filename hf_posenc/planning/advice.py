@@ -15,6 +15,8 @@ from hf_posenc.utils.units import length_name
 ZERO_SHOT_FACTOR = 4.0
 # Of the methods without training the one for every length; as long as nothing is trained, too.
 ZERO_SHOT_METHOD = "dynamic_yarn"
+# The static methods to take, the first that a model's config can say (Gemma 4's has no yarn).
+STATIC_METHODS = (DEFAULT_METHOD, "ntk")
 # In PI (table 4) the whole window is in use after 200 steps at the full length.
 FEWEST_STEPS = 200
 
@@ -35,6 +37,8 @@ class Situation:
         fits: Whether one does; None where the memory is not known.
         training: It is to be trained, whatever works without.
         unmasked: Layers that no mask keeps packed documents apart in, by kind (``unmasked_layers``).
+        static_method: Of ``STATIC_METHODS``.
+        no_staged: Why ``ZERO_SHOT_METHOD`` is not for the model; None if it is.
     """
 
     model_type: str
@@ -47,6 +51,8 @@ class Situation:
     option: str | None = None
     fits: bool | None = None
     training: bool = False
+    static_method: str = DEFAULT_METHOD
+    no_staged: str | None = None
     unmasked: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -57,6 +63,11 @@ class Situation:
     def zero_shot(self) -> bool:
         """Whether a method without training is of use and will do."""
         return self.token_budget is None and not self.training and self.factor <= ZERO_SHOT_FACTOR
+
+    @property
+    def zero_shot_method(self) -> str:
+        """The method to read with where nothing is trained."""
+        return self.static_method if self.server or self.no_staged else ZERO_SHOT_METHOD
 
 
 @dataclass(frozen=True)
@@ -82,13 +93,13 @@ class Rule:
         holds: Whether it is for a situation.
         reason: Why, formatted with the words of ``advise``.
         recipe: What to train by; None: no training.
-        method: The method; trained is always the default one, also where a recipe has another or none.
+        method: The method; None for the static one, which is trained also where a recipe has another or none.
     """
 
     holds: Callable[[Situation], bool]
     reason: str
     recipe: str | None = None
-    method: str = DEFAULT_METHOD
+    method: str | None = None
 
 
 # The zero-shot ones come first, then what the memory or the budget leaves, then all.
@@ -100,7 +111,13 @@ _RULES = (
     ),
     Rule(
         lambda s: s.zero_shot and s.server,
-        "a factor of {factor} works without training, and static YaRN is what servers run; short texts pay a little",
+        "a factor of {factor} works without training, and static {static_method} is what servers run; short texts pay "
+        "a little",
+    ),
+    Rule(
+        lambda s: s.zero_shot and s.no_staged is not None,
+        "a factor of {factor} works without training, and static {static_method} is what this model can have "
+        "({no_staged}); short texts pay a little",
     ),
     Rule(
         lambda s: s.zero_shot,
@@ -116,13 +133,13 @@ _RULES = (
     Rule(
         lambda s: s.option == LORA,
         "full weights do not fit at the full length; adapters with embedding and norms come close to them "
-        "(LongLoRA; its own rule is linear: give --method yarn too)",
+        "(LongLoRA; its own rule is linear: give --method {static_method} too)",
         "lora-plus",
     ),
     Rule(
         lambda s: s.option == ADAPTERS,
         "of the ways at the full length adapters alone fit, on weights in 16 bits: with --lora-embeddings false "
-        "(the recipe's own rule is linear: give --method yarn too)",
+        "(the recipe's own rule is linear: give --method {static_method} too)",
         "lora-plus",
     ),
     Rule(
@@ -167,12 +184,14 @@ def advise(situation: Situation) -> Advice:
         "reads": length_name(s.reads),
         "target": length_name(s.target),
         "factor": f"{s.factor:g}",
+        "static_method": s.static_method,
+        "no_staged": s.no_staged,
         "in_windows": ", in PoSE's windows of the original length" if s.option == POSE_4BIT else "",
         "and_it_fits": ", and it fits" if s.fits else "",
         "steps": (s.token_budget or 0) // s.target,
         "pose_steps": (s.token_budget or 0) // s.original,
     }
-    return Advice(rule.method, rule.recipe, (rule.reason.format(**words), *_besides(s, rule.recipe)))
+    return Advice(rule.method or s.static_method, rule.recipe, (rule.reason.format(**words), *_besides(s, rule.recipe)))
 
 
 def _besides(s: Situation, recipe: str | None) -> list[str]:
@@ -182,6 +201,10 @@ def _besides(s: Situation, recipe: str | None) -> list[str]:
             f"the checkpoint is scaled already ({s.method}, {length_name(s.reads)} tokens): on_scaled='replace' "
             "takes the new rule instead, with a factor from the original length"
         )
+    if recipe is not None and s.static_method != DEFAULT_METHOD:
+        notes.append(
+            f"the model's config cannot say {DEFAULT_METHOD}, which recipes have: give --method {s.static_method} too"
+        )
     if recipe is not None and s.token_budget is None and s.factor > ZERO_SHOT_FACTOR:
         notes.append(f"beyond a factor of {ZERO_SHOT_FACTOR:g} no rule is as good without training")
     if s.unmasked and (recipe is not None or s.training):
@@ -190,5 +213,5 @@ def _besides(s: Situation, recipe: str | None) -> list[str]:
             "document each (--packing false)"
         )
     if recipe is not None and not s.server:
-        notes.append(f"until it is trained, {ZERO_SHOT_METHOD} is the rule to read with")
+        notes.append(f"until it is trained, {s.zero_shot_method} is the rule to read with")
     return notes

@@ -15,7 +15,6 @@ from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.unmasked_layers import unmasked_layers
 from hf_posenc.patching.extension import describe_config
-from hf_posenc.patching.presets import known_checkpoint
 from hf_posenc.planning.shapes import text_config
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
@@ -69,14 +68,12 @@ def model_facts(config: PreTrainedConfig, name: str, original: int | None = None
 
     Args:
         config: The model's, as ``read_config`` returns it.
-        name: As it was given: a folder's manifest, or what is known of a published checkpoint, comes before the config.
+        name: As it was given; a folder's manifest comes before the config.
         original: Tokens it was trained on, where the caller knows better.
     """
     text, model = text_config(config), meta_model(config)
-    declared = read_manifest(Path(name).expanduser()) or describe_config(config)
-    known = known_checkpoint(name)
-    trained = known.trained_length if known is not None else declared["original_max_position_embeddings"]
-    original = original or trained
+    declared = declared_extension(config, name)
+    original = original or declared["original_max_position_embeddings"]
     heads = int(text.num_attention_heads)
     return ModelFacts(
         name=name,
@@ -93,12 +90,28 @@ def model_facts(config: PreTrainedConfig, name: str, original: int | None = None
         vocab_size=int(text.vocab_size),
         windows=_windows(text),
         original=original,
-        reads=int(declared["context_length"] if declared["method"] != "none" or original is None else original),
+        reads=int(tokens_read(declared, original) or 0),
         method=str(declared["method"]),
         factor=float(declared["factor"]),
         dtype=str(model.dtype).removeprefix("torch."),
         unmasked=unmasked_layers(RotaryModel(model)),
     )
+
+
+def declared_extension(config: PreTrainedConfig, name: str) -> dict[str, Any]:
+    """Return method, factor and lengths of a model, as ``describe`` has them; a folder's manifest comes first."""
+    return read_manifest(Path(name).expanduser()) or describe_config(config)
+
+
+def tokens_read(declared: Mapping[str, Any], original: int | None) -> int | None:
+    """Return the tokens that a model reads as it is; None if nothing says.
+
+    Args:
+        declared: As ``declared_extension`` returns it.
+        original: Tokens it was trained on.
+    """
+    length: int | None = declared["context_length"]
+    return length if declared["method"] != "none" or original is None else original
 
 
 def _matrix_parameters(model: PreTrainedModel, text: PreTrainedConfig) -> int:

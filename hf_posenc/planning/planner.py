@@ -12,15 +12,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_posenc.checkpoint.loading import read_config
-from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.attention.installation import check_attention
+from hf_posenc.checkpoint.loading import meta_model, read_config
+from hf_posenc.errors import InvalidRequestError, UnsupportedModelError, argument
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.families.sliding_window import KEEP, choose_window
+from hf_posenc.methods.base import Extension
 from hf_posenc.methods.registry import DEFAULT_METHOD
-from hf_posenc.planning.advice import ZERO_SHOT_METHOD, Advice, Situation, advise
-from hf_posenc.planning.architecture import ModelFacts, model_facts
+from hf_posenc.patching.config_writing import write_config
+from hf_posenc.patching.extension import has_frequencies, original_length
+from hf_posenc.patching.extension_config import ExtensionRequest
+from hf_posenc.patching.request import resolve
+from hf_posenc.planning.advice import STATIC_METHODS, ZERO_SHOT_METHOD, Advice, Situation, advise
+from hf_posenc.planning.architecture import ModelFacts, declared_extension, model_facts, tokens_read
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.gpus import usable
 from hf_posenc.planning.inference_memory import Reading, kv_cache, predict_readings
 from hf_posenc.planning.planned_fit import PlannedFit, predict_fit
+from hf_posenc.planning.shapes import text_config
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.training.config import FinetuneConfig
@@ -45,6 +54,8 @@ class Plan:
         target: Tokens it is to read.
         factor: Target / original length.
         advice: Method and recipe, with reasons.
+        static_method: The method to train, and for servers.
+        sliding_window: What becomes of a window that every layer has, as requested.
         gpu_memory: Bytes of one device; None: not given.
         gpus: Devices.
         kv_cache: Bytes of one sequence's keys and values at the target, in the dtype computed in.
@@ -68,6 +79,8 @@ class Plan:
     target: int
     factor: float
     advice: Advice
+    static_method: str
+    sliding_window: str | int
     gpu_memory: int | None
     gpus: int
     kv_cache: int
@@ -153,6 +166,7 @@ def plan(
     tflops: float | None = None,
     measure_length: int | None = None,
     dtype: str | torch.dtype = "auto",
+    sliding_window: str | int = KEEP,
 ) -> Plan:
     """Say what reading ``context_length`` tokens costs; only the config is read.
 
@@ -175,8 +189,10 @@ def plan(
         measure_length: Train a few steps of random weights on this machine, in blocks of so many tokens.
         dtype: Of the weights: ``"auto"`` is the checkpoint's own where ``gpu_memory``, which is a GPU's, is given, else
             what this machine computes natively (see ``hf_posenc.utils.dtypes.choose_dtype``).
+        sliding_window: What becomes of a window that every layer has: ``"keep"``, ``"off"`` or a number of tokens.
 
     Raises:
+        UnsupportedModelError: The model is to read more than it does, and its family cannot be extended.
         ValueError, TypeError: A value is out of range, the config cannot be read, its original length is not known, or
             the family cannot be run without data.
     """
@@ -192,8 +208,19 @@ def plan(
     choice = choose_dtype(dtype, config_dtype(config), None if memory is None else "cuda")
     config = copy.deepcopy(config)
     config.dtype = choice.dtype
+    text = text_config(config)
+    if sliding_window != KEEP:
+        text.sliding_window = choose_window(text, sliding_window, context_length)
     name = str(config.name_or_path or config.model_type) if isinstance(model, PreTrainedConfig) else str(model)
-    facts = model_facts(config, name, original_max_position_embeddings)
+    declared, trained = declared_extension(config, name), original_max_position_embeddings
+    if trained is None and has_frequencies(text):
+        original_length(text).counted_from()  # which warns, or refuses, where the config states several
+    trained = trained or declared["original_max_position_embeddings"]
+    static_method, no_staged = DEFAULT_METHOD, None
+    if context_length > (tokens_read(declared, trained) or 0):
+        static_method = _static_method(config, trained, context_length)
+        no_staged = _why_not_staged(config, trained, context_length)
+    facts = model_facts(config, name, trained)
     original = _known_original(facts)
     if with_training:
         run = _with_given(run, token_budget, original_max_position_embeddings)
@@ -210,6 +237,8 @@ def plan(
         server,
         training=training,
         unmasked=facts.unmasked,
+        static_method=static_method,
+        no_staged=no_staged,
     )
     rows: list[TrainingOption] = []
     chosen = 0
@@ -242,7 +271,8 @@ def plan(
         sharding = fewest_devices(full, memory, facts.num_layers)
     advice = advise(situation)
     cache = kv_cache(config, context_length)
-    rule = _rule_to_read_with(advice, server)
+    # Of a training, the rule that its beginning is read with.
+    rule = advice.method if advice.recipe is None else situation.zero_shot_method
     budget = run.token_budget
     made = Plan(
         model=facts,
@@ -251,6 +281,8 @@ def plan(
         target=context_length,
         factor=context_length / original,
         advice=advice,
+        static_method=static_method,
+        sliding_window=sliding_window,
         gpu_memory=memory,
         gpus=gpus,
         kv_cache=cache.at(context_length),
@@ -275,13 +307,6 @@ def _block(run: FinetuneConfig, target: int, original: int) -> int:
     """Return the tokens of a block as ``finetune`` chooses them (``tokens_per_block``, ``fit_recipe``)."""
     of_recipe = None if run.recipe is None else get_recipe(run.recipe).block(run, original)
     return run.seq_len or of_recipe or run.tokens_per_block(original, target)
-
-
-def _rule_to_read_with(advice: Advice, server: bool) -> str:
-    """Return the method of the advice; of a training that of its beginning, which every rule with stages needs most."""
-    if advice.recipe is None:
-        return advice.method
-    return DEFAULT_METHOD if server else ZERO_SHOT_METHOD
 
 
 def _all_weights(rows: Sequence[TrainingOption], target: int) -> TrainingOption:
@@ -312,6 +337,44 @@ def _check(
             check_number(argument(name), number, above=0)
     if sum(one is not None for one in (tokens_per_second, tflops, measure_length)) > 1:
         raise InvalidRequestError("give one of tokens_per_second, tflops and measure: each is the speed of training.")
+
+
+def _extension(config: PreTrainedConfig, method: str, original: int | None, target: int) -> Extension:
+    """Return what ``patch_model`` would make of a method for a model, an earlier scaling replaced."""
+    request = ExtensionRequest.of(
+        method=method, context_length=target, original_max_position_embeddings=original, on_scaled="replace"
+    )
+    return resolve(text_config(config), request)
+
+
+def _static_method(config: PreTrainedConfig, original: int | None, target: int) -> str:
+    """Return the static method to advise: the first that ``patch_model`` can put into the model.
+
+    Raises:
+        UnsupportedModelError: There is none, for a reason of the family.
+        InvalidRequestError: The original length is not known, or a sliding window ends before the target.
+    """
+    refused = None
+    for method in STATIC_METHODS:
+        extension = _extension(config, method, original, target)
+        try:
+            write_config(copy.deepcopy(text_config(config)), extension)
+        except InvalidRequestError as error:  # some families' configs cannot say some rules
+            refused = refused or error
+            continue
+        _ = RotaryModel(meta_model(config)).rotary_modules  # refuses layers without positions, whatever the config says
+        return method
+    assert refused is not None
+    raise refused
+
+
+def _why_not_staged(config: PreTrainedConfig, original: int | None, target: int) -> str | None:
+    """Return why the method to read with without training is not for a model; None if it is."""
+    try:
+        check_attention(RotaryModel(meta_model(config)), _extension(config, ZERO_SHOT_METHOD, original, target))
+    except UnsupportedModelError as refusal:
+        return refusal.reason
+    return None
 
 
 def _known_original(facts: ModelFacts) -> int:

@@ -7,6 +7,8 @@ import dataclasses
 import shlex
 from typing import Any
 
+from hf_posenc.families.sliding_window import KEEP
+from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.planning.gpus import RENTED, RESERVE, smallest_gpu, usable
 from hf_posenc.planning.inference_memory import LONGEST_FACTOR, READ_CHUNK, Reading
 from hf_posenc.planning.planned_fit import PlannedFit
@@ -178,7 +180,7 @@ def _training(plan: Plan) -> list[str]:
 def _commands(plan: Plan) -> list[str]:
     """Return the command of the way that was chosen, and the flags that the others have instead of its last ones."""
     scaled = plan.model.method != "none" and plan.target > plan.model.reads
-    begin = shlex.join(finetune_words(plan.model.name, plan.target))
+    begin = shlex.join(finetune_words(plan.model.name, plan.target, plan.static_method, plan.sliding_window))
     dtype = plan.requested_dtype
     flags = {way.label: shlex.join(flags_of(way, on_scaled=scaled, dtype=dtype)) for way in plan.training_options}
     lines = [f"the command of {plan.option.label}:", f"  {begin} {flags.pop(plan.option.label)}".rstrip()]
@@ -189,10 +191,15 @@ def _commands(plan: Plan) -> list[str]:
     return lines
 
 
-def finetune_words(model: str, target: int) -> list[str]:
+def finetune_words(
+    model: str, target: int, method: str = DEFAULT_METHOD, sliding_window: str | int = KEEP
+) -> list[str]:
     """Return how the command of each way begins; texts and folder are left to be named."""
     files = ["--documents", "TEXTS", "--output-dir", "OUT"]
-    return ["hf-posenc", "finetune", model, *files, "--context-length", str(int(target))]
+    words = ["hf-posenc", "finetune", model, *files, "--context-length", str(int(target))]
+    if method != DEFAULT_METHOD:
+        words += ["--method", method]
+    return words if sliding_window == KEEP else [*words, "--sliding-window", str(sliding_window)]
 
 
 def flags_of(option: TrainingOption, *, on_scaled: bool = False, dtype: str | None = None) -> list[str]:

@@ -83,7 +83,9 @@ def test_what_a_model_is() -> None:
     scaled = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
     yarn = model_facts(LlamaConfig(**{**TINY_SIZES, "max_position_embeddings": 256}, rope_parameters=scaled), "x")
     assert (yarn.original, yarn.reads, yarn.method, yarn.factor) == (64, 256, "yarn", 4)
-    known = model_facts(LlamaConfig(**{**TINY_SIZES, "max_position_embeddings": 32768}), "mistralai/Mistral-7B-v0.1")
+    published = LlamaConfig(**{**TINY_SIZES, "max_position_embeddings": 32768})
+    published._name_or_path = "mistralai/Mistral-7B-v0.1"
+    known = model_facts(published, "mistralai/Mistral-7B-v0.1")
     assert known.original == 8192  # what patches/mistral.toml knows, whatever the config declares
     experts = {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
     moe = model_facts(Qwen3MoeConfig(**TINY_SIZES, **experts), "moe")
