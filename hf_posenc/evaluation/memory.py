@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.attention.footprint import footprint
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
+from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.api import describe
@@ -136,16 +137,23 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
         intermediate_size=_width(config, int(config.hidden_size)),
         num_heads=heads,
         num_kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+        head_dim=_head_dim(config, heads),
         vocab_size=int(config.vocab_size),
     )
+
+
+def _head_dim(config: PreTrainedConfig, heads: int) -> int:
+    if getattr(config, "is_heterogeneous", False):  # Gemma 4's heads differ by layer type
+        return head_dim_of(config)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def _width(config: object, hidden_size: int) -> int:
     """Return the MLP's inner size; of experts, those of one token."""
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     inner = getattr(config, "moe_intermediate_size", None) or getattr(config, "intermediate_size", None)
-    return experts * int(inner or 4 * hidden_size)
+    widest = max(inner) if isinstance(inner, list) else inner  # Gemma 3n has one for each layer
+    return experts * int(widest or 4 * hidden_size)
 
 
 @contextmanager

@@ -12,23 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_posenc.attention.installation import check_attention
-from hf_posenc.checkpoint.loading import meta_model, read_config
-from hf_posenc.errors import InvalidRequestError, UnsupportedModelError, argument
-from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.checkpoint.loading import read_config
+from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.sliding_window import KEEP, choose_window
-from hf_posenc.methods.base import Extension
 from hf_posenc.methods.registry import DEFAULT_METHOD
-from hf_posenc.patching.config_writing import write_config
 from hf_posenc.patching.extension import has_frequencies, original_length
-from hf_posenc.patching.extension_config import ExtensionRequest
-from hf_posenc.patching.request import resolve
-from hf_posenc.planning.advice import STATIC_METHODS, ZERO_SHOT_METHOD, Advice, Situation, advise
+from hf_posenc.planning.advice import Advice, Situation, advise
 from hf_posenc.planning.architecture import ModelFacts, declared_extension, model_facts, tokens_read
 from hf_posenc.planning.flops import Flops, training_flops
 from hf_posenc.planning.gpus import usable
 from hf_posenc.planning.inference_memory import Reading, kv_cache, predict_readings
 from hf_posenc.planning.planned_fit import PlannedFit, predict_fit
+from hf_posenc.planning.possible_methods import possible_static_method, why_not_staged
 from hf_posenc.planning.shapes import text_config
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.spec import check_length, check_number
@@ -218,8 +213,8 @@ def plan(
     trained = trained or declared["original_max_position_embeddings"]
     static_method, no_staged = DEFAULT_METHOD, None
     if context_length > (tokens_read(declared, trained) or 0):
-        static_method = _static_method(config, trained, context_length)
-        no_staged = _why_not_staged(config, trained, context_length)
+        static_method = possible_static_method(config, trained, context_length)
+        no_staged = why_not_staged(config, trained, context_length)
     facts = model_facts(config, name, trained)
     original = _known_original(facts)
     if with_training:
@@ -337,44 +332,6 @@ def _check(
             check_number(argument(name), number, above=0)
     if sum(one is not None for one in (tokens_per_second, tflops, measure_length)) > 1:
         raise InvalidRequestError("give one of tokens_per_second, tflops and measure: each is the speed of training.")
-
-
-def _extension(config: PreTrainedConfig, method: str, original: int | None, target: int) -> Extension:
-    """Return what ``patch_model`` would make of a method for a model, an earlier scaling replaced."""
-    request = ExtensionRequest.of(
-        method=method, context_length=target, original_max_position_embeddings=original, on_scaled="replace"
-    )
-    return resolve(text_config(config), request)
-
-
-def _static_method(config: PreTrainedConfig, original: int | None, target: int) -> str:
-    """Return the static method to advise: the first that ``patch_model`` can put into the model.
-
-    Raises:
-        UnsupportedModelError: There is none, for a reason of the family.
-        InvalidRequestError: The original length is not known, or a sliding window ends before the target.
-    """
-    refused = None
-    for method in STATIC_METHODS:
-        extension = _extension(config, method, original, target)
-        try:
-            write_config(copy.deepcopy(text_config(config)), extension)
-        except InvalidRequestError as error:  # some families' configs cannot say some rules
-            refused = refused or error
-            continue
-        _ = RotaryModel(meta_model(config)).rotary_modules  # refuses layers without positions, whatever the config says
-        return method
-    assert refused is not None
-    raise refused
-
-
-def _why_not_staged(config: PreTrainedConfig, original: int | None, target: int) -> str | None:
-    """Return why the method to read with without training is not for a model; None if it is."""
-    try:
-        check_attention(RotaryModel(meta_model(config)), _extension(config, ZERO_SHOT_METHOD, original, target))
-    except UnsupportedModelError as refusal:
-        return refusal.reason
-    return None
 
 
 def _known_original(facts: ModelFacts) -> int:

@@ -39,7 +39,8 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
     """While open, tensors have a shape and no data, and the error for a family that needs its data names it.
 
     Raises:
-        ValueError: An operator has to see the data, or cannot do without a GPU or half precision, as some experts do.
+        ValueError: An operator has to see the data, or cannot do without a GPU or half precision, as some experts do;
+            or the family's own code takes no cache of the usual kind.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of what is raised
     level = log.level
@@ -47,7 +48,7 @@ def without_data(config: PreTrainedConfig) -> Iterator[None]:
     try:
         with FakeTensorMode():
             yield
-    except (RuntimeError, NotImplementedError) as error:
+    except (RuntimeError, NotImplementedError, IndexError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise InvalidRequestError(
             f"model_type {config.model_type!r} cannot be run without data, so its memory is not predicted: {reason} "
