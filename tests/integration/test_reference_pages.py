@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 import re
 from collections.abc import Callable
@@ -73,6 +74,22 @@ def check_examples(name: str, run: Callable[..., object], parser: argparse.Argum
         used = {word for word in words if word.startswith("--")}
         theirs = {"--tasks", "--limit", "--metadata"} if name == "lm-eval" else set()
         assert used - theirs <= parser._option_string_actions.keys(), line
+
+
+def test_the_commands_in_messages_have_the_flags_they_name() -> None:
+    """Those that doctor, export, report and refusals print; ``...`` and names in capitals are for the reader."""
+    checked = 0
+    for file in Path(hf_posenc.__file__).parent.rglob("*.py"):
+        strings = (one.value for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.Constant))
+        for text in (one for one in strings if isinstance(one, str)):
+            for name, words in re.findall(r"hf-posenc ([a-z-]+)((?: [^\s`(;]+)*)", text):
+                if name not in COMMANDS or name == "lm-eval":  # whose flags are those of another program too
+                    continue
+                known = reference_pages.parser_of(COMMANDS[name])._option_string_actions
+                flags = set(re.findall(r"(?<= )--[a-z0-9-]+", words))
+                assert flags <= known.keys(), f"{file}: hf-posenc {name}{words}"
+                checked += len(flags)
+    assert checked > 30
 
 
 def test_every_model_type_has_a_row_with_what_extends_it() -> None:

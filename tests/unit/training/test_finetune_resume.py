@@ -107,7 +107,7 @@ def test_what_may_not_differ_on_resume_is_named(
 def test_a_start_that_failed_can_be_corrected(
     tmp_path: Path, tiny_llama: Build, tokenizer: Any, documents: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ):
-    def refuse(*args: Any) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError("packed documents see each other")
 
     with monkeypatch.context() as patch:
