@@ -43,7 +43,8 @@ from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.api import describe, unextended_config, verify_model
 from hf_posenc.patching.carrying import carry_extension
-from hf_posenc.patching.extension import MARK, mark_encoding
+from hf_posenc.patching.extension import mark_encoding
+from hf_posenc.patching.lengths import MARK
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import as_stored
 from hf_posenc.utils.files import writable_folder, write_whole

@@ -24,7 +24,8 @@ from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.api import describe as describe_loaded
 from hf_posenc.patching.api import extension_of, patch_as_described, unextended_config
 from hf_posenc.patching.api import verify_model as verify_loaded
-from hf_posenc.patching.extension import MARK, describe_config, mark_on
+from hf_posenc.patching.extension import describe_config, mark_on
+from hf_posenc.patching.lengths import MARK
 from hf_posenc.patching.verification import Verification, check_described
 from hf_posenc.utils.files import read_json
 from hf_posenc.version import __version__

@@ -221,7 +221,7 @@ def _say_put_in(manifest: dict[str, Any], folder: Path) -> None:
 
 def _wrap_adapter_config(module: ModuleType) -> None:
     def load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        from hf_posenc.patching.extension import MARK
+        from hf_posenc.patching.lengths import MARK
 
         with warnings.catch_warnings():  # of the key that is there for us
             warnings.filterwarnings("ignore", rf"Unexpected keyword arguments \['{MARK}'\]")

@@ -42,7 +42,8 @@ from hf_posenc.methods.base import MANIFEST, encoding_of
 from hf_posenc.methods.linear import Linear
 from hf_posenc.methods.registry import method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
-from hf_posenc.patching.extension import MARK, SCALING_KEYS, read_mark, rule_is_elsewhere
+from hf_posenc.patching.extension import SCALING_KEYS, read_mark, rule_is_elsewhere
+from hf_posenc.patching.lengths import MARK
 
 _NO_SERIALIZATION = "No serialization helps there: take Transformers 4.57 or a newer 5."
 

@@ -25,9 +25,9 @@ from hf_posenc.families.family_data import family_of
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.config_writing import rope_parameters_of
-from hf_posenc.patching.extension import MARK, SCALING_KEYS, rotary_width
+from hf_posenc.patching.extension import SCALING_KEYS, rotary_width
+from hf_posenc.patching.lengths import MARK, OriginalLength, original_length_of
 from hf_posenc.patching.lengths import ORIGINAL as ORIGINAL
-from hf_posenc.patching.lengths import OriginalLength, original_length_of
 from hf_posenc.spec import RopeSpec
 
 # Rules of Transformers that are no method: the model's own frequencies, and Gemma 4's with pairs that are not rotated.

@@ -43,7 +43,7 @@ from hf_posenc.doctor.transformers_readers import VERSIONS, Refused, read_by, te
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Extension
-from hf_posenc.patching.extension import MARK
+from hf_posenc.patching.lengths import MARK
 from hf_posenc.utils.files import read_json, write_whole
 
 

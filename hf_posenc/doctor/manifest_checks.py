@@ -12,7 +12,8 @@ from hf_posenc.doctor.config_checks import Finding, read_meaning
 from hf_posenc.doctor.transformers_readers import VERSIONS, text_part
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import encoding_of, encoding_rope_type
-from hf_posenc.patching.extension import MARK, read_mark, rule_is_elsewhere
+from hf_posenc.patching.extension import read_mark, rule_is_elsewhere
+from hf_posenc.patching.lengths import MARK
 from hf_posenc.utils.files import read_json
 
 

@@ -20,8 +20,9 @@ from hf_posenc.families.sliding_window import window_of_all_layers
 from hf_posenc.methods.registry import get_method
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.config_writing import write_config
-from hf_posenc.patching.extension import MARK, SCALING_KEYS
+from hf_posenc.patching.extension import SCALING_KEYS
 from hf_posenc.patching.extension_config import ExtensionRequest
+from hf_posenc.patching.lengths import MARK
 from hf_posenc.patching.request import resolve
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -29,8 +29,9 @@ from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.carrying import carries_extension, carry_extension, drop_extension
 from hf_posenc.patching.config_writing import warn_about_limits, write_config
-from hf_posenc.patching.extension import MARK, declared_scaling, describe_config, mark_encoding, mark_on, plain_spec
+from hf_posenc.patching.extension import declared_scaling, describe_config, mark_encoding, mark_on, plain_spec
 from hf_posenc.patching.extension_config import ExtensionRequest
+from hf_posenc.patching.lengths import MARK
 from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
 from hf_posenc.patching.request import resolve
 from hf_posenc.patching.softmax_scale import (
@@ -295,7 +296,7 @@ def verify_model(model: nn.Module | RotaryModel) -> Verification:
     mark = mark_on(rotary.text_config)
     if mark is not None and not is_patched(rotary):
         expected = {key: mark[key] for key in Extension.FACTS}
-        check_described(describe(rotary), expected, "its config", rotary.model.name_or_path)
+        check_described(describe(rotary), expected, "its config", str(rotary.model.name_or_path))
     return _verify(rotary, rtol=None)
 
 

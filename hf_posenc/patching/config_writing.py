@@ -11,7 +11,8 @@ from hf_posenc.families.discovery import declared_rope, head_dim_of, rope_label
 from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import KEEP, choose_window, warn_about_window
 from hf_posenc.methods.base import Extension, Method
-from hf_posenc.patching.extension import MARK, SCALING_KEYS
+from hf_posenc.patching.extension import SCALING_KEYS
+from hf_posenc.patching.lengths import MARK
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.warning import warn_user
 

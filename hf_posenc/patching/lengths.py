@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.families.family_data import family_of
@@ -191,7 +191,7 @@ def is_scaled(parameters: Mapping[str, Any]) -> bool:
     return method_of_rope_type(rope_type) is not None
 
 
-def is_length(value: Any) -> bool:
+def is_length(value: Any) -> TypeGuard[int]:
     """Return whether a value of a config is a number of tokens."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _UNLIMITED
 

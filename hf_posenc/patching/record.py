@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.families.rotary_module import SavedRotary
 from hf_posenc.methods.base import Extension
-from hf_posenc.patching.extension import MARK
+from hf_posenc.patching.lengths import MARK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
