@@ -43,7 +43,7 @@ from hf_posenc.methods.linear import Linear
 from hf_posenc.methods.registry import method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.extension import SCALING_KEYS, read_mark, rule_is_elsewhere
-from hf_posenc.patching.lengths import MARK
+from hf_posenc.patching.lengths import DECLARED, MARK, is_scaled, limits_below
 
 _NO_SERIALIZATION = "No serialization helps there: take Transformers 4.57 or a newer 5."
 
@@ -294,6 +294,20 @@ def check_lengths(facts: ConfigFacts, target: int | None) -> Iterator[Finding]:
     )
 
 
+def check_servers_lengths(facts: ConfigFacts, target: int | None) -> Iterator[Finding]:
+    """Look for keys beside ``max_position_embeddings`` at which servers stop before a rule's target."""
+    if target is None or not (facts.marked or is_scaled(facts.parameters)):
+        return
+    below = {key: length for key, length in limits_below(facts.text, target).items() if key != DECLARED}
+    if below and facts.parameters["rope_type"] != "dynamic":
+        yield Finding(
+            "length-key-below-target",
+            "warning",
+            f"{' and '.join(f'{key} is {length:g}' for key, length in below.items())}, and the rule is for {target}",
+            "vLLM takes the smallest of such keys for the longest text, and SGLang the first.",
+        )
+
+
 def _check_serializations(facts: ConfigFacts) -> Iterator[Finding]:
     """Compare the two serializations, where a config has both."""
     text = facts.text
@@ -466,7 +480,7 @@ def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> Confi
     rope = meant(facts)
     target = target_length(facts)
     findings = [*unknown, *(finding for check in CHECKS for finding in check(facts))]
-    findings += check_lengths(facts, target)
+    findings += (*check_lengths(facts, target), *check_servers_lengths(facts, target))
     if all(finding.mendable for finding in findings):
         findings += check_versions(facts, rope)
     return ConfigMeaning(

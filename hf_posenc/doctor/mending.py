@@ -22,7 +22,7 @@ from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.config_writing import write_config
 from hf_posenc.patching.extension import SCALING_KEYS
 from hf_posenc.patching.extension_config import ExtensionRequest
-from hf_posenc.patching.lengths import MARK
+from hf_posenc.patching.lengths import MARK, limits_below
 from hf_posenc.patching.request import resolve
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -55,11 +55,15 @@ def _write(text: dict[str, Any], meaning: ConfigMeaning, known: Known) -> dict[s
     if window_of_all_layers(config) is not None:
         config.sliding_window = None  # how far it reaches is another matter, and the text's own stays
     if method != "none":
+        # As it was read: this config's own lengths may say otherwise.
+        options["original_max_position_embeddings"] = int(config.max_position_embeddings)
         write_config(config, resolve(config, ExtensionRequest.of(method=method, factor=factor, **options)))
     stale = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
     fixed = {k: copy.deepcopy(v) for k, v in text.items() if k not in stale}
     fixed["rope_parameters"] = copy.deepcopy(config.rope_parameters)
     fixed["max_position_embeddings"] = meaning.target or config.max_position_embeddings
+    if method != "none" and meaning.target:
+        fixed |= dict.fromkeys(limits_below(fixed, meaning.target), meaning.target)
     if hasattr(config, _ORIGINAL):
         fixed[_ORIGINAL] = getattr(config, _ORIGINAL)
     if family_of(meaning.model_type).needs_head_dim and text.get("head_dim") is None:

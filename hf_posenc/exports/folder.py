@@ -13,6 +13,7 @@ from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.methods.yarn import Yarn
+from hf_posenc.patching.lengths import LENGTH_KEYS, limits_below
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.units import size_name
 
@@ -60,6 +61,11 @@ class ExportFolder:
     def context_length(self) -> int:
         """The target, in tokens."""
         return int(self.manifest["context_length"])
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """The keys of config.json at which servers stop, with their values, in tokens."""
+        return {key: self.config[key] for key in LENGTH_KEYS if self.config.get(key) is not None}
 
     @property
     def original(self) -> int:
@@ -122,7 +128,7 @@ def check_rule(folder: ExportFolder) -> None:
     """Raise unless config.json carries the manifest's rule.
 
     Raises:
-        ValueError: It was edited.
+        ValueError: It was edited, or another key of it limits the length.
     """
     manifest = folder.manifest
     written = {key: value for key, value in manifest["rope_parameters"].items() if key != "type"}
@@ -130,6 +136,12 @@ def check_rule(folder: ExportFolder) -> None:
         raise InvalidRequestError(
             f"{CONFIG} in {folder.path!r} does not carry the rule of {MANIFEST} ({manifest['method']}, "
             f"{folder.context_length} tokens): one of the two files was edited after saving. Save the model again."
+        )
+    if below := limits_below(folder.config, folder.context_length):
+        stated = " and ".join(f"{key} {length:g}" for key, length in below.items())
+        raise InvalidRequestError(
+            f"{CONFIG} in {folder.path!r} has {stated}, at which servers stop before {folder.context_length} tokens. "
+            f"Raise it: hf-posenc doctor {folder.path} --fix {folder.path}."
         )
 
 

@@ -14,6 +14,7 @@ from hf_posenc.methods.base import DistanceMethod, StaticMethod
 from hf_posenc.methods.registry import get_method, make_method, methods
 from hf_posenc.patching.config_writing import write_config
 from hf_posenc.patching.extension_config import ExtensionRequest
+from hf_posenc.patching.lengths import LENGTH_KEYS
 from hf_posenc.patching.request import resolve
 
 
@@ -81,7 +82,8 @@ def as_static(folder: ExportFolder, method: str) -> ExportFolder:
         on_scaled="replace",
     )
     write_config(config, resolve(config, request))
-    changed = {"rope_parameters": config.rope_parameters, "max_position_embeddings": config.max_position_embeddings}
+    changed = {"rope_parameters": config.rope_parameters}
+    changed |= {key: getattr(config, key) for key in LENGTH_KEYS if folder.config.get(key) is not None}
     if window != KEEP:
         changed["sliding_window"] = config.sliding_window
     manifest = {**folder.manifest, "method": name, "options": {}, "rope_parameters": config.rope_parameters}

@@ -35,7 +35,7 @@ def _lines(folder: ExportFolder, rope: dict[str, Any], start: list[str], length:
         said = json.dumps({**folder.overrides, "rope_parameters": rope})
         return [command(*start, folder.path, length, target, override, said)]
     own = [] if rope == folder.rope else [override, json.dumps({"rope_parameters": rope})]
-    onto_base = json.dumps({"rope_parameters": rope, "max_position_embeddings": target})
+    onto_base = json.dumps({"rope_parameters": rope, **folder.lengths})
     return [
         command(*start, folder.path, length, target, *own),
         "# the same rule on the unextended base model:",

@@ -78,8 +78,9 @@ def patch_model(
 
     Works on any device or several, quantised or not, before or after ``torch.compile`` or PEFT. The model gets a
     config of its own, so another model built from the same config object is not touched. A KV cache filled before the
-    call holds keys at the old frequencies: drop it (a method that runs in attention takes it as it is). A line of the
-    log, at INFO, says what was done.
+    call holds keys at the old frequencies: drop it (a method that runs in attention takes it as it is). A
+    ``generation_config.max_length`` of at least the original length is raised to the target; a smaller one stays. A
+    line of the log, at INFO, says what was done.
 
     Args:
         model: A Transformers model with a rotary embedding, or one wrapped by PEFT or ``torch.compile``.
@@ -189,6 +190,7 @@ def patch_model(
         record.tokenizer = (tokenizer, tokenizer.model_max_length)
         tokenizer.model_max_length = extension.context_length
         limit = f"the tokenizer's limit is {extension.context_length}"
+    _raise_generation_limit(rotary, extension)
     logger.info("%s; %s", verified, limit)
     return model
 
@@ -222,6 +224,8 @@ def unpatch_model(model: ModelT) -> ModelT:
     if record.tokenizer is not None:
         tokenizer, limit = record.tokenizer
         tokenizer.model_max_length = limit
+    if record.generation_max_length is not None:
+        rotary.model.generation_config.max_length = record.generation_max_length
     if not record.carried_before:
         drop_extension(rotary.model)
     rotary.record = None
@@ -390,6 +394,19 @@ def _new_scales(
     for saved in values.values():
         saved.attributes[f"{rotary.prefix}attention_scaling"] = 1.0
     return attentions, {name: live_scale(module) * factor**2 for name, module in attentions.items()}
+
+
+def _raise_generation_limit(rotary: RotaryModel, extension: Extension) -> None:
+    """Raise ``generation_config.max_length`` to the target if it is the limit of the model before it was extended.
+
+    ``generate`` refuses a prompt of that many tokens. A number below the original length limits the output, as somebody
+    wanted it, and stays.
+    """
+    generation: Any = getattr(rotary.model, "generation_config", None)
+    limit = getattr(generation, "max_length", None)
+    if limit is not None and extension.spec.original_max_position_embeddings <= limit < extension.context_length:
+        rotary.record.generation_max_length = limit
+        generation.max_length = extension.context_length
 
 
 def _undoable(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:

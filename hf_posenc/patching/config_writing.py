@@ -12,7 +12,7 @@ from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import KEEP, choose_window, warn_about_window
 from hf_posenc.methods.base import Extension, Method
 from hf_posenc.patching.extension import SCALING_KEYS
-from hf_posenc.patching.lengths import MARK
+from hf_posenc.patching.lengths import LENGTH_KEYS, MARK, limits_below
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.warning import warn_user
 
@@ -38,7 +38,7 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
         written |= dict.fromkeys(family_of(config.model_type).attention_factor_names, written["attention_factor"])
     config.rope_parameters = written if label is None else {**config.rope_parameters, label: written}
     declared = extension.context_length if method.declares_target else spec.original_max_position_embeddings
-    config.max_position_embeddings = declared
+    _write_lengths(config, declared, raise_all=method.declares_target)
     if hasattr(config, "original_max_position_embeddings"):  # Phi-3: wins over rope_parameters
         config.original_max_position_embeddings = spec.original_max_position_embeddings
     if config.__dict__.get("head_dim", 0) is None:  # yarn, dynamic and longrope do not derive it
@@ -54,6 +54,15 @@ def write_config(config: PreTrainedConfig, extension: Extension) -> None:
             f"{method.name} is written as {written['rope_type']} here, and this Transformers cannot check "
             f"{written['rope_type']} for model_type {config.model_type!r}: {why}. Take linear, ntk or abf."
         ) from error
+
+
+def _write_lengths(config: PreTrainedConfig, declared: int, *, raise_all: bool) -> None:
+    """Write the declared length, and what servers read beside it: keys that say the same, or limit a target."""
+    before = config.max_position_embeddings
+    follow = {key for key in LENGTH_KEYS if vars(config).get(key) == before}
+    for key in follow | (limits_below(vars(config), declared).keys() if raise_all else set()):
+        setattr(config, key, declared)
+    config.max_position_embeddings = declared
 
 
 def warn_about_limits(config: PreTrainedConfig, extension: Extension) -> None:

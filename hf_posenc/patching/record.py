@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.families.rotary_module import SavedRotary
 from hf_posenc.methods.base import Extension
-from hf_posenc.patching.lengths import MARK
+from hf_posenc.patching.lengths import LENGTH_KEYS, MARK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # What an extension may change of a text config; absent values stay absent.
 CONFIG_VALUES = (
     "rope_parameters",
-    "max_position_embeddings",
+    *LENGTH_KEYS,
     "original_max_position_embeddings",
     "head_dim",
     "layer_rope_theta",
@@ -48,6 +48,7 @@ class PatchRecord:
         attention: What a staged or distance method put into the attention.
         encoding: What an encoding put into the model.
         tokenizer: One whose limit was set, and its limit before.
+        generation_max_length: ``generation_config.max_length`` before; None if it was not changed.
         carried_before: The model was loaded extended: it is saved so without this patch too.
     """
 
@@ -58,4 +59,5 @@ class PatchRecord:
     attention: InstalledAttention | None = None
     encoding: InstalledEncoding | None = None
     tokenizer: tuple[PreTrainedTokenizerBase, int] | None = None
+    generation_max_length: int | None = None
     carried_before: bool = False
