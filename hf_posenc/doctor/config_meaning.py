@@ -24,7 +24,7 @@ from hf_posenc.doctor.transformers_readers import (
 from hf_posenc.families.family_data import family_of
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
-from hf_posenc.patching.config_writing import rope_parameters_of
+from hf_posenc.patching.config_writing import full_rope_parameters
 from hf_posenc.patching.extension import SCALING_KEYS, rotary_width
 from hf_posenc.patching.lengths import MARK, OriginalLength, original_length_of
 from hf_posenc.patching.lengths import ORIGINAL as ORIGINAL
@@ -186,8 +186,9 @@ def from_mark(text: Mapping[str, Any], parameters: Mapping[str, Any], mark: Mapp
     spec = RopeSpec(width, float(mark["rope_theta"]), mark[ORIGINAL], unrotated_pairs)
     scaling = make_method(mark["method"], mark["factor"], mark["options"])
     label = full_label(text)
-    kept = {key: value for key, value in parameters.items() if key not in SCALING_KEYS}
-    return {**kept, "rope_theta": spec.rope_theta, **rope_parameters_of(text["model_type"], label, scaling, spec)}
+    source, read = source_of(text), family_of(text["model_type"]).keys_read_in_attention
+    own = {**parameters, **{key: source[key] for key in read if key in source}}
+    return full_rope_parameters(text["model_type"], own, label, scaling, spec)
 
 
 def meant(facts: ConfigFacts) -> Rope | None:

@@ -134,9 +134,29 @@ def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
     return dict(parameters)
 
 
-def head_dim_of(config: PreTrainedConfig) -> int:
-    """Return the features of a head, of full attention, also where ``config.head_dim`` is missing or None."""
+def rope_of_other_layer_types(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
+    """Return the ``rope_parameters`` of the layer types that are not extended, by layer type; often none.
+
+    They belong to layers with a sliding window. Layer types without positions, whose settings are None, are left out.
+    """
     label = rope_label(config)
+    if label is None:
+        return {}
+    return {
+        key: dict(value)
+        for key, value in config.rope_parameters.items()
+        if isinstance(value, Mapping) and value and key != label
+    }
+
+
+def head_dim_of(config: PreTrainedConfig, label: str | None = None) -> int:
+    """Return the features of a head, also where ``config.head_dim`` is missing or None.
+
+    Args:
+        config: A text config.
+        label: The layer type, where heads differ by it; None for full attention.
+    """
+    label = rope_label(config) if label is None else label
     if label is not None and getattr(config, "is_heterogeneous", False):  # Gemma 4: it differs by layer type
         config = config.per_layer_config[label]  # type: ignore[call-overload]  # a layer type does too
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

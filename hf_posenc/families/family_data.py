@@ -35,6 +35,7 @@ class Family:
         longrope_only: Its config takes no other scaling than longrope, so every rule is written as longrope lists.
         latent_attention: Multi-head latent attention, whose softmax scale depends on YaRN's ``mscale_all_dim``.
         rotated_values: Values are rotated too, so that no temperature can be put on cos and sin.
+        keys_read_in_attention: Keys of ``rope_parameters`` that its attention reads, which no rule may change.
         attention_factor_names: Its own keys for the attention factor.
         names_in_4: Transformers 4's names for ``rope_theta`` and ``partial_rotary_factor``.
         layer_types_in_4: Transformers 4 knows it, and its layer types have rotary settings each: its name for the base
@@ -54,6 +55,7 @@ class Family:
     longrope_only: bool = False
     latent_attention: bool = False
     rotated_values: bool = False
+    keys_read_in_attention: tuple[str, ...] = ()
     attention_factor_names: tuple[str, ...] = ()
     names_in_4: Mapping[str, str] = field(default_factory=dict)
     layer_types_in_4: str | None = None

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 _RECORD = "_hf_posenc_patch"
 
 
+def prefix_of(label: str | None) -> str:
+    """Return what a layer type puts before the names of its buffers, such as ``full_attention_``; empty for None."""
+    return "" if label is None else f"{label}_"
+
+
 class RotaryModel:
     """A model, and where it keeps what positions are made of.
 
@@ -76,8 +81,8 @@ class RotaryModel:
 
     @property
     def prefix(self) -> str:
-        """What that layer type puts before the names of its buffers, such as ``full_attention_``; empty for None."""
-        return "" if self.label is None else f"{self.label}_"
+        """What that layer type puts before the names of its buffers."""
+        return prefix_of(self.label)
 
     @cached_property
     def rotary_modules(self) -> dict[str, nn.Module]:

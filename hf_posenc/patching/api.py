@@ -28,8 +28,16 @@ from hf_posenc.families.rotary_module import (
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.carrying import carries_extension, carry_extension, drop_extension
-from hf_posenc.patching.config_writing import warn_about_limits, write_config
-from hf_posenc.patching.extension import declared_scaling, describe_config, mark_encoding, mark_on, plain_spec
+from hf_posenc.patching.config_writing import warn_about_layer_types, warn_about_limits, write_config
+from hf_posenc.patching.extension import (
+    declared_scaling,
+    describe_config,
+    mark_encoding,
+    mark_on,
+    other_layer_types,
+    plain_spec,
+    with_layer_types,
+)
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.lengths import MARK
 from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
@@ -150,6 +158,7 @@ def patch_model(
         zero_other_layer_types(saved, rotary.label)
     attentions, scales = _new_scales(rotary, extension, new_config, values)
     warn_about_limits(new_config, extension)
+    warn_about_layer_types(text_config, new_config)
 
     _own_configs(model)
     record = PatchRecord(
@@ -325,6 +334,9 @@ def _verify(rotary: RotaryModel, rtol: float | None) -> Verification:
     for name, module in rotary.rotary_modules.items():
         if not module._buffers[f"{rotary.prefix}inv_freq"].is_meta:  # type: ignore[union-attr]  # rotary modules have one
             checks.append(check_rotary(rotary, name, spec, method, rtol))
+            for label, rule in other_layer_types(rotary.text_config).items():
+                if f"{label}_inv_freq" in module._buffers:  # else no layer is of this type
+                    checks.append(check_rotary(rotary, name, rule.spec, rule.method, rtol, label))
     for name, module in latent_attentions(rotary).items():
         check_scale(name, live_scale(module), expected_scale(module, method))
     if extension is not None and extension.method.temperature_on_logits:
@@ -366,6 +378,9 @@ def unextended_config(rotary: RotaryModel) -> dict[str, Any]:
 def describe(source: nn.Module | RotaryModel | PreTrainedConfig) -> dict[str, Any]:
     """Return method, factor, options, original and target length; method ``"none"`` for what is not extended.
 
+    Where layers besides those of full attention are scaled, as their config says, ``other_layer_types`` has the same
+    facts of each such layer type.
+
     Args:
         source: A model, wrapped or not; or a config.
 
@@ -373,11 +388,16 @@ def describe(source: nn.Module | RotaryModel | PreTrainedConfig) -> dict[str, An
         TypeError: It is neither.
     """
     if isinstance(source, PreTrainedConfig):  # of a patched model, maybe, whose rule no config can hold
-        mark = mark_on(source.get_text_config(decoder=True))
-        return {key: mark[key] for key in Extension.FACTS} if mark else describe_config(source)
+        text_config = source.get_text_config(decoder=True)
+        mark = mark_on(text_config)
+        if not mark:
+            return describe_config(source)
+        return with_layer_types({key: mark[key] for key in Extension.FACTS}, text_config)
     rotary = RotaryModel.of(source)
     extension = patched_extension(rotary)
-    return describe_config(rotary.model.config) if extension is None else extension.describe()
+    if extension is None:
+        return describe_config(rotary.model.config)
+    return with_layer_types(extension.describe(), rotary.text_config)
 
 
 def _new_scales(

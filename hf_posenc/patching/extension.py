@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.families.discovery import declared_rope, head_dim_of, refuse_family
+from hf_posenc.families.discovery import declared_rope, head_dim_of, refuse_family, rope_of_other_layer_types
 from hf_posenc.methods.base import NEVER_ROTATED, Extension, Unscaled, encoding_of, encoding_rope_type
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.patching.lengths import DECLARED, MARK, OriginalLength, original_length_of
@@ -61,6 +61,11 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
         # A temperature on whole logits is not in a config: load_extended applies it, and says so.
         options = {name: value for name, value in mark["options"].items() if name != "temperature"}
         return Extension(spec, make_method(mark["method"], mark["factor"], options), mark["context_length"])
+    return _scaling_in(config, parameters)
+
+
+def _scaling_in(config: PreTrainedConfig, parameters: Mapping[str, Any], label: str | None = None) -> Extension | None:
+    """Return the scaling in ``rope_parameters``, of a layer type if it is given; None if there is none."""
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "proportional":  # some pairs never rotate; a factor divides the others
         rope_type = "linear" if (parameters.get("factor") or 1.0) > 1 else "default"
@@ -80,8 +85,33 @@ def declared_scaling(config: PreTrainedConfig) -> Extension | None:
         trained = original_length(config).tokens
         original, known = trained or target, trained is not None
     factor = parameters.get("factor") or max(target / original, 1.0)
-    spec = _spec(config, parameters, original)
+    spec = _spec(config, parameters, original, label)
     return Extension(spec, make_method(method.name, float(factor), method.read_options(parameters)), target, known)
+
+
+def other_layer_types(config: PreTrainedConfig) -> dict[str, Extension]:
+    """Return what a config says of the layer types that are not extended, by layer type: scaled or ``Unscaled``.
+
+    Raises:
+        ValueError: A ``rope_type`` is none that hf_posenc knows.
+    """
+    length = config.max_position_embeddings
+    return {
+        label: _scaling_in(config, parameters, label)
+        or Extension(_spec(config, parameters, length, label), Unscaled(), int(length))
+        for label, parameters in rope_of_other_layer_types(config).items()
+    }
+
+
+def scaled_layer_types(config: PreTrainedConfig) -> dict[str, Extension]:
+    """Return those of ``other_layer_types`` that are scaled; none in a model as it is usually published."""
+    others = other_layer_types(config)
+    return {label: extension for label, extension in others.items() if not isinstance(extension.method, Unscaled)}
+
+
+def layer_types_words(scaled: Mapping[str, Extension]) -> str:
+    """Return scaled layer types with their rules, in words."""
+    return ", ".join(f"{label} ({rule.method.name}, factor {rule.method.factor:g})" for label, rule in scaled.items())
 
 
 def mark_on(config: PreTrainedConfig) -> dict[str, Any] | None:
@@ -109,9 +139,9 @@ def rule_is_elsewhere(mark: Mapping[str, Any]) -> bool:
         ) from error
 
 
-def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any) -> RopeSpec:
+def _spec(config: PreTrainedConfig, parameters: Mapping[str, Any], original: Any, label: str | None = None) -> RopeSpec:
     length = check_length("original_max_position_embeddings", original)
-    rotary_dim, unrotated_pairs = rotary_width(head_dim_of(config), parameters)
+    rotary_dim, unrotated_pairs = rotary_width(head_dim_of(config, label), parameters)
     return RopeSpec(rotary_dim, float(parameters["rope_theta"]), length, unrotated_pairs)
 
 
@@ -138,6 +168,12 @@ def original_length(config: PreTrainedConfig) -> OriginalLength:
     return original_length_of(values, declared_rope(config), head_dim_of(config), mark=mark_on(config))
 
 
+def with_layer_types(facts: dict[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the facts of an extension with those of the scaled layer types of a text config, if there are any."""
+    scaled = {label: rule.describe() for label, rule in scaled_layer_types(config).items()}
+    return {**facts, "other_layer_types": scaled} if scaled else facts
+
+
 def has_frequencies(config: PreTrainedConfig) -> bool:
     """Return whether a text config is one of a model whose rotary embedding hf_posenc can scale."""
     try:
@@ -151,14 +187,14 @@ def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
     """Return method, factor, options, original and target length of a config.
 
     The method is ``"none"`` if the config is plain, and for models whose positions hf_posenc cannot change, such as
-    those without a rotary embedding.
+    those without a rotary embedding. ``other_layer_types`` is there where layers with a sliding window are scaled.
     """
     text_config = config.get_text_config(decoder=True)
     if not has_frequencies(text_config):
         length = getattr(text_config, "max_position_embeddings", None)  # GPT-2's n_positions under a common name
         return dict(zip(Extension.FACTS, ("none", 1.0, {}, length, length), strict=True))
     declared = declared_scaling(text_config)
-    if declared is not None:
-        return declared.describe()
-    length = int(text_config.max_position_embeddings)
-    return Extension(plain_spec(text_config), Unscaled(), length).describe()
+    if declared is None:
+        length = int(text_config.max_position_embeddings)
+        declared = Extension(plain_spec(text_config), Unscaled(), length)
+    return with_layer_types(declared.describe(), text_config)

@@ -15,8 +15,14 @@ from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import KEEP, choose_window
 from hf_posenc.methods.base import Extension, Method, check_factor
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
-from hf_posenc.patching.config_writing import warn_about_limits, write_config
-from hf_posenc.patching.extension import declared_scaling, original_length, plain_spec
+from hf_posenc.patching.config_writing import warn_about_layer_types, warn_about_limits, write_config
+from hf_posenc.patching.extension import (
+    declared_scaling,
+    layer_types_words,
+    original_length,
+    plain_spec,
+    scaled_layer_types,
+)
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.presets import choose_preset
 from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
@@ -30,6 +36,14 @@ def _base_spec(config: PreTrainedConfig, declared: Extension | None, original: i
         raise InvalidRequestError(f"{argument('on_scaled')} must be 'refuse' or 'replace', got {on_scaled!r}.")
     if original is not None:
         original = check_length(argument("original_max_position_embeddings"), original)
+    if declared is None and on_scaled == "refuse" and (others := scaled_layer_types(config)):
+        first = next(iter(others.values())).method
+        raise AlreadyExtendedError(
+            f"layers of the model are already scaled: {layer_types_words(others)}. Pass "
+            f"{argument('on_scaled', 'replace')} to extend full attention beside them; they keep their rule.",
+            first.name,
+            first.factor,
+        )
     if declared is not None and on_scaled == "refuse":
         was = (
             f"original length {declared.spec.original_max_position_embeddings}"
@@ -195,4 +209,5 @@ def extend_config(
         )
     write_config(text_config, extension)
     warn_about_limits(text_config, extension)
+    warn_about_layer_types(config.get_text_config(decoder=True), text_config)
     return extended

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import ExtensionMissingError, RotaryMismatchError
-from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.families.rotary_model import RotaryModel, prefix_of
 from hf_posenc.methods.base import Method, Unscaled
 from hf_posenc.methods.registry import get_method
 from hf_posenc.spec import RopeSpec
@@ -26,19 +26,21 @@ _HINT = (
 
 @dataclass(frozen=True)
 class RotaryCheck:
-    """One module's largest deviations from the closed form.
+    """The largest deviations of one module, or of what it has for one layer type, from the closed form.
 
     Attributes:
         name: The module's name in the model.
         inv_freq_error: Relative, over all pairs.
         attention_factor: What multiplies cos and sin, as found.
         output_error: Absolute, of cos and sin at a few positions.
+        layer_type: A layer type besides the one that is extended; None for the module's other frequencies.
     """
 
     name: str
     inv_freq_error: float
     attention_factor: float
     output_error: float
+    layer_type: str | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Verification:
 
     Attributes:
         extension: Method, factor, options, original and target length.
-        modules: One entry per rotary module; empty for a model on the meta device, and for an encoding in the place
-            of RoPE, under which they rotate nothing.
+        modules: One entry per rotary module, and per further layer type in it; empty for a model on the meta device,
+            and for an encoding in the place of RoPE, under which they rotate nothing.
         attention_layers: How many layers run the rule in their attention; 0 for a static rule.
     """
 
@@ -69,7 +71,8 @@ class Verification:
         if self.modules:
             error = max(check.inv_freq_error for check in self.modules)
             held = "the model's own frequencies" if self.attention_layers else "the closed form"
-            found.append(f"{count(len(self.modules), 'rotary module')} within {error:.1g} of {held}")
+            modules = {check.name for check in self.modules}
+            found.append(f"{count(len(modules), 'rotary module')} within {error:.1g} of {held}")
         if not found:
             added = get_method(self.extension["method"]).is_encoding
             found = ["it is added to the embeddings" if added else "nothing, as there is no data yet"]
@@ -83,10 +86,12 @@ def count(number: int, noun: str) -> str:
 
 def extension_words(extension: Mapping[str, Any]) -> str:
     """Return method, factor and lengths of what ``describe`` returns, in words."""
+    others = extension.get("other_layer_types", {})
+    also = "".join(f"; {label}: {rule['method']} x{rule['factor']:g}" for label, rule in others.items())
     if extension["method"] == "none":
-        return f"not extended: {extension['context_length']} tokens"
+        return f"not extended: {extension['context_length']} tokens{also}"
     lengths = f"{extension['original_max_position_embeddings']} -> {extension['context_length']} tokens"
-    return f"{extension['method']} x{extension['factor']:g}: {lengths}"
+    return f"{extension['method']} x{extension['factor']:g}: {lengths}{also}"
 
 
 def check_described(held: Mapping[str, Any], expected: Mapping[str, Any], said_by: str, checkpoint: str) -> None:
@@ -100,13 +105,13 @@ def check_described(held: Mapping[str, Any], expected: Mapping[str, Any], said_b
         raise ExtensionMissingError(differing, {name: held.get(name) for name in differing}, said_by, checkpoint)
 
 
-def _live_rope_type(rotary: RotaryModel, module: nn.Module) -> str:
+def _live_rope_type(module: nn.Module, label: str | None) -> str:
     rope_type: Any = module.rope_type
-    return str(rope_type if rotary.label is None else rope_type[rotary.label])
+    return str(rope_type if label is None else rope_type[label])
 
 
 def _expected(
-    rotary: RotaryModel, module: nn.Module, spec: RopeSpec, method: Method | None
+    module: nn.Module, label: str | None, spec: RopeSpec, method: Method | None
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
     """Return the closed form's original frequencies, those in force now, and the attention factor."""
     method = method or Unscaled()
@@ -114,14 +119,19 @@ def _expected(
     if method.temperature_on_logits:
         attention_factor = 1.0  # it is in the softmax scale
     # Transformers' dynamic rule and longrope change inv_freq with the length of a forward.
-    if _live_rope_type(rotary, module) == "dynamic":
-        cached: Any = getattr(module, f"{rotary.prefix}max_seq_len_cached", module.max_seq_len_cached)
+    if _live_rope_type(module, label) == "dynamic":
+        cached: Any = getattr(module, f"{prefix_of(label)}max_seq_len_cached", module.max_seq_len_cached)
         return original, method.frequencies(spec, int(cached))[0], attention_factor
     return original, original, attention_factor
 
 
 def check_rotary(
-    rotary: RotaryModel, name: str, spec: RopeSpec, method: Method | None, rtol: float | None = None
+    rotary: RotaryModel,
+    name: str,
+    spec: RopeSpec,
+    method: Method | None,
+    rtol: float | None = None,
+    label: str | None = None,
 ) -> RotaryCheck:
     """Compare one module with the closed form.
 
@@ -131,30 +141,34 @@ def check_rotary(
         spec: What the model was trained with.
         method: What it should hold; None for no scaling.
         rtol: Relative tolerance; None for float32's own.
+        label: The layer type; None for the one that is extended.
 
     Raises:
         RotaryMismatchError: It differs.
     """
-    module, prefix = rotary.rotary_modules[name], rotary.prefix
+    module, other = rotary.rotary_modules[name], label
+    where = name if other is None else f"{name}, {other}"
+    label = rotary.label if other is None else other
+    prefix = prefix_of(label)
     # float32 holds an exponent with a relative error of 2**-24, which the base multiplies by its logarithm.
     tolerance = rtol if rtol is not None else _RTOL * max(1.0, math.log(spec.rope_theta) / math.log(1e6))
-    original, current, attention_factor = _expected(rotary, module, spec, method)
+    original, current, attention_factor = _expected(module, label, spec, method)
     error = _relative(name, f"{prefix}original_inv_freq", module, original)
-    if _live_rope_type(rotary, module) != "longrope":
+    if _live_rope_type(module, label) != "longrope":
         error = max(error, _relative(name, f"{prefix}inv_freq", module, current))
-    what = method.name if method is not None else "no scaling"
+    what = "no scaling" if method is None or isinstance(method, Unscaled) else method.name
     if not error <= tolerance:
         raise RotaryMismatchError(
-            f"{name}: the live frequencies are not those of {what}: relative difference {error:.3g}, allowed "
+            f"{where}: the live frequencies are not those of {what}: relative difference {error:.3g}, allowed "
             f"{tolerance:.3g}. {_HINT}"
         )
     found = float(module.__dict__[f"{prefix}attention_scaling"])
     if not abs(found - attention_factor) <= _RTOL * attention_factor:
         raise RotaryMismatchError(
-            f"{name}: the live attention factor is {found:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
+            f"{where}: the live attention factor is {found:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
         )
-    output_error = _check_output(rotary, name, spec, original, attention_factor, tolerance)
-    return RotaryCheck(name, error, found, output_error)
+    output_error = _check_output(module, label, where, spec, original, attention_factor, tolerance)
+    return RotaryCheck(name, error, found, output_error, other)
 
 
 def check_scale(name: str, found: float, expected: float) -> None:
@@ -181,16 +195,16 @@ def _relative(name: str, buffer: str, module: nn.Module, expected: torch.Tensor)
 
 @torch.no_grad()
 def _check_output(
-    rotary: RotaryModel,
-    name: str,
+    module: nn.Module,
+    label: str | None,
+    where: str,
     spec: RopeSpec,
     inv_freq: torch.Tensor,
     attention_factor: float,
     tolerance: float,
 ) -> float:
     """Run the module at a few positions: what it hands out must come from the frequencies it holds."""
-    module, label = rotary.rotary_modules[name], rotary.label
-    device = module.get_buffer(f"{rotary.prefix}inv_freq").device
+    device = module.get_buffer(f"{prefix_of(label)}inv_freq").device
     # Within the original length, where rules that depend on the length of a forward are at rest.
     positions = [p for p in _PROBES if p < spec.original_max_position_embeddings - 1] or [0]
     probes = torch.tensor(positions, device=device).unsqueeze(0)
@@ -208,7 +222,7 @@ def _check_output(
     allowed = attention_factor * (max(positions) * tolerance + 1e-5)
     if not error <= allowed:
         raise RotaryMismatchError(
-            f"{name}: cos and sin differ by {error:.3g} from what its frequencies give (allowed {allowed:.3g}): the "
+            f"{where}: cos and sin differ by {error:.3g} from what its frequencies give (allowed {allowed:.3g}): the "
             f"module does not use inv_freq as usual, so {type(module).__name__} cannot be scaled."
         )
     return error

@@ -186,6 +186,9 @@ def tiny_config(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
         sub = getattr(default, name, None)
         if isinstance(sub, PreTrainedConfig):
             given[name] = tiny_config(type(sub)).to_dict()
+    rope = getattr(default, "rope_parameters", None) or {}
+    if "llama_4_scaling_beta" in rope:  # queries past that length are larger, whatever the rule
+        given["rope_parameters"] = {**rope, "original_max_position_embeddings": 64}
     return config_class(**{**given, **_OVERRIDES.get(default.model_type, {})})
 
 

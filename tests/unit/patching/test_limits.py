@@ -17,7 +17,7 @@ from hf_posenc.patching.lengths import LENGTH_KEYS
 from tiny_models import make_model
 from tiny_runs import make_tokenizer
 
-PROMPT = torch.arange(100)[None] % 60
+PROMPT = torch.arange(100)[None] % 59 + 1  # 0 is padding
 OTHERS = [key for key in LENGTH_KEYS if key != "max_position_embeddings"]
 
 
@@ -38,7 +38,7 @@ def test_a_length_key_of_other_programs_is_raised_and_put_back(key: str, method:
 def test_a_length_key_above_the_target_stays() -> None:
     model = make_model("Llama")
     model.config.max_seq_len = 1000
-    patch_model(model, "yarn", 4)
+    patch_model(model, "yarn", 4, original_max_position_embeddings=64)
     assert model.config.max_seq_len == 1000
 
 
