@@ -25,7 +25,7 @@ from hf_posenc.doctor.config_checks import Finding
 from hf_posenc.doctor.transformers_readers import Rope
 from hf_posenc.errors import ExtensionMissingError, InvalidRequestError, RotaryMismatchError
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.methods.registry import make_method, method_of_rope_type
+from hf_posenc.methods.registry import method_of_rope_type, read_method
 from hf_posenc.patching.api import describe, is_patched, needs_hf_posenc
 from hf_posenc.patching.verification import check_rotary
 from hf_posenc.spec import RopeSpec
@@ -95,7 +95,7 @@ def against_meaning(rotary: RotaryModel, rope: Rope | None) -> list[Finding]:
         held = module.get_buffer(f"{rotary.prefix}inv_freq")
         spec = RopeSpec(2 * held.numel(), rope.rope_theta, rope.original or length)
         plain = rope.rope_type == "default"
-        method = None if plain else make_method(rope.rope_type, rope.factor, dict(rope.options))
+        method = None if plain else read_method(rope.rope_type, rope.factor, dict(rope.options))
         try:
             check_rotary(rotary, name, spec, method)
         except RotaryMismatchError as error:

@@ -11,7 +11,7 @@ from typing import Any
 from hf_posenc.checkpoint.manifest import ADAPTER_CONFIG, CONFIG, MANIFEST, RESULTS, needs_hf_posenc, read_manifest
 from hf_posenc.errors import InvalidRequestError, MissingFileError
 from hf_posenc.methods.base import Method
-from hf_posenc.methods.registry import get_method, make_method
+from hf_posenc.methods.registry import get_method
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.lengths import LENGTH_KEYS, limits_below
 from hf_posenc.spec import RopeSpec
@@ -85,8 +85,8 @@ class ExportFolder:
     @property
     def method(self) -> Method:
         """The rule under the name it has in config.json; none for plain ones."""
-        options = get_method(self.rope_type).read_options(self.rope)
-        return make_method(self.rope_type, float(self.rope["factor"]), options)
+        method = get_method(self.rope_type)
+        return method.as_read(self.rope["factor"], method.read_options(self.rope))
 
     @property
     def attention_factor(self) -> float:

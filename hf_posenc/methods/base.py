@@ -303,7 +303,22 @@ class Method(abc.ABC):
     @classmethod
     def read_options(cls, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options that a config's ``rope_parameters`` of this method's ``rope_type`` give."""
-        return {name: parameters[name] for name in cls.option_fields() if parameters.get(name) is not None}
+        names = cls.option_fields().keys() & cls.rope_keys
+        return {name: parameters[name] for name in sorted(names) if parameters.get(name) is not None}
+
+    @classmethod
+    def as_read(cls, factor: float, options: Mapping[str, Any]) -> Self:
+        """Return the method with values from a config or a record, which are kept as they are.
+
+        The checks of ``__post_init__`` are for requests. Published files hold values that no request should have and
+        that Transformers runs, such as a ``beta_fast`` that equals ``beta_slow``, or a factor below 1.
+        """
+        method = object.__new__(cls)
+        for field in dataclasses.fields(cls):
+            value = options.get(field.name, field.default)
+            object.__setattr__(method, field.name, tuple(value) if isinstance(value, list) else value)
+        object.__setattr__(method, "factor", float(factor))
+        return method
 
 
 def longrope_lists(

@@ -54,7 +54,9 @@ class Llama3(StaticMethod):
         check_order("low_freq_factor", self.low_freq_factor, "high_freq_factor", self.high_freq_factor)
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
-        return by_parts_frequencies(spec, self.factor, self.low_freq_factor, self.high_freq_factor), 1.0
+        # Published low_freq_factor may be the larger: Transformers then divides below it, and keeps the others.
+        high = max(self.low_freq_factor, self.high_freq_factor)
+        return by_parts_frequencies(spec, self.factor, self.low_freq_factor, high), 1.0
 
     def rope_parameters(self, spec: RopeSpec, *, per_layer_type: bool = False) -> dict[str, Any]:
         if spec.unrotated_pairs:

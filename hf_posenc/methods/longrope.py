@@ -88,7 +88,7 @@ class LongRope(StaticMethod):
         factors = self.long_factor if (seq_len or 0) > original else short_factor
         attention_factor = self.attention_factor
         if attention_factor is None:
-            attention_factor = math.sqrt(1 + math.log(self.factor) / math.log(original))
+            attention_factor = math.sqrt(1 + math.log(self.factor) / math.log(original)) if self.factor > 1 else 1.0
         by = torch.tensor((*factors, *(1.0,) * spec.unrotated_pairs), dtype=torch.float64)
         return torch.where(by < STOPPED, plain_frequencies(spec) / by, 0.0), attention_factor
 

@@ -41,11 +41,12 @@ class BlendInTurns:
 def by_parts_frequencies(spec: RopeSpec, factor: float, slow: float, fast: float) -> torch.Tensor:
     """Keep pairs of at least ``fast`` rotations, divide pairs of at most ``slow``, blend linearly in rotations between.
 
-    Rotations are the full rotations of a pair over the original length.
+    Rotations are the full rotations of a pair over the original length. Where ``slow`` and ``fast`` are equal nothing
+    is blended: a step.
     """
     plain = plain_frequencies(spec)
     rotations = spec.original_max_position_embeddings * plain / (2 * math.pi)
-    keep = ((rotations - slow) / (fast - slow)).clamp(0, 1)
+    keep = ((rotations - slow) / (fast - slow)).clamp(0, 1) if fast > slow else (rotations >= slow).double()
     return keep * plain + (1 - keep) * plain / factor
 
 

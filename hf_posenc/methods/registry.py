@@ -95,12 +95,28 @@ def make_method(name: str, factor: float = 1.0, options: Mapping[str, Any] | Non
         ValueError: The method is unknown or a value is out of range.
     """
     cls, options = get_method(name), options or {}
+    _check_names(cls, options)
+    return cls(factor, **options)
+
+
+def read_method(name: str, factor: float, options: Mapping[str, Any]) -> Method:
+    """Return a method as a config or a record has it: values are not checked, as ``Method.as_read`` explains.
+
+    Raises:
+        TypeError: The method does not take an option.
+        ValueError: The method is unknown.
+    """
+    cls = get_method(name)
+    _check_names(cls, options)
+    return cls.as_read(factor, options)
+
+
+def _check_names(cls: type[Method], options: Mapping[str, Any]) -> None:
     known = cls.option_fields()
     for option in options:
         if option not in known:
             takers = [other.name for other in methods().values() if option in other.option_fields()]
             raise UnknownOptionError(cls.name, option, sorted(known), takers)
-    return cls(factor, **options)
 
 
 def method_of_rope_type(rope_type: str | None) -> type[Method] | None:

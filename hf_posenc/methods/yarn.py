@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -98,6 +99,12 @@ class Yarn(YarnOptions, StaticMethod):
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         return self._inv_freq(spec), self._attention_factor()
+
+    @classmethod
+    def read_options(cls, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        # Transformers takes 0 for not given, but for an attention factor; and null for False, in truncate alone.
+        read = {k: v for k, v in super().read_options(parameters).items() if v or k == "attention_factor"}
+        return read | ({"truncate": bool(parameters["truncate"])} if "truncate" in parameters else {})
 
     def _inv_freq(self, spec: RopeSpec) -> torch.Tensor:
         if self.ramp == "paper":

@@ -8,7 +8,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.families.discovery import declared_rope, head_dim_of, refuse_family, rope_of_other_layer_types
+from hf_posenc.families.discovery import (
+    declared_rope,
+    head_dim_of,
+    refuse_family,
+    rope_label,
+    rope_of_other_layer_types,
+)
 from hf_posenc.methods.base import NEVER_ROTATED, Extension, Unscaled, encoding_of, encoding_rope_type
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.patching.lengths import DECLARED, MARK, OriginalLength, original_length_of
@@ -68,7 +74,7 @@ def _scaling_in(config: PreTrainedConfig, parameters: Mapping[str, Any], label: 
     """Return the scaling in ``rope_parameters``, of a layer type if it is given; None if there is none."""
     rope_type = parameters.get("rope_type", "default")
     if rope_type == "proportional":  # some pairs never rotate; a factor divides the others
-        rope_type = "linear" if (parameters.get("factor") or 1.0) > 1 else "default"
+        rope_type = "default" if parameters.get("factor") in (None, 1) else "linear"
     if rope_type == "default":
         return None
     if encoding := encoding_of(rope_type):
@@ -80,13 +86,17 @@ def _scaling_in(config: PreTrainedConfig, parameters: Mapping[str, Any], label: 
     if method is None:
         raise InvalidRequestError(f"rope_type {rope_type!r} (model_type {config.model_type!r}) is not supported.")
     target = int(config.max_position_embeddings)
-    original, known = parameters.get("original_max_position_embeddings", target), True
+    original, known = parameters.get("original_max_position_embeddings") or target, True
     if rope_type == "linear":  # some keep max_position_embeddings at the trained length, and some raise it
         trained = original_length(config).tokens
         original, known = trained or target, trained is not None
-    factor = parameters.get("factor") or max(target / original, 1.0)
-    spec = _spec(config, parameters, original, label)
-    return Extension(spec, make_method(method.name, float(factor), method.read_options(parameters)), target, known)
+    factor = parameters.get("factor")
+    if rope_label(config) is not None:  # Transformers looks for it beside the layer types alone
+        parameters = {**parameters, "truncate": config.rope_parameters.get("truncate", True)}
+    read = method.as_read(target / original if factor is None else factor, method.read_options(parameters))
+    if not read.declares_target:  # Transformers' dynamic counts from it, whatever else is written
+        original, known = target, original == target
+    return Extension(_spec(config, parameters, original, label), read, target, known)
 
 
 def other_layer_types(config: PreTrainedConfig) -> dict[str, Extension]:

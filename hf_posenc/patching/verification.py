@@ -163,7 +163,7 @@ def check_rotary(
             f"{tolerance:.3g}. {_HINT}"
         )
     found = float(module.__dict__[f"{prefix}attention_scaling"])
-    if not abs(found - attention_factor) <= _RTOL * attention_factor:
+    if not abs(found - attention_factor) <= _RTOL * abs(attention_factor):
         raise RotaryMismatchError(
             f"{where}: the live attention factor is {found:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
         )
@@ -190,7 +190,9 @@ def _relative(name: str, buffer: str, module: nn.Module, expected: torch.Tensor)
             f"{name}.{buffer} holds {live.numel()} frequencies, the config says {expected.numel()} (rotary_dim / 2)."
         )
     error = (live - expected).abs()
-    return float(torch.where(error > 0, error / expected, 0.0).max())  # of a pair that never rotates, infinite or none
+    return float(
+        torch.where(error > 0, error / expected.abs(), 0.0).max()
+    )  # of a pair that never rotates, infinite or none
 
 
 @torch.no_grad()
@@ -219,7 +221,7 @@ def _check_output(
         # Pairs are laid out in halves (cat) or side by side (repeat_interleave); either is the family's own.
         layouts = (live[:, :num_pairs], live[:, ::2]) if live.shape[-1] == 2 * num_pairs else (live,)
         error = max(error, min(float((x - expected * attention_factor).abs().max()) for x in layouts))
-    allowed = attention_factor * (max(positions) * tolerance + 1e-5)
+    allowed = abs(attention_factor) * (max(positions) * tolerance + 1e-5)
     if not error <= allowed:
         raise RotaryMismatchError(
             f"{where}: cos and sin differ by {error:.3g} from what its frequencies give (allowed {allowed:.3g}): the "

@@ -24,7 +24,7 @@ from hf_posenc.methods.base import (
     Unscaled,
     plain_frequencies,
 )
-from hf_posenc.methods.registry import make_method
+from hf_posenc.methods.registry import read_method
 from hf_posenc.report.comparable import rule_name
 from hf_posenc.report.looks import Looks
 from hf_posenc.report.page import Block, Cell, Figure, NumberTable, Panel, Paragraph
@@ -171,7 +171,7 @@ def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:
     spec = RopeSpec(original_max_position_embeddings=original, **record.rope)
     if record.method == "none":
         return Rule(rule_name(record), spec, Unscaled(), longest, record)
-    method = make_method(record.method, record.factor, record.options)
+    method = read_method(record.method, record.factor, record.options)
     return Rule(rule_name(record), spec, method, round(record.factor * original), record)
 
 

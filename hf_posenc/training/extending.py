@@ -20,7 +20,7 @@ from hf_posenc.families.discovery import declared_rope
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP, OFF, window_of_all_layers
 from hf_posenc.families.unmasked_layers import unmasked_layers
-from hf_posenc.methods.registry import DEFAULT_METHOD, make_method, method_names
+from hf_posenc.methods.registry import DEFAULT_METHOD, make_method, method_names, read_method
 from hf_posenc.patching.api import describe, is_patched, needs_hf_posenc, patch_model, unpatch_model
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.presets import get_preset
@@ -180,8 +180,8 @@ def _other_rule(existing: dict[str, Any], config: FinetuneConfig) -> dict[str, A
     """
     if config.method not in (None, existing["method"]):
         return {"method": config.method, **config.options}
-    has = make_method(existing["method"], existing["factor"], existing["options"])
-    wants = make_method(existing["method"], existing["factor"], config.options)
+    has = read_method(existing["method"], existing["factor"], existing["options"])
+    wants = make_method(existing["method"], options=config.options)
     names = {*config.options, *(existing["options"] if config.method is not None else ())}
     return {name: getattr(wants, name) for name in sorted(names) if getattr(wants, name) != getattr(has, name)}
 
