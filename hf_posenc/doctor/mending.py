@@ -17,13 +17,12 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.families.discovery import head_dim_of
 from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import window_of_all_layers
-from hf_posenc.methods.registry import get_method
+from hf_posenc.methods.base import Extension
+from hf_posenc.methods.registry import get_method, read_method
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.config_writing import write_config
-from hf_posenc.patching.extension import SCALING_KEYS
-from hf_posenc.patching.extension_config import ExtensionRequest
+from hf_posenc.patching.extension import SCALING_KEYS, plain_spec
 from hf_posenc.patching.lengths import MARK, limits_below
-from hf_posenc.patching.request import resolve
 
 _ORIGINAL = "original_max_position_embeddings"
 
@@ -55,9 +54,8 @@ def _write(text: dict[str, Any], meaning: ConfigMeaning, known: Known) -> dict[s
     if window_of_all_layers(config) is not None:
         config.sliding_window = None  # how far it reaches is another matter, and the text's own stays
     if method != "none":
-        # As it was read: this config's own lengths may say otherwise.
-        options["original_max_position_embeddings"] = int(config.max_position_embeddings)
-        write_config(config, resolve(config, ExtensionRequest.of(method=method, factor=factor, **options)))
+        target = meaning.target or config.max_position_embeddings
+        write_config(config, Extension(plain_spec(config), read_method(method, factor, options), target))
     stale = ("rope_scaling", "rope_parameters", "rope_theta", _ORIGINAL)
     fixed = {k: copy.deepcopy(v) for k, v in text.items() if k not in stale}
     fixed["rope_parameters"] = copy.deepcopy(config.rope_parameters)

@@ -12,8 +12,9 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, LlamaConfig, L
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc import describe, diagnose, patch_model, perplexity, verify_model
-from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.doctor.mending import mended
 from hf_posenc.patching.extension import declared_scaling
+from model_types import config_class_of, tiny_config, tiny_model
 from tiny_llama import TINY_SIZES, make_tiny_llama
 from tiny_models import logits, token_ids
 
@@ -85,6 +86,17 @@ def test_what_transformers_runs_is_read(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits(replaced, token_ids(100)), logits(expected, token_ids(100)))
 
 
+def test_truncate_is_read_where_transformers_looks_for_it() -> None:
+    """Beside the layer types, and not in theirs."""
+    rule = {**YARN, "rope_theta": 1e4, "truncate": False, "beta_fast": 16.0}
+    for beside in ({}, {"truncate": False}):
+        layers = {"full_attention": rule, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+        config = tiny_config(config_class_of("gemma3_text"))
+        config.rope_parameters = {**layers, **beside}
+        model = tiny_model("gemma3_text", config)
+        assert verify_model(model).extension["options"] == {"beta_fast": 16.0, **beside}
+
+
 def test_two_original_lengths_of_dynamic_are_not_chosen_between() -> None:
     model = published(PUBLISHED["dynamic-with-original"])
     assert describe(model)[LENGTH] is None
@@ -122,4 +134,5 @@ def test_kimi_k2_is_measured_and_its_softmax_scale_verified() -> None:
     assert math.isclose(attention.scaling, (0.1 * math.log(32) + 1) ** 2 / math.sqrt(32), rel_tol=1e-6)
     record = perplexity(model, [token_ids(100)[0].tolist()], context_lengths=[64])[0]
     assert (record.method, record.factor) == ("yarn", 32.0)
-    assert RotaryModel(model).record is None
+    written = mended({**model.config.to_dict(), "rope_scaling": rule, "rope_parameters": None})
+    assert written["rope_parameters"] == {key: value for key, value in rule.items() if key != "beta_slow"}
