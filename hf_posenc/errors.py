@@ -156,6 +156,10 @@ class ExtensionMissingError(RotaryMismatchError):
         )
 
 
+class RotaryOutputError(RotaryMismatchError):
+    """A rotary module holds the right values, and hands out a cos and sin that do not come from them."""
+
+
 class RunStoppedError(HfPosencError, RuntimeError):
     """A run was stopped, in training or in another of its processes, because its results would be wrong."""
 

@@ -120,7 +120,8 @@ def _check_words(facts: ConfigFacts) -> Iterator[Finding]:
             f"attn_factor {source['attn_factor']!r} is not read by Transformers",
             "YaRN's authors multiply the temperature by it; Transformers drops it with a warning.",
         )
-    if unread:
+    by_alpha = "alpha" in source and family_of(facts.text["model_type"]).base_by_alpha
+    if unread and not by_alpha:  # HunYuan publishes it with keys of other rules beside it
         yield Finding(
             "unread-keys",
             "warning",

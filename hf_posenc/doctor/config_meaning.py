@@ -17,10 +17,12 @@ from hf_posenc.doctor.transformers_readers import (
     effective,
     flat_parameters,
     full_label,
+    head_dim_in,
     top_level,
     usual_section_fits,
     yarn_temperature,
 )
+from hf_posenc.families.dialects import in_shared_words
 from hf_posenc.families.family_data import family_of
 from hf_posenc.methods.registry import make_method, method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
@@ -129,6 +131,7 @@ def canonical(text: Mapping[str, Any], known: Known) -> dict[str, Any]:
         and usual_section_fits(text)
     ):
         parameters["mrope_section"] = list(MROPE_SECTION)
+    parameters = in_shared_words(text["model_type"], parameters, lambda: head_dim_in(text))
     partial = given.get("partial_rotary_factor", top_level(text, "partial_rotary_factor"))
     if partial is not None:
         parameters["partial_rotary_factor"] = partial
@@ -171,18 +174,9 @@ def original_of(
     return original_length_of(text, parameters, width, mark=mark, name=known.name)
 
 
-def _head_dim(text: Mapping[str, Any]) -> int:
-    """Return the features of a head; of full attention, where they differ by layer (Gemma 4)."""
-    layers = list(text.get("layer_types") or ())
-    first = layers.index("full_attention") if "full_attention" in layers else None
-    own = (text.get("per_layer_config") or {}).get(str(first), {})
-    given = own.get("head_dim") or text.get("head_dim")
-    return int(given or text["hidden_size"] // text["num_attention_heads"])
-
-
 def from_mark(text: Mapping[str, Any], parameters: Mapping[str, Any], mark: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rule that ``save_extended`` noted beside it, as it writes it."""
-    width, unrotated_pairs = rotary_width(_head_dim(text), parameters)
+    width, unrotated_pairs = rotary_width(head_dim_in(text), parameters)
     spec = RopeSpec(width, float(mark["rope_theta"]), mark[ORIGINAL], unrotated_pairs)
     scaling = make_method(mark["method"], mark["factor"], mark["options"])
     label = full_label(text)

@@ -23,11 +23,11 @@ from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
 from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.config_checks import Finding
 from hf_posenc.doctor.transformers_readers import Rope
-from hf_posenc.errors import ExtensionMissingError, InvalidRequestError, RotaryMismatchError
+from hf_posenc.errors import ExtensionMissingError, InvalidRequestError, RotaryMismatchError, UnsupportedModelError
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.registry import method_of_rope_type, read_method
 from hf_posenc.patching.api import describe, is_patched, needs_hf_posenc
-from hf_posenc.patching.verification import check_rotary
+from hf_posenc.patching.verification import check_rotary, live_attention_factor
 from hf_posenc.spec import RopeSpec
 
 NOT_APPLIED = "extension-not-applied"
@@ -78,7 +78,7 @@ def held_by_modules(rotary: RotaryModel) -> list[str]:
         held = module.get_buffer(f"{prefix}inv_freq")
         kind = str(held.dtype).removeprefix("torch.")
         shown = kind if held.is_meta else f"{held[0]:.4g} to {held[-1]:.4g} radians per token, {kind}"
-        factor = float(getattr(module, f"{prefix}attention_scaling"))
+        factor = live_attention_factor(rotary, module, rotary.prefix)
         words.append(f"{held.numel()} pairs in {name}, {shown}; cos and sin times {factor:.6g}{in_attention}")
     return words
 
@@ -122,8 +122,16 @@ def look_at_modules(rotary: RotaryModel) -> tuple[dict[str, Any], str, list[Find
         why = "A config set after loading has no effect."
         findings.append(Finding("not-what-it-says", "error", str(error).rstrip("."), why, _RELOAD, False))
         return declared, "something else", findings
+    except UnsupportedModelError as error:
+        is_unknown = error.code == "unknown_frequencies"  # nothing is wrong with the model
+        why = "hf_posenc cannot tell whether its positions are right, and does not extend it."
+        todo = "Use it as Transformers loads it."
+        findings.append(
+            Finding("not-compared", "note" if is_unknown else "error", str(error).rstrip("."), why, todo, False)
+        )
+        return declared, "not compared", findings
     except ValueError as error:
-        why = "Its settings cannot be read, or the family is not supported."
+        why = "Its settings cannot be read."
         findings.append(Finding("not-compared", "error", str(error).rstrip("."), why, _RELOAD, False))
         return declared, "not compared", findings
     if needs_hf_posenc(rotary):

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from hf_posenc.families.dialects import in_shared_words
 from hf_posenc.families.family_data import FULL_ATTENTION, Family, family_of
 from hf_posenc.methods.registry import method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
@@ -258,6 +259,15 @@ def usual_section_fits(config: Mapping[str, Any]) -> bool:
     return 2 * sum(MROPE_SECTION) * int(config["num_attention_heads"]) == int(config["hidden_size"])
 
 
+def head_dim_in(text: Mapping[str, Any]) -> int:
+    """Return the features of a head; of full attention, where they differ by layer (Gemma 4)."""
+    layers = list(text.get("layer_types") or ())
+    first = layers.index("full_attention") if "full_attention" in layers else None
+    own = (text.get("per_layer_config") or {}).get(str(first), {})
+    given = own.get("head_dim") or text.get("head_dim")
+    return int(given or text["hidden_size"] // text["num_attention_heads"])
+
+
 def _top_original(config: Mapping[str, Any]) -> Any:
     return config.get(_ORIGINAL, 4096 if _family(config).longrope_only else None)
 
@@ -268,7 +278,10 @@ def effective(config: Mapping[str, Any], parameters: Mapping[str, Any], theta: f
     Raises:
         Refused: Transformers has no such rule, or numbers are missing or not numbers.
     """
-    rope_type = parameters["rope_type"]
+    parameters = in_shared_words(
+        config.get("model_type"), {**parameters, "rope_theta": float(theta)}, lambda: head_dim_in(config)
+    )
+    rope_type, theta = parameters["rope_type"], parameters["rope_theta"]
     usual = _family(config).rotated_share
     partial = usual if partial is None else float(partial)
     partial = None if partial == 1.0 and usual is None else partial

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
+from hf_posenc.families.dialects import in_shared_words
 from hf_posenc.families.family_data import FULL_ATTENTION, family_of
 from hf_posenc.families.refusals import Refusal
 
@@ -109,6 +110,8 @@ def rope_label(config: PreTrainedConfig) -> str | None:
 def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the ``rope_parameters`` of a text config, those of full attention if each layer type has its own.
 
+    A rule in words of the family's own, such as HunYuan's ``alpha``, comes in those that all families share.
+
     Raises:
         ValueError: There are none, none for full attention, or they lack ``rope_theta``.
     """
@@ -131,7 +134,7 @@ def declared_rope(config: PreTrainedConfig) -> dict[str, Any]:
             f"(rope_parameters['rope_theta'] is {parameters['rope_theta']!r}). Use method='abf' with "
             f"rope_theta={legacy!r}, or delete the attribute."
         )
-    return dict(parameters)
+    return in_shared_words(config.model_type, parameters, lambda: head_dim_of(config))
 
 
 def rope_of_other_layer_types(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:

@@ -36,7 +36,8 @@ class Family:
         latent_attention: Multi-head latent attention, whose softmax scale depends on YaRN's ``mscale_all_dim``.
         rotated_values: Values are rotated too, so that no temperature can be put on cos and sin.
         keys_read_in_attention: Keys of ``rope_parameters`` that its attention reads, which no rule may change.
-        attention_factor_names: Its own keys for the attention factor.
+        attention_factor_names: Its own keys for the attention factor, up to the original length and past it.
+        base_by_alpha: Its ``rope_type`` dynamic with ``alpha`` is a larger base and no dynamic rule.
         names_in_4: Transformers 4's names for ``rope_theta`` and ``partial_rotary_factor``.
         layer_types_in_4: Transformers 4 knows it, and its layer types have rotary settings each: its name for the base
             of layers with a sliding window, ``""`` if it has none; None for all other families.
@@ -57,6 +58,7 @@ class Family:
     rotated_values: bool = False
     keys_read_in_attention: tuple[str, ...] = ()
     attention_factor_names: tuple[str, ...] = ()
+    base_by_alpha: bool = False
     names_in_4: Mapping[str, str] = field(default_factory=dict)
     layer_types_in_4: str | None = None
     needs_head_dim: bool = False

@@ -41,6 +41,8 @@ REASONS: dict[str, str] = {
     "table_per_layer": _TABLE_PER_LAYER,
     "table_in_encoder": "it has no rotary module: its encoder hands out rows of one table, whose base is fixed in the "
     "code, so no config could say how it was scaled",
+    "unknown_frequencies": "its family computes its frequencies in a way that hf_posenc does not know. Transformers "
+    "builds them like this, and nothing has changed them since ({difference})",
     # Of methods that run in attention, and of encodings.
     "mask_per_layer": "each layer makes a mask of its own, from its values",
     "norm_after_rotation": "it normalises queries and keys after they are rotated",

@@ -122,6 +122,20 @@ def instantiate(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
     return read_rotary(fresh)
 
 
+def holds_what_is_built(module: nn.Module, config: PreTrainedConfig) -> bool:
+    """Return whether a rotary module holds what Transformers itself puts into one that it builds from ``config``."""
+    try:
+        built = instantiate(module, config)
+    except InvalidRequestError:
+        return False
+    held = read_rotary(module)
+    factors = {name: value for name, value in held.attributes.items() if name.endswith("attention_scaling")}
+    return all(built.attributes.get(name) == value for name, value in factors.items()) and all(
+        name in built.buffers and torch.equal(built.buffers[name], buffer.cpu())
+        for name, buffer in held.buffers.items()
+    )
+
+
 def zero_other_layer_types(saved: SavedRotary, label: str | None) -> None:
     """Let no layer type rotate: in ``saved``, what belongs to others than ``label`` holds frequencies of zero."""
     if label is None:

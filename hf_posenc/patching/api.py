@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,10 +16,19 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from hf_posenc.attention.installation import attention_problem, check_attention, install_attention, remove_attention
 from hf_posenc.attention.interface import count_layers
 from hf_posenc.encodings.encoding_installation import check_encoding, install_encoding
-from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, InvalidTypeError, RotaryMismatchError
+from hf_posenc.errors import (
+    AlreadyExtendedError,
+    InvalidRequestError,
+    InvalidTypeError,
+    RotaryMismatchError,
+    RotaryOutputError,
+    UnsupportedModelError,
+)
+from hf_posenc.families.refusals import Refusal
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.rotary_module import (
     SavedRotary,
+    holds_what_is_built,
     instantiate,
     read_rotary,
     restore_rotary,
@@ -185,7 +195,7 @@ def patch_model(
         elif rotation is not None:
             record.attention = install_attention(rotary, extension, next(iter(values.values())), rotation)
         verified = _verify(rotary, rtol=None)
-    except RotaryMismatchError:
+    except (RotaryMismatchError, UnsupportedModelError):
         unpatch_model(model)
         raise
     except Exception as error:  # whatever a family's own forward trips over
@@ -333,17 +343,37 @@ def _verify(rotary: RotaryModel, rtol: float | None) -> Verification:
     checks: list[RotaryCheck] = []
     for name, module in rotary.rotary_modules.items():
         if not module._buffers[f"{rotary.prefix}inv_freq"].is_meta:  # type: ignore[union-attr]  # rotary modules have one
-            checks.append(check_rotary(rotary, name, spec, method, rtol))
-            for label, rule in other_layer_types(rotary.text_config).items():
-                if f"{label}_inv_freq" in module._buffers:  # else no layer is of this type
-                    checks.append(check_rotary(rotary, name, rule.spec, rule.method, rtol, label))
+            with _unless_built_so(rotary, module):
+                checks.append(check_rotary(rotary, name, spec, method, rtol))
+                for label, rule in other_layer_types(rotary.text_config).items():
+                    if f"{label}_inv_freq" in module._buffers:  # else no layer is of this type
+                        checks.append(check_rotary(rotary, name, rule.spec, rule.method, rtol, label))
     for name, module in latent_attentions(rotary).items():
-        check_scale(name, live_scale(module), expected_scale(module, method))
+        with _unless_built_so(rotary, module):
+            check_scale(name, live_scale(module), expected_scale(module, method))
     if extension is not None and extension.method.temperature_on_logits:
         factor = attention_factor_of(extension)
         for name, scale in record.scales.items() if record is not None else ():
             check_scale(name, live_scale(model.get_submodule(name)), scale * factor**2)
     return Verification(describe(rotary), tuple(checks), layers)
+
+
+@contextmanager
+def _unless_built_so(rotary: RotaryModel, module: nn.Module) -> Iterator[None]:
+    """Refuse the family where a module differs from the closed form, but not from what Transformers itself builds."""
+    try:
+        yield
+    except RotaryOutputError:  # which says that the module itself is unusual
+        raise
+    except RotaryMismatchError as error:
+        if "scaling" in vars(module):  # an attention module
+            built = math.isclose(instantiate_scale(module, rotary.text_config), live_scale(module), rel_tol=1e-6)
+        else:
+            built = holds_what_is_built(module, rotary.text_config)
+        if not built:
+            raise
+        values = {"difference": str(error).split(". ")[0]}
+        raise Refusal(rotary.model_type, "unknown_frequencies", values).error() from error
 
 
 def is_patched(model: nn.Module | RotaryModel) -> bool:

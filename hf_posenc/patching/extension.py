@@ -34,6 +34,7 @@ SCALING_KEYS = frozenset(
         "mscale",
         "mscale_all_dim",
         "truncate",
+        "alpha",
         "low_freq_factor",
         "high_freq_factor",
         "short_factor",

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_posenc.errors import ExtensionMissingError, RotaryMismatchError
+from hf_posenc.errors import ExtensionMissingError, RotaryMismatchError, RotaryOutputError
+from hf_posenc.families.family_data import family_of
 from hf_posenc.families.rotary_model import RotaryModel, prefix_of
 from hf_posenc.methods.base import Method, Unscaled
 from hf_posenc.methods.registry import get_method
@@ -162,13 +163,22 @@ def check_rotary(
             f"{where}: the live frequencies are not those of {what}: relative difference {error:.3g}, allowed "
             f"{tolerance:.3g}. {_HINT}"
         )
-    found = float(module.__dict__[f"{prefix}attention_scaling"])
+    found = live_attention_factor(rotary, module, prefix)
     if not abs(found - attention_factor) <= _RTOL * abs(attention_factor):
         raise RotaryMismatchError(
             f"{where}: the live attention factor is {found:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
         )
     output_error = _check_output(module, label, where, spec, original, attention_factor, tolerance)
     return RotaryCheck(name, error, found, output_error, other)
+
+
+def live_attention_factor(rotary: RotaryModel, module: nn.Module, prefix: str) -> float:
+    """Return what a rotary module multiplies cos and sin by, in texts up to the original length."""
+    parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]  # rotary modules have one
+    names = family_of(rotary.model_type).attention_factor_names
+    if names and parameters["rope_type"] != "default":  # its forward reads the config
+        return float(parameters[names[0]])
+    return float(module.__dict__[f"{prefix}attention_scaling"])
 
 
 def check_scale(name: str, found: float, expected: float) -> None:
@@ -223,7 +233,7 @@ def _check_output(
         error = max(error, min(float((x - expected * attention_factor).abs().max()) for x in layouts))
     allowed = abs(attention_factor) * (max(positions) * tolerance + 1e-5)
     if not error <= allowed:
-        raise RotaryMismatchError(
+        raise RotaryOutputError(
             f"{where}: cos and sin differ by {error:.3g} from what its frequencies give (allowed {allowed:.3g}): the "
             f"module does not use inv_freq as usual, so {type(module).__name__} cannot be scaled."
         )
