@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,18 +10,18 @@ from typing import Any
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument, did_you_mean
 from hf_posenc.methods.registry import get_method, make_method, method_of_rope_type
+from hf_posenc.patching.extension import SCALING_KEYS
 from hf_posenc.spec import check_length, check_number
 
 # The rules that such a dictionary can name; "su" is Phi-3's first name for longrope.
 _RULES = ("linear", "dynamic", "yarn", "llama3", "longrope", "su")
 _TYPE = ("rope_type", "type")
 _LENGTH = "original_max_position_embeddings"
-# What such a dictionary may repeat of the model's own rope_parameters, and why it cannot say anything else there.
-_OWN = {
+# Such a dictionary may repeat any key of the model's own rope_parameters; of these keys, why it can say nothing else.
+_WHY_OWN = {
     "rope_theta": "the base stays the model's own, unless the rule 'abf' changes it: patch_model(model, 'abf', "
     "rope_theta=...)",
-    "partial_rotary_factor": "it is the model's own, and no rule changes it",
-    "mrope_section": "it is the model's own, and no rule changes it",
+    "alpha": "it is HunYuan's name for a larger base, which is the model's own",
     "attn_factor": "vLLM multiplies YaRN's temperature by it: give attention_factor, which is the product",
     "finetuned": "it chose between two rules of early YaRN code, which 'yarn' and 'dynamic_yarn' are here",
     "short_mscale": "it is Phi-3.5-MoE's name for an attention factor: give attention_factor",
@@ -94,8 +95,8 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> RopeScalingDictionary:
 
     Raises:
         TypeError: It is no dictionary, or a value has the wrong type.
-        ValueError: There is no rule in it, one that we do not have, a value out of range, or a key that the rule does
-            not have; with what to write.
+        ValueError: There is no rule in it, one that we do not have, a value out of range, or a key of another rule or
+            nearly one of this rule's; with what to write. Any other key is among ``model_values``.
     """
     given_values = _parsed(given)
     types = {str(given_values[key]) for key in _TYPE if given_values.get(key) is not None}
@@ -114,11 +115,13 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> RopeScalingDictionary:
     assert method is not None, rule
     allowed = method.option_fields()
     names = ("rope_type", "factor", _LENGTH, *allowed)
-    for key in given_values.keys() - {*_TYPE, *names, *_OWN}:
-        hint = did_you_mean(key, names)
-        raise InvalidRequestError(
-            f"{argument('rope_scaling')} of type {rule!r} has no {key!r}.{hint} It has {', '.join(names)}."
-        )
+    repeated = {key: value for key, value in given_values.items() if key not in (*_TYPE, *names)}
+    for key in repeated.keys() - _WHY_OWN.keys():
+        if key in SCALING_KEYS or difflib.get_close_matches(key, names, n=1, cutoff=0.85):
+            hint = did_you_mean(key, names)
+            raise InvalidRequestError(
+                f"{argument('rope_scaling')} of type {rule!r} has no {key!r}.{hint} It has {', '.join(names)}."
+            )
     factor = given_values.get("factor")
     length = given_values.get(_LENGTH)
     options = {
@@ -131,7 +134,7 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> RopeScalingDictionary:
         None if factor is None else check_number("factor", factor, at_least=1),
         None if length is None else check_length(_LENGTH, length),
         options,
-        {key: given_values[key] for key in _OWN if key in given_values},
+        repeated,
     )
 
 
@@ -149,8 +152,10 @@ def check_model_values(repeated: Mapping[str, Any], own: Mapping[str, Any]) -> N
         of_model = own.get(key)
         if value != of_model:
             has = "has none" if of_model is None else f"has {of_model!r}"
+            why = "no rule has such a key" if of_model is None else "it is the model's own, and no rule changes it"
             raise InvalidRequestError(
-                f"{argument('rope_scaling')} has {key} {value!r}, and the model {has}: {_OWN[key]}. Leave it out."
+                f"{argument('rope_scaling')} has {key} {value!r}, and the model {has}: {_WHY_OWN.get(key, why)}. Leave "
+                "it out."
             )
 
 

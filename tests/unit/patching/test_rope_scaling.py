@@ -14,10 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import FinetuneConfig, describe, extend_config, patch_model, patched
 from hf_posenc.cli.main import main
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import read_records
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.training.extending import extend
 from hf_posenc.utils.units import ContextLength
+from model_types import config_class_of, tiny_config
 from tiny_llama import TINY_SIZES, make_tiny_llama
 from tiny_models import logits, token_ids
 
@@ -63,6 +65,29 @@ def test_what_it_repeats_of_the_model_is_no_error() -> None:
     )
 
 
+def test_qwen3_vls_own_dictionary_is_taken() -> None:
+    """As its model card has it: the axes of a position are repeated beside the rule."""
+    config = tiny_config(config_class_of("qwen3_vl_text"))
+    axes = {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 1e4, **axes}
+    extended = extend_config(config, rope_scaling={**YARN, "factor": 3.0, **axes})
+    assert extended.rope_parameters == {"rope_theta": 1e4, **YARN, "factor": 3.0, **axes}
+    for other, found in (({"mrope_interleaved": False}, "has True"), ({"mrope_layout": "thw"}, "has none")):
+        [key] = other
+        with pytest.raises(InvalidRequestError, match=rf"rope_scaling has {key} .*, and the model {found}:"):
+            extend_config(config, rope_scaling={**YARN, **axes, **other})
+
+
+def test_any_key_of_the_models_own_may_be_repeated() -> None:
+    own = {"a_word_of_its_own": [1, {"x": None}], "llama_4_scaling_beta": 0.1}
+    config = make_tiny_llama().config
+    config.rope_parameters = {**config.rope_parameters, **own}
+    assert extend_config(config, rope_scaling={**YARN, **own}).rope_parameters.items() >= own.items()
+    run = FinetuneConfig(output_dir="x", rope_scaling=json.dumps({**YARN, **own}))
+    with pytest.raises(InvalidRequestError, match=r"has a_word_of_its_own .*, and the model has none"):
+        extend(RotaryModel(make_tiny_llama()), run)
+
+
 @pytest.mark.parametrize("key", ["rope_theta", "attn_factor"])
 def test_what_it_has_of_the_model_otherwise_is_refused_with_both_values(key: str) -> None:
     theirs = {"rope_theta": "10000.0", "attn_factor": "none"}[key]
@@ -106,6 +131,8 @@ def test_a_length_can_say_how_far() -> None:
         ({"rope_type": "dca", "factor": 2}, ValueError, "Other methods are named by method, not here"),
         ({"rope_type": "yarn", "factr": 2}, ValueError, "has no 'factr'. Did you mean 'factor'"),
         ({"rope_type": "linear", "beta_fast": 2}, ValueError, "of type 'linear' has no 'beta_fast'"),
+        ({**YARN, "alpha": 1000.0}, ValueError, "has alpha 1000.0, and the model has none: it is HunYuan's name"),
+        ({**YARN, "window": 8}, ValueError, "has window 8, and the model has none: no rule has such a key. Leave"),
         ({**YARN, "rope_theta": 1e6}, ValueError, "has rope_theta 1000000.0, and the model has 10000.0: .*abf"),
         (
             {**YARN, "attn_factor": 1.0},
