@@ -461,6 +461,8 @@ def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> Confi
         return ConfigMeaning(
             model_type, "no rotary embedding", {}, None, text.get("max_position_embeddings"), "", None, None, ()
         )
+    if mark and known.original is not None:
+        mark = {**mark, ORIGINAL: known.original}
     parameters = canonical(text, known)
     lengths = original_of(text, parameters, mark, known)
     original = lengths.tokens

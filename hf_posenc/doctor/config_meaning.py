@@ -207,7 +207,7 @@ def target_length(facts: ConfigFacts) -> int | None:
         facts.parameters["rope_type"],
     )
     length = int(length) if isinstance(length, (int, float)) else None
-    if mark and facts.marked and rope_type != "dynamic":
+    if mark and facts.marked and rope_type != "dynamic" and facts.known.original is None:
         return int(mark["context_length"])
     factor = facts.parameters.get("factor")
     if facts.original is None or not isinstance(factor, float):

@@ -70,6 +70,19 @@ def test_row_7_yarn_without_its_original_length() -> None:
     check(config, {"no-original-length", *versions}, yarn(5e5), factor=TEMPERATURE, known=known)
 
 
+def test_what_the_user_knows_wins_over_the_note_of_save_extended(tmp_path: Path) -> None:
+    folder = save_extended(patch_model(make_model("Llama"), "yarn", 4), tmp_path / "model")
+    lines = dict(diagnose(folder).lines)
+    assert lines["original"] == "64 tokens, given by context_extension"
+    known = dict(diagnose(folder, Known(original=32)).lines)
+    assert known["original"] == "32 tokens, given by you"
+    assert known["declared"].startswith("yarn x4 of 32,")
+    assert known["target"] == "128 tokens"
+    fixed = mended(json.loads((folder / "config.json").read_text()), Known(original=32))
+    assert fixed["rope_parameters"]["original_max_position_embeddings"] == 32
+    assert fixed["max_position_embeddings"] == 128
+
+
 def test_row_8_factor_and_lengths_disagree() -> None:
     config = config_of(rope_theta=5e5, rope_scaling={**YARN, "type": "yarn"}) | {"max_position_embeddings": 512}
     check(config, {"factor-disagrees"}, yarn(5e5), factor=TEMPERATURE)

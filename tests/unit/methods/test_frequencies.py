@@ -123,6 +123,25 @@ def test_yarn_ramp_ends(shape: tuple[int, float, int], low: float, high: float) 
 
 
 @pytest.mark.parametrize(
+    ("original", "beta_fast", "share"), [(300_000, 32.0, (7 - 6) / (10 - 6)), (10**10, 1e9, (7 - 0) / (15 - 0))]
+)
+def test_a_ramp_that_ends_past_the_last_pair(original: int, beta_fast: float, share: float) -> None:
+    """Pair 7 is the last, and rotates more than once: the ramp ends at pair 10, or at pair 15 = rotary_dim - 1."""
+    spec, lengths = RopeSpec(16, 1e4, original), {"original_max_position_embeddings": original}
+    assert float(yarn_ramp(spec, Yarn(4, beta_fast=beta_fast))[-1]) == pytest.approx(share)
+    expected = theirs(spec, 4, rope_type="yarn", beta_fast=beta_fast, **lengths)
+    assert_same(ours("yarn", spec, 4, beta_fast=beta_fast), expected)
+
+
+def test_dynamic_leaves_a_forward_within_the_original_length_as_it_is() -> None:
+    for seq_len in (1, 63, 64):
+        spec = RopeSpec(16, 1e4, 64)
+        found = ours("dynamic", spec, 4, seq_len, scope="sequence")
+        assert_same(found, (plain_frequencies(spec), 1.0))
+        assert_same(found, theirs(spec, 4, seq_len, rope_type="dynamic"))
+
+
+@pytest.mark.parametrize(
     ("ramp", "stretch"),
     [
         ("code", [1.17, 1.41, 1.76, 2.36, 3.59, 7.43]),
