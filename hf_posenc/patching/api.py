@@ -366,6 +366,10 @@ def _unless_built_so(rotary: RotaryModel, module: nn.Module) -> Iterator[None]:
     except RotaryOutputError:  # which says that the module itself is unusual
         raise
     except RotaryMismatchError as error:
+        if rotary.record is None and mark_on(
+            rotary.text_config
+        ):  # the closed form is the note's, not the config's rule
+            raise
         if "scaling" in vars(module):  # an attention module
             built = math.isclose(instantiate_scale(module, rotary.text_config), live_scale(module), rel_tol=1e-6)
         else:
