@@ -454,13 +454,13 @@ def protocols_page() -> str:
     """Return the page of all protocols, from the table that perplexities are measured by."""
     parts = [_PROTOCOLS_LEAD]
     for name, rule in RULES.items():
-        numbers = {
+        numbers: dict[str, int | str] = {
             "n": "N",
             "stride": rule.stride or "`--stride`",
             "last_k": rule.last_k or "`--last-k`",
             "first": "`score_from`",
         }
-        words = in_words(name, rule.bos or "none", rule.average, **numbers)
+        words = in_words(name, rule.bos or "none", rule.average, None, **numbers)
         bos = "" if rule.bos else " `--bos` changes the rule for the BOS token."
         parts += [f"## `{name}` {{ #{name} }}\n", f"{words}{bos}\n", f"Source: {_linked(rule.source)}.\n"]
     return "\n".join(parts)

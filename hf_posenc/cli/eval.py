@@ -120,7 +120,7 @@ def perplexity_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict
     Raises:
         ValueError: A length or number that cannot be, or a flag that nothing requested has a use for.
     """
-    runs = what.runs()
+    what.runs()
     key_token_settings(what)
     if "longppl" in what.protocol and what.short_context is not None:
         check_short_context(what.short_context, what.context_lengths)
@@ -130,17 +130,6 @@ def perplexity_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict
         ("depths", "samples", "questions", "chat"),
         "is for --tasks; leave it out, or give --tasks",
     )
-    useless = {
-        "stride": all(run.stride is None for run in runs) and "moves a window",
-        "last_k": all(run.last_k is None for run in runs) and "scores the last tokens",
-        "batch_size": all(run.window is None and run.protocol != "longppl" for run in runs) and "has several windows",
-    }
-    for name, does in useless.items():
-        if does and getattr(what, name) is not None:
-            raise InvalidRequestError(
-                f"--{name.replace('_', '-')} is for a --protocol that {does}, not for {', '.join(what.protocol)}; "
-                "leave it out, or measure such a one."
-            )
     names = (*(one.name for one in fields(EvalConfig)), *_OUTPUT)
     return {**{name: getattr(what, name) for name in names}, "progress": not what.hide_progress}
 

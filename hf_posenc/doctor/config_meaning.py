@@ -170,7 +170,7 @@ def original_of(
         return OriginalLength(known.original, "you")
     width = None
     if all(text.get(name) for name in ("hidden_size", "num_attention_heads")) or text.get("head_dim"):
-        width = _head_dim(text)
+        width = head_dim_in(text)
     return original_length_of(text, parameters, width, mark=mark, name=known.name)
 
 

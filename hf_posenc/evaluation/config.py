@@ -50,7 +50,7 @@ class EvalConfig:
     )
     max_tokens: ContextLength | None = field(
         default=None,
-        metadata={"help": "tokens of each document that windows cover; default: the longest length, or as published"},
+        metadata={"help": "tokens of each document that windows go over; default: to its end"},
     )
     min_tokens: ContextLength | None = field(
         default=None, metadata={"help": "skip documents with fewer tokens; default: the longest length"}
@@ -92,6 +92,7 @@ class EvalConfig:
         runs = plan_runs(self.protocol, self.context_lengths, self.stride, self.last_k, average)
         for name in ("prefill_chunk", "logits_chunk", "batch_size", "max_tokens", "min_tokens", "max_documents"):
             check_at_least_one(name, getattr(self, name))
+        self._check_used(runs)
         self._check_documents(runs)
         if self.bos is not None and (own := [run.protocol for run in runs if run.rule.bos is not None]):
             raise InvalidRequestError(
@@ -99,6 +100,22 @@ class EvalConfig:
                 "Leave bos out, or measure the other protocols in a call of their own."
             )
         return runs
+
+    def _check_used(self, runs: Sequence[Run]) -> None:
+        """Raise for a setting that no protocol of this call reads."""
+        moves = [run for run in runs if run.rule.moves]
+        used = {
+            "stride": (moves, "moves a window"),
+            "last_k": ([run for run in runs if run.last_k is not None], "scores the last tokens"),
+            "batch_size": ([*moves, *(run for run in runs if run.protocol == "longppl")], "has several windows"),
+            "max_tokens": ([run for run in runs if run.rule.whole or self.cut], "reads documents to their end"),
+        }
+        for name, (readers, does) in used.items():
+            if getattr(self, name) is not None and not readers:
+                raise InvalidRequestError(
+                    f"{argument(name)} is for a {argument('protocol')} that {does}, not for "
+                    f"{', '.join(self.protocol)}; leave it out, or measure such a one."
+                )
 
     def _check_documents(self, runs: Sequence[Run]) -> None:
         """Check what is to be taken of the documents."""
@@ -126,6 +143,12 @@ class EvalConfig:
                     f"({longest}), all of which protocol {run.protocol!r} reads of every document. Leave "
                     f"{argument('min_tokens')} out."
                 )
+        moving = {run.context_length for run in runs if run.rule.moves}
+        if self.cut and self.max_tokens is None and moving == {longest}:
+            raise InvalidRequestError(
+                f"{argument('cut')} makes pieces of the longest context length ({longest}), over which a window of "
+                f"that length cannot move. Leave {argument('cut')} out, or give {argument('max_tokens')} for longer ones."
+            )
 
 
 @dataclass

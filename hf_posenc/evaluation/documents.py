@@ -280,7 +280,7 @@ def choose_texts(
     chosen: dict[tuple[object, ...], list[torch.Tensor]] = {}
     texts = {}
     for run in runs:
-        reads = (run.rule.shape, run.rule.whole, run.bos)
+        reads = (run.rule.shape, run.bos)
         if reads not in chosen:
             chosen[reads] = texts_of(run, ids, longest, bos_id, config)
         texts[run] = chosen[reads]

@@ -77,7 +77,7 @@ def perplexity(
 
     - ``truncated``: the first N tokens of each document, tokens 1 to N - 1 scored.
     - ``last_k``: tokens N - k to N - 1 scored, each with everything before it as context.
-    - ``sliding_window``: windows of N tokens over the document, each token but the first scored once.
+    - ``sliding_window``: windows of N tokens over the whole document, each token but the first scored once.
     - ``same_tokens``: the tokens from the shortest context length on, scored at every length, each with up to N tokens
       fed: the one for comparing lengths, and methods.
     - ``longppl``: LongPPL, the perplexity of the tokens that need the long context; see ``key_tokens``.
@@ -97,8 +97,8 @@ def perplexity(
         stride: New tokens a window, less than every window; None takes the published number, half of each context
             length for ``same_tokens``, and for ``sliding_window`` 256, or half of windows not longer than that.
         last_k: Tokens scored by ``last_k`` (None: 256) and ``rerope`` (None: 4096).
-        max_tokens: Tokens of a document that windows go over; None stops at the longest context length for
-            ``sliding_window`` and ``same_tokens``, and takes whole documents for the published protocols.
+        max_tokens: Tokens of a document (for ``longlora`` and ``dca``, of the stream) that windows go over; None goes
+            to its end.
         bos: ``"prepended"`` puts a BOS token before every document (not before every window). None puts none, except in
             ``yarn``, ``yarn_govreport`` and ``pose``, which have a rule of their own.
         prefill_chunk: Feed a window in chunks of so many tokens over a KV cache: equal numbers. Less memory only where
@@ -160,6 +160,8 @@ def perplexity(
     texts = choose_texts(runs, ids, bos_id, config)
     warn_of_averages(runs)
     longppl = [run.context_length for run in runs if run.protocol == "longppl"]
+    if key_tokens is not None and not longppl:
+        raise InvalidRequestError(f"key_tokens is for protocol longppl, not for {', '.join(config.protocol)}.")
     key_tokens = key_tokens or KeyTokens()
     evaluator = RotaryModel(key_tokens.evaluator).model if key_tokens.evaluator is not None and longppl else None
     models = [model] if evaluator is None else [model, evaluator]
@@ -181,7 +183,7 @@ def perplexity(
         check_short_context(finder.short_context, longppl)
         identities = {}
         for run in runs:
-            found = facts | run.facts(count_documents(run, texts[run], ids, config))
+            found = facts | run.facts(count_documents(run, texts[run], ids, config), max_tokens)
             found["text_hash"] = hash_token_ids(row[: run.fed(len(row))] for row in texts[run])
             if run.protocol == "longppl":
                 found |= finder.facts(found["scored"])

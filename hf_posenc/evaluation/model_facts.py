@@ -22,7 +22,7 @@ _ROWS_AT_ONCE = 1024  # 8 MB: what is computed on the way needs no more memory t
 
 
 # For the reader; they do not decide a number, so the key leaves them out.
-_NOT_IN_KEY = ("rope", "command", "checkpoint_dtype")
+_NOT_IN_KEY = ("rope", "command", "checkpoint_dtype", "max_tokens")
 
 
 def model_facts(

@@ -47,7 +47,6 @@ class Rule:
         stride: The published number of new tokens a window; None takes ours.
         last_k: The published number of tokens scored; None takes ours.
         average: ``windows`` for the mean of window means, where each window counts the same however few its tokens.
-        whole: Whether documents are used to their end, unless ``max_tokens`` is given.
         by_position: Whether each scored token is at its own position of one text, so that records can hold the loss
             by position.
     """
@@ -60,8 +59,17 @@ class Rule:
     stride: int | None = None
     last_k: int | None = None
     average: Average = "tokens"
-    whole: bool = False
     by_position: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether a window moves over what is read."""
+        return self.shape in ("sliding", "steps", "stream")
+
+    @property
+    def whole(self) -> bool:
+        """Whether documents are read to their end, or to ``max_tokens``."""
+        return self.shape != "beginning"
 
 
 _PRESS = "Press et al. 2021, arXiv:2012.15832, section 2"
@@ -114,7 +122,6 @@ RULES: dict[ProtocolName, Rule] = {
         bos="each_window",
         stride=256,
         average="windows",
-        whole=True,
     ),
     "pi": Rule(
         f"Position Interpolation, arXiv:2306.15595, S=256 after {_PRESS}; no code was published",
@@ -122,7 +129,6 @@ RULES: dict[ProtocolName, Rule] = {
         "A window of {n} tokens moves over each document by {stride} tokens, the last one by what is left; every token "
         "but the first is scored once, in the first window that has it.",
         stride=256,
-        whole=True,
     ),
     "pose": Rule(
         "PoSE, arXiv:2309.10400, table 1; dwzhu-pku/PoSE, src/eval_ppl.py",
@@ -131,28 +137,24 @@ RULES: dict[ProtocolName, Rule] = {
         bos="each_window",
         needs_bos=True,
         stride=1024,
-        whole=True,
     ),
     "longlora": Rule(
         "LongLoRA, arXiv:2309.12307, PG19 and Proof-pile; dvlab-research/LongLoRA, eval.py --batch_size 1",
         "stream",
         _STREAM,
         stride=256,
-        whole=True,
     ),
     "dca": Rule(
         "Dual Chunk Attention, arXiv:2402.17463, PG19; HKUNLP/ChunkLlama, ppl/test_ppl.py",
         "stream",
         _STREAM,
         stride=256,
-        whole=True,
     ),
     "rerope": Rule(
         "ReRoPE, github.com/bojone/rerope, eval_loss.py",
         "end",
         "The last {last_k} tokens of each document are scored, after reading the {n} tokens before its last.",
         last_k=4096,
-        whole=True,
     ),
 }
 _BOS_WORDS: dict[Bos, str] = {
@@ -178,10 +180,14 @@ def rule_of(name: str) -> Rule:
     raise InvalidRequestError(f"unknown protocol {name!r}. Known: {', '.join(PROTOCOLS)}.")
 
 
-def in_words(name: ProtocolName, bos: Bos, average: Average, **numbers: int | str | None) -> str:
+def in_words(
+    name: ProtocolName, bos: Bos, average: Average, max_tokens: int | None, **numbers: int | str | None
+) -> str:
     """Say which tokens a number is of, where there was a BOS token, and what was averaged."""
     rule = RULES[name]
     where = _BOS_WORDS[bos]
     if rule.shape == "stream" and bos == "prepended":
         where = "One BOS token stands before the stream."
-    return " ".join([rule.scored.format(**numbers), where, _AVERAGE_WORDS[average]])
+    read = "stream" if rule.shape == "stream" else "document"
+    limit = [] if max_tokens is None or not rule.whole else [f"A {read} ends after {max_tokens} tokens."]
+    return " ".join([rule.scored.format(**numbers), *limit, where, _AVERAGE_WORDS[average]])

@@ -159,15 +159,18 @@ class Run:
         """Tokens fed at a time by protocols that move a window; None for those that feed one stretch of a document."""
         return None if self.rule.shape in ("beginning", "end") else self.context_length
 
-    def facts(self, num_documents: int) -> dict[str, Any]:
+    def facts(self, num_documents: int, max_tokens: int | None) -> dict[str, Any]:
         """Return the fields of a record that say what was measured; ``scored`` says it in words."""
         numbers = {"stride": self.stride, "last_k": self.last_k}
-        words = in_words(self.protocol, self.bos, self.average, n=self.context_length, first=self.score_from, **numbers)
+        words = in_words(
+            self.protocol, self.bos, self.average, max_tokens, n=self.context_length, first=self.score_from, **numbers
+        )
         return {
             "protocol": self.protocol,
             "context_length": self.context_length,
             "window": self.window,
             **numbers,
+            "max_tokens": max_tokens,
             "bos": self.bos,
             "average": self.average,
             "scored": words,
@@ -236,8 +239,8 @@ def plan_runs(
             _check_last_k(rule.last_k or DEFAULT_LAST_K if last_k is None else last_k, lengths[0])
         if name == "same_tokens" and len(lengths) < 2:
             raise InvalidRequestError(
-                "same_tokens scores at every length the tokens between the shortest and the longest: give two context "
-                f"lengths or more, got {lengths}."
+                "same_tokens scores at every length the tokens from the shortest one on: give two context lengths or "
+                f"more, got {lengths}."
             )
         runs += [_plan(name, rule, length, lengths[0], stride, last_k, average) for length in lengths]
     if not runs:
@@ -254,15 +257,14 @@ def _plan(
     last_k: int | None,
     average: Average | None,
 ) -> Run:
-    moves = rule.shape in ("sliding", "steps", "stream")
-    if moves and stride is None and name == "same_tokens":
+    if rule.moves and stride is None and name == "same_tokens":
         stride = max(1, length // 2)
     if name in ("last_k", "rerope"):
         last_k = rule.last_k or DEFAULT_LAST_K if last_k is None else last_k
     return Run(
         name,  # type: ignore[arg-type]  # rule_of knows it
         length,
-        stride=_stride(length, rule.stride if stride is None else stride) if moves else None,
+        stride=_stride(length, rule.stride if stride is None else stride) if rule.moves else None,
         last_k=last_k if name in ("last_k", "rerope") else None,
         score_from=shortest if name == "same_tokens" else None,
         bos=rule.bos or "none",
@@ -352,7 +354,7 @@ def plan_passes(runs: Sequence[Run], causal_in_position: bool) -> list[Pass]:
     groups: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
         rule = run.rule
-        key: tuple[object, ...] = (rule.shape, rule.whole, run.bos, run.protocol == "longppl")
+        key: tuple[object, ...] = (rule.shape, run.bos, run.protocol == "longppl")
         if rule.shape != "beginning":
             key += (run.context_length, run.stride, run.last_k, run.score_from)
         elif not causal_in_position:

@@ -20,14 +20,14 @@ _TYPED = "As they were typed:"
 _MADE = (
     "Put together from the records, which keep hashes of texts and no names of files: DOCUMENTS means the texts, "
     "TRAINED the folder of the trained model, and the tasks are put into the package's novels. What records do not "
-    "say has to be added: --cut if documents were cut into pieces, --max-tokens if a published protocol was not to "
-    "read them to their end. The same text hashes then say that all was as it had been."
+    "say has to be added: --cut if documents were cut into pieces. The same text hashes then say that all was as it "
+    "had been."
 )
 _RESULTS = "results.jsonl"
 # What one command is for; a record of either kind lacks some of these.
 _SAME = (
     *("model", "label", "dtype", "attn_implementation", "tokens_trained", "chat", "questions_per_text"),
-    *("protocol", "bos", "average", "last_k", "num_documents", "key_tokens"),
+    *("protocol", "bos", "average", "last_k", "max_tokens", "num_documents", "key_tokens"),
 )
 
 
@@ -107,9 +107,6 @@ def _perplexity(group: list[Record], lengths: list[int]) -> _Own:
     """Say how a protocol was used, without the flags that repeat what it does by itself."""
     record = group[-1]
     rule, (evaluator, remark) = rule_of(record.protocol), _evaluator(record)
-    # Of our protocols all tokens of a document are scored, but the first one, or those before the shortest length.
-    unscored = {"sliding_window": 1, "same_tokens": lengths[0]}.get(record.protocol)
-    kept = None if unscored is None else record.n_tokens // record.num_documents + unscored
     flags: dict[str, str | int | None] = {
         # A stream is one text, made of any number of documents.
         "--max-documents": None if rule.shape == "stream" else record.num_documents,
@@ -117,7 +114,7 @@ def _perplexity(group: list[Record], lengths: list[int]) -> _Own:
         "--average": record.average if record.average != rule.average else None,
         "--last-k": record.last_k,
         "--stride": _stride(record),
-        "--max-tokens": None if kept == lengths[-1] else kept,
+        "--max-tokens": record.max_tokens,
     }
     usual, chosen = KeyTokens(), record.key_tokens
     if chosen:

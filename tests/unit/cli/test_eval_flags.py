@@ -22,7 +22,11 @@ from hf_posenc.cli.main import main
         ("--min-tokens 64", r"--min-tokens (64) is less than the longest context length (512)"),
         ("--protocol sliding_window --min-tokens 0", "--min-tokens must be at least 1, got 0"),
         ("--protocol longlora --stride 64 --cut", "protocol 'longlora' joins all documents: leave --cut"),
-        ("--max-tokens 100", r"--max-tokens (100) must not be less than the longest context length (512)"),
+        (
+            "--protocol pi --stride 9 --max-tokens 100",
+            r"--max-tokens (100) must not be less than the longest context length (512)",
+        ),
+        ("--max-tokens 1k", "--max-tokens is for a --protocol that reads documents to their end, not for truncated"),
         ("--max-documents 0", "--max-documents must be at least 1, got 0"),
         ("--protocol yarn --bos prepended", "protocol 'yarn' has a rule of its own for BOS tokens"),
         ("--protocol longppl --short-context 0", "--short-context must be at least 1 token, got 0"),

@@ -65,7 +65,10 @@ def test_runs_checks_what_needs_no_model() -> None:
     for changes, message in (
         ({"logits_chunk": 0}, "logits_chunk must be at least 1, got 0"),
         ({"max_documents": 0}, "max_documents must be at least 1, got 0"),
-        ({"max_tokens": 600}, r"max_tokens \(600\) must not be less than the longest context length \(2048\)"),
+        (
+            {"protocol": ["pi"], "max_tokens": 600},
+            r"max_tokens \(600\) must not be less than the longest context length \(2048\)",
+        ),
         ({"min_tokens": 600}, r"min_tokens \(600\) is less than the longest context length \(2048\)"),
         ({"cut": True, "min_tokens": 4096}, "min_tokens has no meaning there"),
         ({"protocol": ["longlora"], "cut": True}, "protocol 'longlora' joins all documents"),

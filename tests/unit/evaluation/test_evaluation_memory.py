@@ -130,7 +130,7 @@ def test_documents_are_predicted_one_by_one_and_the_judge_counts(
             perplexity(model, [ids] * documents, [100], progress=False, **settings)  # type: ignore[arg-type]  # of several kinds
         return next(line for line in caplog.messages if "peak of all" in line).partition(";")[0]
 
-    assert predicted(40, batch_size=40) == predicted(1)
+    assert predicted(40) == predicted(1)
     judge = tiny_llama(hidden_size=2048, intermediate_size=4096, num_hidden_layers=1)
     chosen = KeyTokens(judge, alpha=-50.0, beta=-50.0, short_context=12)
     need = predict_memory(shape_of(judge), 15, batch_size=28)  # the short contexts, more than the one of 100 tokens

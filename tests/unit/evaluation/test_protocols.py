@@ -183,15 +183,19 @@ def test_pi_slides_over_whole_documents(tiny_llama: Make) -> None:
 def test_same_tokens_at_every_length(tiny_llama: Make, stride: int | None, max_tokens: int | None) -> None:
     model, texts = tiny_llama(), make_texts(33, 30)
     records = measure(model, texts, [8, 13, 24], "same_tokens", stride=stride, max_tokens=max_tokens)
-    last = max_tokens or 24
     assert {record.text_hash for record in records} == {records[0].text_hash}
     for record in records:
         length = record.context_length
-        contexts = [context_of(token, last, length, stride or length // 2) for token in range(8, last)]
-        losses = [loss_after(model, text, context) for text in texts for context in contexts]
+        contexts = [
+            (text, context_of(token, last, length, stride or length // 2))
+            for text in texts
+            for last in [max_tokens or len(text)]
+            for token in range(8, last)
+        ]
+        losses = [loss_after(model, text, context) for text, context in contexts]
         assert record.perplexity == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
-        assert record.n_tokens == 2 * (last - 8)
-        assert min(len(context) for context in contexts) >= min(8, length - (stride or length // 2))
+        assert record.n_tokens == (2 * (max_tokens - 8) if max_tokens else 33 + 30 - 2 * 8)
+        assert min(len(context) for _, context in contexts) >= min(8, length - (stride or length // 2))
         assert record.stride == (stride or length // 2)
     with pytest.raises(ValueError, match=r"give two context lengths or more, got \[24\]"):
         measure(model, texts, [24], "same_tokens")
@@ -273,9 +277,54 @@ def test_windows_by_hand() -> None:
         whole_windows(9, window=6, stride=3)
 
 
+SCORED = {  # of 500 tokens, with windows of 64 (for same_tokens of 128 too) that move by 32; counted by hand
+    "truncated": (63, 127),
+    "last_k": (20, 20),
+    "sliding_window": (499, 499),
+    "same_tokens": (436, 436),
+    "yarn": (63, 127),  # its first token is BOS
+    "yarn_govreport": (500, 500),
+    "pi": (499, 499),
+    "pose": (500, 500),
+    "longlora": (13 * 63, 11 * 127),  # windows that begin at 0, 32, ... below 500 - 64, the last one left out
+    "dca": (13 * 63, 11 * 127),
+    "rerope": (20, 20),
+}
+
+
+@pytest.mark.parametrize("protocol", [name for name in PROTOCOLS if name != "longppl"])
+def test_a_document_is_read_as_far_as_the_protocol_says(tiny_llama: Make, protocol: str) -> None:
+    used = {"stride": 32} if RULES[protocol].moves else {"last_k": 20} if protocol in ("last_k", "rerope") else {}
+    model, tokenizer = tiny_llama(), make_tokenizer()
+    document = make_texts(500)
+    records = measure(model, document, [64, 128], protocol, tokenizer=tokenizer, **used)
+    assert tuple(record.n_tokens for record in records) == SCORED[protocol]
+    assert {record.max_tokens for record in records} == {None}
+    if not RULES[protocol].whole:
+        with pytest.raises(ValueError, match="max_tokens is for a protocol that reads documents to their end"):
+            measure(model, document, [64], protocol, max_tokens=300, **used)
+        return
+    ended = measure(model, document, [64, 128], protocol, tokenizer=tokenizer, max_tokens=300, **used)
+    own = {"rerope": 301, "yarn_govreport": 299, "pose": 299}.get(protocol, 300)  # one to foresee, or a BOS in windows
+    alone = measure(model, [document[0][:own]], [64, 128], protocol, tokenizer=tokenizer, **used)
+    for one, other in zip(ended, alone, strict=True):
+        assert (one.n_tokens, one.text_hash) == (other.n_tokens, other.text_hash)
+        assert one.max_tokens == 300
+        assert "ends after 300 tokens" in one.scored
+
+
 @pytest.mark.parametrize(
     ("protocol", "settings", "message"),
     [
+        ("truncated", {"stride": 4}, "stride is for a protocol that moves a window, not for truncated"),
+        (["truncated", "yarn"], {"last_k": 4}, "last_k is for a protocol that scores the last tokens, not for trunc"),
+        ("last_k", {"batch_size": 4, "last_k": 3}, "batch_size is for a protocol that has several windows"),
+        ("truncated", {"key_tokens": KeyTokens()}, "key_tokens is for protocol longppl, not for truncated"),
+        (
+            "sliding_window",
+            {"stride": 4, "cut": True},
+            r"pieces of the longest context length \(20\), over which a wind",
+        ),
         ("longlora", {"stride": 4, "cut": True}, "'longlora' joins all documents: leave cut and min_tokens out"),
         ("longlora", {"stride": 20}, r"stride must be from 1 to window - 1 = 19, got 20"),
         ("yarn", {"min_tokens": 10}, r"min_tokens \(10\) is less than the longest context length \(20\)"),

@@ -97,11 +97,14 @@ def test_truncate_is_read_where_transformers_looks_for_it() -> None:
         assert verify_model(model).extension["options"] == {"beta_fast": 16.0, **beside}
 
 
-def test_two_original_lengths_of_dynamic_are_not_chosen_between() -> None:
+def test_two_original_lengths_of_dynamic_are_both_said() -> None:
     model = published(PUBLISHED["dynamic-with-original"])
     assert describe(model)[LENGTH] is None
-    with pytest.raises(ValueError, match="pass original_max_position_embeddings"):
+    with pytest.warns(
+        UserWarning, match=r"64 \(original_max_.*\) and 256 \(max_position.*\)\. Factors are counted from 64"
+    ):
         patch_model(model, "yarn", 2, on_scaled="replace")
+    assert describe(model)[LENGTH] == 64
 
 
 def test_the_same_values_are_refused_in_a_request() -> None:

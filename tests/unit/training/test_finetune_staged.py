@@ -120,7 +120,7 @@ def test_the_folder_says_who_can_read_it(
     result = finetune(load(base_folder), tokenizer, documents, settings, eval_documents=held_out)
     card = (tmp_path / "run/README.md").read_text()
     assert "Plain Transformers is enough" not in card
-    assert "No config can say this rule whole (`dynamic_yarn`)" in card
+    assert "**Load it with `hf_posenc.load_extended`** (`pip install hf_posenc`)" in card
     assert "float32, sdpa attention" in card
     assert {record.attn_implementation for record in result.records} == {"sdpa"}
     assert {record.context_length for record in result.records} == {32, 64, TARGET}
