@@ -27,6 +27,7 @@ from hf_posenc.doctor.transformers_readers import (
     VERSIONS,
     Refused,
     Rope,
+    default_text,
     default_theta,
     effective,
     flat_parameters,
@@ -37,12 +38,19 @@ from hf_posenc.doctor.transformers_readers import (
     top_level,
 )
 from hf_posenc.errors import InvalidRequestError
+from hf_posenc.families.discovery import rope_label
 from hf_posenc.families.family_data import family_of
 from hf_posenc.methods.base import MANIFEST, encoding_of
 from hf_posenc.methods.linear import Linear
 from hf_posenc.methods.registry import method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
-from hf_posenc.patching.extension import SCALING_KEYS, read_mark, rule_is_elsewhere
+from hf_posenc.patching.extension import (
+    SCALING_KEYS,
+    layer_types_words,
+    read_mark,
+    rule_is_elsewhere,
+    scaled_layer_types,
+)
 from hf_posenc.patching.lengths import DECLARED, MARK, is_scaled, limits_below
 
 _NO_SERIALIZATION = "No serialization helps there: take Transformers 4.57 or a newer 5."
@@ -309,6 +317,25 @@ def check_servers_lengths(facts: ConfigFacts, target: int | None) -> Iterator[Fi
         )
 
 
+def _check_layer_types(facts: ConfigFacts) -> Iterator[Finding]:
+    """Look for a rule in layers besides those of full attention, where Transformers would put it."""
+    default = default_text(facts.text["model_type"])
+    if default is None or rope_label(default) is None:
+        return
+    try:
+        scaled = scaled_layer_types(type(default).from_dict(dict(facts.text)))
+    except Exception:  # what Transformers cannot build has findings of its own
+        return
+    if scaled:
+        yield Finding(
+            "rule-in-other-layers",
+            "note",
+            f"layers besides those of full attention are scaled: {layer_types_words(scaled)}",
+            "They look no further than their window, and were rarely trained with a rule.",
+            "patch_model(..., on_scaled='replace') makes them plain where their rule is that of full attention.",
+        )
+
+
 def _check_serializations(facts: ConfigFacts) -> Iterator[Finding]:
     """Compare the two serializations, where a config has both."""
     text = facts.text
@@ -407,6 +434,7 @@ CHECKS = (
     _check_axes,
     _check_temperature,
     _check_serializations,
+    _check_layer_types,
 )
 
 

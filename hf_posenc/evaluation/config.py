@@ -147,7 +147,7 @@ class EvalConfig:
         if self.cut and self.max_tokens is None and moving == {longest}:
             raise InvalidRequestError(
                 f"{argument('cut')} makes pieces of the longest context length ({longest}), over which a window of "
-                f"that length cannot move. Leave {argument('cut')} out, or give {argument('max_tokens')} for longer ones."
+                f"that length cannot move. Leave {argument('cut')} out, or give {argument('max_tokens')}."
             )
 
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from attention_models import IDS, in_chunks, sharp_model
 from hf_posenc import RotaryMismatchError, patch_model, verify_model
 from hf_posenc.attention import rotating_attention
 from hf_posenc.attention.interface import attention_of
+from hf_posenc.attention.rotation import RotatedKeys
 from tiny_models import logits, make_model
 
 RULES: dict[str, dict[str, Any]] = {
@@ -178,3 +180,15 @@ def test_autocast_where_queries_are_of_another_dtype_than_values(rule: str) -> N
     for found in (whole, pieces):
         error = (found.float() - exact).abs()
         assert 0 < error.mean() < 0.01
+
+
+def test_rotated_keys_are_made_anew_for_other_positions() -> None:
+    """Of one stage and of the very same keys; the positions of slot 0 differ after padding was cut, say."""
+    layer = DynamicLayer()
+    keys, _ = layer.update(torch.randn(1, 1, 4, 2), torch.randn(1, 1, 4, 2))
+    beside = RotatedKeys()
+    for begin in (0, 0, 3, 0):
+        made = beside.at(layer, keys, ((1,), (begin,)), 4, lambda part, at, end, by=begin: part + at + by)
+        assert torch.equal(made, keys + begin)
+    other = beside.at(layer, keys, ((2,), (0,)), 4, lambda part, at, end: part * 2)
+    assert torch.equal(other, keys * 2)

@@ -466,3 +466,22 @@ def test_the_command_line_prints_or_says_why_not(tmp_path: Path, capsys: pytest.
     with pytest.raises(ValueError, match=r"unknown stack 'triton'\. Known: vllm, sglang, llama\.cpp, tgi, mlx"):
         export_command(path, "triton")
     assert (*STACKS, "gguf") == KNOWN_TO_THE_PARSER
+
+
+def test_yarn_whose_ramp_is_not_truncated_is_a_tensor_in_files(tmp_path: Path) -> None:
+    """llama.cpp's own yarn rounds the ends of the ramp, whatever a file or a flag says."""
+    path, (inv_freq, factor) = extended(tmp_path / "model", "yarn", truncate=False)
+    divisors = torch.tensor(gguf_tensors(path)["rope_freqs.weight"], dtype=torch.float64)
+    plain = 10000.0 ** -(torch.arange(0, 16, 2, dtype=torch.float64) / 16)
+    torch.testing.assert_close(plain / divisors, inv_freq, rtol=1e-6, atol=0)
+    assert gguf_metadata(path)["llama.rope.scaling.attn_factor"] == pytest.approx(factor)
+    assert "--to gguf" in " ".join(commands(path, "llama.cpp")[1])
+    rounded, _ = extended(tmp_path / "rounded", "yarn")
+    assert gguf_tensors(rounded) == {}
+
+
+def test_one_key_of_deepseeks_pair_is_not_read(tmp_path: Path) -> None:
+    """Transformers and the servers read both or none, so the usual factor of yarn is what SGLang multiplies."""
+    path, _ = extended(tmp_path / "model", "yarn", mscale=0.7, attention_factor=1.25)
+    override = json.loads(flag(commands(path, "sglang")[0], "--json-model-override-args"))
+    assert override["rope_parameters"]["attn_factor"] * (0.1 * math.log(4) + 1) == pytest.approx(1.25)
