@@ -70,8 +70,6 @@ class Record(JsonRecord):
         window: Tokens of a sliding window; None where the protocol has no windows.
         stride: New tokens of a window; None where the protocol has no windows.
         last_k: Tokens at the end of the context that are scored; None where the protocol scores others.
-        max_tokens: Tokens after which a document, or a stream, ended, as requested; None where it was read to its end,
-            or as far as the protocol reads. Not part of ``run_key``, as ``text_hash`` is of what was read.
         bos: Where a BOS token was put: ``"none"``, ``"prepended"`` (before each document) or ``"each_window"``.
         num_documents: Documents that were measured.
         n_tokens: Tokens that were scored, in all documents.
@@ -106,6 +104,8 @@ class Record(JsonRecord):
             is no rotary embedding. Not part of ``run_key``.
         command: The command that was typed; empty for a measurement from Python. Not part of ``run_key``.
         checkpoint_dtype: Data type that the weights are stored in. Not part of ``run_key``.
+        max_tokens: Tokens after which a document, or a stream, ended, as requested; None where it was read to its end,
+            or as far as the protocol reads. Not part of ``run_key``, as ``text_hash`` is of what was read.
     """
 
     model: str

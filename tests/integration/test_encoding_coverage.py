@@ -113,7 +113,7 @@ def test_layer_types_with_a_rope_each_are_all_stilled(tmp_path: Path) -> None:
     before, plain, attributes = state(model), logits(model, IDS), dict(model.model.rotary_emb.rope_type)
     scaling = model.model.rotary_emb.sliding_attention_attention_scaling
     assert scaling != 1.0
-    patch_model(model, "alibi")
+    patch_model(model, "alibi", on_scaled="replace")
     frequencies = {name: buffer for name, buffer in model.named_buffers() if name.endswith("inv_freq")}
     assert len(frequencies) == 4
     assert not any(buffer.any() for buffer in frequencies.values())
