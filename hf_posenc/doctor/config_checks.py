@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -320,10 +321,10 @@ def check_servers_lengths(facts: ConfigFacts, target: int | None) -> Iterator[Fi
 def _check_layer_types(facts: ConfigFacts) -> Iterator[Finding]:
     """Look for a rule in layers besides those of full attention, where Transformers would put it."""
     default = default_text(facts.text["model_type"])
-    if default is None or rope_label(default) is None:
-        return
     try:
-        scaled = scaled_layer_types(type(default).from_dict(dict(facts.text)))
+        if default is None or rope_label(default) is None:
+            return
+        scaled = scaled_layer_types(type(default).from_dict(copy.deepcopy(facts.text)))
     except Exception:  # what Transformers cannot build has findings of its own
         return
     if scaled:
