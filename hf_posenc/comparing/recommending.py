@@ -63,7 +63,7 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] 
     static = [method for method in able if kinds[method] == STATIC]
     served = min(static, key=lambda method: able[method].perplexity, default=None)
     loss = reach([*rows.get("none", ()), *rows[taken]])[-1].loss
-    holds = None if isinstance(loss, str) else loss.length is not None and loss.is_longest
+    holds = None if isinstance(loss, str) or loss.doubt else loss.length is not None and loss.is_longest
     lines = [_why(taken, best, kinds[taken], longest, above, shares), *_price(taken, rows)]
     if others := [f"{_name(method)} {above[method]}" for method in ties if method not in (taken, best)]:
         lines.append(f"as good as the lowest within the noise: {', '.join(others)}")
@@ -135,7 +135,7 @@ def _price(taken: str, rows: Mapping[str, Sequence[AnyRecord]]) -> list[str]:
         return []
     row = reach([*rows.get("none", ()), *rows[taken]])[-1]
     lines = [] if row.short_cost is None else row.short_words()
-    if isinstance(row.loss, LossReach) and not (row.loss.length and row.loss.is_longest):
+    if isinstance(row.loss, LossReach) and not row.loss.doubt and not (row.loss.length and row.loss.is_longest):
         ends = "is worse than unpatched at the original length already"
         if row.loss.length is not None:
             ends = f"reads to {length_name(row.loss.length)} only"

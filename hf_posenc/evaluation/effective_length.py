@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from hf_posenc.evaluation.intervals import Share, Z, share_interval
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
@@ -17,7 +18,8 @@ from hf_posenc.utils.units import length_name
 NOT_MEASURED = "loss not measured"
 RETRIEVED = 0.85  # of the answers, or of the model's own share at the original length: from here a length is retrieved
 _LEAST_OWN = 0.1  # with a smaller share at its original length a model does not do the task, and reaches nothing
-MOST_TOLERATED = 20.0  # percent of perplexity: a verdict that lets more pass as the text's own variation is none
+MOST_TOLERATED = 20.0  # percent of perplexity: no more passes as the text's own variation
+_NOTABLE = 1.0  # percent of perplexity on short texts: from here another method is worth naming
 _LEAST = math.log(1.01)  # nats: less than 1 % of perplexity is no worse, however sure
 _MIN_BUCKETS = 4  # fewer do not say how much they vary
 # Protocols that a curve can be read from; the first of them that was measured is taken.
@@ -35,6 +37,8 @@ class LossReach:
         tolerance: Percent of perplexity that is no worse: what the text itself varies by.
         change: Percent of perplexity at that length (or the original) above the reference.
         reference: "unpatched", or "itself" where there is no unpatched row on the same text.
+        doubt: Why the verdict is not sure, in words; empty where it is.
+        tokens_needed: About how many tokens, scored, would make it sure; None where it is.
     """
 
     length: int | None
@@ -43,6 +47,8 @@ class LossReach:
     tolerance: float
     change: float
     reference: str
+    doubt: str = ""
+    tokens_needed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -98,16 +104,48 @@ class Reach:
 
     def line(self) -> str:
         """Return the row in one line."""
-        parts = [_loss_words(self), *map(_retrieval_words, self.retrieval)]
+        judged = self.judged_by()
+        loss = f"{_loss_words(self)} ({judged})" if judged else _loss_words(self)
+        parts = [loss, *map(_retrieval_words, self.retrieval)]
         if not self.retrieval:
             parts.append("retrieval not measured")
         return f"{self.name}: {', '.join([*parts, *self.short_words()])}"
 
     def loss_sentence(self) -> str:
-        """Return how far it reads and what short texts pay, in one sentence; empty where no loss was measured."""
+        """Return how far it reads, what short texts pay, and what to do next; empty where no loss was measured."""
         if self.loss == NOT_MEASURED:
             return ""
-        return f"{self.name}: {', '.join([_loss_words(self), *self.short_words()])}."
+        found = f"{self.name}: {', '.join([_loss_words(self), *self.short_words()])}."
+        return " ".join([found, *self.next_step()])
+
+    def judged_by(self) -> str:
+        """Return what the verdict on the loss was judged by, in words; empty where there is none."""
+        loss = self.loss
+        if isinstance(loss, str):
+            return ""
+        if loss.doubt:
+            return loss.doubt
+        how = f"{loss.by}, within {loss.tolerance:.{0 if loss.tolerance >= 10 else 1}f} %"
+        return f"{how}, against itself: no unpatched row" if loss.reference == "itself" else how
+
+    def next_step(self) -> list[str]:
+        """Return what to do next, as a sentence; nothing where nothing is left to do or the loss was not judged."""
+        loss = self.loss
+        if isinstance(loss, str):
+            return []
+        if loss.tokens_needed is not None:
+            return [f"Measure about {loss.tokens_needed:,} tokens to be sure."]
+        if self.is_unpatched:
+            ends = loss.length is not None and not loss.is_longest
+            return ["To read further, extend it: hf-posenc plan says how."] if ends else []
+        if loss.length is None:
+            return ["Fine-tune it (hf-posenc finetune), or take dynamic_yarn, which leaves short texts as they are."]
+        if self.target is not None and loss.length < self.target:
+            longer = f"Measure texts of {length_name(self.target)} too."
+            return [longer if loss.is_longest else "Fine-tune it (hf-posenc finetune), or extend it less."]
+        if (self.short_cost or 0.0) >= _NOTABLE:
+            return ["Where short texts matter, dynamic_yarn leaves them as they are."]
+        return []
 
     def short_words(self) -> list[str]:
         """Return what short texts pay, without a full stop; nothing for the unpatched row."""
@@ -269,20 +307,23 @@ def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -
     good = [end for end, windows in tried.items() if all(map(judge.is_no_worse, windows))]
     holds = at_original.end in good
     at = max(good) if holds else at_original.end
-    tolerance = 100 * math.expm1(judge.excused(tried[at][0]))
-    if holds and tolerance > MOST_TOLERATED:
-        return _too_little_text(judge.excused(tried[at][0]), max(one.n_tokens for one in (*own, *base)))
+    excused, excess = judge.excused(tried[at][0]), judge.excess(tried[at][0])
+    doubt, needed = "", None
+    if excused > judge.most and excess <= excused:
+        doubt, needed = _too_little_text(excused, max(one.n_tokens for one in (*own, *base)))
     return LossReach(
         length=at if holds else None,
         is_longest=at == max(tried),
         by=curve.by if curve.by == plain.by else "perplexity by length",
-        tolerance=tolerance,
-        change=100 * math.expm1(judge.excess(tried[at][0])),
+        tolerance=100 * math.expm1(min(excused, judge.most)),
+        change=100 * math.expm1(excess),
         reference=reference,
+        doubt=doubt,
+        tokens_needed=needed,
     )
 
 
-def _too_little_text(excused: float, n_tokens: int) -> str:
+def _too_little_text(excused: float, n_tokens: int) -> tuple[str, int]:
     """Say that a text varies too much along its length, and how much would be enough: noise falls as 1/sqrt(n).
 
     Args:
@@ -292,8 +333,8 @@ def _too_little_text(excused: float, n_tokens: int) -> str:
     needed = n_tokens * (excused / math.log1p(MOST_TOLERATED / 100)) ** 2
     step = 10 ** max(math.floor(math.log10(needed)) - 1, 0)
     chance = f"with {n_tokens:,} tokens scored, {100 * math.expm1(excused):.0f} % more or less is chance"
-    enough = f"about {math.ceil(needed / step) * step:,} tokens are needed"
-    return f"loss cannot be judged (too little text: {chance}; {enough})"
+    enough = math.ceil(needed / step) * step
+    return f"too little text: {chance}; about {enough:,} tokens are needed", enough
 
 
 @dataclass(frozen=True)
@@ -302,6 +343,7 @@ class _Judge:
 
     usual: Segment
     spread: float
+    most: ClassVar[float] = math.log1p(MOST_TOLERATED / 100)
 
     def excess(self, segment: Segment) -> float:
         """Return nats above the usual."""
@@ -312,7 +354,7 @@ class _Judge:
         return max(_LEAST, Z * self.spread * math.sqrt(1 / self.usual.n_tokens + 1 / segment.n_tokens))
 
     def is_no_worse(self, segment: Segment) -> bool:
-        return self.excess(segment) <= self.excused(segment)
+        return self.excess(segment) <= min(self.excused(segment), self.most)
 
 
 def _retrieval_reach(group: Sequence[AnyRecord], records: Sequence[AnyRecord]) -> list[RetrievalReach]:
@@ -373,13 +415,11 @@ def _loss_words(row: Reach) -> str:
     loss = row.loss
     if isinstance(loss, str):
         return loss
-    how = f"{loss.by}, within {loss.tolerance:.{0 if loss.tolerance >= 10 else 1}f} %"
-    if loss.reference == "itself":
-        how += ", against itself: no unpatched row"
+    sure = ", as far as so little text tells" if loss.doubt else ""
     if loss.length is None:
-        original = length_name(row.original or 0)
-        return f"worse than unpatched at {original} already ({loss.change:+.0f} %; {how})"
-    return f"reads to {'at least ' if loss.is_longest else ''}{length_name(loss.length)}{_of_target(row, loss)} ({how})"
+        return f"worse than unpatched at {length_name(row.original or 0)} already, by {loss.change:.0f} %{sure}"
+    least = "at least " if loss.is_longest else ""
+    return f"reads to {least}{length_name(loss.length)}{_of_target(row, loss)}{sure}"
 
 
 def _of_target(row: Reach, loss: LossReach) -> str:

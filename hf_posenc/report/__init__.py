@@ -14,7 +14,7 @@ from hf_posenc.report.comparable import listed, make_grids, make_tables, sort_ta
 from hf_posenc.report.costs import cost_panel
 from hf_posenc.report.frequencies import frequency_panels
 from hf_posenc.report.looks import make_looks
-from hf_posenc.report.page import Panel, Sentences, html_page, markdown_page
+from hf_posenc.report.page import Block, Panel, Paragraph, Sentences, html_page, markdown_page
 from hf_posenc.report.perplexity_panels import left_out_panel, perplexity_panels
 from hf_posenc.report.retrieval_panel import grid_panel, matrix_panel
 from hf_posenc.utils.files import writable_folder, write_whole
@@ -104,9 +104,11 @@ def _verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:
         "How far it reads": [(row.name, sentence) for row in rows if (sentence := row.loss_sentence())],
         "How far it retrieves": [(row.name, sentence) for row in rows for sentence in row.retrieval_sentences()],
     }
-    blocks = [
+    blocks: list[Block] = [
         Sentences(title, [(name, sentence.removeprefix(name)) for name, sentence in sentences])
         for title, sentences in parts.items()
         if sentences
     ]
+    if judged := [f"{row.name}: {words}" for row in rows if (words := row.judged_by())]:
+        blocks.append(Paragraph(f"How the losses were judged: {'; '.join(judged)}.", kind="quiet"))
     return Panel("verdict", "In short", blocks)

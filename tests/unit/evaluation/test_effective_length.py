@@ -131,7 +131,7 @@ def test_without_buckets_the_lengths_tell_and_the_line_says_so() -> None:
     # yarn from 8k to 16k: (ln 29.98 x 16383 - ln 29.55 x 8191) / 8192 = 3.4149, 0.0939 more, 0.1118 being excused.
     assert lines == [
         "unpatched: reads to 8k (perplexity by length, within 13 %), retrieval not measured",
-        "linear x2: worse than unpatched at 8k already (+114 %; perplexity by length, within 13 %), "
+        "linear x2: worse than unpatched at 8k already, by 114 % (perplexity by length, within 13 %), "
         "retrieval not measured, short texts (8k) cost 110.9 %",
         "yarn x2: reads to at least 16k (perplexity by length, within 12 %), "
         "retrieval not measured, short texts (8k) cost 2.1 %",
@@ -321,11 +321,17 @@ def of_buckets(*means: float, documents: int = 1, last: int = 16, factor: float 
     return make_record(method, length, math.exp(mean), nll_sum=sum(nats), **facts, **buckets)  # type: ignore[arg-type]  # mixed
 
 
-def test_with_too_little_text_no_verdict_is_given_and_it_is_said_how_much_is_needed() -> None:
-    """ "reads to 304 (within 157 %)" was said of such."""
+def test_with_too_little_text_it_is_said_what_was_seen_and_how_much_is_needed() -> None:
+    """ "reads to 304 (within 157 %)" was said of such, and later nothing but that it cannot be judged."""
     little = of_buckets(*[3.0, 4.2] * 16)
     line = reach_lines([little])[0]
-    assert "reads to" not in line
+    assert line.startswith("unpatched: reads to at least 512, as far as so little text tells (too little text: with ")
+    worse = of_buckets(*[3.0, 4.2] * 8, *[3.9, 5.1] * 8, factor=4.0, method="yarn")  # 82 % is less than chance
+    (row,) = reach([little, worse])[1:]
+    assert isinstance(row.loss, LossReach)
+    assert (row.loss.length, row.loss.tolerance) == (256, pytest.approx(20.0))
+    assert row.loss.tokens_needed
+    assert row.loss_sentence().endswith(f". Measure about {row.loss.tokens_needed:,} tokens to be sure.")
     found = re.search(r"with 512 tokens scored, (\d+) % more or less is chance; about ([\d,]+) tokens are", line)
     assert found is not None
     # By hand: the buckets of the usual stretch have 0.69 nats between them, of 16 tokens each.
@@ -339,17 +345,44 @@ def test_with_too_little_text_no_verdict_is_given_and_it_is_said_how_much_is_nee
 def test_the_verdicts_stand_at_the_top_of_a_report(tmp_path: Path) -> None:
     records = [*smollm2("none"), *smollm2("yarn"), *answers(256, 19)]
     paths = report(records, tmp_path)
-    sentences = ["unpatched: reads to 8k (perplexity by length, within 13 %).", "yarn x2: reads to at least 16k ("]
+    sentences = ["unpatched: reads to 8k. To read further, extend it: hf", "yarn x2: reads to at least 16k, short"]
     for file in (paths.html, paths.markdown):
         text = re.sub("</?strong>", "", file.read_text()).replace("&nbsp;", " ")
         positions = [text.index(words) for words in ("In short", *sentences, "retrieves to at least 256 (passkey")]
         assert positions == sorted(positions)
         assert positions[-1] < text.index("Perplexity: ", positions[0] + 200)
-    assert "<li><strong>yarn x2</strong>: reads to at least 16k (" in paths.html.read_text()
+    assert "<li><strong>yarn x2</strong>: reads to at least 16k, short texts (8k) cost" in paths.html.read_text()
+    judged = "How the losses were judged: unpatched: perplexity by length, within 13 %; yarn x2: perplexity by length"
+    assert judged in paths.markdown.read_text().replace("\xa0", " ").replace("&nbsp;", " ")
     only = report(smollm2("none"), tmp_path / "no-retrieval").markdown.read_text()
     assert "How far it retrieves" not in only
     markdown = report(answers(256, 19), tmp_path / "no-perplexity").markdown.read_text()
     assert "How far it reads" not in markdown
+
+
+@pytest.mark.parametrize(
+    ("factor", "broken_from", "added", "last"),
+    [
+        (4, 32, 0.0, "cost 0.0 %."),
+        (4, 32, 0.009, "cost 0.9 %."),
+        (4, 32, 0.012, "Where short texts matter, dynamic_yarn leaves them as they are."),
+        (8, 32, 0.0, "Measure texts of 1k too."),
+        (4, 16, 0.0, "Fine-tune it (hf-posenc finetune), or extend it less."),
+        (4, 4, 0.0, "Fine-tune it (hf-posenc finetune), or take dynamic_yarn, which leaves short texts as they are."),
+    ],
+)
+def test_a_sentence_ends_with_what_to_do_next(factor: float, broken_from: int, added: float, last: str) -> None:
+    means = [(3.0, 3.04)[at % 2] for at in range(32)]
+    changed = [mean + added + (2 if at >= broken_from else 0) for at, mean in enumerate(means)]
+    rows = [
+        record
+        for name, losses in (("none", means), ("yarn", changed))
+        for record in (
+            of_buckets(*losses, factor=1.0 if name == "none" else factor, method=name),
+            of_buckets(*losses[:8], factor=1.0 if name == "none" else factor, method=name),
+        )
+    ]
+    assert reach(rows)[1].loss_sentence().endswith(last)
 
 
 def test_no_verdict_goes_beyond_what_was_measured() -> None:
