@@ -31,7 +31,6 @@ def test_a_small_comparison(tmp_path: Path) -> None:
     assert costs.keys() == {"alibi", "learned"}
     assert costs["alibi"]["parameters"] == 0
     assert costs["learned"]["parameters"] == 256 * 256
-    assert all(cost["step_memory"] == pytest.approx(1, abs=0.5) for cost in costs.values())
     text = (tmp_path / "encodings.md").read_text()
     assert "| `learned` | " in text
     assert "| ends | ends | ends | ends | cannot | 0/24, ends |" in text

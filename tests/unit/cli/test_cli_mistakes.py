@@ -32,7 +32,8 @@ def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make measuring fail the test."""
-    monkeypatch.setattr("hf_posenc.evaluation.measuring_perplexity", lambda *_, **__: pytest.fail("it was measured"))
+    measured = "hf_posenc.evaluation.measuring_perplexity.window_losses"
+    monkeypatch.setattr(measured, lambda *_, **__: pytest.fail("it was measured"))
 
 
 def test_words_that_a_command_does_not_take_are_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +155,8 @@ def test_what_the_model_refuses_is_said_before_anything_is_measured(
     message = refused(capsys, "eval", tmp_path / "scaled", *rest, "linear", "--factor", 4)
     assert "already scaled: yarn, factor 2" in message
     assert "--on-scaled replace" in message
+    with pytest.raises(pytest.fail.Exception, match="it was measured"):  # what is not refused is measured
+        main(["eval", str(tiny_checkpoint), *map(str, rest)])
     assert "at least the original length" in refused(
         capsys, "eval", tiny_checkpoint, *rest, "yarn", "--context-length", 32
     )

@@ -91,6 +91,15 @@ def test_the_parts_by_hand() -> None:
     assert predict_memory(SMOLLM2, 100, prefill_chunk=100) == predict_memory(SMOLLM2, 100)
 
 
+def test_keys_that_heads_share_are_repeated_for_every_token_read() -> None:
+    """By hand, a chunk of 16 of 30,000 tokens: keys and values for each of 9 heads, and the chunk's states."""
+    numbers = 30_000 * 2 * 9 * 64 + 16 * (3 * 576 + 3 * 576)
+    shared = predict_memory(SMOLLM2, 30_000, prefill_chunk=16).activations
+    assert shared == pytest.approx(2 * numbers, rel=0.05)  # of two bytes each, and the mask beside them
+    own = replace(SMOLLM2, num_kv_heads=9)  # nothing is shared, and nothing repeated
+    assert predict_memory(own, 30_000, prefill_chunk=16).activations < numbers
+
+
 def test_logits_do_not_grow_with_length_nor_vocabulary() -> None:
     assert [default_logits_chunk(size) for size in (128, 16384, 49152, 262144, 10**9)] == [1024, 1024, 341, 64, 1]
     for vocab_size in (49152, 262144):

@@ -337,3 +337,10 @@ def test_records_say_how_they_were_measured(tiny_llama, tmp_path):
     assert (plain.method, plain.text_hash) == ("none", record.text_hash)
     assert plain.nll_sum != record.nll_sum
     assert measure(model, random_documents(seed=9), [20])[0].text_hash != record.text_hash
+
+
+def test_a_document_between_the_longest_length_and_max_tokens_makes_no_piece(tiny_llama):
+    rows = [torch.arange(1, 16), torch.arange(1, 26)]  # 15 and 25 tokens; pieces have 20
+    with pytest.warns(UserWarning, match="1 of 2 documents have less than the 20 tokens"):
+        record = perplexity(tiny_llama(), rows, [10], "sliding_window", stride=5, max_tokens=20, cut=True)[0]
+    assert (record.num_documents, record.n_tokens) == (1, 19)
