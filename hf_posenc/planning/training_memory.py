@@ -264,7 +264,7 @@ def _phases(base: PreTrainedModel, tracker: MemoryTracker) -> Iterator[None]:
 def first_and_last_chunks(num_rows: int, rows_per_chunk: int) -> Iterator[slice]:
     """Yield the loss's first chunks of rows and the last: those between hold the same at every moment.
 
-    A block of 131,072 tokens has 128 chunks, and tracing them all took three quarters of the time of a prediction.
+    A block of 131,072 tokens has 128 chunks, and each takes as long to trace.
     """
     chunks = list(row_chunks(num_rows, rows_per_chunk))
     yield from chunks if len(chunks) <= _TRACED_CHUNKS else (*chunks[: _TRACED_CHUNKS - 1], chunks[-1])

@@ -130,18 +130,17 @@ def by_stage(file: str) -> Rows:
     return [{"name": "perplexity", **values}]
 
 
-def predicted_and_measured(predictions: str, benchmark: str) -> Rows:
+def predicted_and_measured(benchmark: str) -> Rows:
     """Return predictions of memory and what was measured, by what was planned."""
     predicted, measured = (by_name(benchmark)[f"peak memory, {how}, MiB"] for how in ("predicted by plan", "measured"))
     called = {
         "hf_posenc": "8192 tokens, bfloat16, gradient checkpointing",
         "Trainer": "the same with Transformers' Trainer",
     }
-    rows = [
+    return [
         {"name": name, "predicted": f"{predicted[column]} MiB", "measured": f"{measured[column]} MiB"}
         for column, name in called.items()
     ]
-    return [*read_rows(predictions), *rows]
 
 
 VIEWS: dict[str, Callable[..., Rows]] = {

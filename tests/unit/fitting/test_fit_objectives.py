@@ -120,10 +120,13 @@ def test_teacher_tokens_is_a_divergence_from_the_teacher(tmp_path: Path, monkeyp
     assert found == pytest.approx(float((teacher.exp() * (teacher - student)).sum(-1).mean()), rel=1e-4)
 
 
-def test_attention_matching_draws_every_layer_before_one_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_matching_weighs_queries_alike_and_draws_every_layer_before_one_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = sharp_model("Llama", num_hidden_layers=5)
     recording = recorded(model, tmp_path / "teacher", "dca")
     replayed: list[tuple[int, int, int]] = []
+    errors: list[torch.Tensor] = []
     with torch.no_grad(), fitting(model, rule_equal_to(model, "ntk"), recording) as problem:
         replay = problem.attention.replay
 
@@ -131,13 +134,19 @@ def test_attention_matching_draws_every_layer_before_one_again(tmp_path: Path, m
             positions = recording.query_positions[rows]
             short = int((positions < ORIGINAL).sum())
             replayed.append((module.layer_idx, short, len(rows) - short))
-            return replay(module, recording, rows)
+            found, wanted = replay(module, recording, rows)
+            errors.append((found - wanted).double().square().sum() / wanted.double().square().sum())
+            return found, wanted
 
         monkeypatch.setattr(problem.attention, "replay", noting)
         config = FitConfig(context_length=TARGET, queries=20, layers=2, short_share=0.3)
         objective = get_objective("attention_matching")(problem, config)
         for _ in range(2):
-            loss_of(objective)
+            errors.clear()
+            loss = float(loss_of(objective))
+            # Of two layers, 6 of 20 queries in short texts and 14 in long ones.
+            assert loss == pytest.approx(float(6 * (errors[0] + errors[2]) + 14 * (errors[1] + errors[3])) / 40, rel=1e-5)
+            assert abs(errors[0] - errors[1]) > 0.1 * errors[1]
     assert {(short, long) for _, short, long in replayed} == {(6, 0), (0, 14)}
     assert len({index for index, *_ in replayed}) == 4
 
