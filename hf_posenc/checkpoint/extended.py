@@ -356,9 +356,9 @@ def add_to_config(model: PreTrainedModel, manifest: dict[str, Any]) -> None:
         config = RotaryModel(model).text_config.__dict__
         config.pop(MARK, None)  # undone, the model is the base
         config |= {key: value for key, value in manifest["base_config"].items() if key == MARK}
-        apply_manifest(model, manifest, on_scaled="replace")
+        apply_manifest(model, manifest)
     elif manifest["options"].get("temperature") == "logits":  # of which config.json says as much as it can
-        apply_manifest(model, {**manifest, "sliding_window": KEEP}, on_scaled="replace")
+        apply_manifest(model, {**manifest, "sliding_window": KEEP})
     else:
         carry_extension(model)
 

@@ -276,9 +276,9 @@ def is_saved_by_us(source: str | Path) -> bool:
     return base_of_adapter(source) is not None or find_manifest(source) is not None
 
 
-def apply_manifest(model: nn.Module, manifest: dict[str, Any], on_scaled: str = "refuse") -> None:
-    """Patch a model as a manifest says."""
-    patch_as_described(model, manifest, manifest.get("sliding_window", KEEP), on_scaled=on_scaled)
+def apply_manifest(model: nn.Module, manifest: dict[str, Any]) -> None:
+    """Patch a model as a manifest says; a rule that it has is replaced."""
+    patch_as_described(model, manifest, manifest.get("sliding_window", KEEP))
     for config in RotaryModel(model).text_configs:  # the model's own name is that of the extended one
         getattr(config, MARK)["base_model"] = manifest["base_model"]
 

@@ -168,7 +168,8 @@ def patch_model(
         zero_other_layer_types(saved, rotary.label)
     attentions, scales = _new_scales(rotary, extension, new_config, values)
     warn_about_limits(new_config, extension)
-    warn_about_layer_types(text_config, new_config)
+    if not extension.method.is_encoding:  # which takes the place of RoPE in every layer
+        warn_about_layer_types(text_config, new_config)
 
     _own_configs(model)
     record = PatchRecord(
@@ -266,7 +267,6 @@ def patch_as_described(
     facts: Mapping[str, Any],
     sliding_window: str | int = KEEP,
     *,
-    on_scaled: str = "replace",
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Patch a model as what ``describe`` returned of another says; the others are arguments of ``patch_model``."""
@@ -276,7 +276,7 @@ def patch_as_described(
         context_length=facts["context_length"],
         original_max_position_embeddings=facts["original_max_position_embeddings"],
         sliding_window=sliding_window,
-        on_scaled=on_scaled,
+        on_scaled="replace",
         tokenizer=tokenizer,
         **facts["options"],
     )

@@ -145,7 +145,8 @@ def test_attention_matching_weighs_queries_alike_and_draws_every_layer_before_on
             errors.clear()
             loss = float(loss_of(objective))
             # Of two layers, 6 of 20 queries in short texts and 14 in long ones.
-            assert loss == pytest.approx(float(6 * (errors[0] + errors[2]) + 14 * (errors[1] + errors[3])) / 40, rel=1e-5)
+            wanted = 6 * (errors[0] + errors[2]) + 14 * (errors[1] + errors[3])
+            assert loss == pytest.approx(float(wanted) / 40, rel=1e-5)
             assert abs(errors[0] - errors[1]) > 0.1 * errors[1]
     assert {(short, long) for _, short, long in replayed} == {(6, 0), (0, 14)}
     assert len({index for index, *_ in replayed}) == 4
