@@ -6,12 +6,14 @@ Flags of all commands are checked, also of those inside sentences and of blocks 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ from documents import (
 )
 from folders import ROOT
 from hf_posenc import describe
+from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli.demo import run_demo
-from hf_posenc.cli.main import COMMANDS
+from hf_posenc.cli.main import COMMANDS, main
 
 PAGES = all_pages()
 # Their blocks take from 4 to 30 seconds, so they run with --slow; those of all other pages run in the fast suite.
@@ -62,7 +65,7 @@ parameters = [
 
 @pytest.mark.parametrize("page", parameters)
 def test_the_blocks_of_a_page_run(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_out(tmp_path)
+    set_out(tmp_path, page)
     monkeypatch.chdir(tmp_path)
     run_page(page, tmp_path)
 
@@ -87,16 +90,19 @@ def test_what_a_page_says_of_its_blocks(page: Page) -> None:
     for block in page.blocks:
         assert not block.not_run or len(block.not_run) > 5, block  # a reason
         assert missing_files(block.not_run) == []
-    assert len(re.findall(r"^ *<!-- not run: ", page.text, re.MULTILINE)) == sum(
-        bool(block.not_run) for block in page.blocks
-    )
+    said = re.findall(r"^ *<!-- (?:not run: |exits with 1 |numbers differ between machines )", page.text, re.MULTILINE)
+    assert len(said) == sum(bool(block.not_run or block.exit_code or block.numbers_differ) for block in page.blocks)
+    if page.is_run:
+        outputs = [(before, block) for before, block in pairwise(page.blocks) if block.is_output]
+        assert [block for before, block in outputs if not before.is_run] == []
+        assert page.blocks == [] or not page.blocks[0].is_output
     code = "\n".join(block.code for block in page.blocks)
     assert [said for said in page.substitutions if said not in " ".join(code.replace("\\\n", " ").split())] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_of_all_commands_are_known(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_out(tmp_path)
+    set_out(tmp_path, page)
     monkeypatch.chdir(tmp_path)
     for block in page.blocks:
         if block.title and block.language == "toml":
@@ -117,6 +123,8 @@ def test_blocks_and_commands_are_found() -> None:
     assert block == Block("sh", "", "ls\n", 5, "needs a GPU")
     assert not block.is_run
     assert blocks_of("```sh\nls\n```\n")[0].is_run
+    (block,) = blocks_of("<!-- exits with 1 -->\n\n```sh\nls\n```\n")
+    assert (block.exit_code, block.is_run, block.numbers_differ) == (1, True, False)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -139,10 +147,45 @@ def test_a_reason_names_files_that_exist() -> None:
 def test_a_wrong_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Page, "name", "wrong.md")
-    for block in ("```python\nprint(1)  # -> 2\n```\n", "```sh\nfalse\n```\n", "```sh\nhf-posenc methods --no\n```\n"):
-        (tmp_path / "wrong.md").write_text(block, encoding="utf-8")
+    page = Page(tmp_path / "wrong.md")
+    for text in (
+        "```python\nprint(1)  # -> 2\n```\n",
+        "```sh\nfalse\n```\n",
+        "<!-- exits with 1 -->\n\n```sh\ntrue\n```\n",
+        "```sh\nhf-posenc methods --no\n```\n",
+        "```sh\nprintf 'a\\nb 1\\n'\n```\n```text\na\nb 2\n```\n",
+        "```python\nprint('a\\nb')\n```\n```text\nb\na\n```\n",
+        "```sh\nprintf 'a\\nb 1\\n'\n```\n<!-- numbers differ between machines -->\n\n```text\nc 1\n```\n",
+    ):
+        page.path.write_text(text, encoding="utf-8")
         with pytest.raises((AssertionError, SystemExit)):
-            run_page(Page(tmp_path / "wrong.md"), tmp_path)
+            run_page(page, tmp_path)
+    for text in (
+        "<!-- exits with 1 -->\n\n```sh\nfalse\n```\n",
+        "```sh\nprintf 'a\\nb 1\\nc\\n'\n```\n```text\na\nb 1\n```\n",
+        "```sh\nprintf 'b 1.5\\n'\n```\n<!-- numbers differ between machines -->\n\n```text\nb -2\n```\n",
+    ):
+        page.path.write_text(text, encoding="utf-8")
+        run_page(page, tmp_path)
+
+
+def test_the_record_that_is_shown_is_what_its_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Page(ROOT / "docs" / "pages" / "reference" / "records.md")
+    [block] = [block for block in page.blocks if block.language == "json"]
+    shown = json.loads(block.code.replace(", ...", ""))
+    set_out(tmp_path, page)
+    monkeypatch.chdir(tmp_path)
+    Path("MODEL").symlink_to(tiny_model_path())
+    assert main(shlex.split(shown["command"])[1:]) == 0
+    written = json.loads(Path("r.jsonl").read_text(encoding="utf-8"))
+    assert list(shown) == list(written)
+    assert shown["versions"].keys() == written["versions"].keys()
+    for name in set(shown) - {"seconds", "peak_memory_bytes", "run_key", "versions"}:
+        value = written[name]
+        if isinstance(value, list):
+            assert shown[name] == pytest.approx(value[: len(shown[name])], rel=1e-3), name
+        else:
+            assert shown[name] == (pytest.approx(value, rel=1e-3) if isinstance(value, float) else value), name
 
 
 def test_wrong_flags_are_found() -> None:
