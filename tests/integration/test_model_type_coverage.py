@@ -184,11 +184,11 @@ def test_saved_and_loaded_by_plain_transformers(model_type: str, tmp_path: Path)
 HEADLESS = {"mllama"}
 
 
-@pytest.mark.parametrize("model_type", [one for one in rotary_types() if expected()[one] is None])
+@pytest.mark.parametrize(
+    "model_type", [one for one in rotary_types() if expected()[one] is None and one not in HEADLESS]
+)
 def test_packed_documents_are_apart_where_every_layer_has_a_mask(model_type: str) -> None:
     """What the types of the layers say of packing is what the gradient of the outputs says."""
-    if model_type in HEADLESS:
-        pytest.skip("no language-model head to train")
     rotary = RotaryModel(tiny_model(model_type))
     if unmasked_layers(rotary):
         with pytest.raises(RunStoppedError, match="its outputs have a gradient there"):
