@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.checkpoint.standard_saving import install as _install
+from hf_posenc.checkpoint.standard_saving import install
 from hf_posenc.version import __version__
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ __all__ = [
     "extend_config",
     "finetune",
     "fit_method",
+    "install",
     "load_extended",
     "patch_model",
     "patched",
@@ -85,8 +86,6 @@ __all__ = [
     "unpatch_model",
     "verify_model",
 ]
-
-_install()
 
 
 def __getattr__(name: str) -> Any:

@@ -250,8 +250,8 @@ def _refuse_class(model: PreTrainedModel) -> None:
     beside = f", and {known.__name__} has no {own[0]}" if own else ""
     raise InvalidRequestError(
         f"load_extended could not build a {name} again: Transformers has no such class{beside}. Save it with "
-        f"model.save_pretrained, which writes its extension too, and load it with {name}.from_pretrained with "
-        "hf_posenc imported."
+        f"model.save_pretrained, which writes its extension too, and load it with {name}.from_pretrained "
+        "after hf_posenc.install()."
     )
 
 

@@ -1,17 +1,19 @@
 """Saving and loading by the functions of Transformers, PEFT, accelerate and TRL: they carry a model's extension.
 
-Trainer, TRL, ``push_to_hub`` and PEFT save a model without asking us. While a model is patched, its own
-``save_pretrained`` therefore writes what ``save_extended`` would. Where there is no model of ours to hang that on (an
-adapter's wrapper, which comes later; a model about to be loaded; a tokenizer), the library's own function is wrapped
-once, as soon as the library is imported; it does what it always did for whatever we have nothing to do with.
+Trainer, TRL, ``push_to_hub`` and PEFT save a model by its ``save_pretrained``. While a model is patched, this function
+of the model therefore writes what ``save_extended`` would. An adapter's wrapper, a model that is being loaded and a
+tokenizer are not patched models, so ``install`` wraps the functions of the libraries that save and load them. For
+models without an extension, the wrapped functions do what they did before.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import json
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,22 +31,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _UPLOAD = "_upload_modified_files"
+_WRAPPER = "_is_hf_posenc_wrapper"
 _plain: ContextVar[bool] = ContextVar("plain_loading", default=False)
-# The name of a model that TRL read from a config last, this very object, and that config.
-_named: ContextVar[tuple[str, Any] | None] = ContextVar("named_model", default=None)
+_installing = threading.RLock()
 
 
 def install() -> None:
-    """Wrap the functions of the libraries, those that are imported and those that will be."""
-    save_patched_models_by(_save_carrying)
-    when_imported("transformers.modeling_utils", _wrap_model_loading)
-    when_imported("transformers.configuration_utils", _wrap_config_of_no_family)
-    when_imported("transformers.tokenization_utils_base", _wrap_tokenizer_saving)
-    when_imported("peft.peft_model", _wrap_adapters)
-    when_imported("peft.config", _wrap_adapter_config)
-    when_imported("transformers.integrations.peft", _wrap_adapters_of_transformers)
-    when_imported("accelerate.accelerator", _wrap_accelerator)
-    when_imported("trl.trainer.utils", _wrap_reference_models)
+    """Make Transformers, PEFT, accelerate and TRL save and load extended models with their extension, in this process.
+
+    The first ``patch_model`` or ``load_extended`` of a process calls this function. Call it yourself if
+    ``from_pretrained`` should load a model whose method Transformers cannot express before that. ``import hf_posenc``
+    alone changes no other library.
+
+    Further calls change nothing, except that functions of a library that was imported again are wrapped again. A
+    function that cannot be wrapped is named in the log.
+    """
+    with _installing:
+        when_imported("transformers.modeling_utils", _wrap_model_loading)
+        when_imported("transformers.configuration_utils", _wrap_config_of_no_family)
+        when_imported("transformers.tokenization_utils_base", _wrap_tokenizer_saving)
+        when_imported("peft.peft_model", _wrap_adapters)
+        when_imported("peft.config", _wrap_adapter_config)
+        when_imported("transformers.integrations.peft", _wrap_adapters_of_transformers)
+        when_imported("accelerate.accelerator", _wrap_accelerator)
+        when_imported("trl.trainer.utils", _wrap_reference_models)
 
 
 @contextmanager
@@ -164,16 +174,11 @@ def _wrap_adapters(module: ModuleType) -> None:
                 _write_beside(base, folder if name == "default" else folder / name, adapter=True)
         return result
 
-    def load(original: Callable[..., Any], cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        _extend_for_adapter(model, model_id, kwargs)
-        return original(cls, model, model_id, *args, **kwargs)
-
     def add(original: Callable[..., Any], model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
         _extend_for_adapter(model, model_id, kwargs)
         return original(model, model_id, *args, **kwargs)
 
     _wrap(module.PeftModel, SAVE, save)
-    _wrap(module.PeftModel, "from_pretrained", load)
     _wrap(module.PeftModel, "load_adapter", add)
 
 
@@ -195,7 +200,8 @@ def _extend_for_adapter(model: Any, source: Any, kwargs: dict[str, Any]) -> None
     """
     if _plain.get():
         return
-    base, found = _carrying_inside(model), _find_manifest(source, kwargs)
+    base = _carrying_inside(model)
+    found = _find_manifest(source, kwargs) if _names_extension(source, kwargs) else None
     if found is not None:
         from hf_posenc.checkpoint.extended import base_as_adapter_needs
 
@@ -210,6 +216,20 @@ def _extend_for_adapter(model: Any, source: Any, kwargs: dict[str, Any]) -> None
             source,
             describe(base)["method"],
         )
+
+
+def _names_extension(adapter: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether an adapter is in a folder of this machine, or its file on the Hub says that it was extended.
+
+    So an adapter on the Hub without an extension costs one request, for a file that PEFT asks for, too.
+    """
+    from hf_posenc.checkpoint.pretrained import ADAPTER_CONFIG, folder_with
+    from hf_posenc.patching.lengths import MARK
+
+    folder = folder_with(str(adapter), (ADAPTER_CONFIG,), kwargs)
+    if Path(adapter).expanduser().exists() or folder is None:
+        return folder is not None
+    return MARK in json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
 
 
 def _say_put_in(manifest: dict[str, Any], folder: Path) -> None:
@@ -250,7 +270,7 @@ def _wrap_model_loading(module: ModuleType) -> None:
         loaded = original(cls, *args, **kwargs)  # an adapter goes through load_adapter in it
         if source is not None and not _plain.get():
             model = loaded[0] if isinstance(loaded, tuple) else loaded
-            found = _find_manifest(source, kwargs)
+            found = _find_manifest(source, kwargs) if _may_have_manifest(model, source) else None
             if found is not None:
                 _apply(model, *found)
             else:
@@ -258,6 +278,17 @@ def _wrap_model_loading(module: ModuleType) -> None:
         return loaded
 
     _wrap(module.PreTrainedModel, "from_pretrained", load)
+
+
+def _may_have_manifest(model: PreTrainedModel, source: Any) -> bool:
+    """Return whether a model came from a folder of this machine, or its config says that it was extended.
+
+    So a model on the Hub without an extension costs no request.
+    """
+    from hf_posenc.families.rotary_model import RotaryModel
+    from hf_posenc.patching.extension import mark_on
+
+    return Path(source).expanduser().is_dir() or mark_on(RotaryModel(model).text_config) is not None
 
 
 def _wrap_config_of_no_family(module: ModuleType) -> None:
@@ -326,26 +357,34 @@ def _wrap_reference_models(module: ModuleType) -> None:
 
     def name_of(original: Callable[..., Any], config: Any) -> Any:
         name = original(config)
-        if isinstance(name, str):
-            name = "".join([*name])  # an object of its own, by which the next function knows where it comes from
-            _named.set((name, config))
-        return name
+        return _NameWithConfig(name, config) if isinstance(name, str) else name
 
     def create(original: Callable[..., Any], model_id: Any, *args: Any, **kwargs: Any) -> Any:
-        named = _named.get()
-        if named is None or named[0] is not model_id:
+        if not isinstance(model_id, _NameWithConfig):
             return original(model_id, *args, **kwargs)
         from hf_posenc.attention.inner import inner_name
 
         if isinstance(kwargs.get("attn_implementation"), str):
             kwargs["attn_implementation"] = inner_name(kwargs["attn_implementation"])
-        model = original(model_id, *args, **kwargs)
-        _extend_as(model, named[1])
+        model = original(str(model_id), *args, **kwargs)
+        _extend_as(model, model_id.config)
         return model
 
     if {"get_config_model_id", "create_model_from_path"} <= vars(module).keys():
         _wrap(module, "get_config_model_id", name_of)
         _wrap(module, "create_model_from_path", create)
+
+
+class _NameWithConfig(str):
+    """The name of a model, and the config that it was read from."""
+
+    __slots__ = ("config",)
+    config: Any
+
+    def __new__(cls, name: str, config: Any) -> _NameWithConfig:
+        made = super().__new__(cls, name)
+        made.config = config
+        return made
 
 
 def _extend_as(model: PreTrainedModel, config: Any) -> None:
@@ -379,12 +418,18 @@ def _find_manifest(source: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put ``around(original, *args, **kwargs)`` in place of a method or class method."""
+    """Replace a function, method or class method by ``around(original, *args, **kwargs)``, unless that was done."""
     defined = owner.__dict__[name]
     original = defined.__func__ if isinstance(defined, classmethod) else defined
+    if hasattr(original, _WRAPPER):
+        return
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
+    setattr(wrapper, _WRAPPER, True)
     setattr(owner, name, classmethod(wrapper) if isinstance(defined, classmethod) else wrapper)
+
+
+save_patched_models_by(_save_carrying, install)

@@ -115,7 +115,7 @@ def look_at_modules(rotary: RotaryModel) -> tuple[dict[str, Any], str, list[Find
         verify_model(rotary, _checkpoint_of(rotary))
     except ExtensionMissingError as error:
         why = "Transformers builds a model from config.json alone, which cannot express this rule."
-        todo = "Load it with load_extended, or import hf_posenc before from_pretrained."
+        todo = "Load it with load_extended, or call hf_posenc.install() before from_pretrained."
         findings.append(Finding(NOT_APPLIED, "error", error.reason, why, todo, mendable=False))
         return declared, "the model without its extension", findings
     except RotaryMismatchError as error:

@@ -1,7 +1,7 @@
 """While a model is patched, its own ``save_pretrained`` is one that writes the extension too.
 
-The function that does so is in ``hf_posenc.checkpoint``, which is above this package, and registers it here when
-hf_posenc is imported.
+The function that does so, and the one that prepares other libraries for patched models, are in
+``hf_posenc.checkpoint``, which is above this package and registers them here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ SAVE = "save_pretrained"
 _registered: list[Callable[..., Any]] = []
 
 
-def save_patched_models_by(save: Callable[..., Any]) -> None:
-    """Register the function that saves a patched model; it takes the model and ``save_pretrained``'s arguments."""
-    _registered[:] = [save]
+def save_patched_models_by(save: Callable[..., Any], install: Callable[[], None]) -> None:
+    """Register the functions that patched models need.
+
+    Args:
+        save: Saves a patched model; it takes the model and ``save_pretrained``'s arguments.
+        install: Prepares other libraries; called for each patched model.
+    """
+    _registered[:] = [save, install]
 
 
 def carry_extension(model: PreTrainedModel) -> None:
     """Make a patched model's own ``save_pretrained`` write the extension too, until ``drop_extension``."""
-    [save] = _registered
+    save, install = _registered
+    install()
     model.__dict__[SAVE] = functools.partial(save, model)
 
 

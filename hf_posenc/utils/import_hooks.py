@@ -1,45 +1,81 @@
-"""Running a function on a module of another library as soon as that library is imported, and not before."""
+"""Changes to modules of other libraries: made now, or right after the library is imported."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-Hook = Callable[[ModuleType], None]
+logger = logging.getLogger(__name__)
+
+Change = Callable[[ModuleType], None]
 
 
-def when_imported(name: str, hook: Hook) -> None:
-    """Call ``hook(module)`` with the module of that name: now if it is imported already, else right after its import.
+def when_imported(name: str, change: Change) -> None:
+    """Call ``change(module)`` now if the module is imported already, else right after its import.
+
+    A module that another thread is importing is waited for. A change that fails is logged, and the import of the other
+    library goes on.
 
     Args:
         name: Full name of a module, such as ``"peft.peft_model"``.
-        hook: Called once.
+        change: Called once for each call of this function.
     """
-    module = sys.modules.get(name)
-    if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
-        hook(module)
+    if _is_imported(name):
+        _make(change, sys.modules[name])
         return
-    _FINDER.hooks[name] = hook
+    _FINDER.changes[name] = change
     if _FINDER not in sys.meta_path:
         sys.meta_path.insert(0, _FINDER)
+    if name not in sys.modules:
+        return
+    with suppress(Exception):  # importing waits for the other thread; an import that failed is tried again later
+        import_module(name)
+    if _is_imported(name):
+        if _FINDER.changes.pop(name, None) is not None:
+            _make(change, sys.modules[name])
+    elif name in sys.modules:
+        del _FINDER.changes[name]
+        logger.warning("%s is being imported by the caller. Call hf_posenc.install() after that import.", name)
+
+
+def _is_imported(name: str) -> bool:
+    """Return whether a module was imported to its end."""
+    module = sys.modules.get(name)
+    return module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def _make(change: Change, module: ModuleType) -> None:
+    try:
+        change(module)
+    except Exception as error:  # the import of the other library must not fail because of us
+        logger.warning(
+            "%s was not changed (%s: %s), so extended models are not saved and loaded by it. Use save_extended and "
+            "load_extended of hf_posenc.",
+            module.__name__,
+            type(error).__name__,
+            error,
+        )
 
 
 class _Finder(MetaPathFinder):
-    """Finds modules where Python would have found them, and has their hooks called after they were executed.
+    """Finds modules where Python would have found them, and has their changes made after they were executed.
 
-    It stays where it is put: other threads may be walking through ``sys.meta_path``.
+    It stays in ``sys.meta_path``: other threads may be iterating over this list.
     """
 
     def __init__(self) -> None:
-        self.hooks: dict[str, Hook] = {}
+        self.changes: dict[str, Change] = {}
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.hooks:
+        if fullname not in self.changes:
             return None
         others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
         spec = next((found for finder in others if (found := finder.find_spec(fullname, path, target))), None)
@@ -63,6 +99,6 @@ class _Loader(Loader):
         if spec is not None:  # the module keeps the loader that Python would have given it
             spec.loader = module.__loader__ = self.loader
         self.loader.exec_module(module)
-        hook = _FINDER.hooks.pop(self.name, None)  # not before: an import that fails is tried again
-        if hook is not None:
-            hook(module)
+        change = _FINDER.changes.pop(self.name, None)  # not before: an import that fails is tried again
+        if change is not None:
+            _make(change, module)

@@ -16,7 +16,9 @@ WITH_US = "--with-hf-posenc"
 
 def main(ids_file: str, out: str, *folders: str) -> None:
     if WITH_US in folders:
-        import hf_posenc  # noqa: F401  # before Transformers, as a user may: nothing else of it is used
+        import hf_posenc
+
+        hf_posenc.install()  # before Transformers is imported
     import torch
     from peft import AutoPeftModelForCausalLM
     from safetensors.torch import load_file, save_file

@@ -6,8 +6,6 @@ import copy
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,37 +161,6 @@ def test_a_rule_that_cannot_be_put_in_is_reported_while_loading(
 def test_loading_by_keyword(base: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(base)
     assert type(type(plain).from_pretrained(pretrained_model_name_or_path=str(base))) is type(plain)
-
-
-_HOOKED = """
-import importlib, importlib.util, sys
-from pathlib import Path
-from hf_posenc.utils.import_hooks import when_imported
-folder = Path(sys.argv[1])
-sys.path.insert(0, str(folder))
-(folder / "somewhere.py").write_text("raise RuntimeError('not yet')")
-called = []
-when_imported("somewhere", called.append)
-assert importlib.util.find_spec("somewhere") is not None
-try:
-    import somewhere
-except RuntimeError:
-    pass
-assert called == []
-(folder / "somewhere.py").write_text("value = 'something else by now'")
-importlib.invalidate_caches()
-import somewhere
-assert called == [somewhere] and somewhere.value
-when_imported("somewhere", called.append)
-assert called == [somewhere, somewhere]
-"""
-
-
-def test_a_hook_waits_for_the_import_itself(tmp_path: Path) -> None:
-    """Looking for a module, or an import that fails, does not use it up."""
-    words = [sys.executable, "-B", "-c", _HOOKED, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_limit_that_the_bases_own_tokenizer_has_is_no_sign_of_an_extension(base: Path, tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_trl_loads_all_other_models_as_they_are(base: Path) -> None:
 
     model = patched_base(base, "yarn")
     name = get_config_model_id(model.config)
-    assert (type(name), name) == (str, str(base))
+    assert name == str(base)
     assert describe(create_model_from_path(str(base)))["method"] == "none"
     assert describe(create_model_from_path(name))["method"] == "yarn"
     plain = get_config_model_id(unpatch_model(model).config)

@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClassification
 
 import hf_posenc
-from hf_posenc import describe, load_extended, patch_model, perplexity, save_extended, verify_model
+from hf_posenc import describe, install, load_extended, patch_model, perplexity, save_extended, verify_model
+from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.cli.main import main
 from hf_posenc.errors import (
     HubAccessError,
@@ -106,6 +107,33 @@ def load_model_of(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("way", ["whole", "adapter"])
+def test_models_without_an_extension_cost_no_search_on_the_hub(way: str, server: Hub, tmp_path: Path) -> None:
+    """Each from_pretrained of any model asked for three more files."""
+    install()
+    plain = make_model("Llama")
+    if way == "whole":
+        plain.push_to_hub(NAME)
+    else:
+        get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM")).push_to_hub(NAME)
+
+    def requests_of_loading(cache: Path) -> list[tuple[str, str]]:
+        server.requests.clear()
+        if way == "whole":
+            AutoModelForCausalLM.from_pretrained(NAME, cache_dir=cache)
+        else:
+            PeftModel.from_pretrained(make_model("Llama"), NAME, cache_dir=cache)
+        return sorted(server.requests)
+
+    with plain_loading():
+        without = requests_of_loading(tmp_path / "first")
+    assert without
+    found = requests_of_loading(tmp_path / "second")
+    assert set(found) == set(without)
+    # PEFT asks for adapter_config.json, too, and for its type before.
+    assert len(found) == len(without) + (way == "adapter")
 
 
 def test_transformers_alone_loads_it_in_a_process_of_its_own(server: Hub, tmp_path: Path) -> None:
