@@ -220,9 +220,8 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         default=None,
         metadata={
             "help": "kinds of data with their shares of the tokens, each as KIND=SHARE: kv (dictionaries), needles "
-            "(sentences hidden in the documents), knots (documents cut, shuffled and tied), interleaved (similar texts "
-            "between the parts of one), text (the documents), short_text (the documents in windows of the original "
-            "length)",
+            "(sentences hidden in the documents), knots (documents cut, shuffled and tied), text (the documents), "
+            "short_text (the documents in windows of the original length)",
             "metavar": "KIND=SHARE",
         },
     )

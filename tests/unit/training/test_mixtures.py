@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,7 +22,6 @@ from chats import PLAIN, TAGGED, THINKING, turns
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.retrieval.tasks import tasks
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.bm25 import BM25
 from hf_posenc.training.examples import ExampleTokenizer
 from hf_posenc.training.mixing import MixedDataset, kinds_of_steps
 from hf_posenc.training.mixtures import get_kind, kinds, read_shares, register_kind
@@ -31,7 +29,7 @@ from hf_posenc.training.mixtures.base import Kind, Material
 from hf_posenc.training.packing import MaskedTokens, PackedDataset, Tokens
 from hf_posenc.training.positions import PositionSchedule
 
-KINDS = ("interleaved", "knots", "kv", "needles", "short_text", "text")
+KINDS = ("knots", "kv", "needles", "short_text", "text")
 EVEN = {name: 1 / len(KINDS) for name in KINDS}
 
 
@@ -353,52 +351,6 @@ def test_the_first_token_of_a_chunk_does_not_count() -> None:
         assert not any(part.endswith("]\n") for part in tags)  # the token behind the tag is left out with it
 
 
-def plain_bm25(chunks: list[list[int]], query: list[int]) -> list[float]:
-    """By the formula, one chunk and one token after the other."""
-    mean = sum(map(len, chunks)) / len(chunks)
-    scores = []
-    for chunk in chunks:
-        total = 0.0
-        for token in set(query):
-            holding = sum(token in other for other in chunks)
-            idf = math.log(1 + (len(chunks) - holding + 0.5) / (holding + 0.5))
-            count = chunk.count(token)
-            total += idf * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * len(chunk) / mean))
-        scores.append(total)
-    return scores
-
-
-def test_bm25_is_its_formula() -> None:
-    draw = Random(3)
-    chunks = [[draw.randrange(40) for _ in range(draw.randint(1, 30))] for _ in range(50)]
-    index = BM25([torch.tensor(chunk) for chunk in chunks])
-    for query in ([1, 2, 2, 3], [99], [39, 0, 7, 8, 9, 10]):
-        assert index.scores(torch.tensor(query)).tolist() == pytest.approx(
-            plain_bm25(chunks, query), rel=1e-6, abs=1e-9
-        )
-
-
-def test_chunks_of_a_document_have_the_nearest_of_others_behind_them() -> None:
-    texts = [document[:2000] for document in documents()] + [torch.tensor(make_tokenizer()("short").input_ids)]
-    chunks = [
-        (number, chunk.tolist()) for number, text in enumerate(texts) for chunk in text.split(32) if len(chunk) == 32
-    ]
-    everything = [chunk for _, chunk in chunks]
-    for (block,) in blocks("interleaved", 5, 512, texts=texts):
-        assert block.counted.all()
-        rows = [row.tolist() for row in block.ids.split(32)]
-        owns = [everything.index(row) for row in rows[::4]]
-        assert owns == list(range(owns[0], owns[0] + 4))
-        document = chunks[owns[0]][0]
-        taken: set[int] = set()
-        for own, start in zip(owns, range(0, 16, 4), strict=True):
-            scores = plain_bm25(everything, everything[own])
-            others = [at for at in range(len(chunks)) if chunks[at][0] != document and at not in taken]
-            nearest = sorted(others, key=lambda at: -scores[at])[:3]
-            assert [everything.index(row) for row in rows[start + 1 : start + 4]] == nearest
-            taken |= set(nearest)
-
-
 def test_text_is_the_packed_documents_each_block_once_a_pass() -> None:
     data = mixed({"text": 0.5, "short_text": 0.5})
     expected = sorted(data[index]["input_ids"].tolist() for index in range(len(data)))
@@ -465,8 +417,6 @@ def test_a_resumed_run_reads_what_one_that_was_not_stopped_reads(kind: str) -> N
         ({"kv": 1.0}, 64, {}, r"the shortest example of 'kv' has about \d+ tokens, and a block has 64\. Give a longer"),
         ({"needles": 1.0}, 64, {}, "the shortest example of 'needles' has about"),
         ({"knots": 1.0}, 128, {}, r"'knots' ties 4 documents of at least \d+ tokens in a block, and a block has 128"),
-        ({"interleaved": 1.0}, 64, {}, "'interleaved' needs blocks of at least 128 tokens"),
-        ({"interleaved": 1.0}, 512, {"texts": [torch.arange(1, 600)]}, "needs 20 chunks of 32 tokens.* have 18"),
         ({"knots": 1.0}, 512, {"texts": [torch.arange(1, 9)] * 99}, "the longest document has 8. Give longer"),
     ],
 )
