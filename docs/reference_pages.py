@@ -60,7 +60,7 @@ _KINDS: dict[str, tuple[type[Method], str]] = {
 _METHODS_LEAD = """\
 # Methods
 
-This page is made from the methods that are registered in the package. `hf-posenc methods` prints this list in a
+This page is made from the methods that are registered in the package. `hf-posenc list methods` prints this list in a
 terminal. [Choosing a method](../start/choosing-a-method.md) says which one to take.
 
 `patch_model(model, NAME, factor=4)` and `hf-posenc patch MODEL OUTPUT --method NAME --factor 4` extend a model by the
@@ -78,7 +78,7 @@ _REQUESTS = """\
 Two other requests name a method, its factor and its options.
 
 A **preset** is how a published checkpoint is extended: `patch_model(model, preset="qwen2.5-yarn-4x")` or `--preset
-qwen2.5-yarn-4x`. `hf-posenc presets` lists all presets, and `hf-posenc presets --checkpoints` lists what published
+qwen2.5-yarn-4x`. `hf-posenc list presets` lists all presets, and `hf-posenc list checkpoints` lists what published
 checkpoints were trained on and how they are already extended, each number with its source.
 
 A **rope_scaling dictionary** from a vLLM command, an Axolotl config or a model card can be passed unchanged:
@@ -124,7 +124,7 @@ attention implementation: {names}. The other {static_only} cannot be extended by
 methods; the table below gives the reason for each of them: multi-head latent attention, an indexer that rotates keys of
 its own, or a normalisation after the rotation, for example.
 
-`hf-posenc methods --families` prints this list. `hf-posenc doctor PATH` says which model type a checkpoint has.
+`hf-posenc list families` prints this list. `hf-posenc doctor PATH` says which model type a checkpoint has.
 
 ## What the tests check
 

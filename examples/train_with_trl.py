@@ -23,7 +23,7 @@ def main() -> None:
     """Extend, train, save and load."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(tiny_model_path()), help="name on the Hub, or a folder")
-    parser.add_argument("--method", default="yarn", help="see hf-posenc methods")
+    parser.add_argument("--method", default="yarn", help="see hf-posenc list methods")
     parser.add_argument("--factor", type=float, default=4, help="target length / original length")
     parser.add_argument("--max-steps", type=int, default=4)
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="2e-5 is usual for a model of 7 billion")

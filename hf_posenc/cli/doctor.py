@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from hf_posenc.cli.listings import methods
 from hf_posenc.cli.shared_arguments import parse
 from hf_posenc.utils.units import ContextLength
 
@@ -37,10 +36,6 @@ class DoctorArguments:
         default=None,
         metadata={"help": "tokens that a merged LongLoRA model was tuned to, if its config lacks linear scaling"},
     )
-    capabilities: bool = field(
-        default=False,
-        metadata={"help": "without PATH: list the model types that can be extended, and why others cannot"},
-    )
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -53,9 +48,6 @@ def doctor(argv: Sequence[str]) -> int:
     Returns:
         1 if something is wrong, 0 if the checkpoint is sound or was corrected.
     """
-    if "--capabilities" in argv:  # alone, without a checkpoint
-        methods(["--families"])
-        return 0
     positional = {"path": "folder, config.json, .gguf file or name on the Hub"}
     given, chosen = parse("doctor", doctor.__doc__, argv, (DoctorArguments,), positional)
     from hf_posenc.doctor import Known, diagnose, diagnosis_text, write_mended

@@ -45,7 +45,9 @@ class EvalArguments(OutputConfig, EvalConfig):
 
     method: list[str] = field(
         default_factory=list,
-        metadata={"help": "methods from `hf-posenc methods`; none: the unextended model; default: none, or --preset"},
+        metadata={
+            "help": "methods from `hf-posenc list methods`; none: the unextended model; default: none or --preset"
+        },
     )
     evaluator: str | None = field(
         default=None,

@@ -26,7 +26,7 @@ class HarnessArguments:
 
     method: str | None = field(
         default=None,
-        metadata={"help": "a method from `hf-posenc methods`; default: the model as it is, or as --preset says"},
+        metadata={"help": "a method from `hf-posenc list methods`; default: the model as it is, or as --preset says"},
     )
 
 

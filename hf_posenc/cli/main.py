@@ -15,12 +15,10 @@ from hf_posenc.cli.compare import compare
 from hf_posenc.cli.demo import demo
 from hf_posenc.cli.doctor import doctor
 from hf_posenc.cli.eval import evaluate
-from hf_posenc.cli.explain import explain
 from hf_posenc.cli.export import export
 from hf_posenc.cli.finetune import finetune
 from hf_posenc.cli.fit import fit
-from hf_posenc.cli.gallery import gallery
-from hf_posenc.cli.listings import methods, presets, recipes, tasks
+from hf_posenc.cli.list import list_known
 from hf_posenc.cli.lm_eval import lm_eval
 from hf_posenc.cli.patch import patch
 from hf_posenc.cli.plan import plan
@@ -38,6 +36,7 @@ examples:
   hf-posenc fit MODEL --documents books/ --context-length 32k --output longer
   hf-posenc report r.jsonl --output-dir report
   hf-posenc export longer-model --to vllm
+  hf-posenc list methods
 
 MODEL is a name on the Hugging Face Hub, a folder or a .gguf file.
 `hf-posenc COMMAND --help` shows a command's common flags, `hf-posenc COMMAND --help-all` every flag.
@@ -54,12 +53,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "finetune": finetune,
     "report": report,
     "export": export,
-    "explain": explain,
-    "gallery": gallery,
-    "methods": methods,
-    "presets": presets,
-    "recipes": recipes,
-    "tasks": tasks,
+    "list": list_known,
     "doctor": doctor,
     "demo": demo,
 }

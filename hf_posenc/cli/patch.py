@@ -29,7 +29,8 @@ class PatchArguments:
     """How the model is extended."""
 
     method: str | None = field(
-        default=None, metadata={"help": "a method from `hf-posenc methods`; default: yarn, unless --preset is given"}
+        default=None,
+        metadata={"help": "a method from `hf-posenc list methods`; default: yarn, or that of --preset"},
     )
     results: str | None = field(
         default=None,

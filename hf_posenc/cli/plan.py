@@ -51,7 +51,8 @@ class PlanArguments:
         metadata={"help": "sliding window of a model that has one in every layer: keep, off or a number of tokens"},
     )
     recipe: str | None = field(
-        default=None, metadata={"help": "training recipe from `hf-posenc recipes`; other flags override its values"}
+        default=None,
+        metadata={"help": "a recipe from `hf-posenc list recipes`; other flags override its values"},
     )
     lora: bool = field(default=False, metadata={"help": "train only adapters, the embedding and the norms"})
     gradient_checkpointing: bool = field(default=False, metadata={"help": "recompute each layer in the backward pass"})

@@ -30,7 +30,7 @@ def report(argv: Sequence[str]) -> None:
         hf-posenc report r.jsonl --output-dir report
     """
     positional = {"results": "one or more .jsonl files that hf-posenc eval or finetune wrote"}
-    given, where = parse("report", report.__doc__, argv, (ReportArguments,), positional, several=True)
+    given, where = parse("report", report.__doc__, argv, (ReportArguments,), positional, nargs={"results": "+"})
     for path in given.results:
         if not Path(path).is_file():
             raise MissingFileError(f"there is no file {path!r}. hf-posenc eval --output {path} would write it.")

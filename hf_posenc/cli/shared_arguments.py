@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
@@ -190,7 +190,7 @@ def parse(
     argv: Sequence[str],
     known: Sequence[Any],
     positional: dict[str, str],
-    several: bool = False,
+    nargs: Mapping[str, str] | None = None,
     defaults: Callable[[argparse.Namespace], dict[str, Any]] | None = None,
 ) -> Any:
     """Parse the words that follow a command.
@@ -201,7 +201,7 @@ def parse(
         argv: The words.
         known: The dataclasses to fill.
         positional: Positional arguments with their help.
-        several: Whether a positional argument takes one or more words.
+        nargs: Of positional arguments, as argparse has it: ``"+"`` for one or more words, ``"?"`` for none or one.
         defaults: Given what the flags say, returns values for flags that were not given; a flag that has one is not
             required.
 
@@ -235,9 +235,10 @@ def parse(
             # A flag with dashes and with underscores is one: an abbreviation of both is not ambiguous.
             return list({id(found[0]): found for found in super()._get_option_tuples(option_string)}.values())
 
-    usage = " ".join(
-        ["hf-posenc", command, *(name.upper() + (" ..." if several else "") for name in positional), "[flags]"]
-    )
+    nargs = nargs or {}
+    forms = {"+": "{} ...", "?": "[{}]"}
+    words = [forms.get(nargs.get(name, ""), "{}").format(name.upper()) for name in positional]
+    usage = " ".join(["hf-posenc", command, *words, "[flags]"])
     examples = "\n".join(f"  {example}" for example in examples_in(summary))
     parser = Parser(known, usage=usage, description=first_line(summary), formatter_class=_Help, add_help=False)
     # Of --help-all: --help has no line to spare.
@@ -245,7 +246,7 @@ def parse(
     for action in parser._actions:  # both forms are read, and those with dashes shown, in help and in messages
         action.option_strings = [flag for flag in action.option_strings if "_" not in flag]
     for name, help_text in positional.items():
-        parser.add_argument(name, help=help_text, metavar=name.upper(), nargs="+" if several else None)
+        parser.add_argument(name, help=help_text, metavar=name.upper(), nargs=nargs.get(name))
     rare = {"traceback"}.union(*map(_rare, known))
     parser.add_argument("-h", HELP, action=_ShowHelp, command=command, rare=rare, help="show the common flags and exit")
     parser.add_argument(HELP_ALL, action=_ShowHelp, command=command, rare=(), help="show every flag and exit")

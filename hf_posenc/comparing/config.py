@@ -32,7 +32,7 @@ class CompareConfig:
     context_length: ContextLength = field(metadata={"help": "tokens the model is to read (32k = 32768)"})
     methods: list[str] = field(
         default_factory=list,
-        metadata={"help": "methods from `hf-posenc methods`; default: all that suit the model without training"},
+        metadata={"help": "methods from `hf-posenc list methods`; default: all that suit the model without training"},
     )
     rope_scaling: str | None = same_field(
         ExtensionConfig,
@@ -43,7 +43,7 @@ class CompareConfig:
     tasks: list[str] = same_field(
         RetrievalConfig,
         "tasks",
-        help="also measure retrieval in the documents: tasks and groups from `hf-posenc tasks`",
+        help="also measure retrieval in the documents: tasks and groups from `hf-posenc list tasks`",
     )
     depths: list[float] = same_field(RetrievalConfig, "depths")
     samples: int = same_field(RetrievalConfig, "samples")

@@ -115,7 +115,7 @@ def _check_words(facts: ConfigFacts) -> Iterator[Finding]:
             "error",
             f"rope_type {rope_type!r} is none of Transformers'",
             "It fails with a KeyError when the model is built.",
-            "Take a rule of `hf-posenc methods` with hf-posenc patch --on-scaled replace.",
+            "Take a rule of `hf-posenc list methods` with hf-posenc patch --on-scaled replace.",
             mendable=False,
         )
         return

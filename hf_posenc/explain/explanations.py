@@ -1,4 +1,4 @@
-"""What a method does to a model, and how an encoding works on it, as sections of words, numbers and pictures."""
+"""What a method does to a model, and how an encoding works on it, as sections of words and numbers."""
 
 from __future__ import annotations
 
@@ -7,18 +7,7 @@ import math
 import torch
 
 from hf_posenc.attention.staged import Stages
-from hf_posenc.explain.canvas import Picture, evenly
-from hf_posenc.explain.encoding_pictures import encoding_pictures
-from hf_posenc.explain.method_pictures import (
-    draw_distance_maps,
-    draw_distances,
-    draw_query_factors,
-    draw_stages,
-    drawn,
-    frequency_pictures,
-    last_row,
-)
-from hf_posenc.explain.sections import Explanation, Section
+from hf_posenc.explain.sections import Explanation, Section, evenly
 from hf_posenc.explain.subject import Subject
 from hf_posenc.methods.base import AttentionMethod, DistanceMethod, Extension, Method, StagedMethod, Unscaled
 from hf_posenc.methods.encodings.rope import RopeOptions
@@ -31,7 +20,6 @@ from hf_posenc.utils.units import length_name, number_name
 
 _PAIR_HEADS = ("pair", "wavelength", "rotations", "new wavelength", "stretch", "")
 _PAIR_ROWS = 12  # of the small table of pairs, besides those where something begins
-_NEAR = 100  # tokens of the first heat map of an encoding
 
 
 def explain_method(subject: Subject, extension: Extension) -> Explanation:
@@ -46,14 +34,14 @@ def explain_method(subject: Subject, extension: Extension) -> Explanation:
     about += [f"KV cache: {words.kv_cache}"] if words.kv_cache else []
     about += [f"Source: {method.paper}.", *([f"Options: {options}."] if options else [])]
     on_model = [*partial_sentence(subject.head_dim, spec), *pair_sentences(rule)]
-    sections = [Section("idea", "What it does", about), Section("model", "This model", on_model)]
+    sections = [Section("What it does", about), Section("This model", on_model)]
     if isinstance(method, DistanceMethod):
         sections.append(_distances(rule, method))
     else:
         if isinstance(method, StagedMethod) and method.needs_hf_posenc:
             sections.append(_stages(rule, method))
         sections.append(_frequencies(rule))
-    return Explanation(title, subject.name, subject.sentence, sections)
+    return Explanation(title, subject.sentence, sections)
 
 
 def explain_encoding(subject: Subject, method: Method, target: int) -> Explanation:
@@ -77,19 +65,14 @@ def explain_encoding(subject: Subject, method: Method, target: int) -> Explanati
         ("Reads further than trained", method.extrapolates),
         ("Source", f"{method.paper}."),
     ]
-    sections = [Section("idea", "What it is", [f"{name}: {words}" for name, words in about if words])]
+    sections = [Section("What it is", [f"{name}: {words}" for name, words in about if words])]
     numbers = method.numbers(model) or _rotary_numbers(method, model)
-
-    def pictures() -> list[Picture]:
-        return encoding_pictures(method, model, sorted({min(_NEAR, subject.length), subject.length, target}))
-
-    section = Section("model", "On this model", numbers.sentences, numbers.heads, numbers.rows, pictures=pictures)
-    sections.append(section)
+    sections.append(Section("On this model", numbers.sentences, numbers.heads, numbers.rows))
     if method.properties:
         held = [f"{sentence} ({test})" for sentence, test in method.properties]
-        sections.append(Section("properties", "Held by tests/unit/methods/test_encoding_properties.py", held))
+        sections.append(Section("Held by tests/unit/methods/test_encoding_properties.py", held))
     title = f"{method.title or method.name}, up to {length_name(target)} tokens"
-    return Explanation(title, subject.name, subject.sentence, sections)
+    return Explanation(title, subject.sentence, sections)
 
 
 def _rotary_numbers(method: Method, model: ModelShape) -> Numbers:
@@ -242,7 +225,7 @@ def _frequencies(rule: PairRule) -> Section:
     heading = "What it does to the pairs"
     if isinstance(method, (StagedMethod, LongRope)):
         heading += f", at {rule.reach:,} tokens"
-    return Section("pairs", heading, sentences, heads, rows, chosen_pairs(rule), (5,), lambda: frequency_pictures(rule))
+    return Section(heading, sentences, heads, rows, chosen_pairs(rule), left=(5,))
 
 
 def _stages(rule: PairRule, method: StagedMethod) -> Section:
@@ -264,11 +247,7 @@ def _stages(rule: PairRule, method: StagedMethod) -> Section:
         positions = f"{begin:,} to {end - 1:,}"
         rows.append([str(stage), positions, scale, f"{attention_factor:.4g}", number_name(slowest)])
     heads = ["stage", "queries at", "scale", "cos and sin times", "slowest pair, tokens"]
-
-    def pictures() -> list[Picture]:
-        return drawn(draw_stages(spec, method, reach), draw_query_factors(spec, method, reach))
-
-    return Section("stages", "Stages", sentences, heads, rows, left=(1,), pictures=pictures)
+    return Section("Stages", sentences, heads, rows, left=(1,))
 
 
 def _distances(rule: PairRule, method: DistanceMethod) -> Section:
@@ -295,14 +274,30 @@ def _distances(rule: PairRule, method: DistanceMethod) -> Section:
     borders = {changed[0] - 1, changed[0]} if changed and changed[0] else set()
     shown = {4**power for power in range(1, 12) if 4**power < reach} | {1, reach - 1} | borders
     rows = [[f"{distance:,}", f"{float(used[distance]):,.6g}"] for distance in sorted(shown)]
+    return Section("What it does to distances", sentences, ["true distance", "used"], rows)
 
-    def pictures() -> list[Picture]:
-        named = [(rule.name, method)]
-        maps = draw_distance_maps(spec, named, reach)
-        return drawn(draw_distances(spec, named, reach), maps, draw_query_factors(spec, method, reach))
 
-    heading = "What it does to distances"
-    return Section("distances", heading, sentences, ["true distance", "used"], rows, pictures=pictures)
+def used_distances(spec: RopeSpec, method: Method, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return by what distance each query and key are rotated apart, float64; nan for keys after the query.
+
+    Args:
+        spec: What the model was trained with.
+        method: Any method; those that change no distances leave them as they are.
+        queries, keys: Positions, int64, of shapes that broadcast.
+    """
+    queries, keys = torch.broadcast_tensors(queries, keys)  # type: ignore[no-untyped-call]  # torch has no types for it
+    used = torch.full(queries.shape, torch.nan, dtype=torch.float64)
+    if not isinstance(method, DistanceMethod):
+        return torch.where(keys <= queries, (queries - keys).double(), used)
+    for region in method.regions(spec).regions:
+        inside = (keys >= region.begin(queries)) & (keys < region.end(queries))
+        used = torch.where(inside, (region.query(queries) - region.key(keys)).double(), used)
+    return used
+
+
+def last_row(spec: RopeSpec, method: Method, length: int) -> torch.Tensor:
+    """Return the distances used for the last token of a text, float64 ``(length,)``, by the true distance 0, 1, ..."""
+    return used_distances(spec, method, torch.tensor(length - 1), torch.arange(length - 1, -1, -1))
 
 
 def query_sentence(spec: RopeSpec, method: AttentionMethod, reach: int) -> list[str]:

@@ -46,7 +46,7 @@ class FitConfig:
     teacher: str = field(
         default="dca",
         metadata={
-            "help": "method whose attention is matched, from `hf-posenc methods`; none: the unextended model, for "
+            "help": "method whose attention is matched, from `hf-posenc list methods`; none: the unextended model, for "
             "texts within its original length"
         },
     )

@@ -18,7 +18,7 @@ def option(default: Any, check: Check, help: str, *, in_names: bool = True) -> A
     Args:
         default: Its default; where that is None, None is allowed.
         check: Takes name and value, returns the value as it is kept, or raises TypeError or ValueError.
-        help: What it does, with units; ``hf-posenc methods`` and ``--option`` show it.
+        help: What it does, with units; ``hf-posenc list methods`` and ``--option`` show it.
         in_names: Whether the names of rows in tables and plots say it, where it is not the default.
     """
     return dataclasses.field(default=default, metadata={"check": check, "help": help, "in_names": in_names})

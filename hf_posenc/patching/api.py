@@ -108,7 +108,7 @@ def patch_model(
             neither it nor ``context_length`` is given, 4, and 1 for an encoding that takes the place of RoPE.
         context_length: The target in tokens, instead of ``factor``.
         original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
-        preset: A name of ``hf-posenc presets``, instead of all the above: how a published checkpoint is extended.
+        preset: A name of ``hf-posenc list presets``, instead of all the above: how a published checkpoint is extended.
         rope_scaling: A dictionary as Transformers, vLLM, LLaMA-Factory and Axolotl take it, instead of method, factor,
             original length and options: ``{"rope_type": "yarn", "factor": 4.0,
             "original_max_position_embeddings": 32768}``; JSON too. Their ``dynamic`` is ``scope="sequence"`` here. What

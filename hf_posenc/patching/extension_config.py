@@ -24,7 +24,9 @@ class ExtensionConfig:
 
     preset: str | None = field(
         default=None,
-        metadata={"help": "a published setting from `hf-posenc presets`; it replaces --method, --factor and --option"},
+        metadata={
+            "help": "a published setting from `hf-posenc list presets`, instead of --method, --factor and --option"
+        },
     )
     rope_scaling: str | None = field(
         default=None,

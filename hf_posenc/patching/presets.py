@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import InvalidRequestError
 
-if TYPE_CHECKING:  # only named here: `hf-posenc presets` answers without PyTorch
+if TYPE_CHECKING:  # only named here: `hf-posenc list presets` answers without PyTorch
     from transformers import PreTrainedConfig
 
 from hf_posenc.errors import UnknownNameError
@@ -172,7 +172,7 @@ def choose_preset(name: str, config: PreTrainedConfig, **given: Any) -> Preset:
     if config.model_type not in preset.model_types:
         raise InvalidRequestError(
             f"preset {name!r} is for {preset.family} (model_type {', '.join(preset.model_types)}), this model is "
-            f"{config.model_type!r}. `hf-posenc presets` lists all."
+            f"{config.model_type!r}. `hf-posenc list presets` lists all."
         )
     preset.refuse_besides(**given)
     original = preset.original_max_position_embeddings

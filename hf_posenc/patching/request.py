@@ -173,7 +173,7 @@ def extend_config(
             neither it nor ``context_length`` is given, 4.
         context_length: The target in tokens, instead of ``factor``.
         original_max_position_embeddings: Tokens the model was trained on; None to read it from the config.
-        preset: A name of ``hf-posenc presets``, instead of method, factor, lengths and options.
+        preset: A name of ``hf-posenc list presets``, instead of method, factor, lengths and options.
         rope_scaling: A dictionary as Transformers, vLLM, LLaMA-Factory and Axolotl take it, or its JSON, instead of
             method, factor, original length and options.
         sliding_window: What becomes of a window that every layer has: ``"keep"``, ``"off"`` or a number of tokens.

@@ -208,14 +208,8 @@ class Panel:
         ]
 
 
-def html_page(title: str, panels: Sequence[Panel], *, images: bool = False) -> str:
-    """Return the page: a list of what is on it, then the panels in order.
-
-    Args:
-        title: The heading.
-        panels: What follows it.
-        images: Whether drawings hold pixels, as heat maps do, which are in the page too.
-    """
+def html_page(title: str, panels: Sequence[Panel]) -> str:
+    """Return the page: a list of what is on it, then the panels in order."""
     templates = _templates()
     style = templates.get_template("page.css").render(colours=COLOURS, colours_on_dark=COLOURS_ON_DARK)
     # As it is, not as a template: the browser runs it only where its hash is the one that the page says.
@@ -223,7 +217,6 @@ def html_page(title: str, panels: Sequence[Panel], *, images: bool = False) -> s
     return templates.get_template("page.html").render(
         title=title,
         panels=panels,
-        images=images,
         style=Markup(style),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),

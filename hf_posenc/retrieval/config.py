@@ -25,7 +25,7 @@ class RetrievalConfig:
         default_factory=list,
         metadata={
             "help": "measure retrieval, without --documents in the package's novels: tasks and groups from "
-            "`hf-posenc tasks`",
+            "`hf-posenc list tasks`",
             "choices": tasks_and_groups(),  # with the registry itself: what is registered later is allowed too
             "metavar": "TASK",
         },

@@ -165,11 +165,11 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     output_dir: str = field(metadata={"help": "folder for the trained model, checkpoints, results and logs"})
     # Only the name: the values are put in by ``from_recipe``, and by the command line.
     recipe: str | None = field(
-        default=None, metadata={"help": "a recipe from `hf-posenc recipes`; flags override its values"}
+        default=None, metadata={"help": "a recipe from `hf-posenc list recipes`; flags override its values"}
     )
     method: str | None = field(
         default=None,
-        metadata={"help": "a method from `hf-posenc methods`; default: yarn, unless the model is extended already"},
+        metadata={"help": "a method from `hf-posenc list methods`; default: yarn, or the method that the model has"},
     )
     # Options of the method, such as {"beta_fast": 16}. Not shown as a flag: the command line has --option for them.
     options: dict[str, Any] = field(default_factory=dict, metadata={"help": argparse.SUPPRESS})

@@ -19,7 +19,7 @@ from hf_posenc.errors import InvalidRequestError, UnknownNameError
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method
 from hf_posenc.utils.units import ContextLength, length_name
 
-if TYPE_CHECKING:  # they bring PyTorch, which `hf-posenc recipes` does without
+if TYPE_CHECKING:  # they bring PyTorch, which `hf-posenc list recipes` does without
     from hf_posenc.families.rotary_model import RotaryModel
     from hf_posenc.training.config import FinetuneConfig
 

@@ -23,7 +23,7 @@ _TASKS = {
     "cwe": "--context-lengths 1024",
 }
 _LISTS = f"long_factor={json.dumps([1 + pair / 8 for pair in range(32)])}".replace(" ", "")
-_COMMANDS = ("patch", "eval", "compare", "plan", "finetune", "report", "export", "explain", "methods", "doctor", "demo")
+_COMMANDS = ("patch", "eval", "compare", "plan", "finetune", "report", "export", "list", "doctor", "demo")
 _PATCHED: dict[str, str | list[str]] = {
     "yarn": "patch tiny yarn --method yarn --factor 4",
     "yarn_paper": "patch tiny yarn_paper --method yarn --factor 4 --option ramp=paper",
@@ -43,16 +43,14 @@ _PATCHED: dict[str, str | list[str]] = {
 # groups run beside it. `{method}` stands for each of available_methods(). Names of commands stay as they are.
 COMMANDS: dict[str, dict[str, str | list[str]]] = {
     "listings": {
-        "methods": "methods",
-        "families": "methods --families",
-        "presets": "presets",
-        "published checkpoints": "presets --checkpoints",
-        "recipes": "recipes",
-        "explain {method}": "explain {method}",
-        "explain yarn of the tiny model": "explain yarn --model tiny --factor 8 --option ramp=paper",
-        "explain longrope with lists": f"explain longrope --model tiny --option {_LISTS}",
-        "explain with pictures": "explain ntk --model tiny --output-dir explained",
-        "gallery": "gallery --output-dir gallery",
+        "methods": "list methods",
+        "families": "list families",
+        "presets": "list presets",
+        "published checkpoints": "list checkpoints",
+        "recipes": "list recipes",
+        "explain {method}": "list methods {method}",
+        "explain yarn of the tiny model": "list methods yarn --model tiny --factor 8 --option ramp=paper",
+        "explain longrope with lists": f"list methods longrope --model tiny --option {_LISTS}",
         "version": "--version",
         "help": "--help",
         **{f"help of {name}": f"{name} --help" for name in _COMMANDS},

@@ -233,7 +233,7 @@ def command(name: str, argv: list[str]) -> dict[str, Any]:
 
 
 # Whose output has no times; and of these, whose are commands to be typed and amounts that are computed, not words.
-_EXACT = ("methods", "presets", "recipes", "explain", "doctor")
+_EXACT = ("list", "doctor")
 _NUMBERS = ("export", "plan")
 
 

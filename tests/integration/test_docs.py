@@ -152,7 +152,7 @@ def test_a_wrong_page_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "```python\nprint(1)  # -> 2\n```\n",
         "```sh\nfalse\n```\n",
         "<!-- exits with 1 -->\n\n```sh\ntrue\n```\n",
-        "```sh\nhf-posenc methods --no\n```\n",
+        "```sh\nhf-posenc list methods --no\n```\n",
         "```sh\nprintf 'a\\nb 1\\n'\n```\n```text\na\nb 2\n```\n",
         "```python\nprint('a\\nb')\n```\n```text\nb\na\n```\n",
         "```sh\nprintf 'a\\nb 1\\n'\n```\n<!-- numbers differ between machines -->\n\n```text\nc 1\n```\n",

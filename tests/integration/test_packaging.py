@@ -61,7 +61,8 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
         "assert len(assets.load_novel(assets.HELD_OUT_NOVEL)) > 400_000"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    for command in (["-c", program], ["-m", "hf_posenc", "methods"], ["-m", "hf_posenc", "presets"]):
+    listings = [["-m", "hf_posenc", "list", what] for what in ("methods", "presets")]
+    for command in (["-c", program], *listings):
         run = subprocess.run(
             [sys.executable, *command],
             cwd=tmp_path / "empty",

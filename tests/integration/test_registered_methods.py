@@ -58,9 +58,9 @@ def by_hand(power: float, factor: float) -> list[float]:
 def test_it_is_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     [row] = [row for row in available_methods() if row["name"] == "toy"]
     assert (row["options"], row["aliases"], row["on_disk"]) == (["power"], ["toy_rope"], "longrope")
-    assert main(["methods"]) == 0
+    assert main(["list", "methods"]) == 0
     assert "toy (or toy_rope)" in capsys.readouterr().out
-    assert main(["explain", "toy", "--model", str(tiny_model_path())]) == 0
+    assert main(["list", "methods", "toy", "--model", str(tiny_model_path())]) == 0
     assert "Each pair is stretched by its number." in capsys.readouterr().out
     with pytest.raises(TypeError, match=r"takes no option 'beta_fast'.*It takes: power"):
         registry.make_method("toy", 2, {"beta_fast": 3})

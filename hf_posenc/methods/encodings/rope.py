@@ -183,7 +183,7 @@ class Rope(RopeOptions):
     trained: ClassVar[str] = "None."
     extrapolates: ClassVar[str] = (
         "Not by itself: slow pairs never complete a rotation in training and meet new angles beyond it. The methods of "
-        "`hf-posenc methods` stretch them."
+        "`hf-posenc list methods` stretch them."
     )
     properties: ClassVar[tuple[tuple[str, str], ...]] = (
         (

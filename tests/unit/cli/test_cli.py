@@ -178,7 +178,7 @@ def test_report_reads_several_files(
 
 
 def test_methods_lists_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["methods"]) == 0
+    assert main(["list", "methods"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n{name}" in f"\n{shown}" for name in ("linear (or pi)", "ntk", "yarn", "llama3", "longrope", "abf"))
 
@@ -186,7 +186,7 @@ def test_methods_lists_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
 def test_presets_are_listed_and_applied(
     tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["presets"]) == 0
+    assert main(["list", "presets"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n{name}\n" in f"\n{shown}" for name in presets())
     config = json.loads((tiny_checkpoint / "config.json").read_text())
@@ -196,7 +196,7 @@ def test_presets_are_listed_and_applied(
 
 
 def test_methods_families_lists_every_type_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["methods", "--families"]) == 0
+    assert main(["list", "families"]) == 0
     every_method, rest = capsys.readouterr().out.split("By all but the methods that run in attention")
     rotary_only, refused = rest.split("Refused:")
     attention = attention_capabilities()
@@ -306,11 +306,11 @@ import contextlib, io, sys
 from transformers import HfArgumentParser
 from hf_posenc.cli.main import main
 alone = set(sys.modules)  # Transformers 5.0 brings PyTorch with anything of it
-for words in (["presets"], ["presets", "--checkpoints"], ["recipes"], ["tasks"], ["methods", "--families"]):
+for what in ("presets", "checkpoints", "recipes", "tasks", "families"):
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        assert main(words) == 0
-    assert said.getvalue().count("\\n") > 10, words
-    assert "torch" not in sys.modules.keys() - alone, words
+        assert main(["list", what]) == 0
+    assert said.getvalue().count("\\n") > 10, what
+    assert "torch" not in sys.modules.keys() - alone, what
 """
 
 

@@ -37,7 +37,11 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_that_a_command_does_not_take_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "unexpected 'pose': hf-posenc recipes takes flags only" in refused(capsys, "recipes", "pose")
+    assert "'pose': only a method is explained, by hf-posenc list methods NAME." in refused(
+        capsys, "list", "recipes", "pose"
+    )
+    assert "unknown list 'recipe'. Did you mean 'recipes'?" in refused(capsys, "list", "recipe")
+    assert "flags are for a single method" in refused(capsys, "list", "methods", "--factor", 2)
     export = ("export", "longer-model", "--to")
     assert "unexpected 'other': hf-posenc export takes MODEL and flags" in refused(capsys, *export, "vllm", "other")
     assert "argument --to: unknown value 'vlm'. Did you mean 'vllm'? Known: vllm," in refused(capsys, *export, "vlm")
@@ -141,8 +145,8 @@ def test_errors_of_the_operating_system_are_one_line(
         """Write where nobody may."""
         raise PermissionError(13, "Permission denied", "/r.jsonl")
 
-    monkeypatch.setitem(COMMANDS, "methods", read_only)
-    assert "'/r.jsonl' cannot be used: permission denied." in refused(capsys, "methods")
+    monkeypatch.setitem(COMMANDS, "list", read_only)
+    assert "'/r.jsonl' cannot be used: permission denied." in refused(capsys, "list")
 
 
 @pytest.mark.usefixtures("nothing_measured")
@@ -184,9 +188,9 @@ def test_a_bug_is_not_hidden_and_traceback_can_be_requested(tmp_path: Path, monk
         """Import what does not exist."""
         import hf_posenc.nothing  # type: ignore[import-not-found]  # noqa: F401  # it does not exist, on purpose
 
-    monkeypatch.setitem(COMMANDS, "methods", broken)
+    monkeypatch.setitem(COMMANDS, "list", broken)
     with pytest.raises(TypeError, match="unexpected keyword argument"):
-        main(["methods"])
-    monkeypatch.setitem(COMMANDS, "methods", missing)
+        main(["list", "methods"])
+    monkeypatch.setitem(COMMANDS, "list", missing)
     with pytest.raises(ModuleNotFoundError):
-        main(["methods"])
+        main(["list", "methods"])

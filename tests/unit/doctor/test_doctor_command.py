@@ -121,11 +121,3 @@ def test_what_is_no_config(tmp_path: Path, content: str, message: str, capsys: p
     assert main(["doctor", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
     assert main(["doctor", str(tmp_path / "gone")]) == 2
-
-
-def test_capabilities_are_the_families(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--capabilities"]) == 0
-    shown = capsys.readouterr().out
-    assert main(["methods", "--families"]) == 0
-    assert shown == capsys.readouterr().out
-    assert "can be extended" in shown

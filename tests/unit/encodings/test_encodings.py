@@ -277,11 +277,11 @@ def test_save_pretrained_alone_is_refused_too(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
-@pytest.mark.parametrize("command", ["plan", "explain"])
+@pytest.mark.parametrize("command", ["plan", "list"])
 def test_commands_that_read_configs_say_that_there_is_no_rope(command: str, tmp_path: Path, capsys: Any) -> None:
     save_extended(encoded("alibi"), tmp_path / "saved")
-    words = ["yarn", "--model", str(tmp_path / "saved")] if command == "explain" else [str(tmp_path / "saved")]
-    assert main([command, *words, "--context-length", "256"]) == 2
+    words = ["methods", "yarn", "--model"] if command == "list" else []
+    assert main([command, *words, str(tmp_path / "saved"), "--context-length", "256"]) == 2
     assert "was trained with alibi instead of RoPE, so it has nothing to extend" in capsys.readouterr().err
 
 

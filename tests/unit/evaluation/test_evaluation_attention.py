@@ -156,7 +156,7 @@ def test_an_option_that_only_some_methods_take_is_refused(
 
 
 def test_methods_says_what_scope_is(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["methods"]) == 0
+    assert main(["list", "methods"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "scope=sequence: Transformers' own rule, one scale for a whole forward" in shown
     assert "scope=query (the default): stages of `stage` tokens past the original length" in shown

@@ -1,4 +1,4 @@
-"""``hf-posenc explain``: numbers read back from its words, tables and pictures, against float64 by hand."""
+"""``hf-posenc list methods NAME``: numbers read back from its words and tables, against float64 by hand."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from distance_rules import RULES, relative_positions
+from encoding_pictures import encoding_pictures
 from folders import ROOT
 from hf_posenc.cli.main import main
-from hf_posenc.explain.overview import compared_rules
 from hf_posenc.methods import registry
 from hf_posenc.methods.base import Encoding, Frequencies, Method, ModelSizes, StaticMethod, plain_frequencies
 from hf_posenc.methods.encodings.modules import AddedToLogits
 from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, Numbers, PositionMap
 from hf_posenc.methods.options import option, positive
-from hf_posenc.methods.registry import methods, register_method
+from hf_posenc.methods.registry import make_method, methods, register_method
+from hf_posenc.methods.yarn_rcd import YarnRcd
+from hf_posenc.report.frequencies import PairRule
 from hf_posenc.spec import RopeSpec
-from report_records import read_page
+from method_pictures import draw_ramp
+from pictures import LLAMA_2, compared_rules
 from svg_values import line_values
 
 Explain = Callable[..., str]
@@ -39,7 +42,7 @@ def explain(capsys: pytest.CaptureFixture[str]) -> Explain:
     """Run the command and return what it prints."""
 
     def run(*argv: object, code: int = 0) -> str:
-        assert main(["explain", *map(str, argv)]) == code
+        assert main(["list", "methods", *map(str, argv)]) == code
         captured = capsys.readouterr()
         return captured.out if code == 0 else captured.err
 
@@ -298,50 +301,21 @@ def of_another_package() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("of_another_package")
-def test_what_another_package_registers_is_explained(
-    explain: Explain, config_only: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_what_another_package_registers_is_explained(explain: Explain, config_only: Callable[..., Path]) -> None:
     model = config_only()
-    argv = ("halved", "--model", model, "--factor", 8, "--option", "strength=2", "--output-dir", tmp_path / "static")
-    rows = rows_below(explain(*argv), "pair")
+    rows = rows_below(explain("halved", "--model", model, "--factor", 8, "--option", "strength=2"), "pair")
     assert [number(row[4]) for row in rows] == [1.0] * 4 + [64.0] * 4
-    assert {"stretch.svg", "wavelengths.svg"} <= {path.name for path in (tmp_path / "static").iterdir()}
-    plain = joined(explain("steep", "--model", model, "--output-dir", tmp_path / "steep"))
+    plain = joined(explain("steep", "--model", model))
     assert plain.startswith("steep, up to 256 tokens")
     assert "Source: Nobody 2026." in plain
-    assert [path.name for path in (tmp_path / "steep").iterdir()] == ["explain.html"]
-    said = explain("cosine", "--model", model, "--factor", 2, "--output-dir", tmp_path / "cosine")
+    said = explain("cosine", "--model", model, "--factor", 2)
     assert "Cosine of the distance, up to 128 tokens" in said
     assert "Reads further than trained: It repeats itself." in said
     assert "4 heads see 128 tokens." in said
-    assert (tmp_path / "cosine" / "map_cosine.svg").is_file()
+    shape = ModelShape(4, 64, 16, 64, 256, RopeSpec(16, 1e4, 64))
     assert {"halved", "yarn"} <= {rule.name for rule in compared_rules(RopeSpec(16, 1e4, 64), 4.0)}
-
-
-def test_the_page_has_every_pair_and_the_pictures_their_values(
-    explain: Explain, config_only: Callable[..., Path], tmp_path: Path
-) -> None:
-    folder = tmp_path / "explained"
-    model = config_only(head_dim=64, max_position_embeddings=512)
-    text = explain("ntk", "--model", model, "--factor", 3, "--output-dir", folder)
-    assert {str(path) for path in folder.iterdir()} <= set(text.split())
-    theta = 10000.0 * 3 ** (64 / 62)
-    stretch = [theta ** (pair / 32) / 10000.0 ** (pair / 32) for pair in range(32)]
-    page = (folder / "explain.html").read_text()
-    rows = read_page(page).tables["pairs_table"]
-    assert [number(row[4]) for row in rows[1:]] == pytest.approx(stretch, abs=6e-4)
-    assert all(link.startswith("#") for link in re.findall(r'(?:href|src)="(.*?)"', page))
-    svg = (folder / "stretch.svg").read_text()
-    line = line_values(svg, "line-1", log_x=True)
-    turns = [512 * 10000.0 ** (-pair / 32) / (2 * math.pi) for pair in range(32)]
-    assert (line[0][0], line[-1][0]) == pytest.approx((turns[0], turns[-1]), rel=5e-3)
-    for turn, shown in line:
-        pair = 32 * math.log(512 / (2 * math.pi * turn)) / math.log(10000.0)
-        assert shown == pytest.approx((theta / 10000.0) ** (pair / 32), abs=5e-3)
-    words = re.findall("<!-- (.*?) -->", svg)
-    assert {"ntk x3", "unscaled", "one rotation"} <= set(words)
-    explain("dca", "--model", model, "--factor", 4, "--output-dir", folder)  # another one replaces it
-    assert "pairs_table" not in (folder / "explain.html").read_text()
+    assert [picture.slug for picture in encoding_pictures(make_method("cosine"), shape)] == ["map_cosine"]
+    assert encoding_pictures(make_method("steep"), shape) == []
 
 
 @pytest.mark.parametrize(
@@ -352,14 +326,16 @@ def test_the_page_has_every_pair_and_the_pictures_their_values(
         (12, 3, "no pair lies between"),
     ],
 )
-def test_the_ramp_to_a_critical_pair(explain: Explain, tmp_path: Path, critical: int, scale: int, words: str) -> None:
+def test_the_ramp_to_a_critical_pair(explain: Explain, critical: int, scale: int, words: str) -> None:
     """Llama 2's pair of 32 rotations is pair 20.9: the ramp begins at 20, or one pair before the critical one."""
-    options = ("--option", f"critical_pair={critical}", f"scale={scale}")
-    text = joined(explain("yarn_rcd", "--factor", 3, *options, "--output-dir", tmp_path / "explained"))
+    text = joined(explain("yarn_rcd", "--factor", 3, "--option", f"critical_pair={critical}", f"scale={scale}"))
     low = min(20, critical - 1)
     said = f"The ramp: pairs 0 to {low} are kept, pair {critical}, the critical pair, and slower ones are divided by "
     assert f"{said}{scale}; {words}." in text
-    svg = (tmp_path / "explained" / "ramp.svg").read_text()
+    rule = PairRule("yarn_rcd x3", LLAMA_2, YarnRcd(3, critical_pair=critical, scale=scale), 12288)
+    ramp = draw_ramp(rule)
+    assert ramp is not None
+    svg = ramp.drawing.svg.decode()
     whole = "the factor" if scale == 3 else "5"
     assert f"0: kept, 1: divided by {whole}" in re.findall("<!-- (.*?) -->", svg)
     line = line_values(svg, "line-0", log_x=False)
@@ -383,7 +359,6 @@ def test_the_ramp_to_a_critical_pair(explain: Explain, tmp_path: Path, critical:
         (("rope", "--factor", "0.5"), "factor must be >= 1, got 0.5"),
         (("rope", "--preset", "qwen3-yarn-4x"), "--preset is for methods"),
         (("yarn", "--model", "/nowhere/at-all"), "there is no file or folder '/nowhere/at-all'"),
-        ((), "NAME"),
     ],
 )
 def test_mistakes_are_said_in_one_line(explain: Explain, argv: tuple[str, ...], words: str) -> None:
@@ -406,5 +381,3 @@ def test_what_a_model_cannot_have_is_refused(
     assert "has no num_attention_heads" in explain("alibi", "--model", mamba, code=2)
     nanochat = config_only(model_type="nanochat")
     assert "method 'dca' is not supported for model_type 'nanochat'" in explain("dca", "--model", nanochat, code=2)
-    (tmp_path / "file").write_text("")
-    assert "is a file, so" in explain("yarn", "--output-dir", tmp_path / "file", code=2)

@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 
 from hf_posenc import describe, extend_config, patch_model, save_extended
-from hf_posenc.cli.listings import checkpoints_text, presets_text
+from hf_posenc.cli.list import checkpoints_text, presets_text
 from hf_posenc.cli.main import main
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching.presets import Checkpoint, Preset, checkpoints, known_checkpoint, presets
@@ -186,8 +186,8 @@ def test_an_original_length_below_the_declared_one_is_the_presets() -> None:
 
 def test_the_lists_fit_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    for command, text in ((["presets"], presets_text), (["presets", "--checkpoints"], checkpoints_text)):
-        assert main(command) == 0
+    for what, text in (("presets", presets_text), ("checkpoints", checkpoints_text)):
+        assert main(["list", what]) == 0
         shown = capsys.readouterr().out
         assert shown == text(120) + "\n"
         assert max(map(len, shown.splitlines())) <= 120

@@ -230,5 +230,5 @@ def test_the_commands_take_it(tiny_checkpoint: Path, tmp_path: Path, capsys: pyt
         assert message in capsys.readouterr().err
         assert main(["eval", "nowhere", *arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
-    assert main(["explain", "yarn", *words]) == 2
-    assert "give explain the method by its name" in capsys.readouterr().err
+    assert main(["list", "methods", "yarn", *words]) == 2
+    assert "--rope-scaling: give the method by its name" in capsys.readouterr().err

@@ -78,7 +78,3 @@ def test_drawings_follow_the_ink_of_the_page_and_their_ids_are_apart() -> None:
     assert ids == ["one-wide-a", "one-narrow-a", "two-wide-a", "two-narrow-a"]
     assert page.count("stroke: currentColor") == 4
     assert "<?xml" not in page
-
-
-def test_pixels_are_allowed_where_drawings_hold_them() -> None:
-    assert ["img-src data:;" in html_page("Title", [], images=images) for images in (False, True)] == [False, True]

@@ -207,7 +207,7 @@ def registered() -> Iterator[str]:
 def test_a_registered_task_is_one_like_the_others(
     registered: str, tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["tasks"]) == 0
+    assert main(["list", "tasks"]) == 0
     assert f"{registered}\n    One colour, hidden once.\n    measured by depth, one question" in capsys.readouterr().out
     argv = ["eval", str(tiny_checkpoint), "--tasks", registered, "--context-lengths", "700", "--depths", "50"]
     assert main([*argv, "--hide-progress", "--output", str(tmp_path / "r.jsonl")]) == 0

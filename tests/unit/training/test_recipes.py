@@ -167,7 +167,7 @@ def test_every_recipe_trains(
 
 
 def test_the_command_lists_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["recipes"]) == 0
+    assert main(["list", "recipes"]) == 0
     shown = capsys.readouterr().out
     assert all(f"\n{name}\n" in f"\n{shown}" for name in RECIPES)
     assert "load_in_4bit True" in shown

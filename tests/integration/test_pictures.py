@@ -1,4 +1,4 @@
-"""The gallery: numbers read back from its pictures, against float64 by hand and Transformers' own code."""
+"""The pictures of the documentation: their numbers, against float64 by hand and Transformers' own code."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import cmath
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy
 import pytest
@@ -15,15 +14,16 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from canvas import Picture, tick_name
 from distance_rules import RULES, relative_positions
-from hf_posenc.cli.main import main
-from hf_posenc.explain.canvas import Picture, tick_name
-from hf_posenc.explain.encoding_pictures import binned, block_means, encoding_pictures
-from hf_posenc.explain.method_pictures import draw_dials, used_distances
-from hf_posenc.explain.overview import compared_rules, rule_pictures
+from encoding_pictures import binned, block_means, encoding_pictures
+from hf_posenc.explain.explanations import used_distances
 from hf_posenc.methods.explained import ModelShape
 from hf_posenc.methods.registry import make_method
+from hf_posenc.report.frequencies import PairRule
 from hf_posenc.spec import RopeSpec
+from method_pictures import draw_dials, draw_stretch
+from pictures import compared_rules, rule_pictures
 from svg_values import colours, heat_maps, line_values
 
 PAIRS, BASE = 8, 10000.0
@@ -33,7 +33,7 @@ MODEL = ModelShape(
 )
 
 
-def pictures(name: str, *lengths: int) -> dict[str, Picture]:
+def pictures_of(name: str, *lengths: int) -> dict[str, Picture]:
     """The pictures of an encoding, by their slugs."""
     return {picture.slug: picture for picture in encoding_pictures(make_method(name), MODEL, lengths)}
 
@@ -81,7 +81,7 @@ def blocks_by_hand(of_distance: Callable[[int], float], length: int, cells: int)
 def test_heat_maps_have_the_colours_of_values_by_hand(
     name: str, of_distance: Callable[[int], float], limits: tuple[float, float]
 ) -> None:
-    drawing = pictures(name, 100, 300)[f"map_{name}"].drawing
+    drawing = pictures_of(name, 100, 300)[f"map_{name}"].drawing
     near, far = heat_maps(drawing.svg.decode())
     for pixels, length in ((near, 100), (far, 300)):
         expected = colours(blocks_by_hand(of_distance, length, 100), *limits)
@@ -90,14 +90,14 @@ def test_heat_maps_have_the_colours_of_values_by_hand(
 
 
 def test_alibis_maps_are_weight_factors_of_three_heads() -> None:
-    maps = heat_maps(pictures("alibi", 100)["map_alibi"].drawing.svg.decode())
+    maps = heat_maps(pictures_of("alibi", 100)["map_alibi"].drawing.svg.decode())
     for pixels, slope in zip(maps, (2.0**-2, 2.0**-4, 2.0**-8), strict=True):  # of heads 1, 2 and 4 of 4
         expected = [[math.exp(-slope * (q - k)) if q >= k else math.nan for k in range(100)] for q in range(100)]
         assert numpy.abs(pixels.astype(int) - colours(expected, 0, 1).astype(int)).max() <= 2
 
 
 def test_learned_positions_are_drawn_as_far_as_there_are_rows() -> None:
-    (pixels,) = heat_maps(pictures("learned", 1000)["map_learned"].drawing.svg.decode())
+    (pixels,) = heat_maps(pictures_of("learned", 1000)["map_learned"].drawing.svg.decode())
     seen = pixels[..., 3] > 0
     assert [seen[row].sum() for row in range(100)] == [row + 1 if 10 * row < 150 else 0 for row in range(100)]
 
@@ -109,7 +109,7 @@ def test_blocks_on_the_diagonal_count_no_key_after_the_query() -> None:
 
 
 def test_the_decay_chart_shows_the_papers_bound_and_means_of_scores() -> None:
-    svg = pictures("rope", 10)["rope_decay"].drawing.svg.decode()
+    svg = pictures_of("rope", 10)["rope_decay"].drawing.svg.decode()
     bound = line_values(svg, "plot-1-base-10000", axes=1)
     assert (bound[0][0], bound[-1][0]) == (pytest.approx(0, abs=0.01), pytest.approx(250, abs=0.01))
     assert len(bound) > 100
@@ -124,7 +124,7 @@ def test_the_decay_chart_shows_the_papers_bound_and_means_of_scores() -> None:
 
 
 def test_t5s_matrix_is_its_own_code_in_both_directions() -> None:
-    causal, both = heat_maps(pictures("t5_bias", 10)["t5_buckets"].drawing.svg.decode())
+    causal, both = heat_maps(pictures_of("t5_bias", 10)["t5_buckets"].drawing.svg.decode())
     relative = torch.arange(256) - torch.arange(256)[:, None]
     own = T5Attention._relative_position_bucket(relative, True, 32, 128).double().tolist()
     assert numpy.abs(both.astype(int) - colours(own, 0, 31).astype(int)).max() <= 2
@@ -148,6 +148,21 @@ def test_rules_side_by_side_are_transformers_own() -> None:
         torch.testing.assert_close(rules[name].frequencies[0].float(), inv_freq, rtol=1e-5, atol=0)
     words = re.findall("<!-- (.*?) -->", rule_pictures(spec, 4.0)[0].drawing.svg.decode())
     assert set(rules) <= set(words)
+
+
+def test_the_chart_of_a_rule_has_its_stretch_of_each_pair() -> None:
+    spec = RopeSpec(rotary_dim=64, rope_theta=10000.0, original_max_position_embeddings=512)
+    chart = draw_stretch([PairRule("ntk x3", spec, make_method("ntk", 3.0), 1536)], "stretch", "", "")
+    assert chart is not None
+    svg = chart.drawing.svg.decode()
+    theta = 10000.0 * 3 ** (64 / 62)
+    line = line_values(svg, "line-1", log_x=True)
+    rotations = [512 * 10000.0 ** (-pair / 32) / (2 * math.pi) for pair in range(32)]
+    assert (line[0][0], line[-1][0]) == pytest.approx((rotations[0], rotations[-1]), rel=5e-3)
+    for rotation, shown in line:
+        pair = 32 * math.log(512 / (2 * math.pi * rotation)) / math.log(10000.0)
+        assert shown == pytest.approx((theta / 10000.0) ** (pair / 32), abs=5e-3)
+    assert {"ntk x3", "unscaled", "one rotation"} <= set(re.findall("<!-- (.*?) -->", svg))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -176,28 +191,3 @@ def test_lengths_are_named_as_they_are() -> None:
     assert [tick_name(n) for n in (0, 32.5, 500, 1000, 1024, 5000, 10000, 12288, 16384, 12345)] == [
         *("0", "32.5", "500", "1k", "1k", "5k", "10k", "12k", "16k", "12,345")
     ]
-
-
-@pytest.mark.slow  # half a minute: 68 drawings; the tests above hold each kind of them
-def test_the_gallery_is_one_page_and_loads_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "gallery"
-    assert main(["gallery", "--output-dir", str(folder)]) == 0
-    written = capsys.readouterr().out.split()
-    assert written[0] == str(folder / "gallery.html")
-    assert sorted(written) == sorted(str(path) for path in folder.iterdir())
-    slugs = {path.stem for path in folder.glob("*.png")}
-    assert slugs == {path.stem for path in folder.glob("*.svg")}
-    encodings = {f"map_{name}" for name in ("rope", "xpos", "sinusoidal", "learned", "alibi", "t5_bias", "nope")}
-    assert encodings | {"map_relative_bias", "rules", "rope_spirals", "rope_decay", "used_distance_maps"} <= slugs
-    page = (folder / "gallery.html").read_text()
-    links = re.findall(r'(?:href|src)="(.*?)"', page, re.DOTALL)
-    assert all(link.startswith(("#", "data:image/png;base64,")) for link in links)
-    assert "img-src data:" in page
-    assert page.count('class="wide"') == page.count('class="narrow"') == len(slugs)
-    assert "prefers-color-scheme: dark" in page
-    ids = re.findall(r' id="(.*?)"', page)
-    assert len(ids) == len(set(ids))
-    (tmp_path / "file").write_text("")
-    for cannot_be_made in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert main(["gallery", "--output-dir", str(cannot_be_made)]) == 2
-        assert "is a file, so" in capsys.readouterr().err

@@ -9,18 +9,11 @@ from typing import Any
 
 import torch
 
+from canvas import Draw, HeatMap, Picture, draw_grid, draw_heat_maps, quarters, tick_name
 from hf_posenc.attention.staged import Stages
-from hf_posenc.explain.canvas import (
-    Draw,
-    HeatMap,
-    Picture,
-    draw_grid,
-    draw_heat_maps,
-    evenly,
-    quarters,
-    tick_name,
-)
-from hf_posenc.methods.base import AttentionMethod, DistanceMethod, Method, StagedMethod, plain_frequencies
+from hf_posenc.explain.explanations import last_row, used_distances
+from hf_posenc.explain.sections import evenly
+from hf_posenc.methods.base import AttentionMethod, Method, StagedMethod, plain_frequencies
 from hf_posenc.report.frequencies import PairRule, stretch_chart, wavelengths
 from hf_posenc.report.looks import COLOURS, INK, PLAIN, Look, numbered_look
 from hf_posenc.report.plot import COLOUR_MAP, Chart, Line, draw_chart
@@ -37,21 +30,6 @@ _TRAINED, _NEW = COLOURS[0], COLOURS[1]
 def drawn(*found: Picture | None) -> list[Picture]:
     """Return those pictures that there are."""
     return [picture for picture in found if picture is not None]
-
-
-def frequency_pictures(rule: PairRule) -> list[Picture]:
-    """Return the pictures of a rule that changes frequencies."""
-    caption = (
-        "How many times longer each pair's wavelength becomes, the fast pairs to the left. In the grey are those "
-        "that complete no rotation in training."
-    )
-    return drawn(
-        draw_stretch([rule], "stretch", "How far each pair is stretched", caption),
-        draw_wavelengths(rule),
-        draw_ramp(rule) if rule.method.ramp_turns or rule.method.ramp_pairs(rule.spec) else None,
-        None if rule.method.needs_hf_posenc else draw_temperature(rule.spec, rule.method),
-        draw_dials(rule.spec, rule.reach, rule.frequencies[0], rule.name),
-    )
 
 
 def draw_stretch(rules: Sequence[PairRule], slug: str, title: str, caption: str) -> Picture | None:
@@ -188,29 +166,6 @@ def draw_query_factors(spec: RopeSpec, method: AttentionMethod, reach: int) -> P
         "What multiplies a query, and with it its logits, by its position: attention over many keys is made sharper."
     )
     return Picture("query_factors", "Queries by their position", caption, draw_chart(chart))
-
-
-def used_distances(spec: RopeSpec, method: Method, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return by what distance each query and key are rotated apart, float64; nan for keys after the query.
-
-    Args:
-        spec: What the model was trained with.
-        method: Any method; those that change no distances leave them as they are.
-        queries, keys: Positions, int64, of shapes that broadcast.
-    """
-    queries, keys = torch.broadcast_tensors(queries, keys)  # type: ignore[no-untyped-call]  # torch has no types for it
-    used = torch.full(queries.shape, torch.nan, dtype=torch.float64)
-    if not isinstance(method, DistanceMethod):
-        return torch.where(keys <= queries, (queries - keys).double(), used)
-    for region in method.regions(spec).regions:
-        inside = (keys >= region.begin(queries)) & (keys < region.end(queries))
-        used = torch.where(inside, (region.query(queries) - region.key(keys)).double(), used)
-    return used
-
-
-def last_row(spec: RopeSpec, method: Method, length: int) -> torch.Tensor:
-    """Return the distances used for the last token of a text, float64 ``(length,)``, by the true distance 0, 1, ..."""
-    return used_distances(spec, method, torch.tensor(length - 1), torch.arange(length - 1, -1, -1))
 
 
 def draw_distances(spec: RopeSpec, rules: Sequence[tuple[str, Method]], length: int) -> Picture:

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_posenc.explain.canvas import Draw, HeatMap, Picture, draw_grid, draw_heat_maps, quarters
-from hf_posenc.explain.method_pictures import draw_dials, draw_spirals, drawn
+from canvas import Draw, HeatMap, Picture, draw_grid, draw_heat_maps, quarters
 from hf_posenc.methods.base import Method
 from hf_posenc.methods.encodings.alibi import Alibi, alibi_slopes
 from hf_posenc.methods.encodings.rope import Rope, rope_decay_bound, rope_score
@@ -20,6 +19,7 @@ from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, OfDistance, P
 from hf_posenc.report.looks import COLOURS, DASHES, numbered_look
 from hf_posenc.report.plot import Chart, Line, draw_chart, draw_lines_across
 from hf_posenc.spec import RopeSpec
+from method_pictures import draw_dials, draw_spirals, drawn
 
 LENGTHS = (100, 1000, 10000)  # tokens of the texts that maps are drawn for, by default
 _CELLS = 100  # of a row and a column: a map of 10,000 tokens has the means of 100 by 100

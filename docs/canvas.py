@@ -123,11 +123,6 @@ def _heat_map(axes: Any, one: HeatMap, limits: tuple[float, float]) -> Any:
     return image
 
 
-def evenly(length: int, count: int) -> list[int]:
-    """Return at most ``count`` whole numbers from 0 to ``length - 1``, evenly spread, each once."""
-    return sorted({round(at * (length - 1) / (count - 1)) for at in range(count)})
-
-
 def quarters(length: float) -> list[tuple[float, str]]:
     """Return the ticks of an axis of tokens, one at each quarter, and their words."""
     return [(at * length / 4, tick_name(at * length / 4)) for at in range(5)]

@@ -1,79 +1,110 @@
-"""``hf-posenc methods``, ``hf-posenc presets``, ``hf-posenc recipes`` and ``hf-posenc tasks``."""
+"""``hf-posenc list``."""
 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.shared_arguments import parse
+from hf_posenc.cli.shared_arguments import OptionArguments, parse, parse_options
+from hf_posenc.errors import InvalidRequestError, UnknownNameError, argument
 from hf_posenc.families.refusals import Refusal
+from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching import presets as published
+from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest, check_request
 from hf_posenc.retrieval.tasks import tasks as registered
 from hf_posenc.retrieval.tasks.groups import GROUPS
 from hf_posenc.utils.console import text_width
 from hf_posenc.utils.units import aligned
 
+if TYPE_CHECKING:
+    from hf_posenc.explain.sections import Explanation
+    from hf_posenc.explain.subject import Subject
+
+
+# Times its length that a model is shown with an encoding, where no length is given.
+_SHOWN_FACTOR = 4.0
+
 
 @dataclass
-class MethodsArguments:
-    """What is listed."""
+class ListArguments:
+    """A single method."""
 
-    families: bool = field(
-        default=False, metadata={"help": "list the model types that can be extended, and why others cannot"}
+    model: str | None = field(
+        default=None,
+        metadata={
+            "help": "model on which a method is explained: name on the Hub, folder or .gguf file, of which only the "
+            "config is read; default: the numbers of Llama 2 7B"
+        },
     )
 
 
-@dataclass
-class PresetsArguments:
-    """What `hf-posenc presets` lists."""
-
-    checkpoints: bool = field(
-        default=False, metadata={"help": "list known facts about published checkpoints, each with its source"}
-    )
-
-
-def methods(argv: Sequence[str]) -> None:
-    """List the methods a model can be extended with, or the model types that can be extended.
+def list_known(argv: Sequence[str]) -> None:
+    """List methods, model families, presets, checkpoints, recipes or tasks; or explain one method in words and numbers.
 
     Examples:
-        hf-posenc methods
-        hf-posenc methods --families
+        hf-posenc list methods
+        hf-posenc list methods yarn --model MODEL --factor 4
+        hf-posenc list methods alibi
     """
-    _, chosen = parse("methods", methods.__doc__, argv, (MethodsArguments,), {})
-    print((families_text if chosen.families else methods_text)(text_width()))
+    positional = {
+        "what": f"one of: {', '.join(LISTS)}",
+        "name": "after methods: the method or encoding to explain; rope, xpos, sinusoidal and others are known too",
+    }
+    known = (ListArguments, ExtensionConfig, OptionArguments)
+    given, shown, extension, flags = parse("list", list_known.__doc__, argv, known, positional, nargs={"name": "?"})
+    if given.what not in LISTS:
+        raise UnknownNameError("list", given.what, LISTS)
+    if given.name is not None and given.what != "methods":
+        raise InvalidRequestError(f"{given.name!r}: only a method is explained, by hf-posenc list methods NAME.")
+    if given.name is None:
+        if (shown, extension, flags) != (ListArguments(), ExtensionConfig(), OptionArguments()):
+            raise InvalidRequestError("flags are for a single method: hf-posenc list methods NAME.")
+        print(LISTS[given.what](text_width()))
+    else:
+        print(_explained(given.name, shown.model, extension, parse_options(flags.option)))
 
 
-def presets(argv: Sequence[str]) -> None:
-    """List published settings for known checkpoints, or facts about these checkpoints.
+def _explained(name: str, model: str | None, extension: ExtensionConfig, options: dict[str, Any]) -> str:
+    """Return what a method does to a model, or how an encoding works on it."""
+    if extension.rope_scaling is not None:
+        raise InvalidRequestError("--rope-scaling: give the method by its name, and how far by --factor.")
+    from hf_posenc.explain.subject import read_subject
+    from hf_posenc.methods.explained import InPlaceOfRope
 
-    Examples:
-        hf-posenc presets
-        hf-posenc presets --checkpoints
-    """
-    _, chosen = parse("presets", presets.__doc__, argv, (PresetsArguments,), {})
-    print((checkpoints_text if chosen.checkpoints else presets_text)(text_width()))
-
-
-def recipes(argv: Sequence[str]) -> None:
-    """List the fine-tuning recipes of papers: what each sets, and what it leaves to you.
-
-    Examples:
-        hf-posenc recipes
-    """
-    parse("recipes", recipes.__doc__, argv, (), {})
-    print(recipes_text(text_width()))
+    instead_of_rope = issubclass(get_method(name), InPlaceOfRope)
+    for field_name in ("preset", "original_max_position_embeddings") if instead_of_rope else ():
+        if getattr(extension, field_name) is not None:
+            raise InvalidRequestError(
+                f"{argument(field_name)} is for methods that extend a model; {name!r} is an encoding."
+            )
+    check_request([] if extension.preset is not None else [name], extension, options)
+    explanation = (_encoding if instead_of_rope else _method)(name, read_subject(model), extension, options)
+    return explanation.text(text_width())
 
 
-def tasks(argv: Sequence[str]) -> None:
-    """List the retrieval tasks, and the groups of tasks that have a name.
+def _method(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:
+    from hf_posenc.explain.explanations import explain_method
+    from hf_posenc.families.family_data import attention_capabilities
+    from hf_posenc.families.refusals import TAKE_STATIC
+    from hf_posenc.patching.request import resolve
 
-    Examples:
-        hf-posenc tasks
-    """
-    parse("tasks", tasks.__doc__, argv, (), {})
-    print(tasks_text(text_width()))
+    request = {**vars(extension), "rope_scaling": None}
+    resolved = resolve(subject.config, ExtensionRequest.of(method=get_method(name).name, **request, **options))
+    refusal = attention_capabilities().get(subject.config.model_type)
+    if resolved.method.needs_hf_posenc and refusal is not None:
+        raise refusal.error(resolved.method.name, TAKE_STATIC)
+    return explain_method(subject, resolved)
+
+
+def _encoding(name: str, subject: Subject, extension: ExtensionConfig, options: dict[str, Any]) -> Explanation:
+    from hf_posenc.explain.explanations import explain_encoding
+
+    factor = _SHOWN_FACTOR if extension.factor is None else extension.factor
+    target = round(factor * subject.length) if extension.context_length is None else int(extension.context_length)
+    return explain_encoding(subject, make_method(name, options=options), target)
 
 
 def _filled(text: str, width: int, indent: str = "    ") -> str:
@@ -234,3 +265,13 @@ def checkpoints_text(width: int) -> str:
         for source, rows in groupby(pairs, key=lambda pair: pair[0].source):
             shown += [*(line for _, line in rows), _filled(f"source: {source}", width)]
     return "\n".join(shown[1:])
+
+
+LISTS: dict[str, Callable[[int], str]] = {
+    "methods": methods_text,
+    "families": families_text,
+    "presets": presets_text,
+    "checkpoints": checkpoints_text,
+    "recipes": recipes_text,
+    "tasks": tasks_text,
+}
