@@ -174,11 +174,16 @@ def _wrap_adapters(module: ModuleType) -> None:
                 _write_beside(base, folder if name == "default" else folder / name, adapter=True)
         return result
 
+    def load(original: Callable[..., Any], cls: Any, model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
+        _extend_for_adapter(model, model_id, kwargs)  # an encoding must be there before PEFT wraps the model
+        return original(cls, model, model_id, *args, **kwargs)  # which calls load_adapter
+
     def add(original: Callable[..., Any], model: Any, model_id: Any, *args: Any, **kwargs: Any) -> Any:
         _extend_for_adapter(model, model_id, kwargs)
         return original(model, model_id, *args, **kwargs)
 
     _wrap(module.PeftModel, SAVE, save)
+    _wrap(module.PeftModel, "from_pretrained", load)
     _wrap(module.PeftModel, "load_adapter", add)
 
 
@@ -221,7 +226,7 @@ def _extend_for_adapter(model: Any, source: Any, kwargs: dict[str, Any]) -> None
 def _names_extension(adapter: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether an adapter is in a folder of this machine, or its file on the Hub says that it was extended.
 
-    So an adapter on the Hub without an extension costs one request, for a file that PEFT asks for, too.
+    So an adapter on the Hub without an extension costs no request for other files than PEFT asks for.
     """
     from hf_posenc.checkpoint.pretrained import ADAPTER_CONFIG, folder_with
     from hf_posenc.patching.lengths import MARK

@@ -250,7 +250,7 @@ def test_a_module_that_ignores_its_frequencies_is_refused_and_left_alone() -> No
 
 def test_public_names() -> None:
     assert sorted(hf_posenc.__all__) == hf_posenc.__all__
-    assert {*hf_posenc._MODULES, "__version__"} == set(hf_posenc.__all__)
+    assert {*hf_posenc._MODULES, "__version__", "install"} == set(hf_posenc.__all__)
     for name in hf_posenc.__all__:
         assert getattr(hf_posenc, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'pach_model'"):
