@@ -83,7 +83,7 @@ checkpoints were trained on and how they are already extended, each number with 
 
 A **rope_scaling dictionary** from a vLLM command, an Axolotl config or a model card can be passed unchanged:
 `patch_model(model, rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768})`, or
-`--rope-scaling` with the dictionary as JSON. `extend_config` takes it too, and for `hf-posenc compare` it is one more
+`--rope-scaling` with the dictionary as JSON. `extend_config` takes it too, and for `eval --method auto` it is one more
 row. The dictionary must say how far the model is extended, by its `factor`, unless a length is given beside it. It must
 agree with whatever else is given, and with the model's own `rope_theta`. The rope type `dynamic` of a dictionary is the
 method `dynamic` with `scope="sequence"`. For each kind of dictionary, a test compares the result with a model that

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hf_posenc.cli.eval_auto import choose_method
 from hf_posenc.cli.shared_arguments import (
     MODEL,
     DocumentArguments,
@@ -16,17 +18,19 @@ from hf_posenc.cli.shared_arguments import (
     parse,
     parse_options,
 )
+from hf_posenc.comparing.config import CompareConfig
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.config import EvalConfig, KeyTokens, OutputConfig, check_short_context
 from hf_posenc.patching.extension_config import ExtensionConfig, rows_to_measure
 from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
 from hf_posenc.utils.settings import refuse_given, same_field
-from hf_posenc.utils.units import ContextLength
+from hf_posenc.utils.units import ContextLength, Duration
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.records import AnyRecord
 
 KEY_TOKENS = ("evaluator", "alpha", "beta", "short_context")
+AUTO = "auto"
 _OUTPUT = ("output", "label", "model_name")
 
 
@@ -40,13 +44,14 @@ class EvalArguments(OutputConfig, EvalConfig):
         "output",
         "max_documents",
         "cut",
-        "protocol",
+        "budget",
     )
 
     method: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "methods from `hf-posenc list methods`; none: the unextended model; default: none or --preset"
+            "help": "methods from `hf-posenc list methods`; none: the unextended model; auto: recommend "
+            "one of all that suit the model, or of those named after it; default: none or --preset"
         },
     )
     evaluator: str | None = field(
@@ -56,6 +61,13 @@ class EvalArguments(OutputConfig, EvalConfig):
     alpha: float = same_field(KeyTokens, "alpha")
     beta: float = same_field(KeyTokens, "beta")
     short_context: ContextLength | None = same_field(KeyTokens, "short_context")
+    budget: Duration | None = field(
+        default=None,
+        metadata={"help": "auto: longest time to take (90s, 20m, 1.5h): the most expensive rows are left out"},
+    )
+    dry_run: bool = field(
+        default=False, metadata={"help": "auto: only show what would be measured, and how long it would take"}
+    )
 
 
 def evaluate(argv: Sequence[str]) -> None:
@@ -64,10 +76,17 @@ def evaluate(argv: Sequence[str]) -> None:
     Examples:
         hf-posenc eval MODEL --documents book.txt --context-lengths 512 2k 8k --method none yarn --output r.jsonl
         hf-posenc eval MODEL --tasks passkey --context-lengths 4k 8k --depths 0 50 100 --method none yarn --factor 2
+        hf-posenc eval MODEL --documents book.txt --context-lengths 32k --method auto --budget 20m
     """
     known: list[Any] = [EvalArguments, DocumentArguments, RetrievalConfig]
     known += [ExtensionConfig, OptionArguments, ModelArguments]
-    given, what, source, prompts, extension, options, loading = parse("eval", evaluate.__doc__, argv, known, MODEL)
+    given, what, source, prompts, extension, options, loading = parse(
+        "eval", evaluate.__doc__, argv, known, MODEL, defaults=_defaults
+    )
+    if AUTO in what.method:
+        choose_method(given.model, compare_config(given.model, what, prompts, extension, options), source, loading)
+        return
+    refuse_given(what, _usual(what), ("budget", "dry_run"), "is for --method auto; leave it out, or give that method")
     rows = rows_to_measure(what.method, extension, parse_options(options.option))
     settings = retrieval_settings(what, prompts) if prompts.tasks else perplexity_settings(what, prompts)
     settings["documents"] = None if prompts.tasks and not source.documents else source.texts()
@@ -116,6 +135,46 @@ def evaluate(argv: Sequence[str]) -> None:
         print(f"\nin {what.output}; a page with plots: hf-posenc report {what.output} --output-dir report")
 
 
+def _defaults(given: argparse.Namespace) -> dict[str, Any]:
+    """Return the default number of documents of ``--method auto``, whose rows are many."""
+    return {"max_documents": 1} if AUTO in getattr(given, "method", ()) else {}
+
+
+def _usual(what: EvalArguments) -> EvalArguments:
+    return EvalArguments(context_lengths=what.context_lengths)
+
+
+def compare_config(
+    name: str, what: EvalArguments, prompts: RetrievalConfig, extension: ExtensionConfig, options: OptionArguments
+) -> CompareConfig:
+    """Return what ``--method auto`` compares.
+
+    Raises:
+        ValueError: Several lengths, or a flag that it has no use for.
+    """
+    if len(what.context_lengths) != 1:
+        raise InvalidRequestError("--method auto takes one length in --context-lengths: how far the model is to read.")
+    of_output = ("output", "model_name", "hide_progress", "budget", "dry_run")
+    parts: list[tuple[Any, Any, tuple[str, ...]]] = [
+        (what, _usual(what), (*of_output, "max_documents", "cut", "prefill_chunk")),
+        (prompts, RetrievalConfig(), ("tasks", "depths", "samples")),
+        (
+            extension,
+            ExtensionConfig(),
+            ("rope_scaling", "original_max_position_embeddings", "sliding_window", "on_scaled"),
+        ),
+    ]
+    settings: dict[str, Any] = {}
+    for given, usual, used in parts:
+        others = [one.name for one in fields(given) if one.name not in (*used, "method", "context_lengths")]
+        refuse_given(given, usual, others, "has no use with --method auto; leave it out")
+        settings |= {one: getattr(given, one) for one in used}
+    refuse_given(options, OptionArguments(), ("option",), "has no use with --method auto; leave it out")
+    settings["model_name"] = what.model_name or name
+    methods = [method for method in what.method if method != AUTO]
+    return CompareConfig(what.context_lengths[0], methods, **settings)
+
+
 def perplexity_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict[str, Any]:
     """Return the settings for ``perplexity``.
 
@@ -144,8 +203,7 @@ def retrieval_settings(what: EvalArguments, retrieval: RetrievalConfig) -> dict[
     """
     shared = ("context_lengths", "prefill_chunk")
     only_perplexity = (*(one.name for one in fields(EvalConfig) if one.name not in shared), *KEY_TOKENS)
-    usual = EvalArguments(context_lengths=what.context_lengths)
-    refuse_given(what, usual, only_perplexity, "says how perplexity is measured; leave it or --tasks out")
+    refuse_given(what, _usual(what), only_perplexity, "says how perplexity is measured; leave it or --tasks out")
     check_retrieval(retrieval.tasks, what.context_lengths, retrieval.depths, retrieval.samples, retrieval.questions)
     own = {name: getattr(what, name) for name in (*shared, *_OUTPUT)}
     return {**vars(retrieval), **own, "progress": not what.hide_progress}
@@ -158,6 +216,5 @@ def key_token_settings(what: EvalArguments) -> dict[str, Any]:
         ValueError: One of the flags was given, but not the protocol they are for.
     """
     if "longppl" not in what.protocol:
-        usual = EvalArguments(context_lengths=what.context_lengths)
-        refuse_given(what, usual, KEY_TOKENS, "is for --protocol longppl; leave it out, or measure that")
+        refuse_given(what, _usual(what), KEY_TOKENS, "is for --protocol longppl; leave it out, or measure that")
     return {name: getattr(what, name) for name in KEY_TOKENS}

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from hf_posenc.cli.compare import compare
 from hf_posenc.cli.demo import demo
 from hf_posenc.cli.doctor import doctor
 from hf_posenc.cli.eval import evaluate
@@ -30,7 +29,7 @@ _EXAMPLES = """\
 examples:
   hf-posenc patch MODEL longer-model --method yarn --factor 4
   hf-posenc eval MODEL --documents book.txt --context-lengths 512 2k 8k --method none yarn --factor 4 --output r.jsonl
-  hf-posenc compare MODEL --documents book.txt --context-length 32k --dry-run
+  hf-posenc eval MODEL --documents book.txt --context-lengths 32k --method auto --dry-run
   hf-posenc plan MODEL --context-length 128k --gpu-memory 24GB
   hf-posenc finetune MODEL --documents books/ --method yarn --factor 4 --token-budget 1M --output-dir trained
   hf-posenc fit MODEL --documents books/ --context-length 32k --output longer
@@ -47,7 +46,6 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int | None]] = {
     "patch": patch,
     "eval": evaluate,
     "lm-eval": lm_eval,
-    "compare": compare,
     "plan": plan,
     "fit": fit,
     "finetune": finetune,

@@ -1,72 +1,48 @@
-"""What a comparison is of, on how much text and for how long; imports no PyTorch, so that help answers at once."""
+"""What methods are compared on, and for how long; imports no PyTorch, so that help answers at once."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
 
 from hf_posenc.errors import argument
-from hf_posenc.evaluation.config import EvalConfig, OutputConfig
-from hf_posenc.patching.extension_config import ExtensionConfig
 from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
-from hf_posenc.retrieval.tasks import expand_groups
-from hf_posenc.utils.settings import refuse_given, same_field
-from hf_posenc.utils.units import ContextLength, Duration
+from hf_posenc.utils.settings import refuse_given
 
 
-@dataclass
+@dataclass(frozen=True)
 class CompareConfig:
-    """What is compared, on how much text, and for how long."""
+    """A comparison of the methods that suit a model.
 
-    HELP_COMMON: ClassVar[tuple[str, ...]] = (
-        "context_length",
-        "methods",
-        "rope_scaling",
-        "tasks",
-        "output",
-        "budget",
-        "dry_run",
-        "max_documents",
-    )
+    Attributes:
+        context_length: Tokens that the model is to read.
+        methods: Names of the methods; empty for all that suit the model without training.
+        rope_scaling: A dictionary of Transformers, vLLM or LLaMA-Factory as JSON, which is one more row; without a
+            factor it extends to ``context_length``.
+        tasks: Retrieval tasks, measured in the documents too.
+        budget: Seconds that it may take; the most expensive rows are left out.
+        dry_run: Whether to show the plan only.
 
-    context_length: ContextLength = field(metadata={"help": "tokens the model is to read (32k = 32768)"})
-    methods: list[str] = field(
-        default_factory=list,
-        metadata={"help": "methods from `hf-posenc list methods`; default: all that suit the model without training"},
-    )
-    rope_scaling: str | None = same_field(
-        ExtensionConfig,
-        "rope_scaling",
-        help="one more row: a rope_scaling dictionary of Transformers, vLLM or LLaMA-Factory, such as "
-        """'{"rope_type": "yarn", "factor": 4.0}'; without a factor it extends to --context-length""",
-    )
-    tasks: list[str] = same_field(
-        RetrievalConfig,
-        "tasks",
-        help="also measure retrieval in the documents: tasks and groups from `hf-posenc list tasks`",
-    )
-    depths: list[float] = same_field(RetrievalConfig, "depths")
-    samples: int = same_field(RetrievalConfig, "samples")
-    output: str | None = same_field(OutputConfig, "output")
-    budget: Duration | None = field(
-        default=None, metadata={"help": "longest time to take (90s, 20m, 1.5h): the most expensive rows are left out"}
-    )
-    dry_run: bool = field(
-        default=False, metadata={"help": "only show what would be measured, and how long it would take"}
-    )
-    max_documents: int = same_field(EvalConfig, "max_documents", default=1)
-    cut: bool = same_field(EvalConfig, "cut")
-    prefill_chunk: ContextLength | None = same_field(EvalConfig, "prefill_chunk")
-    original_max_position_embeddings: ContextLength | None = same_field(
-        ExtensionConfig, "original_max_position_embeddings"
-    )
-    sliding_window: str = same_field(ExtensionConfig, "sliding_window")
-    on_scaled: Literal["refuse", "replace"] = same_field(ExtensionConfig, "on_scaled")
-    model_name: str | None = same_field(OutputConfig, "model_name")
-    hide_progress: bool = same_field(OutputConfig, "hide_progress")
+    The others are fields of ``EvalConfig``, ``OutputConfig``, ``RetrievalConfig`` and ``ExtensionConfig``.
+    """
 
-    def __post_init__(self) -> None:
-        self.tasks = expand_groups(self.tasks)
+    context_length: int
+    methods: Sequence[str] = ()
+    rope_scaling: str | None = None
+    tasks: Sequence[str] = ()
+    depths: Sequence[float] = field(default_factory=lambda: RetrievalConfig().depths)
+    samples: int = RetrievalConfig.samples
+    output: str | None = None
+    budget: float | None = None
+    dry_run: bool = False
+    max_documents: int | None = 1
+    cut: bool = False
+    prefill_chunk: int | None = None
+    original_max_position_embeddings: int | None = None
+    sliding_window: str = "keep"
+    on_scaled: str = "refuse"
+    model_name: str | None = None
+    hide_progress: bool = False
 
     def check(self) -> None:
         """Check what can be checked before a model is loaded.
@@ -92,4 +68,5 @@ class CompareConfig:
         if self.tasks:
             check_retrieval(self.tasks, [self.context_length], self.depths, self.samples)
             return
-        refuse_given(self, RetrievalConfig(), ("depths", "samples"), "is for --tasks; leave it out, or give --tasks")
+        usual = CompareConfig(self.context_length)
+        refuse_given(self, usual, ("depths", "samples"), "is for --tasks; leave it out, or give --tasks")

@@ -195,7 +195,7 @@ def _cost_of_short_texts(folder: ExportFolder) -> str:
         if found.keys() == rows.keys() and key[0] <= folder.original
     }
     if not pairs:
-        return "hf-posenc compare measures what that costs"
+        return "hf-posenc eval --method auto measures what that costs"
     length = max(pairs)
     return f"perplexity {100 * pairs[length]:+.1f} % at {length} tokens ({RESULTS})"
 

@@ -13,7 +13,7 @@ from typing import Any
 _YARN_DICTIONARY = '{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}'
 _EVAL = "eval tiny --documents book.txt --dtype float32 --cut --max-documents 2 --hide-progress"
 _ASK = "eval tiny --dtype float32 --method none yarn --factor 4 --hide-progress"
-_COMPARE = "compare tiny --documents book.txt --context-length 512 --dtype float32 --cut --max-documents 2"
+_COMPARE = "eval tiny --documents book.txt --context-lengths 512 --dtype float32 --cut --max-documents 2 --method auto"
 _TUNE = "finetune tiny --documents book.txt --dtype float32 --eval-documents 2 --save-steps 10"
 _SERVERS = ("vllm", "sglang", "llama.cpp", "tgi")
 # With flags that fit: those where something lies at one depth, and those that need longer texts.
@@ -23,7 +23,7 @@ _TASKS = {
     "cwe": "--context-lengths 1024",
 }
 _LISTS = f"long_factor={json.dumps([1 + pair / 8 for pair in range(32)])}".replace(" ", "")
-_COMMANDS = ("patch", "eval", "compare", "plan", "finetune", "report", "export", "list", "doctor", "demo")
+_COMMANDS = ("patch", "eval", "plan", "finetune", "report", "export", "list", "doctor", "demo")
 _PATCHED: dict[str, str | list[str]] = {
     "yarn": "patch tiny yarn --method yarn --factor 4",
     "yarn_paper": "patch tiny yarn_paper --method yarn --factor 4 --option ramp=paper",
@@ -98,10 +98,10 @@ COMMANDS: dict[str, dict[str, str | list[str]]] = {
         "eval an encoding": f"{_EVAL} --context-lengths 128 --method alibi --output encoding.jsonl",
         "compare, dry run": f"{_COMPARE} --dry-run",
         # One rule each whose time differs: rows are measured in the order of their estimated times.
-        "compare": f"{_COMPARE} --methods none yarn ntk --output compared.jsonl --hide-progress",
-        "compare with tasks": f"{_COMPARE} --methods none dynamic_yarn --tasks passkey --depths 50 --hide-progress "
+        "compare": f"{_COMPARE} none yarn ntk --output compared.jsonl --hide-progress",
+        "compare with tasks": f"{_COMPARE} none dynamic_yarn --tasks passkey --depths 50 --hide-progress "
         "--output compared.jsonl",
-        "compare distances": f"{_COMPARE} --methods none self_extend --output distances.jsonl --hide-progress",
+        "compare distances": f"{_COMPARE} none self_extend --output distances.jsonl --hide-progress",
         "report": "report results.jsonl --output-dir report --title Golden",
         "report of all": "report results.jsonl longppl.jsonl encoding.jsonl compared.jsonl --output-dir report_of_all",
     },

@@ -1,4 +1,4 @@
-"""``hf-posenc compare`` as a user runs it, on the tiny pretrained model."""
+"""``hf-posenc eval --method auto`` as a user runs it, on the tiny pretrained model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.manifest import read_manifest
-from hf_posenc.cli.compare import _next
+from hf_posenc.cli.eval_auto import _next
 from hf_posenc.cli.main import main
 from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC, UNPATCHED
 from hf_posenc.comparing.config import CompareConfig
@@ -41,8 +41,8 @@ def ran(*words: object, cwd: Path) -> str:
 
 
 def the_comparison(book: Path, *more: object) -> list[object]:
-    where = [tiny_model_path(), "--documents", book, "--context-length", "512", "--dtype", "float32"]
-    return ["compare", *where, "--cut", "--max-documents", "3", "--hide-progress", *more]
+    where = [tiny_model_path(), "--documents", book, "--context-lengths", "512", "--dtype", "float32"]
+    return ["eval", *where, "--cut", "--max-documents", "3", "--hide-progress", "--method", "auto", *more]
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
@@ -56,7 +56,7 @@ def test_from_the_estimate_to_the_commands_that_make_what_it_recommends(
     book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    comparison = the_comparison(book, "--methods", "yarn", "dynamic_yarn", "--output", "r.jsonl")
+    comparison = the_comparison(book, "yarn", "dynamic_yarn", "--output", "r.jsonl")
     out = ran(*comparison, cwd=tmp_path)
     estimate, _, results = out.partition("total")
     for name in ("unpatched", "yarn", "dynamic_yarn"):
@@ -92,7 +92,7 @@ def test_from_the_estimate_to_the_commands_that_make_what_it_recommends(
 
 
 def test_a_dry_run_only_plans(book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = ("--dry-run", "--tasks", "passkey", "vt", "--methods", "ntk", "dca", "longrope")
+    more = ("ntk", "dca", "longrope", "--dry-run", "--tasks", "passkey", "vt")
     out = run(capsys, *the_comparison(book, *more, "--output", tmp_path / "r.jsonl"))
     assert "256 -> 512 tokens (x2), without training" in out
     assert "retrieval: 20 prompts a row, at 256, 512" in out  # two tasks, five depths
@@ -107,7 +107,7 @@ def test_retrieval_is_measured_in_the_users_text(
     book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "r.jsonl"
-    flags = ("--tasks", "passkey", "--depths", "50", "--methods", "ntk", "--output", output)
+    flags = ("ntk", "--tasks", "passkey", "--depths", "50", "--output", output)
     out = run(capsys, *the_comparison(book, *flags))
     answers = read_retrieval_records(output)
     assert [(one.method, one.context_length) for one in answers] == [
@@ -120,7 +120,7 @@ def test_a_dictionary_is_one_more_row(book: Path, tmp_path: Path, capsys: pytest
     """As vLLM takes it, beside our default of the same method."""
     output = tmp_path / "r.jsonl"
     dictionary = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "beta_fast": 16}
-    flags = ("--methods", "yarn", "--rope-scaling", json.dumps(dictionary), "--output", output)
+    flags = ("yarn", "--rope-scaling", json.dumps(dictionary), "--output", output)
     out = run(capsys, *the_comparison(book, *flags))
     estimate = out.partition("total")[0]
     for name in ("unpatched", "yarn", "rope_scaling"):
@@ -136,7 +136,7 @@ def test_a_dictionary_is_one_more_row(book: Path, tmp_path: Path, capsys: pytest
     assert run(capsys, *the_comparison(book, *flags, "--dry-run")).count("there already") == 3
     # One that is the method's own row is measured once.
     same = json.dumps({"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000.0})
-    out = run(capsys, *the_comparison(book, "--methods", "yarn", "--rope-scaling", same, "--dry-run"))
+    out = run(capsys, *the_comparison(book, "yarn", "--rope-scaling", same, "--dry-run"))
     assert "yarn: is the same as rope_scaling" in out
     for wrong, message in (
         ({"type": "yarn", "factor": 1.5}, "goes to 384 tokens only (factor 1.5 of 256)"),
@@ -168,7 +168,7 @@ def test_mistakes_are_found_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr("hf_posenc.checkpoint.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     comparison = the_comparison(book)
-    assert "Did you mean 'yarn'" in refused(capsys, *comparison, "--methods", "yran")
+    assert "Did you mean 'yarn'" in refused(capsys, *comparison, "yran")
     assert "argument --tasks: unknown value 'pass'. Did you mean 'passkey'?" in refused(
         capsys, *comparison, "--tasks", "pass"
     )
@@ -176,10 +176,14 @@ def test_mistakes_are_found_before_anything_is_loaded(
     assert "--max-documents must be >= 1" in refused(capsys, *comparison, "--max-documents", "0")
     assert "--samples is for --tasks" in refused(capsys, *comparison, "--samples", "3")
     assert "is a folder" in refused(capsys, *comparison, "--output", tmp_path)
-    assert "required: --documents" in refused(capsys, "compare", tiny_model_path(), "--context-length", "1k")
-    assert "--context-length (hf-posenc compare --help" in refused(
-        capsys, "compare", tiny_model_path(), "--documents", book
-    )
+    auto = ("eval", tiny_model_path(), "--method", "auto", "--context-lengths")
+    assert "required: --documents" in refused(capsys, *auto, "1k")
+    assert "takes one length" in refused(capsys, *auto, "1k", "2k", "--documents", book)
+    for flag in (("--factor", 2), ("--protocol", "last_k"), ("--option", "a=1"), ("--questions", 2), ("--label", "x")):
+        assert f"{flag[0]} has no use with --method auto" in refused(capsys, *comparison, *flag)
+    plain = ("eval", tiny_model_path(), "--documents", book, "--context-lengths", "1k")
+    assert "--budget is for --method auto" in refused(capsys, *plain, "--budget", "20m")
+    assert "--dry-run is for --method auto" in refused(capsys, *plain, "--dry-run")
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -188,7 +192,7 @@ def test_what_comes_next_where_the_model_is_best_as_it_is(holds: bool) -> None:
     first, command = _next("my/model", CompareConfig(ContextLength("8k")), make_tiny_llama(), taken)
     if holds:
         assert first == "nothing to do: it reads 8k as it is. For longer texts, compare there:"
-        assert command == "  hf-posenc compare my/model --documents LONGER_TEXTS --context-length 16384"
+        assert command == "  hf-posenc eval my/model --documents LONGER_TEXTS --context-lengths 16384 --method auto"
     else:
         assert first == "no method helps without training; training is what is left:"
         assert command.startswith("  hf-posenc finetune my/model --documents TRAINING_TEXTS --method yarn")
@@ -197,6 +201,6 @@ def test_what_comes_next_where_the_model_is_best_as_it_is(holds: bool) -> None:
 def test_a_budget_that_fits_nothing_is_refused_with_the_estimate(
     book: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison = the_comparison(book, "--methods", "yarn", "--budget", "0.001s")
+    comparison = the_comparison(book, "yarn", "--budget", "0.001s")
     assert "unpatched and yarn alone take about" in refused(capsys, *comparison)
-    assert "nothing has to be extended" in refused(capsys, *the_comparison(book, "--context-length", "256"))
+    assert "nothing has to be extended" in refused(capsys, *the_comparison(book, "--context-lengths", "256"))

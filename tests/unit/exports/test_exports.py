@@ -366,7 +366,9 @@ def test_comments_say_what_serving_takes(tmp_path: Path) -> None:
     assert memory == "# the KV cache of one text of 256 tokens takes 0.07 MB in 16 bits"
     assert "prefix caching and chunked prefill are safe" in drafts
     assert "needs the same rule, or fewer of its guesses are accepted past 64 tokens" in drafts
-    assert short.endswith("up to 64 tokens are read with the rule too: hf-posenc compare measures what that costs")
+    assert short.endswith(
+        "up to 64 tokens are read with the rule too: hf-posenc eval --method auto measures what that costs"
+    )
 
 
 def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) -> None:
@@ -395,7 +397,7 @@ def test_the_cost_of_short_texts_is_that_of_the_folders_records(tmp_path: Path) 
     assert short.endswith("are read with the rule too: perplexity +2.5 % at 64 tokens (results.jsonl)")
     manifest = json.loads((path / "context_extension.json").read_text())
     (path / "context_extension.json").write_text(json.dumps({**manifest, "tokens_trained": None}))
-    assert export_command(path, "vllm").endswith("hf-posenc compare measures what that costs")
+    assert export_command(path, "vllm").endswith("hf-posenc eval --method auto measures what that costs")
     (path / "results.jsonl").write_text("{")
     assert "is not known, as results.jsonl is damaged" in export_command(path, "vllm").splitlines()[-1]
 

@@ -601,7 +601,7 @@ def test_a_card_has_the_cost_of_short_texts_from_its_own_folder(
     assert cost[1] in (folder / "README.md").read_text()
     shutil.copytree(folder, tmp_path / "path/of/this/folder")
     text = (save_extended(extended(), tmp_path / "unmeasured", card=True) / "README.md").read_text()
-    assert "with the rule too: hf-posenc compare measures what that costs" in text
+    assert "with the rule too: hf-posenc eval --method auto measures what that costs" in text
 
 
 def test_records_of_other_models_are_refused_in_python(tmp_path: Path) -> None:

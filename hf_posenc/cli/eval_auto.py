@@ -1,14 +1,13 @@
-"""``hf-posenc compare``: the plan with its cost, the rows, the table, a recommendation, and the next commands."""
+"""``hf-posenc eval --method auto``: the plan with its cost, the rows, a recommendation, and the next commands."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.shared_arguments import MODEL, DocumentArguments, ModelArguments, parse
+from hf_posenc.cli.shared_arguments import DocumentArguments, ModelArguments
 from hf_posenc.comparing.config import CompareConfig
 from hf_posenc.methods.registry import DEFAULT_METHOD
 from hf_posenc.utils.console import LONG
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.records import AnyRecord
 
 
-def compare(argv: Sequence[str]) -> None:
-    """Measure all methods that suit a model on your own text, after a time estimate, and recommend one.
+def choose_method(name: str, what: CompareConfig, source: DocumentArguments, loading: ModelArguments) -> None:
+    """Measure the methods that suit a model on the user's text, after a time estimate, and recommend one.
 
-    Examples:
-        hf-posenc compare MODEL --documents book.txt --context-length 32k --dry-run
-        hf-posenc compare MODEL --documents book.txt --context-length 32k --budget 20m --output r.jsonl
+    Args:
+        name: Of the model, as the user gave it.
+        what: What is compared.
+        source: Where the texts come from.
+        loading: How the model is loaded.
     """
-    known_flags = (CompareConfig, DocumentArguments, ModelArguments)
-    given, what, source, loading = parse("compare", compare.__doc__, argv, known_flags, MODEL)
     what.check()
     documents = source.texts()
     from hf_posenc.checkpoint.loading import load_model
@@ -46,9 +45,8 @@ def compare(argv: Sequence[str]) -> None:
     if what.output is not None:
         check_output(what.output)
         known = [*read_records(what.output), *read_retrieval_records(what.output)]
-    what.model_name = what.model_name or given.model
-    model, tokenizer = load_model(given.model, **vars(loading))
-    refuse_extended(model, given.model, on_scaled="refuse")
+    model, tokenizer = load_model(name, **vars(loading))
+    refuse_extended(model, name, on_scaled="refuse")
     plan = make_plan(model, tokenizer, documents, what, known)
     if what.budget is not None:
         plan = plan.within(what.budget)
@@ -56,7 +54,7 @@ def compare(argv: Sequence[str]) -> None:
     if plan.seconds > LONG and what.budget is None:
         advice = (
             slow_dtype_advice(model)
-            + "--budget 10m leaves out the most expensive rows, or give a shorter --context-length"
+            + "--budget 10m leaves out the most expensive rows, or give a shorter length in --context-lengths"
         )
         print(f"This takes long on this machine. Shorter: {advice}.", flush=True)
     if what.dry_run:
@@ -66,7 +64,7 @@ def compare(argv: Sequence[str]) -> None:
     records = [record for row in rows.values() for record in row]
     print("\n".join(["", text_table(records), "", *reach_lines(records), "", *notes]))
     taken = recommend(rows, {step.candidate.name: step.candidate.kind for step in plan.steps})
-    print("\n".join([*taken.lines, "", *_next(given.model, what, model, taken)]))
+    print("\n".join([*taken.lines, "", *_next(name, what, model, taken)]))
     if what.output is not None:
         print(f"\nin {what.output}; a page with plots: hf-posenc report {shlex.quote(what.output)} --output-dir report")
 
@@ -81,8 +79,8 @@ def _next(name: str, what: CompareConfig, model: PreTrainedModel, taken: Recomme
     length = length_name(what.context_length)
     folder = f"{Path(name).name}-{length}"
     if taken.method == "none" and taken.holds:
-        longer = ["--documents", "LONGER_TEXTS", "--context-length", 2 * int(what.context_length)]
-        words = shlex.join(map(str, ["hf-posenc", "compare", name, *longer]))
+        longer = ["--documents", "LONGER_TEXTS", "--context-lengths", 2 * int(what.context_length), "--method", "auto"]
+        words = shlex.join(map(str, ["hf-posenc", "eval", name, *longer]))
         return [f"nothing to do: it reads {length} as it is. For longer texts, compare there:", f"  {words}"]
     if taken.method == "none" and taken.holds is None:
         return ["next: measure on more text, as the table alone does not tell how far it reads"]
