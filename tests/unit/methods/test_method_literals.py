@@ -16,7 +16,6 @@ ALLOWED = {
     "patching/rope_scaling.py": "the rules that such dictionaries can name, in the order of messages; examples",
     "evaluation/lm_eval_model.py": _EXAMPLE,
     "evaluation/protocols.py": "the name of a protocol of evaluation, after the paper's",
-    "comparing/config.py": _EXAMPLE,
     "fitting/config.py": "the methods that a fitted one is compared with",
     "fitting/grid.py": "the methods that a fit may begin at",
     "training/recipes.py": "the methods of the papers' recipes",
