@@ -6,7 +6,7 @@ logsumexp, so that no scores are kept.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -14,11 +14,10 @@ from torch.nn.functional import pad
 
 from hf_posenc.attention.inner import inner_attention, piece_mask
 from hf_posenc.attention.layout import StagedForward
-from hf_posenc.attention.rotation import Tables
+from hf_posenc.attention.rotation import RotatedKeys, Rotation, Tables
 from hf_posenc.errors import InvalidRequestError, argument
-
-if TYPE_CHECKING:
-    from hf_posenc.attention.rotating_attention import RotatingAttention
+from hf_posenc.methods.base import DistanceMethod, StagedMethod
+from hf_posenc.spec import RopeSpec
 
 # Output ``(batch, heads, num_queries, head_dim)`` and logsumexp ``(batch, heads, num_queries)`` of a call.
 Part = tuple[torch.Tensor, torch.Tensor]
@@ -107,12 +106,41 @@ _UNGROUPED = nn.Module()
 _ALL = slice(None)
 
 
+class Rotations(Protocol):
+    """What pieces need of the attention that a model attends by (``RotatingAttention``)."""
+
+    inner: str
+    cache: Any
+    spec: RopeSpec
+    method: StagedMethod | DistanceMethod
+    rotation: Rotation
+    rotated: RotatedKeys
+
+    def cache_layer(self, module: nn.Module) -> Any: ...
+
+    def frequencies(self, stage: int, device: torch.device) -> tuple[torch.Tensor, float]: ...
+
+    def tables(
+        self,
+        forward: StagedForward,
+        stages: tuple[int, ...],
+        start: int,
+        stop: int,
+        device: torch.device,
+        of_queries: bool,
+    ) -> Tables: ...
+
+    def rotation_tables(
+        self, positions: torch.Tensor, to_positions: torch.Tensor, inv_freq: torch.Tensor, factors: torch.Tensor
+    ) -> Tables: ...
+
+
 class Pieces:
     """The calls of the inner attention that make one layer's attention."""
 
     def __init__(
         self,
-        attention: RotatingAttention,
+        attention: Rotations,
         forward: StagedForward,
         module: nn.Module,
         query: torch.Tensor,

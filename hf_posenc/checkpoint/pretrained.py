@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from hf_posenc.checkpoint.standard_saving import plain_loading
+from hf_posenc.checkpoint.plain_loading import plain_loading
 from hf_posenc.errors import InvalidRequestError, MissingFileError, MissingPackageError
 from hf_posenc.families.rotary_model import RotaryModel
 

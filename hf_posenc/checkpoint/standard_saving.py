@@ -17,11 +17,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.checkpoint.plain_loading import is_plain_loading
 from hf_posenc.patching.carrying import SAVE, carries_extension, save_patched_models_by
 from hf_posenc.utils.import_hooks import when_imported
 
@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 _UPLOAD = "_upload_modified_files"
 _WRAPPER = "_is_hf_posenc_wrapper"
-_plain: ContextVar[bool] = ContextVar("plain_loading", default=False)
 _installing = threading.RLock()
 
 
@@ -55,16 +54,6 @@ def install() -> None:
         when_imported("transformers.integrations.peft", _wrap_adapters_of_transformers)
         when_imported("accelerate.accelerator", _wrap_accelerator)
         when_imported("trl.trainer.utils", _wrap_reference_models)
-
-
-@contextmanager
-def plain_loading() -> Iterator[None]:
-    """While open, ``from_pretrained`` loads what is in ``config.json`` and nothing else, as without hf_posenc."""
-    token = _plain.set(True)
-    try:
-        yield
-    finally:
-        _plain.reset(token)
 
 
 # ---- saving ----
@@ -203,7 +192,7 @@ def _extend_for_adapter(model: Any, source: Any, kwargs: dict[str, Any]) -> None
     Raises:
         ValueError: It is extended in another way.
     """
-    if _plain.get():
+    if is_plain_loading():
         return
     base = _carrying_inside(model)
     found = _find_manifest(source, kwargs) if _names_extension(source, kwargs) else None
@@ -273,7 +262,7 @@ def _wrap_model_loading(module: ModuleType) -> None:
     def load(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
         source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
         loaded = original(cls, *args, **kwargs)  # an adapter goes through load_adapter in it
-        if source is not None and not _plain.get():
+        if source is not None and not is_plain_loading():
             model = loaded[0] if isinstance(loaded, tuple) else loaded
             found = _find_manifest(source, kwargs) if _may_have_manifest(model, source) else None
             if found is not None:

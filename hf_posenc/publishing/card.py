@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
@@ -27,9 +27,6 @@ from hf_posenc.publishing.provenance import BaseModel, find_base_model
 from hf_posenc.publishing.trained_run import TrainedRun, changed_words
 from hf_posenc.report.comparable import Table, make_tables, sort_tables
 from hf_posenc.report.perplexity_panels import perplexity_curve
-
-if TYPE_CHECKING:
-    from hf_posenc.publishing.repository import Repository
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +153,8 @@ def _facts_of(
     model: nn.Module,
     manifest: Mapping[str, Any],
     *,
-    repository: Repository | None = None,
+    repo_id: str | None = None,
+    revision: str | None = None,
     records: Sequence[Record] = (),
     run: TrainedRun | None = None,
 ) -> CardFacts:
@@ -168,8 +166,8 @@ def _facts_of(
         find_base_model(str(manifest["base_model"] or "")),
         auto_class_of(rotary.model),
         is_adapter=hasattr(model, "peft_config"),
-        repo_id=None if repository is None else repository.repo_id,
-        revision=None if repository is None else repository.revision,
+        repo_id=repo_id,
+        revision=revision,
         tokens_trained=manifest["tokens_trained"],
         fitted_on=manifest.get("fitted_on"),
         records=records,
@@ -187,7 +185,8 @@ def write_card(
     folder: Path,
     target: Path,
     *,
-    repository: Repository | None = None,
+    repo_id: str | None = None,
+    revision: str | None = None,
     records: Sequence[Record] = (),
     run: TrainedRun | None = None,
 ) -> None:
@@ -199,7 +198,7 @@ def write_card(
         model: What was saved.
         folder: Holds the checkpoint and its manifest.
         target: Where the folder's files go to.
-        repository: Where the model is pushed to; None for nowhere.
+        repo_id, revision: The repository on the Hub that the model is pushed to, and its branch; None for nowhere.
         records: Perplexities of the model and of what it is compared with.
         run: The fine-tuning run that ended with this model; None if there is none.
     """
@@ -209,7 +208,7 @@ def write_card(
         return
     manifest = read_manifest(folder)
     assert manifest is not None  # it was saved
-    facts = _facts_of(model, manifest, repository=repository, records=records, run=run)
+    facts = _facts_of(model, manifest, repo_id=repo_id, revision=revision, records=records, run=run)
     tables = _tables(facts)
     for table in tables:
         (folder / _picture(table)).write_bytes(perplexity_curve(table))

@@ -18,7 +18,7 @@ from hf_posenc.evaluation import Record, perplexity, read_records
 from hf_posenc.methods.registry import method_names
 from hf_posenc.patching.api import describe, is_patched, patch_model, unpatch_model, unpatched, verify_model
 from hf_posenc.publishing.provenance import BaseModel, document_source, find_base_model, source_settings
-from hf_posenc.training import fine_tuning, finetune
+from hf_posenc.training import finetune, training_run
 from tiny_llama import make_tiny_llama
 from tiny_runs import SEQ, config, killed_at, load, load_as_the_card_says, logits_of
 
@@ -226,7 +226,7 @@ def test_the_unextended_row_is_the_published_model_and_training_does_not_depend_
     alone = perplexity(load(base_folder), documents[-1:], [32, 64], **requested)
     assert [(one.nll_sum, one.run_key) for one in measured.records[:2]] == [(one.nll_sum, one.run_key) for one in alone]
     with monkeypatch.context() as patch:
-        patch.setattr(fine_tuning._Run, "_measure_unextended", lambda *args: [])
+        patch.setattr(training_run.Run, "_measure_unextended", lambda *args: [])
         without = finetune(load(base_folder), tokenizer, documents, config(tmp_path / "not", **chosen))
     assert [one.nll_sum for one in without.records] == [one.nll_sum for one in measured.records[2:]]
     torch.testing.assert_close(logits_of(without.model, 64), logits_of(measured.model, 64), rtol=0, atol=0)

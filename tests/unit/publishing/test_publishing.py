@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForSequenceClass
 
 import hf_posenc
 from hf_posenc import describe, install, load_extended, patch_model, perplexity, save_extended, verify_model
-from hf_posenc.checkpoint.standard_saving import plain_loading
+from hf_posenc.checkpoint.plain_loading import plain_loading
 from hf_posenc.cli.main import main
 from hf_posenc.errors import (
     HubAccessError,
