@@ -10,7 +10,13 @@ from hf_posenc.errors import InvalidRequestError, InvalidTypeError
 
 
 def check_number(
-    name: str, value: Any, *, at_least: float | None = None, above: float | None = None, hint: str = ""
+    name: str,
+    value: Any,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    hint: str = "",
 ) -> float:
     """Return ``value`` as a finite float, or say what came, what is allowed and, if there is one, the hint."""
     more = f" {hint}" if hint else ""
@@ -22,6 +28,8 @@ def check_number(
         raise InvalidRequestError(f"{name} must be >= {at_least:g}, got {value:g}.{more}")
     if above is not None and not value > above:
         raise InvalidRequestError(f"{name} must be greater than {above:g}, got {value:g}.{more}")
+    if below is not None and not value < below:
+        raise InvalidRequestError(f"{name} must be below {below:g}, got {value:g}.{more}")
     return float(value)
 
 

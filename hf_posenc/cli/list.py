@@ -13,7 +13,7 @@ from hf_posenc.errors import InvalidRequestError, UnknownNameError, argument
 from hf_posenc.families.refusals import Refusal
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching import presets as published
-from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest, check_request
+from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest
 from hf_posenc.retrieval.tasks import tasks as registered
 from hf_posenc.retrieval.tasks.groups import GROUPS
 from hf_posenc.utils.console import text_width
@@ -80,7 +80,10 @@ def _explained(name: str, model: str | None, extension: ExtensionConfig, options
             raise InvalidRequestError(
                 f"{argument(field_name)} is for methods that extend a model; {name!r} is an encoding."
             )
-    check_request([] if extension.preset is not None else [name], extension, options)
+    if extension.preset is None:
+        ExtensionRequest(**vars(extension), method=name, options=options)
+    else:
+        ExtensionRequest(**vars(extension), options=options)
     explanation = (_encoding if instead_of_rope else _method)(name, read_subject(model), extension, options)
     return explanation.text(text_width())
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_posenc.cli.shared_arguments import ModelArguments, OptionArguments, parse, parse_options
 from hf_posenc.errors import InvalidRequestError, MissingPackageError
-from hf_posenc.patching.extension_config import ExtensionConfig, resolve_rope_scaling, rows_to_measure
+from hf_posenc.patching.extension_config import ExtensionConfig, rows_to_measure
 
 _FLAG = re.compile(r"--?[A-Za-z]")
 _TASKS = ("--tasks", "-t")
@@ -47,7 +47,7 @@ def lm_eval(argv: Sequence[str]) -> None:
     positional = {"model": "name on the Hub, folder or .gguf file; first, before all flags"}
     given, which, extension, options, loading = parse("lm-eval", lm_eval.__doc__, ours, known, positional)
     named = [] if which.method is None else [which.method]
-    named, extension, rules = resolve_rope_scaling(named, extension, parse_options(options.option))
+    rules = parse_options(options.option)
     rows_to_measure(named, extension, rules)
     if {"--model", "-M"} & {word.partition("=")[0] for word in theirs}:
         raise InvalidRequestError(
@@ -55,7 +55,7 @@ def lm_eval(argv: Sequence[str]) -> None:
         )
     if find_spec("lm_eval") is None:
         raise MissingPackageError("lm-eval is not installed. It comes with: pip install 'hf_posenc[lm-eval]'")
-    arguments = model_args(given.model, named[0] if named else None, extension, rules, loading)
+    arguments = model_args(given.model, which.method, extension, rules, loading)
     from hf_posenc.checkpoint.loading import to_device  # brings torch
 
     # lm-eval's own default is cuda:0, with or without such a GPU.

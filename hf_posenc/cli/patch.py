@@ -17,8 +17,8 @@ from hf_posenc.cli.shared_arguments import (
     parse_options,
 )
 from hf_posenc.errors import InvalidRequestError, MissingFileError
-from hf_posenc.methods.registry import DEFAULT_METHOD
-from hf_posenc.patching.extension_config import ExtensionConfig, check_request, resolve_rope_scaling
+from hf_posenc.methods.registry import DEFAULT_METHOD, make_method
+from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.records import Record
@@ -49,10 +49,10 @@ def patch(argv: Sequence[str]) -> None:
     known = (PatchArguments, ExtensionConfig, OptionArguments, ModelArguments, PublishArguments)
     positional = {**MODEL, "output": "folder to write"}
     given, which, extension, options, loading, publishing = parse("patch", patch.__doc__, argv, known, positional)
-    named = [which.method] if which.method else []
-    named, extension, rules = resolve_rope_scaling(named, extension, parse_options(options.option))
-    methods = named or ([] if extension.preset else [DEFAULT_METHOD])
-    check_request(methods, extension, rules)
+    rules = parse_options(options.option)
+    request = ExtensionRequest(**vars(extension), method=which.method, options=rules)
+    if request.method is None:
+        make_method(DEFAULT_METHOD, options=rules)  # refuses options that the default method does not take
     check_folder(given.model, given.output, may_hold_files=False)
     records = _records(which.results)
     from hf_posenc.checkpoint.loading import check_path, load_model
@@ -74,7 +74,7 @@ def patch(argv: Sequence[str]) -> None:
     if is_patched(model):
         unpatch_model(model)
     with quiet(patch_model.__module__):  # it is printed below
-        patch_model(model, methods[0] if methods else None, **vars(extension), **rules, tokenizer=tokenizer)
+        patch_model(model, which.method, **vars(extension), **rules, tokenizer=tokenizer)
     verification = verify_model(model)
     save_extended(
         model,

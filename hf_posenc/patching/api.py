@@ -50,7 +50,7 @@ from hf_posenc.patching.extension import (
 )
 from hf_posenc.patching.extension_config import ExtensionRequest
 from hf_posenc.patching.lengths import MARK
-from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord
+from hf_posenc.patching.record import CONFIG_VALUES, PatchRecord, restore_config
 from hf_posenc.patching.request import resolve
 from hf_posenc.patching.softmax_scale import (
     attention_factor_of,
@@ -141,7 +141,6 @@ def patch_model(
             current["method"],
             current["factor"],
         )
-    text_config = rotary.text_config
     request = ExtensionRequest.of(
         method=method,
         factor=factor,
@@ -153,7 +152,25 @@ def patch_model(
         on_scaled=on_scaled,
         **options,
     )
-    extension = resolve(text_config, request)
+    install_extension(rotary, resolve(rotary.text_config, request), tokenizer)
+    return model
+
+
+def install_extension(
+    rotary: RotaryModel, extension: Extension, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Put an extension into a model that has none in place: what ``patch_model`` does once it is decided.
+
+    Args:
+        rotary: The model.
+        extension: As ``hf_posenc.patching.request.resolve`` returns it for the model's text config.
+        tokenizer: Its ``model_max_length`` is set to the target.
+
+    Raises:
+        ValueError: The family or the attention cannot run the method. Nothing was changed.
+        RotaryMismatchError: The live frequencies are not what the config says, before or after.
+    """
+    text_config = rotary.text_config
     modules = rotary.rotary_modules
     rotation = None
     if extension.method.is_encoding:
@@ -171,7 +188,7 @@ def patch_model(
     if not extension.method.is_encoding:  # which takes the place of RoPE in every layer
         warn_about_layer_types(text_config, new_config)
 
-    _own_configs(model)
+    _own_configs(rotary.wrapped)
     record = PatchRecord(
         extension,
         {name: _undoable(module, text_config) for name, module in modules.items()},
@@ -197,10 +214,10 @@ def patch_model(
             record.attention = install_attention(rotary, extension, next(iter(values.values())), rotation)
         verified = _verify(rotary, rtol=None)
     except (RotaryMismatchError, UnsupportedModelError):
-        unpatch_model(model)
+        unpatch_model(rotary.wrapped)
         raise
     except Exception as error:  # whatever a family's own forward trips over
-        unpatch_model(model)
+        unpatch_model(rotary.wrapped)
         raise InvalidRequestError(
             f"Transformers cannot run {type(rotary.model).__name__} with this rule ({type(error).__name__}: {error}). "
             f"Take another method for model_type {text_config.model_type!r}."
@@ -212,7 +229,6 @@ def patch_model(
         limit = f"the tokenizer's limit is {extension.context_length}"
     _raise_generation_limit(rotary, extension)
     logger.info("%s; %s", verified, limit)
-    return model
 
 
 def unpatch_model(model: ModelT) -> ModelT:
@@ -236,11 +252,7 @@ def unpatch_model(model: ModelT) -> ModelT:
     for name, scale in record.scales.items():
         rotary.model.get_submodule(name).__dict__["scaling"] = scale
     for config, values in zip(rotary.text_configs, record.config_values, strict=True):
-        for name in CONFIG_VALUES:
-            if name in values:
-                setattr(config, name, values[name])
-            else:
-                config.__dict__.pop(name, None)
+        restore_config(config, values)
     if record.tokenizer is not None:
         tokenizer, limit = record.tokenizer
         tokenizer.model_max_length = limit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self
@@ -62,93 +61,84 @@ class ExtensionConfig:
 class ExtensionRequest(ExtensionConfig):
     """What a model is to be extended by, and how far: the arguments of ``patch_model`` as one object.
 
+    It is complete and checked, as far as that goes without a model, when it is made: what ``preset`` or
+    ``rope_scaling`` says stands in ``method``, ``factor``, ``original_max_position_embeddings`` and ``options``.
+
     Attributes:
-        method: A name or alias; None for the default, or what ``preset`` or ``rope_scaling`` says.
+        method: The name of a method; None for the default.
         options: The method's own.
-    """
-
-    method: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, **arguments: Any) -> Self:
-        """Return the request of ``patch_model``'s arguments: what is no setting is an option of the method."""
-        settings = {each.name for each in fields(cls)} - {"options"}
-        options = {name: value for name, value in arguments.items() if name not in settings}
-        return cls(**{name: arguments[name] for name in arguments.keys() & settings}, options=options)
-
-
-def check_request(methods: Sequence[str], extension: ExtensionConfig, rules: dict[str, Any]) -> None:
-    """Check a request for one or more methods, or a preset, as far as it goes without the model.
-
-    Args:
-        methods: Names; "none" is no method.
-        extension: How far.
-        rules: The options of the method.
+        model_values: What ``rope_scaling`` repeats of the model, such as its ``rope_theta``.
 
     Raises:
         TypeError: A method does not take an option, or a value is of the wrong type.
         ValueError: A method or preset is unknown, a value is out of range, or two that exclude each other are given.
     """
-    from hf_posenc.families.sliding_window import check_window
-    from hf_posenc.methods.registry import make_method
-    from hf_posenc.patching.presets import get_preset
-    from hf_posenc.spec import check_length
 
-    if extension.factor is not None and extension.context_length is not None:
-        raise InvalidRequestError(
-            f"give --factor or --context-length, not both (got {extension.factor:g} and {extension.context_length}): "
-            "factor is context length / original length."
-        )
-    lengths = ("context_length", "original_max_position_embeddings")
-    for name in lengths:
-        if getattr(extension, name) is not None:
-            check_length(argument(name), getattr(extension, name))
-    check_window(extension.sliding_window)
-    named = [method for method in methods if method != NO_METHOD]
-    for method in named:
-        try:
-            make_method(method, 1.0 if extension.factor is None else extension.factor, rules)
-        except UnknownOptionError as error:
-            if len(named) == 1 or not rules:
-                raise
-            raise InvalidTypeError(
-                f"{error} --option is for every --method of a command: measure {method!r} in one of its own, with the "
-                "same --output."
-            ) from None
-    if extension.preset is not None:
-        given = {name: getattr(extension, name) for name in ("factor", *lengths)}
-        get_preset(extension.preset).refuse_besides(method=", ".join(named) or None, **given, options=rules)
+    method: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    model_values: Mapping[str, Any] = field(default_factory=dict, init=False)
 
+    def __post_init__(self) -> None:
+        from hf_posenc.families.sliding_window import check_window
+        from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
+        from hf_posenc.spec import check_length
 
-def resolve_rope_scaling(
-    methods: Sequence[str], extension: ExtensionConfig, rules: dict[str, Any]
-) -> tuple[list[str], ExtensionConfig, dict[str, Any]]:
-    """Return a request whose ``rope_scaling``, if it has one, is given by method, factor, length and options too.
+        if not isinstance(self.options, Mapping):
+            raise InvalidTypeError(f'options must be a dict such as {{"beta_fast": 16}}, got {self.options!r}.')
+        if self.factor is not None and self.context_length is not None:
+            raise InvalidRequestError(
+                f"give {argument('factor')} or {argument('context_length')}, not both (got {self.factor} and "
+                f"{self.context_length}): factor is context_length / original length."
+            )
+        for name in ("context_length", "original_max_position_embeddings"):
+            if getattr(self, name) is not None:
+                check_length(argument(name), getattr(self, name))
+        if self.on_scaled not in ("refuse", "replace"):
+            raise InvalidRequestError(f"{argument('on_scaled')} must be 'refuse' or 'replace', got {self.on_scaled!r}.")
+        self.sliding_window = check_window(self.sliding_window)  # type: ignore[assignment]  # a number of tokens too
+        if self.rope_scaling is not None:
+            self._expand_rope_scaling(self.rope_scaling)
+        if self.preset is not None:
+            self._expand_preset(self.preset)
+        if self.method is not None:
+            self.method = get_method(self.method).name
+        options = {} if self.method is None else self.options  # without a name they are those of the model's method
+        make_method(self.method or DEFAULT_METHOD, 1.0 if self.factor is None else self.factor, options)
 
-    Args:
-        methods: Names; "none" is no method.
-        extension: How far.
-        rules: The options of the method.
+    def _expand_rope_scaling(self, given: Mapping[str, Any] | str) -> None:
+        from hf_posenc.patching.rope_scaling import read_rope_scaling
 
-    Raises:
-        TypeError, ValueError: The dictionary is wrong, does not say how far, or something else was given as well.
-    """
-    if extension.rope_scaling is None:
-        return list(methods), extension, rules
-    from hf_posenc.patching.rope_scaling import read_rope_scaling
+        dictionary = read_rope_scaling(given)
+        decided = ("method", "factor", "original_max_position_embeddings", "preset", "options")
+        dictionary.refuse_other(**{name: getattr(self, name) for name in decided})
+        dictionary.check_length_is_said(self.context_length)
+        if dictionary.factor is not None and self.context_length is not None:
+            raise InvalidRequestError(
+                f"{argument('rope_scaling')} has factor {dictionary.factor:g}, and {argument('context_length')} "
+                f"{self.context_length} was given too: give one of the two."
+            )
+        self._take(dictionary)
+        self.model_values = dictionary.model_values
 
-    dictionary = read_rope_scaling(extension.rope_scaling)
-    named: list[str | None] = [method for method in methods if method != NO_METHOD]
-    decided = ("factor", "original_max_position_embeddings", "preset")
-    for method in named or [None]:
-        dictionary.refuse_other(method=method, **{name: getattr(extension, name) for name in decided}, options=rules)
-    dictionary.check_length_is_said(extension.context_length)
-    known = dictionary.original_max_position_embeddings
-    original = None if known is None else ContextLength(known)
-    # The dictionary is kept, for what it repeats of the model.
-    extension = dataclasses.replace(extension, factor=dictionary.factor, original_max_position_embeddings=original)
-    return [*methods, *([] if named else [dictionary.method])], extension, dictionary.options
+    def _expand_preset(self, name: str) -> None:
+        from hf_posenc.patching.presets import get_preset
+
+        decided = ("method", "factor", "context_length", "original_max_position_embeddings", "options")
+        preset = get_preset(name)
+        preset.refuse_besides(**{each: getattr(self, each) for each in decided})
+        self._take(preset)
+
+    def _take(self, source: Any) -> None:
+        """Take what a preset or a dictionary decides."""
+        for name in ("method", "factor", "original_max_position_embeddings", "options"):
+            setattr(self, name, getattr(source, name))
+
+    @classmethod
+    def of(cls, **arguments: Any) -> Self:
+        """Return the request of ``patch_model``'s arguments: what is no setting is an option of the method."""
+        settings = {each.name for each in fields(cls) if each.init} - {"options"}
+        options = {name: value for name, value in arguments.items() if name not in settings}
+        return cls(**{name: arguments[name] for name in arguments.keys() & settings}, options=options)
 
 
 def rows_to_measure(
@@ -158,21 +148,32 @@ def rows_to_measure(
 
     Args:
         methods: Names; "none" is the model as it is, which no names and no preset mean too.
-        extension: How far, or by which preset.
+        extension: How far, or by which preset or ``rope_scaling``.
         rules: The options of the method.
 
     Raises:
-        TypeError, ValueError: As for ``check_request``, or there is nothing that the request is for.
+        TypeError, ValueError: A request is wrong (``ExtensionRequest``), or there is nothing that it is for.
     """
-    methods, extension, rules = resolve_rope_scaling(methods, extension, rules)
-    check_request(methods, extension, rules)
-    shared = {**vars(extension), **rules}
-    rows = [None if method == NO_METHOD else {"method": method, **shared} for method in methods]
-    if extension.preset is not None:
-        return [*rows, shared]
-    if not any(rows) and (rules or extension != ExtensionConfig()):
+    says_method = extension.preset is not None or extension.rope_scaling is not None
+    named = [method for method in methods if method != NO_METHOD]
+    if not named and not says_method and (rules or extension != ExtensionConfig()):
         raise InvalidRequestError(
             "--factor, --context-length, --option and what else says how to extend need a --method, such as yarn, or a "
             "--preset."
         )
+    to_check: list[str | None] = [*named] or ([None] if says_method else [])
+    for method in to_check:
+        try:
+            ExtensionRequest(**vars(extension), method=method, options=rules)
+        except UnknownOptionError as error:
+            if len(named) == 1 or not rules:
+                raise
+            raise InvalidTypeError(
+                f"{error} --option is for every --method of a command: measure {method!r} in one of its own, with the "
+                "same --output."
+            ) from None
+    shared = {**vars(extension), **rules}
+    rows = [None if method == NO_METHOD else {"method": method, **shared} for method in methods]
+    if says_method and not named:
+        rows.append({"method": None, **shared})
     return rows or [None]

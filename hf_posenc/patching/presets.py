@@ -156,17 +156,15 @@ def get_preset(name: str) -> Preset:
     return presets()[name]
 
 
-def choose_preset(name: str, config: PreTrainedConfig, **given: Any) -> Preset:
+def preset_for(name: str, config: PreTrainedConfig) -> Preset:
     """Return a preset for a model, or say why it does not fit.
 
     Args:
         name: The preset.
         config: The model's text config.
-        **given: What the caller gave besides it, as for ``Preset.refuse_besides``.
 
     Raises:
-        ValueError: It is unknown, for another family or for models trained on another length, or something it decides
-            was given as well.
+        ValueError: It is unknown, for another family or for models trained on another length.
     """
     preset = get_preset(name)
     if config.model_type not in preset.model_types:
@@ -174,7 +172,6 @@ def choose_preset(name: str, config: PreTrainedConfig, **given: Any) -> Preset:
             f"preset {name!r} is for {preset.family} (model_type {', '.join(preset.model_types)}), this model is "
             f"{config.model_type!r}. `hf-posenc list presets` lists all."
         )
-    preset.refuse_besides(**given)
     original = preset.original_max_position_embeddings
     known = known_checkpoint(getattr(config, "_name_or_path", ""))
     if known is not None and known.trained_length != original:

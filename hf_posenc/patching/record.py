@@ -11,6 +11,7 @@ patched model carries, each taken away again by ``unpatch_model``:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from hf_posenc.methods.base import Extension
 from hf_posenc.patching.lengths import LENGTH_KEYS, MARK
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from hf_posenc.attention.installation import InstalledAttention
     from hf_posenc.encodings.encoding_installation import InstalledEncoding
@@ -34,6 +35,15 @@ CONFIG_VALUES = (
     "sliding_window",
     MARK,
 )
+
+
+def restore_config(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
+    """Give a text config the values of ``CONFIG_VALUES`` that it had before ``patch_model``, in place."""
+    for name in CONFIG_VALUES:
+        if name in values:
+            setattr(config, name, values[name])
+        else:
+            config.__dict__.pop(name, None)
 
 
 @dataclass

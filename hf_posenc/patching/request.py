@@ -24,18 +24,14 @@ from hf_posenc.patching.extension import (
     scaled_layer_types,
 )
 from hf_posenc.patching.extension_config import ExtensionRequest
-from hf_posenc.patching.presets import choose_preset
-from hf_posenc.patching.rope_scaling import check_model_values, read_rope_scaling
-from hf_posenc.spec import RopeSpec, check_length
+from hf_posenc.patching.presets import preset_for
+from hf_posenc.patching.rope_scaling import check_model_values
+from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.warning import warn_user
 
 
 def _base_spec(config: PreTrainedConfig, declared: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
     """Return what the model was trained with, before any scaling it carries; refuse what cannot be known."""
-    if on_scaled not in ("refuse", "replace"):
-        raise InvalidRequestError(f"{argument('on_scaled')} must be 'refuse' or 'replace', got {on_scaled!r}.")
-    if original is not None:
-        original = check_length(argument("original_max_position_embeddings"), original)
     if declared is None and on_scaled == "refuse" and (others := scaled_layer_types(config)):
         first = next(iter(others.values())).method
         raise AlreadyExtendedError(
@@ -69,34 +65,30 @@ def _base_spec(config: PreTrainedConfig, declared: Extension | None, original: i
 
 
 def _target(original: int, factor: float | None, context_length: int | None, default: float) -> int:
-    if factor is not None and context_length is not None:
-        raise InvalidRequestError(
-            f"give {argument('factor')} or {argument('context_length')}, not both (got {factor} and {context_length}): "
-            f"factor is context_length / original length, {original} tokens here."
-        )
     if context_length is not None:
-        target = check_length(argument("context_length"), context_length)
-        if target < original:
+        if context_length < original:
             raise InvalidRequestError(
-                f"{argument('context_length')} must be at least the original length, {original} tokens, got {target}."
+                f"{argument('context_length')} must be at least the original length, {original} tokens, got "
+                f"{context_length}."
             )
-        return target
+        return int(context_length)
     return round(check_factor(default if factor is None else factor) * original)
 
 
 def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
-    """Check a request against a text config before anything is touched; errors as ``patch_model``'s."""
-    given = request
-    if given.rope_scaling is not None:
-        request = _as_dictionary_says(config, request)
-    if given.preset is not None:
-        request = _as_preset_says(config, request)
+    """Return what a request means for a model's text config; nothing is changed. Errors as ``patch_model``."""
+    if request.model_values:
+        check_model_values(request.model_values, declared_rope(config))
+    window: str | int = request.sliding_window
+    if request.preset is not None:
+        window = preset_for(request.preset, config).window_for(config, window)
     method = get_method(DEFAULT_METHOD if request.method is None else request.method)
     refuse_family(config)
     declared = declared_scaling(config)
     spec = _base_spec(config, declared, request.original_max_position_embeddings, request.on_scaled)
     original = spec.original_max_position_embeddings
-    if given.rope_scaling is not None and declared is None and original > (longest := original_length(config).longest):
+    from_dictionary = request.rope_scaling is not None
+    if from_dictionary and declared is None and original > (longest := original_length(config).longest):
         warn_user(
             f"rope_scaling says that the model was trained on {original} tokens, and its config {longest}: is the "
             "dictionary another model's?"
@@ -105,32 +97,9 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
     target = _target(original, request.factor, request.context_length, default)
     # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
     made = _for_family(config, spec, make_method(method.name, target / original, request.options))
-    choose_window(config, request.sliding_window, target)
+    choose_window(config, window, target)
     made.frequencies(spec)  # raises on options that do not fit the model
-    return Extension(spec, made, target, sliding_window=request.sliding_window)
-
-
-def _as_dictionary_says(config: PreTrainedConfig, request: ExtensionRequest) -> ExtensionRequest:
-    """Return a request by ``rope_scaling`` with what the dictionary says instead."""
-    said = read_rope_scaling(request.rope_scaling)  # type: ignore[arg-type]  # the caller has checked that it is given
-    decided = ("method", "factor", "original_max_position_embeddings", "preset", "options")
-    said.refuse_other(**{name: getattr(request, name) for name in decided})
-    said.check_length_is_said(request.context_length)
-    check_model_values(said.model_values, declared_rope(config))
-    return dataclasses.replace(request, **_decided_by(said))
-
-
-def _as_preset_says(config: PreTrainedConfig, request: ExtensionRequest) -> ExtensionRequest:
-    """Return a request by a preset with what the preset says instead."""
-    decided = ("method", "factor", "context_length", "original_max_position_embeddings", "options")
-    preset = choose_preset(str(request.preset), config, **{name: getattr(request, name) for name in decided})
-    window: Any = preset.window_for(config, request.sliding_window)
-    return dataclasses.replace(request, **_decided_by(preset), sliding_window=window)
-
-
-def _decided_by(source: Any) -> dict[str, Any]:
-    """Return what a dictionary and a preset say: the settings of a request that nothing else may set beside them."""
-    return {name: getattr(source, name) for name in ("method", "factor", "original_max_position_embeddings", "options")}
+    return Extension(spec, made, target, sliding_window=window)
 
 
 def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Method:

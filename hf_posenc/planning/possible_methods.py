@@ -59,7 +59,8 @@ def why_not_staged(config: PreTrainedConfig, original: int | None, target: int) 
 
 def _extension(config: PreTrainedConfig, method: str, original: int | None, target: int) -> Extension:
     """Return what ``patch_model`` makes of a method, an earlier scaling replaced."""
+    known = original if original is None or original > 0 else None  # families without positions have -1
     request = ExtensionRequest.of(
-        method=method, context_length=target, original_max_position_embeddings=original, on_scaled="replace"
+        method=method, context_length=target, original_max_position_embeddings=known, on_scaled="replace"
     )
     return resolve(text_config(config), request)

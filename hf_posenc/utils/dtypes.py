@@ -29,6 +29,11 @@ _CHOICE = "_hf_posenc_dtype_choice"
 _SAFETENSORS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
+def is_half(model: torch.nn.Module) -> bool:
+    """Return whether any weight of a model is in half precision."""
+    return any(parameter.dtype in HALF for parameter in model.parameters())
+
+
 @dataclass(frozen=True)
 class DtypeChoice:
     """What a model computes in.

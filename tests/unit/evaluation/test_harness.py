@@ -55,7 +55,7 @@ def test_the_device_is_one_of_this_machine(passed: list[str]) -> None:
 def test_a_dictionary_is_handed_on(passed: list[str]) -> None:
     dictionary = '{"rope_type": "linear", "factor": 2.0}'
     assert main(["lm-eval", "my-model", "--rope-scaling", dictionary, "--tasks", "piqa"]) == 0
-    said = {"method": "linear", "factor": 2.0, "rope_scaling": dictionary, "dtype": "auto"}
+    said = {"rope_scaling": dictionary, "dtype": "auto"}
     assert json.loads(passed[4]) == {"pretrained": "my-model", **said}
 
 

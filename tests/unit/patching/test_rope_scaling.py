@@ -16,12 +16,10 @@ from hf_posenc import FinetuneConfig, describe, extend_config, patch_model, patc
 from hf_posenc.cli.main import main
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation import read_records
-from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.training.extending import extend
-from hf_posenc.utils.units import ContextLength
 from model_types import config_class_of, tiny_config
 from tiny_llama import TINY_SIZES, make_tiny_llama
 from tiny_models import logits, token_ids
+from training_plans import extended_by
 
 IDS = token_ids(200)
 LENGTH = "original_max_position_embeddings"
@@ -60,8 +58,8 @@ def test_what_it_repeats_of_the_model_is_no_error() -> None:
     """vLLM's and Transformers 5's rope_parameters have the base beside the rule."""
     repeating = {**YARN, "rope_theta": 10000}
     model = patch_model(make_tiny_llama(), rope_scaling=repeating)
-    assert describe(model) == extend(
-        RotaryModel(make_tiny_llama()), FinetuneConfig(output_dir="x", rope_scaling=json.dumps(repeating))
+    assert describe(model) == extended_by(
+        FinetuneConfig(output_dir="x", rope_scaling=json.dumps(repeating)), make_tiny_llama()
     )
 
 
@@ -85,7 +83,7 @@ def test_any_key_of_the_models_own_may_be_repeated() -> None:
     assert extend_config(config, rope_scaling={**YARN, **own}).rope_parameters.items() >= own.items()
     run = FinetuneConfig(output_dir="x", rope_scaling=json.dumps({**YARN, **own}))
     with pytest.raises(InvalidRequestError, match=r"has a_word_of_its_own .*, and the model has none"):
-        extend(RotaryModel(make_tiny_llama()), run)
+        extended_by(run, make_tiny_llama())
 
 
 @pytest.mark.parametrize("key", ["rope_theta", "attn_factor"])
@@ -99,7 +97,7 @@ def test_what_it_has_of_the_model_otherwise_is_refused_with_both_values(key: str
     run = FinetuneConfig(output_dir="x", rope_scaling=json.dumps(other))
     for same in (run, dataclasses.replace(run, seed=3)):
         with pytest.raises(ValueError, match=rf"rope_scaling has {key} 500000.0, and the model has {theirs}:"):
-            extend(RotaryModel(make_tiny_llama()), same)
+            extended_by(same, make_tiny_llama())
 
 
 def test_it_counts_from_its_own_original_length() -> None:
@@ -194,16 +192,16 @@ def test_in_a_with_block() -> None:
     assert describe(model)["method"] == "none"
 
 
-def test_a_run_takes_it_and_keeps_it_in_our_words() -> None:
-    run = FinetuneConfig(output_dir="x", rope_scaling=json.dumps({**YARN, "beta_fast": 16}))
-    assert (run.method, run.factor, run.original_max_position_embeddings) == ("yarn", 4.0, 64)
-    assert run.options == {"beta_fast": 16}
-    assert run.rope_scaling is None
+def test_a_run_takes_it() -> None:
+    run = FinetuneConfig(output_dir="x", rope_scaling={**YARN, "beta_fast": 16})  # type: ignore[arg-type]  # or JSON
+    request = run.request()
+    assert (request.method, request.factor, request.original_max_position_embeddings) == ("yarn", 4.0, 64)
+    assert request.options == {"beta_fast": 16}
+    assert dataclasses.replace(run).request() == request
     with pytest.raises(ValueError, match=r"rope_scaling says what the rule is, and method 'linear' .* was given too"):
         FinetuneConfig(output_dir="x", rope_scaling=json.dumps(YARN), method="linear")
-    assert FinetuneConfig(output_dir="x", rope_scaling=json.dumps(YARN), method="yarn") == FinetuneConfig(
-        output_dir="x", method="yarn", factor=4.0, original_max_position_embeddings=ContextLength(64)
-    )
+    both = FinetuneConfig(output_dir="x", rope_scaling=json.dumps(YARN), method="yarn").request()
+    assert (both.method, both.factor, both.original_max_position_embeddings) == ("yarn", 4.0, 64)
     with pytest.raises(ValueError, match="has no factor, so it does not say how far"):
         FinetuneConfig(output_dir="x", rope_scaling="linear")
     assert FinetuneConfig(output_dir="x", rope_scaling="linear", stages=["128:1k", "256:1k"]).factor is None
