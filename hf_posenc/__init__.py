@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from hf_posenc.planning.planner import Plan, plan
     from hf_posenc.publishing.saving import save_extended
     from hf_posenc.training.config import FinetuneConfig
-    from hf_posenc.training.fine_tuning import FinetuneResult, finetune
     from hf_posenc.training.perplexity_callback import PerplexityCallback
+    from hf_posenc.training.training_run import FinetuneResult, finetune
 
 # Imported when first asked for: PyTorch and Trainer take seconds, which `hf-posenc --help` need not cost.
 _MODULES = {

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
-from hf_posenc.planning.measured_training import MeasuredTraining, measure_training, train_as_finetune
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.packing import BlockSchedule, PackedDataset
+from hf_posenc.training.blocks import TrainingBlocks
+from hf_posenc.training.run_plan import RunPlan
+from measured_training import MeasuredTraining, measure_training, train_as_finetune
 
 Result = dict[str, Any]
 MEMORY_GOAL, SPEED_GOAL = 0.5, 1.0
@@ -28,15 +29,13 @@ GRAIN = 512  # tokens; the longest block is a multiple
 
 
 def train_plainly(
-    model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: TrainerCallback
+    model: Any, args: TrainingArguments, blocks: TrainingBlocks, plan: RunPlan, clock: TrainerCallback
 ) -> None:
     """Train as Transformers' Trainer does by itself, on ids and labels."""
 
     def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         return {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
 
-    per_step = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    blocks = BlockSchedule(data, args.max_steps * per_step, run.seed)
     Trainer(model=model, args=args, train_dataset=blocks, data_collator=collate, callbacks=[clock]).train()
 
 
@@ -122,7 +121,9 @@ def longest(way: str, model: str, bf16: bool, memory: int) -> int:
 
 def predicted(way: str, model: str, bf16: bool, tokens: int) -> int:
     ours = way == "ours"
-    return predict_training_memory(read_config(model), settings(bf16), tokens, packed=False, chunked_loss=ours).peak
+    return predict_training_memory(
+        read_config(model), settings(bf16).step, tokens, packed=False, chunked_loss=ours
+    ).peak
 
 
 def measure(way: str, model: str, bf16: bool, tokens: int) -> MeasuredTraining:

@@ -33,9 +33,10 @@ from hf_posenc.evaluation.intervals import share_interval
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
 from hf_posenc.retrieval.measuring_retrieval import check_prompts, retrieval
 from hf_posenc.training import RECIPES, FinetuneConfig, finetune
-from hf_posenc.training.extending import dry_run
+from hf_posenc.training.data import to_token_ids
+from hf_posenc.training.dry_run import dry_run
+from hf_posenc.training.launch import Launch
 from hf_posenc.training.run_folder import read_log
-from hf_posenc.training.texts import to_token_ids
 from hf_posenc.utils.dtypes import computes_natively
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import length_name
@@ -318,9 +319,9 @@ class Study:
         configs = [self.training(*run, rule) for run in runs if not (self.run_folder(*run) / MANIFEST).is_file()]
         if configs:
             tokenizer = read_tokenizer(self.plan.model)
-            texts = to_token_ids(tokenizer, trained_on(), configs[0])  # once for all
+            texts = to_token_ids(tokenizer, trained_on())  # once for all
             for config in configs:
-                dry_run(str(self.plan.model), config, texts=(tokenizer, texts))
+                dry_run(str(self.plan.model), config, Launch(), texts=(tokenizer, texts))
 
     def show(self) -> None:
         """Write the tables, as text and as CSV."""

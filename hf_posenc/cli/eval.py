@@ -23,7 +23,7 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.config import EvalConfig, KeyTokens, OutputConfig, check_short_context
 from hf_posenc.patching.extension_config import ExtensionConfig, rows_to_measure
 from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
-from hf_posenc.utils.settings import refuse_given, same_field
+from hf_posenc.settings import refuse_given, same_field
 from hf_posenc.utils.units import ContextLength, Duration
 
 if TYPE_CHECKING:

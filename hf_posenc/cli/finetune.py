@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -118,14 +119,17 @@ def run_finetune(
     from hf_posenc.checkpoint.loading import check_path, load_model
     from hf_posenc.checkpoint.manifest import tokens_trained
     from hf_posenc.checkpoint.quantised import check_4bit
+    from hf_posenc.families.rotary_model import RotaryModel
+    from hf_posenc.publishing.provenance import source_settings
     from hf_posenc.report import text_table
-    from hf_posenc.training import finetune as train
-    from hf_posenc.training.extending import dry_run
-    from hf_posenc.training.run_folder import make_repo
-    from hf_posenc.training.setting_checks import check_combination
+    from hf_posenc.training.base_model_facts import ModelFacts
+    from hf_posenc.training.dry_run import dry_run
+    from hf_posenc.training.launch import Launch
+    from hf_posenc.training.run_plan import plan_run
+    from hf_posenc.training.training_run import Run, open_repository
     from hf_posenc.utils.launching import own_device
 
-    check_combination(config, attention=loading.attn_implementation, quantised=loading.load_in_4bit or None)
+    launch = Launch.from_environment()
     as_given = {**vars(source), **vars(loading)}
     if config.use_cpu:
         loading.device = "cpu"
@@ -134,25 +138,29 @@ def run_finetune(
         check_4bit(name, config.lora)
     check_path(Path(name).expanduser(), name)
     chat_template = _read_chat_template(source.chat_template_path)
-    dry_run(name, config, attention=loading.attn_implementation)
+    planned = partial(
+        dry_run, name, config, launch, attention=loading.attn_implementation, is_quantised=loading.load_in_4bit or None
+    )
+    planned()
     streamed = source.streaming and source.documents != "-"
     documents: Iterable[Any] = source.stream() if streamed else source.examples()
     special = config.assistant_only_loss or config.completion_only_loss or config.task_mix is not None
     if special or not isinstance(next(iter(documents)), str):
         tokenizer = _tokenizer_of(name, chat_template)
-        documents = _tokenized(documents, tokenizer, config)
+        documents = _tokenized(documents, tokenizer, config.assistant_only_loss, config.completion_only_loss)
     if config.task_mix is not None:  # a stream is read twice, as far as the budget goes
-        dry_run(name, config, attention=loading.attn_implementation, texts=(tokenizer, documents))
-    if os.environ.get("RANK", "0") == "0":  # a token that may not is found before the weights are loaded
-        make_repo(config)
+        planned(texts=(tokenizer, documents))
+    is_first = os.environ.get("RANK", "0") == "0"  # of torchrun's or accelerate's processes
+    repository = open_repository(config.hub) if is_first else None  # before the weights are loaded
     model, tokenizer = load_model(name, **vars(loading))
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     trained = tokens_trained(name)
     if trained is None:
         logger.warning("%s does not say how many tokens it was trained on. Counting begins with this run.", name)
-    result = train(model, tokenizer, documents, config, tokens_trained=trained or 0, source=as_given)
-    if os.environ.get("RANK", "0") != "0":  # torchrun and accelerate: the first process speaks for all
+    plan = plan_run(config, ModelFacts.of(RotaryModel(model)), launch, {**source_settings(documents), **as_given})
+    result = Run(plan, model, tokenizer, trained or 0, repository=repository).do(documents)
+    if not is_first:
         return
     print(text_table(result.records))
     print(f"\ntrained on {result.tokens_trained:,} tokens in all; saved: {result.output_dir}")
@@ -186,12 +194,20 @@ def _tokenizer_of(name: str, chat_template: str | None) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def _tokenized(documents: Iterable[Any], tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig) -> Iterable[Any]:
+def _tokenized(
+    documents: Iterable[Any],
+    tokenizer: PreTrainedTokenizerBase,
+    assistant_only_loss: bool,
+    completion_only_loss: bool | None,
+) -> Iterable[Any]:
     """Return the tokens of documents; a stream is returned as it came, once its first document suits."""
-    from hf_posenc.training.examples import ExampleTokenizer
-    from hf_posenc.training.texts import to_token_ids
+    from hf_posenc.data.examples import ExampleTokenizer
+    from hf_posenc.training.data import to_token_ids
 
     if isinstance(documents, list):
-        return to_token_ids(tokenizer, documents, config)
-    ExampleTokenizer(tokenizer, config)(next(iter(documents)), "document 0")
+        return to_token_ids(tokenizer, documents, assistant_only_loss, completion_only_loss)
+    counts = ExampleTokenizer(
+        tokenizer, assistant_only_loss=assistant_only_loss, completion_only_loss=completion_only_loss
+    )
+    counts(next(iter(documents)), "document 0")
     return documents

@@ -24,7 +24,7 @@ class PlanArguments:
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = (
         *("context_length", "gpu_memory", "gpus", "training", "token_budget", "server", "recipe", "lora"),
-        *("gradient_checkpointing", "measure", "json"),
+        *("gradient_checkpointing", "json"),
     )
 
     context_length: ContextLength = field(metadata={"help": "tokens the model is to read (128k = 131072)"})
@@ -87,12 +87,6 @@ class PlanArguments:
             "help": "sustained speed of the device in TFLOPS (10^12 operations per second), to compute the hours"
         },
     )
-    measure: bool = field(
-        default=False, metadata={"help": "train a few steps with random weights on this machine, to estimate the hours"}
-    )
-    measure_length: ContextLength = field(
-        default=ContextLength("1k"), metadata={"help": "tokens of a block in --measure, at most the planned length"}
-    )
     json: bool = field(default=False, metadata={"help": "print JSON instead of a table"})
 
 
@@ -122,7 +116,6 @@ def plan(argv: Sequence[str]) -> None:
         what.context_length,
         run=run,
         load_in_4bit=load_in_4bit,
-        measure_length=what.measure_length if what.measure else None,
         **{name: getattr(what, name) for name in _SHARED},
     )
     print(json.dumps(made.as_dict(), indent=2) if what.json else plan_text(made))

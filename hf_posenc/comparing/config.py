@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hf_posenc.errors import argument
 from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
-from hf_posenc.utils.settings import refuse_given
+from hf_posenc.settings import refuse_given
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from transformers import (
 from hf_posenc.attention.inner import inner_name
 from hf_posenc.checkpoint.manifest import needs_hf_posenc as manifest_alone_has
 from hf_posenc.checkpoint.manifest import read_manifest, verify_model
+from hf_posenc.checkpoint.plain_loading import plain_loading
 from hf_posenc.checkpoint.pretrained import is_gguf, load_weights
-from hf_posenc.checkpoint.standard_saving import plain_loading
 from hf_posenc.doctor.config_checks import Finding
 from hf_posenc.doctor.transformers_readers import Rope
 from hf_posenc.errors import ExtensionMissingError, InvalidRequestError, RotaryMismatchError, UnsupportedModelError

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Literal
 from hf_posenc.errors import InvalidRequestError, UnknownNameError, argument
 from hf_posenc.evaluation.config import OutputConfig
 from hf_posenc.patching.extension_config import NO_METHOD, ExtensionConfig
+from hf_posenc.settings import same_field
 from hf_posenc.spec import check_length, check_number
-from hf_posenc.utils.settings import same_field
 from hf_posenc.utils.units import ContextLength, Duration
 
 # What a fitted rule has to be better than: the static rules that need no training, and the model as it is.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_posenc.planning.architecture import ModelFacts
-from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.step_plan import StepPlan
 
 _BACKWARD_ATTENTION = 2.5  # five products of block x block for the two forward (Dao 2023, arXiv:2307.08691, 4.1)
 
@@ -22,29 +22,37 @@ class Flops:
         return self.parameters + self.attention
 
 
-def training_flops(facts: ModelFacts, run: FinetuneConfig, seq_len: int, num_tokens: int) -> Flops:
+def training_flops(
+    facts: ModelFacts, step: StepPlan, seq_len: int, num_tokens: int, *, group: int | None = None
+) -> Flops:
     """Count the operations of training on ``num_tokens`` tokens in blocks of ``seq_len``.
 
     A weight costs two operations for a token in the forward pass, two for the gradient of its input, and two for its
     own if it is trained (Kaplan et al. 2020, section 2.1). Gradient checkpointing makes the layers twice. Attention
     is counted as causal kernels do it, half of the square. Left out are adapters, a few percent, and that under FSDP2
     and ZeRO-3 the loss makes its logits twice.
+
+    Args:
+        facts: Of the model.
+        step: How a step computes.
+        seq_len, num_tokens: Tokens of a block, and of the training.
+        group: Tokens of a group of shifted sparse attention; None without it.
     """
     layers = facts.matrix_parameters - facts.head_parameters
-    trained = facts.head_parameters if run.lora else facts.matrix_parameters
-    again = layers if run.gradient_checkpointing else 0
+    trained = facts.head_parameters if step.lora is not None else facts.matrix_parameters
+    again = layers if step.gradient_checkpointing else 0
     parameters = 2.0 * (2 * facts.matrix_parameters + trained + again)
-    passes = 1 + _BACKWARD_ATTENTION + run.gradient_checkpointing
-    attention = passes * sum(_attention_forward(facts, window, run, seq_len) for window in facts.windows)
+    passes = 1 + _BACKWARD_ATTENTION + step.gradient_checkpointing
+    attention = passes * sum(_attention_forward(facts, window, group, seq_len) for window in facts.windows)
     return Flops(parameters * num_tokens, attention * num_tokens)
 
 
-def _attention_forward(facts: ModelFacts, window: int | None, run: FinetuneConfig, seq_len: int) -> float:
+def _attention_forward(facts: ModelFacts, window: int | None, group: int | None, seq_len: int) -> float:
     """Return a token's operations in one layer: two products with each key it sees, of every head."""
     reach = seq_len if window is None else min(window, seq_len)
-    if run.shifted_sparse_attention:
-        reach = min(reach, max(1, round(run.group_share * seq_len)))
+    if group is not None:
+        reach = min(reach, group)
     keys = reach - reach * (reach - 1) / (2 * seq_len)  # the mean: the first tokens of a block see fewer
-    if run.shifted_sparse_attention:
+    if group is not None:
         keys = (reach + 1) / 2  # every group begins anew
     return 4.0 * facts.num_heads * facts.head_dim * keys

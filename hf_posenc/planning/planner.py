@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
@@ -28,14 +28,11 @@ from hf_posenc.planning.shapes import text_config
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.conflicts import EIGHT_BIT_ADAMW, Combination, refuse_conflicts
 from hf_posenc.training.launch import Launch
 from hf_posenc.training.recipes import get_recipe
-from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW, check_combination
 from hf_posenc.utils.dtypes import AUTO, DtypeChoice, choose_dtype, config_dtype, dtype_name
-from hf_posenc.utils.units import MemorySize, length_name
-
-if TYPE_CHECKING:
-    from hf_posenc.planning.measured_training import MeasuredTraining
+from hf_posenc.utils.units import MemorySize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,6 @@ class Plan:
         flops: Of training on them, the chosen way; None where training was not requested.
         tokens_per_second: Speed of training the chosen way; None: not known.
         rate: Where the speed is from.
-        measured: What ``measure`` gave.
     """
 
     model: ModelFacts
@@ -87,8 +83,7 @@ class Plan:
     token_budget: int
     flops: Flops | None
     tokens_per_second: float | None = None
-    rate: str = "not known: give --tokens-per-second, --tflops or --measure"
-    measured: MeasuredTraining | None = None
+    rate: str = "not known: give --tokens-per-second or --tflops"
 
     @property
     def option(self) -> TrainingOption:
@@ -124,7 +119,7 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return everything, JSON-able."""
         shown: dict[str, Any] = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        for name in ("model", "advice", "flops", "sharding", "measured"):
+        for name in ("model", "advice", "flops", "sharding"):
             shown[name] = None if shown[name] is None else dataclasses.asdict(shown[name])
         return {
             **shown,
@@ -159,7 +154,6 @@ def plan(
     whole_documents: bool = False,
     tokens_per_second: float | None = None,
     tflops: float | None = None,
-    measure_length: int | None = None,
     dtype: str | torch.dtype = "auto",
     sliding_window: str | int = KEEP,
 ) -> Plan:
@@ -171,7 +165,7 @@ def plan(
         gpu_memory: Bytes of one device, or such as ``"24GB"``.
         gpus: Devices of that memory.
         training: Say too what it takes to train, which takes seconds; so do ``token_budget``, ``run``,
-            ``load_in_4bit``, ``whole_documents``, and each of the three speeds.
+            ``load_in_4bit``, ``whole_documents``, and both speeds.
         token_budget: Tokens to train on; None: whether to train is part of the answer, and costs are for those of
             ``run``.
         original_max_position_embeddings: Tokens it was trained on, where the config does not say it, or wrongly.
@@ -181,7 +175,6 @@ def plan(
         whole_documents: Every block is of one document (``packing=False``), so that attention needs no mask.
         tokens_per_second: Measured speed of training at the target.
         tflops: Sustained speed of the device, in 10^12 operations a second.
-        measure_length: Train a few steps of random weights on this machine, in blocks of so many tokens.
         dtype: Of the weights: ``"auto"`` is the checkpoint's own where ``gpu_memory``, which is a GPU's, is given, else
             what this machine computes natively (see ``hf_posenc.utils.dtypes.choose_dtype``).
         sliding_window: What becomes of a window that every layer has: ``"keep"``, ``"off"`` or a number of tokens.
@@ -193,10 +186,9 @@ def plan(
     """
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise InvalidRequestError(f"gpus must be a whole number of devices, at least 1, got {gpus!r}.")
-    _check(context_length, token_budget, original_max_position_embeddings, tokens_per_second, tflops, measure_length)
+    _check(context_length, token_budget, original_max_position_embeddings, tokens_per_second, tflops)
     memory = None if gpu_memory is None else MemorySize(gpu_memory)
-    speeds = (tokens_per_second, tflops, measure_length)
-    implied = (token_budget, run, load_in_4bit or None, whole_documents or None, *speeds)
+    implied = (token_budget, run, load_in_4bit or None, whole_documents or None, tokens_per_second, tflops)
     with_training = training or any(one is not None for one in implied)
     run = run or FinetuneConfig("plan")
     config = model if isinstance(model, PreTrainedConfig) else read_config(model)
@@ -221,7 +213,7 @@ def plan(
         run = _with_given(run, token_budget, original_max_position_embeddings)
         if whole_documents or (facts.unmasked and run.task_mix is None):
             run = dataclasses.replace(run, packing=False)
-        check_combination(run, Launch(), unmasked=facts.unmasked)  # what finetune refuses
+        refuse_conflicts(Combination(run, Launch(), unmasked=facts.unmasked, method=run.method))  # as finetune does
     situation = Situation(
         facts.model_type,
         original,
@@ -287,9 +279,11 @@ def plan(
         chosen=chosen,
         sharding=sharding,
         token_budget=budget,
-        flops=training_flops(facts, rows[chosen].run, rows[chosen].seq_len, budget) if rows else None,
+        flops=None
+        if not rows
+        else training_flops(facts, rows[chosen].run.step, rows[chosen].seq_len, budget, group=rows[chosen].group),
     )
-    return _with_speed(made, config, tokens_per_second, tflops, measure_length)
+    return _with_speed(made, tokens_per_second, tflops)
 
 
 def _with_given(run: FinetuneConfig, token_budget: int | None, original: int | None) -> FinetuneConfig:
@@ -299,9 +293,9 @@ def _with_given(run: FinetuneConfig, token_budget: int | None, original: int | N
 
 
 def _block(run: FinetuneConfig, target: int, original: int) -> int:
-    """Return the tokens of a block as ``finetune`` chooses them (``tokens_per_block``, ``fit_recipe``)."""
-    of_recipe = None if run.recipe is None else get_recipe(run.recipe).block(run, original)
-    return run.seq_len or of_recipe or run.tokens_per_block(original, target)
+    """Return the tokens of a block as ``finetune`` chooses them."""
+    of_recipe = None if run.recipe is None else get_recipe(run.recipe).block(run.position_schedule, original)
+    return run.seq_len or of_recipe or (target if run.position_schedule == "full" else original)
 
 
 def _all_weights(rows: Sequence[TrainingOption], target: int) -> TrainingOption:
@@ -319,19 +313,16 @@ def _check(
     original: int | None,
     tokens_per_second: float | None,
     tflops: float | None,
-    measure_length: int | None,
 ) -> None:
     check_length(argument("context_length"), context_length)
     for name, length in (("token_budget", token_budget), ("original_max_position_embeddings", original)):
         if length is not None:
             check_length(argument(name), length)
-    if measure_length is not None and check_length(argument("measure_length"), measure_length) < 2:
-        raise InvalidRequestError(f"{argument('measure_length')} must be at least 2 tokens, got {measure_length}.")
     for name, number in (("tokens_per_second", tokens_per_second), ("tflops", tflops)):
         if number is not None:
             check_number(argument(name), number, above=0)
-    if sum(one is not None for one in (tokens_per_second, tflops, measure_length)) > 1:
-        raise InvalidRequestError("give one of tokens_per_second, tflops and measure: each is the speed of training.")
+    if tokens_per_second is not None and tflops is not None:
+        raise InvalidRequestError("give tokens_per_second or tflops, not both: each is the speed of training.")
 
 
 def _known_original(facts: ModelFacts) -> int:
@@ -351,28 +342,12 @@ def _least_predicted(rows: list[TrainingOption], target: int, config: PreTrained
     return [row.predicted(config) if row.at_least and row in least else row for row in rows]
 
 
-def _with_speed(
-    made: Plan,
-    config: PreTrainedConfig,
-    tokens_per_second: float | None,
-    tflops: float | None,
-    measure_length: int | None,
-) -> Plan:
+def _with_speed(made: Plan, tokens_per_second: float | None, tflops: float | None) -> Plan:
+    """Return the plan with the speed of training, which the caller knows."""
     if tokens_per_second is not None:
         return dataclasses.replace(made, tokens_per_second=tokens_per_second, rate="as given")
-    measured = None
-    if tflops is not None:
-        speed, rate = tflops * 1e12, f"{tflops:g} TFLOP/s, as given"
-    elif measure_length is not None:
-        from hf_posenc.planning.measured_training import measure_training  # brings the Trainer, which costs seconds
-
-        option = made.option
-        length = min(measure_length, option.seq_len)
-        measured = measure_training(config, option.run, length, load_in_4bit=option.load_in_4bit)
-        speed = training_flops(made.model, option.run, length, 1).total * measured.tokens_per_second
-        rate = f"{speed / 1e12:.3g} TFLOP/s, measured here in blocks of {length_name(length)}"
-    else:
+    if tflops is None:
         return made
     assert made.flops is not None  # a speed implies training
     per_token = made.flops.total / made.token_budget
-    return dataclasses.replace(made, tokens_per_second=speed / per_token, rate=rate, measured=measured)
+    return dataclasses.replace(made, tokens_per_second=tflops * 1e12 / per_token, rate=f"{tflops:g} TFLOP/s, as given")

@@ -22,9 +22,9 @@ from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
 from hf_posenc.planning.shapes import fill_with_fake, for_all_layers, text_config, without_data
 from hf_posenc.planning.tracking import ALL, GRADIENTS, HALF_WEIGHTS, LOGITS, MATRICES, MemoryTracker
 from hf_posenc.training.chunked_loss import chunked_lm_loss
-from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.conflicts import EIGHT_BIT_ADAMW
 from hf_posenc.training.lora import add_lora
-from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW
+from hf_posenc.training.step_plan import StepPlan
 from hf_posenc.training.weights import float32_weights
 from hf_posenc.utils.dtypes import HALF, config_dtype
 
@@ -86,7 +86,7 @@ class TrainingMemory:
 
 def predict_training_memory(
     config: PreTrainedConfig,
-    run: FinetuneConfig,
+    step: StepPlan,
     seq_len: int,
     *,
     packed: bool = True,
@@ -99,7 +99,7 @@ def predict_training_memory(
 
     Args:
         config: The model's.
-        run: Its settings: ``lora``, ``bf16``, ``gradient_checkpointing``, ``per_device_train_batch_size`` and so on.
+        step: How a step computes.
         seq_len: Tokens of a block.
         packed: Blocks hold more than one document (or a piece of one), so attention needs a mask.
         chunked_loss: As ``finetune`` has it; False for the loss of a plain Trainer, with all logits.
@@ -108,11 +108,11 @@ def predict_training_memory(
     Raises:
         ValueError: The family cannot be run without data.
     """
-    return _at_peak(for_all_layers(config, lambda some: _run(some, run, seq_len, packed, chunked_loss, load_in_4bit)))
+    return _at_peak(for_all_layers(config, lambda some: _run(some, step, seq_len, packed, chunked_loss, load_in_4bit)))
 
 
 def least_training_memory(
-    config: PreTrainedConfig, run: FinetuneConfig, seq_len: int, *, load_in_4bit: bool = False
+    config: PreTrainedConfig, step: StepPlan, seq_len: int, *, load_in_4bit: bool = False
 ) -> TrainingMemory:
     """Return what a step takes at least, from sizes alone: no step is run, so this is a tenth of the work.
 
@@ -120,16 +120,16 @@ def least_training_memory(
     every layer, which the backward pass starts from with gradient checkpointing or without. The larger is counted.
 
     Args:
-        config, run, seq_len, load_in_4bit: As for ``predict_training_memory``.
+        config, step, seq_len, load_in_4bit: As for ``predict_training_memory``.
     """
-    text, half = text_config(config), computes_in_half(config, run)
+    text, half = text_config(config), computes_in_half(config, step)
 
     def sizes_of(some_layers: PreTrainedConfig) -> dict[Part, int]:
-        _, model = _model_to_train(some_layers, run, load_in_4bit)
+        _, model = _model_to_train(some_layers, step, load_in_4bit)
         with float32_weights(model, frozen=not half):
-            return _sizes(model, run)
+            return _sizes(model, step)
 
-    inputs = int(text.num_hidden_layers) * run.per_device_train_batch_size * seq_len * int(text.hidden_size)
+    inputs = int(text.num_hidden_layers) * step.batch_size * seq_len * int(text.hidden_size)
     return _at_peak({**for_all_layers(config, sizes_of), (FORWARD, ALL): inputs * (2 if half else 4)})
 
 
@@ -152,51 +152,51 @@ def _at_peak(found: Mapping[Part, float]) -> TrainingMemory:
 
 def _run(
     config: PreTrainedConfig,
-    run: FinetuneConfig,
+    step: StepPlan,
     seq_len: int,
     packed: bool,
     chunked_loss: bool,
     load_in_4bit: bool = False,
 ) -> dict[Part, int]:
     """Return the bytes that stay, and the peak of each phase of a forward and backward pass."""
-    base, model = _model_to_train(config, run, load_in_4bit)
-    bf16 = computes_in_half(config, run)
+    base, model = _model_to_train(config, step, load_in_4bit)
+    bf16 = computes_in_half(config, step)
     with without_data(config):
         fill_with_fake(model)
         with float32_weights(model, frozen=not bf16):
-            return {**_sizes(model, run), **_peaks(base, model, run, seq_len, packed, bf16, chunked_loss)}
+            return {**_sizes(model, step), **_peaks(base, model, step, seq_len, packed, bf16, chunked_loss)}
 
 
-def _model_to_train(config: PreTrainedConfig, run: FinetuneConfig, load_in_4bit: bool) -> tuple[PreTrainedModel, Any]:
+def _model_to_train(config: PreTrainedConfig, step: StepPlan, load_in_4bit: bool) -> tuple[PreTrainedModel, Any]:
     """Return a model on the meta device, and what is trained of it: the model itself, or adapters around it."""
     base = meta_model(config)
     if load_in_4bit:
         quantise_shapes(base, 4)
     with torch.device("meta"):
-        trained = add_lora(base, run) if run.lora else base
+        trained = base if step.lora is None else add_lora(base, step.lora)
     trained.train()
     for module in trained.modules():
         if isinstance(getattr(module, "base_layer", None), QuantisedLinear):
             module.cast_input_dtype_enabled = False  # PEFT's layer around a quantised one leaves its input alone
     base.config.use_cache = False
-    if run.gradient_checkpointing:
+    if step.gradient_checkpointing:
         (getattr(base, "activation_checkpointing_enable", None) or base.gradient_checkpointing_enable)()
-        if run.lora:
+        if step.lora is not None:
             base.enable_input_require_grads()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     return base, trained
 
 
-def computes_in_half(config: PreTrainedConfig, run: FinetuneConfig) -> bool:
-    return config_dtype(config) in HALF if run.bf16 is None else run.bf16
+def computes_in_half(config: PreTrainedConfig, step: StepPlan) -> bool:
+    return config_dtype(config) in HALF if step.bf16 is None else step.bf16
 
 
-def _sizes(model: Any, run: FinetuneConfig) -> dict[Part, int]:
+def _sizes(model: Any, step: StepPlan) -> dict[Part, int]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     embedded = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
 
     def states(parameter: nn.Parameter) -> int:
         numbers = parameter.numel()
-        if run.optim != EIGHT_BIT_ADAMW or numbers < _FEWEST_IN_8_BITS or id(parameter) in embedded:
+        if step.optim != EIGHT_BIT_ADAMW or numbers < _FEWEST_IN_8_BITS or id(parameter) in embedded:
             return _STATES * parameter.nbytes
         return _STATES * (numbers + 4 * math.ceil(numbers / _STATES_BLOCK))
 
@@ -209,17 +209,17 @@ def _sizes(model: Any, run: FinetuneConfig) -> dict[Part, int]:
 
 
 def _peaks(
-    base: PreTrainedModel, model: Any, run: FinetuneConfig, seq_len: int, packed: bool, bf16: bool, chunked_loss: bool
+    base: PreTrainedModel, model: Any, step: StepPlan, seq_len: int, packed: bool, bf16: bool, chunked_loss: bool
 ) -> dict[Part, int]:
     vocab_size = int(text_config(base.config).vocab_size)
-    input_ids = torch.zeros(run.per_device_train_batch_size, seq_len, dtype=torch.int64)
-    position_ids = torch.arange(seq_len).expand(run.per_device_train_batch_size, -1)
+    input_ids = torch.zeros(step.batch_size, seq_len, dtype=torch.int64)
+    position_ids = torch.arange(seq_len).expand(step.batch_size, -1)
     with MemoryTracker(model.parameters(), vocab_size, seq_len) as tracker, _phases(base, tracker):
-        for _ in range(min(run.gradient_accumulation_steps, 2)):  # from the second on, gradients exist before
+        for _ in range(min(step.num_passes, 2)):  # from the second on, gradients exist before
             in_chunks: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if chunked_loss:  # positions have no values here, so that they cannot say how many documents a block has
                 in_chunks = chunked_lm_loss(
-                    model, run.logits_chunk, chunks=first_and_last_chunks, one_document=not packed
+                    model, step.logits_chunk, chunks=first_and_last_chunks, one_document=not packed
                 )
             with in_chunks, _autocast(bf16):
                 loss = model(input_ids=input_ids, position_ids=position_ids, labels=input_ids).loss

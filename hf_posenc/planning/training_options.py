@@ -19,10 +19,10 @@ from hf_posenc.planning.training_memory import (
     predict_training_memory,
 )
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.conflicts import EIGHT_BIT_ADAMW, Combination, refuse_conflicts
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.positions import has_windows
+from hf_posenc.training.masks import has_windows
 from hf_posenc.training.recipes import get_recipe
-from hf_posenc.training.setting_checks import EIGHT_BIT_ADAMW, check_combination
 
 # Names of options; the order is that of TRL's guide to long contexts: logits, precision, activations, weights, devices.
 AS_REQUESTED, BF16, CHECKPOINTING, NO_MASK = "as requested", "bf16", "gradient checkpointing", "no mask"
@@ -62,7 +62,7 @@ class TrainingOption:
     def predicted(self, config: PreTrainedConfig) -> TrainingOption:
         """Return it with what it needs on one device, not only at least."""
         memory = predict_training_memory(
-            config, self.run, self.seq_len, packed=self.packed, load_in_4bit=self.load_in_4bit
+            config, self.run.step, self.seq_len, packed=self.packed, load_in_4bit=self.load_in_4bit
         )
         return dataclasses.replace(self, memory=memory, sharding=None, at_least=False)
 
@@ -76,6 +76,11 @@ class TrainingOption:
             "sharding": None if self.sharding is None else dataclasses.asdict(self.sharding),
             "memory": {**dataclasses.asdict(self.memory), "peak": self.memory.peak},
         }
+
+    @property
+    def group(self) -> int | None:
+        """Tokens of a group of shifted sparse attention; None without it."""
+        return max(1, round(self.run.group_share * self.seq_len)) if self.run.shifted_sparse_attention else None
 
     @property
     def label(self) -> str:
@@ -165,7 +170,7 @@ def training_options(
         name: str, run: FinetuneConfig, length: int, masked: bool = False, in_4bit: bool = load_in_4bit
     ) -> TrainingOption:
         packed = masked or run.packing
-        least = least_training_memory(config, run, length, load_in_4bit=in_4bit)
+        least = least_training_memory(config, run.step, length, load_in_4bit=in_4bit)
         made = TrainingOption(name, run, length, packed, least, in_4bit, at_least=True)
         too_much = gpu_memory is not None and least.peak > gpus * usable(gpu_memory)
         return made if too_much else made.predicted(config)
@@ -174,11 +179,11 @@ def training_options(
         run = dataclasses.replace(like.run, optim=EIGHT_BIT_ADAMW)
         if like.at_least:
             return option(name, run, like.seq_len, like.packed)
-        states = least_training_memory(config, run, like.seq_len).optimizer  # all that is different
+        states = least_training_memory(config, run.step, like.seq_len).optimizer  # all that is different
         return dataclasses.replace(like, name=name, run=run, memory=dataclasses.replace(like.memory, optimizer=states))
 
     yield (whole := option(AS_REQUESTED, run, seq_len))
-    if not computes_in_half(config, run):
+    if not computes_in_half(config, run.step):
         run = dataclasses.replace(run, bf16=True)
         yield (whole := option(BF16, run, seq_len))
     if not run.gradient_checkpointing:
@@ -191,6 +196,7 @@ def training_options(
         yield in_8_bits(STATES_8BIT, whole)
     yield from shared_out(whole, num_layers, gpus, unmasked)
     adapters = dataclasses.replace(run, lora=True)
+    on_4bit = dataclasses.replace(adapters, recipe="qlora", **_settings_on_4bit())
     if not run.lora:
         yield (whole := option(LORA, adapters, seq_len))
         yield from shared_out(whole, num_layers, gpus, unmasked)
@@ -199,27 +205,24 @@ def training_options(
             bare = dataclasses.replace(adapters, lora_embeddings=False)
             yield (whole := option(ADAPTERS, bare, seq_len))
             yield from shared_out(whole, num_layers, gpus, unmasked)
-        yield option(LORA_4BIT, _on_4bit(adapters), seq_len, in_4bit=True)
+        yield option(LORA_4BIT, on_4bit, seq_len, in_4bit=True)
     if original < seq_len and run.position_schedule == "full":
         windows = has_windows(config)  # in which a skip has to be masked
         if not run.lora:
-            window = option(POSE, _skipping(run), original, windows)
+            window = option(POSE, dataclasses.replace(run, position_schedule="pose"), original, windows)
             yield window
             if run.optim != EIGHT_BIT_ADAMW:
                 yield in_8_bits(POSE_8BIT, window)
-        yield option(POSE_LORA, _skipping(adapters), original, windows)
+        yield option(POSE_LORA, dataclasses.replace(adapters, position_schedule="pose"), original, windows)
         if not load_in_4bit:
-            yield option(POSE_4BIT, _skipping(_on_4bit(adapters)), original, windows, in_4bit=True)
+            yield option(
+                POSE_4BIT, dataclasses.replace(on_4bit, position_schedule="pose"), original, windows, in_4bit=True
+            )
 
 
-def _skipping(run: FinetuneConfig) -> FinetuneConfig:
-    return dataclasses.replace(run, position_schedule="pose")
-
-
-def _on_4bit(run: FinetuneConfig) -> FinetuneConfig:
-    """Return QLoRA's settings, with the adapters that were requested: its own, on all linear layers, need more."""
-    values = {name: value for name, value in get_recipe("qlora").values.items() if name not in _ADAPTER_SETTINGS}
-    return dataclasses.replace(run, recipe="qlora", **values)
+def _settings_on_4bit() -> dict[str, Any]:
+    """Return QLoRA's settings but its adapters, which are on all linear layers and need more than those requested."""
+    return {name: value for name, value in get_recipe("qlora").values.items() if name not in _ADAPTER_SETTINGS}
 
 
 def shared_out(
@@ -236,9 +239,9 @@ def shared_out(
 
 def _can_start(option: TrainingOption, launch: Launch, unmasked: Mapping[str, int]) -> bool:
     """Say whether ``finetune`` starts a run so."""
-    given: dict[str, Any] = {"quantised": option.load_in_4bit, "seq_len": option.seq_len}
+    run = Combination(option.run, launch, is_quantised=option.load_in_4bit, unmasked=unmasked, seq_len=option.seq_len)
     try:
-        check_combination(option.run, launch, **given, unmasked=unmasked)
+        refuse_conflicts(run)
     except (ValueError, ImportError):
         return False
     return True

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_posenc.training.config import FinetuneConfig
-    from hf_posenc.training.fine_tuning import FinetuneResult, finetune
     from hf_posenc.training.perplexity_callback import PerplexityCallback
     from hf_posenc.training.recipes import RECIPES, Recipe
+    from hf_posenc.training.training_run import FinetuneResult, finetune
 
 # Imported when first asked for: Trainer and PEFT take seconds, which `hf-posenc finetune --help` need not cost.
 _MODULES = {
     "RECIPES": "recipes",
     "FinetuneConfig": "config",
-    "FinetuneResult": "fine_tuning",
+    "FinetuneResult": "training_run",
     "PerplexityCallback": "perplexity_callback",
     "Recipe": "recipes",
-    "finetune": "fine_tuning",
+    "finetune": "training_run",
 }
 
 __all__ = ["RECIPES", "FinetuneConfig", "FinetuneResult", "PerplexityCallback", "Recipe", "finetune"]

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_posenc.data.tokens import IGNORED
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK, decoder_body, head_logits, head_parameters, row_chunks
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.training.packing import IGNORED
-from hf_posenc.training.positions import documents_start_at_zero, finished_masks
+from hf_posenc.training.masks import documents_start_at_zero, finished_masks
 
 Chunks = Callable[[int, int], Iterable[slice]]  # of a number of rows, each of at most so many rows
 

@@ -12,18 +12,17 @@ from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.extended import peft_renamed_attribute
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.step_plan import LoraSettings
 
 
-def add_lora(model: PreTrainedModel, settings: FinetuneConfig) -> Any:
+def add_lora(model: PreTrainedModel, settings: LoraSettings) -> Any:
     """Give linear layers adapters by PEFT, and train the embedding and norms if the settings say so.
 
     A head that is tied to the embedding stays tied: it uses the trained embedding, and merging keeps it so.
 
     Args:
         model: The causal language model; it is changed in place.
-        settings: ``lora_rank`` and ``lora_alpha`` (the adapters' output is scaled by ``alpha / rank``);
-            ``lora_targets``, ``"all-linear"`` as PEFT means it: all but the head; ``lora_embeddings``.
+        settings: Of the adapters.
 
     Raises:
         ValueError: No linear layer inside an attention module, by name.
@@ -36,12 +35,12 @@ def add_lora(model: PreTrainedModel, settings: FinetuneConfig) -> Any:
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     tied = head is not None and head.weight is embedding.weight
-    trained = [_leaf_name(model, embedding), *norm_names(model)] if settings.lora_embeddings else None
+    trained = [_leaf_name(model, embedding), *norm_names(model)] if settings.embeddings else None
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha,
-        target_modules=attention_linears(model) if settings.lora_targets == "attention" else settings.lora_targets,
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=attention_linears(model) if settings.targets == "attention" else settings.targets,
         modules_to_save=trained,
         ensure_weight_tying=tied and trained is not None,
     )

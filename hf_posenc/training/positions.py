@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.families.family_data import FULL_ATTENTION
-from hf_posenc.methods.base import DistanceMethod
-from hf_posenc.methods.registry import methods
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-    from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.errors import InvalidRequestError
 
 FULL, POSE, CREAM, RANDOM = "full", "pose", "cream", "random"
 
@@ -185,143 +173,3 @@ def random_positions(length: int, target: int, generator: torch.Generator) -> to
 def _generator(seed: int, index: int) -> torch.Generator:
     digest = hashlib.sha256(f"positions {seed} {index}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-
-
-def check_rule(kind: str, method: str | None) -> None:
-    """Refuse to skip positions under a rule that counts tokens.
-
-    Args:
-        kind: Of a ``PositionSchedule``.
-        method: Name of the model's rule; None if it is not known yet.
-
-    Raises:
-        ValueError: The two cannot go together.
-    """
-    if kind != FULL and method in methods() and issubclass(methods()[method], DistanceMethod):
-        raise InvalidRequestError(
-            f"position_schedule {kind!r} skips positions, and {method!r} counts distances in tokens: the two cannot be "
-            "trained together. Take position_schedule 'full', or a rule that reads positions as they are, such as "
-            "'yarn' or 'dynamic_yarn'."
-        )
-
-
-def make_position_schedule(
-    config: FinetuneConfig, description: dict[str, Any], window: int | None = None
-) -> PositionSchedule:
-    """Return the schedule of a run.
-
-    Args:
-        config: The run.
-        description: What ``hf_posenc.patching.api.describe`` says of the extended model.
-        window: The sliding window that every layer has, in tokens; None if some layer reads everything.
-
-    Raises:
-        ValueError: The schedule does not suit the model's rule, its lengths or the length of a block.
-    """
-    original, target = description["original_max_position_embeddings"], description["context_length"]
-    kind = config.position_schedule
-    check_rule(kind, description["method"])
-    if kind != FULL and window is not None and window < target:
-        raise InvalidRequestError(
-            f"position_schedule {kind!r} skips positions, and every layer has a sliding window of {window} tokens: "
-            "what comes before a longer skip would never be seen. Take position_schedule 'full', or sliding_window "
-            "'off'."
-        )
-    schedule = PositionSchedule(kind, original, target, config.pose_chunks, config.short_share, config.seed)
-    seq_len = block_length(config, schedule)
-    if seq_len > target:
-        raise InvalidRequestError(
-            f"{argument('seq_len')} {seq_len} is longer than the target length, {target} tokens: the model would be "
-            "trained past what it is extended to. Give at most the target, or raise factor or context_length."
-        )
-    if kind != FULL and seq_len == target:
-        raise InvalidRequestError(
-            f"position_schedule {kind!r} has nothing to skip in blocks of seq_len {seq_len}, the target length. Leave "
-            f"seq_len out for the original length, {original} tokens, or take position_schedule 'full'."
-        )
-    if kind == POSE and config.pose_chunks > seq_len:
-        raise InvalidRequestError(f"pose_chunks must be at most seq_len, {seq_len} tokens, got {config.pose_chunks}.")
-    return schedule
-
-
-def block_length(config: FinetuneConfig, schedule: PositionSchedule) -> int:
-    """Return the tokens of a block, for the lengths of a schedule."""
-    return config.tokens_per_block(schedule.original_length, schedule.target_length)
-
-
-@contextmanager
-def documents_start_at_zero(config: PreTrainedConfig, *, one_document: bool = False) -> Iterator[None]:
-    """While open, Transformers' masks take a new document to begin where positions fall, not where they skip.
-
-    Its masks begin one at every position that is not the last plus one, and would keep PoSE's chunks apart. All else is
-    Transformers' own: windows are measured in positions, so a layer with a window does not see past it, as it will not
-    at the real length (in tokens by FlashAttention, which knows no positions, and by Transformers 5.0).
-
-    Args:
-        config: The model's text config.
-        one_document: Take each row for one document without looking at its positions, as where they have no values (on
-            the meta device, and while operations are traced).
-    """
-    from transformers import masking_utils  # brings torch's compiler, which `finetune --help` would wait for
-
-    theirs = masking_utils.find_packed_sequence_indices
-    find = partial(find_documents, skips_matter=has_windows(config))
-    masking_utils.find_packed_sequence_indices = (lambda position_ids: None) if one_document else find
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = theirs
-
-
-def find_documents(position_ids: torch.Tensor, *, skips_matter: bool) -> torch.Tensor | None:
-    """Return the number of each token's document in its row, int64 like ``position_ids`` ``(batch, length)``.
-
-    None where a plainly causal mask will do, which saves making one: every row is one document, without skips if those
-    matter to a window.
-    """
-    from transformers.utils.import_utils import is_tracing
-
-    steps = position_ids.diff(dim=-1, prepend=position_ids[:, :1] - 1)
-    if not is_tracing(steps) and bool(((steps == 1) if skips_matter else (steps > 0)).all()):
-        return None
-    return (steps <= 0).cumsum(-1)
-
-
-# Their decoders (Transformers 5.23) leave position_ids out when they make masks, so that packed documents would see
-# each other. They take finished masks: one, or one for each kind of layer.
-_TAKES_ONE_MASK, _TAKES_A_MASK_PER_KIND = ("falcon",), ("gpt_oss",)
-
-
-def finished_masks(config: PreTrainedConfig, embedded: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
-    """Return what to pass as ``attention_mask``, that keeps documents apart; None where the decoder does that itself.
-
-    Transformers' own masks, for the attention implementation in use.
-
-    Args:
-        config: The model's text config.
-        embedded: Of a batch's shape ``(batch, length, any)``, its dtype that of the masks.
-        position_ids: ``(batch, length)``.
-    """
-    from transformers import masking_utils
-
-    given: dict[str, Any] = {"config": config, "inputs_embeds": embedded, "position_ids": position_ids}
-    given |= {"attention_mask": None, "past_key_values": None}
-    if "cache_position" in inspect.signature(masking_utils.create_causal_mask).parameters:  # Transformers 5.0
-        order = torch.arange(embedded.shape[1], device=embedded.device)
-        given |= {"input_embeds": given.pop("inputs_embeds"), "cache_position": order}
-    if position_ids is None or getattr(config, "alibi", False):  # alibi makes its bias of the mask
-        return None
-    if config.model_type in _TAKES_ONE_MASK:
-        return masking_utils.create_causal_mask(**given)
-    if config.model_type in _TAKES_A_MASK_PER_KIND:
-        return {
-            "full_attention": masking_utils.create_causal_mask(**given),
-            "sliding_attention": masking_utils.create_sliding_window_causal_mask(**given),
-        }
-    return None
-
-
-def has_windows(config: PreTrainedConfig) -> bool:
-    kinds = set(getattr(config, "layer_types", None) or ())
-    sizes = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
-    return any(sizes) or not kinds <= FULL_ATTENTION

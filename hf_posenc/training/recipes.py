@@ -7,23 +7,33 @@ of hf_posenc itself says so in the place of a paper.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from hf_posenc.errors import InvalidRequestError, UnknownNameError
-from hf_posenc.methods.registry import DEFAULT_METHOD, get_method
-from hf_posenc.utils.units import ContextLength, length_name
-
-if TYPE_CHECKING:  # they bring PyTorch, which `hf-posenc list recipes` does without
-    from hf_posenc.families.rotary_model import RotaryModel
-    from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.utils.units import length_name
 
 logger = logging.getLogger(__name__)
+
+
+class Lengths(NamedTuple):
+    """What a recipe chooses by.
+
+    Attributes:
+        original: Tokens the model was trained on.
+        target: Tokens it is extended to.
+        rope_theta: The base the model was trained with.
+        is_extended: The model is extended already, and stays as it is.
+    """
+
+    original: int
+    target: int
+    rope_theta: float
+    is_extended: bool
 
 
 @dataclass(frozen=True)
@@ -38,8 +48,9 @@ class Recipe:
         left: What of the paper is left to the user, or is not as published.
         loading: How the command line loads the model for it: fields of ``FinetuneModelArguments``.
         by_model: What ``block`` and ``fit`` choose, in words.
-        block: Returns the tokens of a block of a run that gives none, by the original length; None: the default.
-        fit: Returns a run with what is chosen by the model, its original length and the target length; None: nothing.
+        block: Returns the tokens of a block of a run that gives none, by the position schedule and the original length;
+            None: the default.
+        fit: Returns the settings that are chosen by the lengths, from those of the run; None: nothing is.
     """
 
     name: str
@@ -49,8 +60,8 @@ class Recipe:
     left: str
     loading: Mapping[str, Any] = field(default_factory=dict)
     by_model: str = ""
-    block: Callable[[FinetuneConfig, int], int | None] = lambda config, original: None
-    fit: Callable[[RotaryModel, FinetuneConfig, int, int], FinetuneConfig] | None = None
+    block: Callable[[str, int], int | None] = lambda schedule, original: None
+    fit: Callable[[Mapping[str, Any], Lengths], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("values", "loading"):
@@ -104,44 +115,39 @@ def choose_base(target: int, rope_theta: float) -> Base:
     return min(fit, key=lambda base: (base.length, abs(math.log(base.before / rope_theta))))
 
 
-def _with_base(rotary: RotaryModel, config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
-    from hf_posenc.patching.api import extension_of
-    from hf_posenc.patching.extension import plain_spec
-
-    extension, is_fixed = extension_of(rotary.model), "rope_theta" in config.options or config.method != "abf"
-    if is_fixed or (extension is not None and config.on_scaled == "refuse"):
-        return config
-    spec = plain_spec(rotary.text_config) if extension is None else extension.spec
-    base = choose_base(target, spec.rope_theta)
-    found = (base.rope_theta, target, length_name(base.length), base.source)
-    logger.info("abf: rope_theta %g for %d tokens, published for %s (%s)", *found)
-    return dataclasses.replace(config, options={**config.options, "rope_theta": base.rope_theta})
+def _with_base(given: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
+    if "rope_theta" in given["options"] or given["method"] != "abf" or lengths.is_extended:
+        return {}
+    base = choose_base(lengths.target, lengths.rope_theta)
+    chosen = (base.rope_theta, lengths.target, length_name(base.length), base.source)
+    logger.info("abf: rope_theta %g for %d tokens, published for %s (%s)", *chosen)
+    return {"options": {**given["options"], "rope_theta": base.rope_theta}}
 
 
-def _in_stages(rotary: RotaryModel, config: FinetuneConfig, original: int, target: int) -> FinetuneConfig:
+def _in_stages(given: Mapping[str, Any], lengths: Lengths) -> dict[str, Any]:
     """Double up to the target, from half of it, or from the longest such length that YaRN reached in one stage."""
-    if config.stages:
-        return config
-    lengths = [target // 2, target]
-    while lengths[0] > ONE_STAGE_FACTOR * original:
-        lengths.insert(0, lengths[0] // 2)
-    if lengths[0] <= original:
+    if given["stages"]:
+        return {}
+    original, target, budget = lengths.original, lengths.target, given["token_budget"]
+    targets = [target // 2, target]
+    while targets[0] > ONE_STAGE_FACTOR * original:
+        targets.insert(0, targets[0] // 2)
+    if targets[0] <= original:
         logger.info("progressive: one stage, as half of %d tokens is not beyond the original %d", target, original)
-        return config
-    later = config.token_budget // 3 // (len(lengths) - 1)
-    first = config.token_budget - later * (len(lengths) - 1)
-    stages = [f"{lengths[0]}:{first}", *(f"{length}:{later}" for length in lengths[1:])]
-    changes: dict[str, Any] = {"stages": stages, "factor": None, "context_length": None}
+        return {}
+    later = budget // 3 // (len(targets) - 1)
+    first = budget - later * (len(targets) - 1)
+    stages = [f"{targets[0]}:{first}", *(f"{length}:{later}" for length in targets[1:])]
     logger.info("progressive: stages %s", " ".join(stages))
-    return dataclasses.replace(config, **changes)
+    return {"stages": stages, "factor": None, "context_length": None}
 
 
-def _original_block(config: FinetuneConfig, original: int) -> int:
+def _original_block(schedule: str, original: int) -> int:
     return original
 
 
-def _short_block(config: FinetuneConfig, original: int) -> int | None:
-    return None if config.position_schedule == "full" else min(2048, original)
+def _short_block(schedule: str, original: int) -> int | None:
+    return None if schedule == "full" else min(2048, original)
 
 
 _YARN = "Peng et al. 2023, arXiv:2309.00071, section 4.1"
@@ -328,49 +334,14 @@ def recipe_values(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         name: The recipe.
-        given: What wins over it. Another method than the recipe's, or a preset, brings its own options.
+        given: What wins over it. Another method than the recipe's, a preset or a
+            ``rope_scaling`` dictionary brings its own options.
     """
     recipe = get_recipe(name)
     values: dict[str, Any] = copy.deepcopy(dict(recipe.values))
-    if given.get("preset") is not None:
+    if given.get("preset") is not None or given.get("rope_scaling") is not None:
         values.pop("method", None)
         values.pop("options", None)
     elif given.get("method") not in (None, values.get("method")):
         values.pop("options", None)
     return {**values, **given, "recipe": recipe.name}
-
-
-def fit_recipe(rotary: RotaryModel, config: FinetuneConfig) -> FinetuneConfig:
-    """Return a run with what its recipe chooses by the model and the target; what was given stays.
-
-    Args:
-        rotary: The model, not extended by this run yet.
-        config: The run.
-
-    Raises:
-        ValueError: No published base suits (``abf``).
-    """
-    from hf_posenc.patching.api import describe
-
-    if config.recipe is None:
-        return config
-    recipe, description = get_recipe(config.recipe), describe(rotary.model)
-    original = config.original_max_position_embeddings or description["original_max_position_embeddings"]
-    if original is None:  # the model does not say it, which extending it refuses
-        return config
-    if config.seq_len is None and (block := recipe.block(config, int(original))) is not None:
-        config = dataclasses.replace(config, seq_len=ContextLength(block))
-    if recipe.fit is None or config.preset is not None:
-        return config
-    if description["method"] != "none" and config.on_scaled == "refuse":
-        target = description["context_length"]
-    elif config.stages:
-        target = config.target_stages()[-1].length
-    elif config.context_length:
-        target = config.context_length
-    else:
-        method = get_method(config.method or DEFAULT_METHOD)
-        target = round(
-            (method.default_factor_with(config.options) if config.factor is None else config.factor) * original
-        )
-    return recipe.fit(rotary, config, int(original), int(target))

@@ -22,7 +22,7 @@ from hf_posenc.utils.units import ContextLength, TokenCount
 
 RUN_FILE = "run.toml"
 _TARGET = ("factor", "context_length", "stages", "preset")
-_NOT_IN_FILES = frozenset({"options", "option", "config", "resume_from_checkpoint", "model_values"})
+_NOT_IN_FILES = frozenset({"options", "option", "config", "resume_from_checkpoint"})
 _TOKENS = 'a number of tokens, such as 32768 or "32k"'
 _HEADER = (
     "# hf-posenc finetune MODEL --config run.toml --output-dir ANOTHER\n"
@@ -203,6 +203,6 @@ def settings_besides_flags(given: argparse.Namespace, known: Sequence[type]) -> 
     recipe = flags.get("recipe") or values.get("recipe")
     if recipe is None:
         return values
-    rule: dict[str, Any] = {name: flags[name] for name in ("method", "preset") if name in flags}
+    rule: dict[str, Any] = {name: flags[name] for name in ("method", "preset", "rope_scaling") if name in flags}
     fitting = recipe_values(recipe, {**values, **rule})
     return {**get_recipe(recipe).loading, **{name: value for name, value in fitting.items() if name not in rule}}

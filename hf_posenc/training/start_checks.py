@@ -17,15 +17,15 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 
 from hf_posenc.attention.inner import inner_name
 from hf_posenc.attention.shifted import shift_of
+from hf_posenc.data.tokens import IGNORED
 from hf_posenc.errors import RunStoppedError, argument
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits, token_losses
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import extension_of, verify_model
 from hf_posenc.training.chunked_loss import chunked_lm_loss
-from hf_posenc.training.packing import IGNORED
 from hf_posenc.training.positions import FULL, PositionSchedule
-from hf_posenc.training.weights import is_half
+from hf_posenc.utils.dtypes import is_half
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,8 @@ _DOCUMENT = 24  # tokens of a document of the probe
 _GROUP = 20
 _LEAK = 0.01  # of what is seen when the two are one document: rounding stays far below
 _UNSEEN = 1e-4  # the same, where something must be seen, from however far
-_GUESSING = 0.8  # of the loss of guessing: what a model that has lost its weights or positions starts near
 # How far two right computations can lie apart, as a share: rounding, kernels, and what dropout and jitter add.
 _ROUNDING, _HALF_ROUNDING, _NOISE = 5e-4, 1e-2, 0.15
-_ADVICE = (
-    "No checkpoint of it was written. If it is right all the same, pass check_first_loss=False "
-    "(--check-first-loss false)."
-)
 
 
 @torch.no_grad()
@@ -261,40 +256,22 @@ def check_positions_arrive(trainer: Trainer, model: nn.Module, inputs: dict[str,
         )
 
 
-class FirstLossCheck(TrainerCallback):
-    """Stop a run whose first loss says that positions, labels or weights are not what they should be.
+class RotaryCheck(TrainerCallback):
+    """Stop a run whose positions are not what they should be.
 
-    Positions that are wrong do not crash: a run goes on for hours from a loss that is somewhat too high. Held against
-    each other are the live rotary modules and their closed form, at the start, after the first step and before each
-    checkpoint; and the loss of the first step and that of the same tokens outside of Trainer.
+    Positions that are wrong do not crash: a run goes on for hours from a loss that is somewhat too high. The live
+    rotary modules are compared with their closed form at the start, after the first step and before each checkpoint;
+    the loss of the first step, if an expected one is given, with that.
 
     Args:
         rotary: What is trained, wrapped or not.
-        expected: Loss in nats per token that the first step must have; None if it is not known: a resumed run, or an
-            attention that is another one while training.
-        known: Loss of the same model on other texts, measured before; None if it was not.
+        expected: Loss in nats per token that the first step must have; None does not compare it.
         tolerance: By which share the first loss may differ from ``expected``.
-        judges: Whether the first loss is looked at; the rotary modules always are.
-        is_text: The first step is text, which a pretrained model reads far better than by guessing; not answers alone.
     """
 
-    def __init__(
-        self,
-        rotary: RotaryModel,
-        expected: float | None,
-        known: float | None,
-        tolerance: float,
-        *,
-        judges: bool = True,
-        is_text: bool = True,
-    ) -> None:
-        self.rotary = rotary
-        self.expected = expected
-        self.known = known
-        self.tolerance = tolerance
-        self.judges = judges
-        self.is_text = is_text
-        self.fresh = True
+    def __init__(self, rotary: RotaryModel, expected: float | None = None, tolerance: float = 0.0) -> None:
+        self.rotary, self.expected, self.tolerance = rotary, expected, tolerance
+        self.is_first_step = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -302,9 +279,9 @@ class FirstLossCheck(TrainerCallback):
         verify_model(self.rotary.model)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.fresh or control.should_save:
+        if self.is_first_step or control.should_save:
             verify_model(self.rotary.model)
-        self.fresh = False
+        self.is_first_step = False
 
     def on_log(
         self,
@@ -314,55 +291,21 @@ class FirstLossCheck(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        if self.judges and state.global_step == 1 and logs is not None and "loss" in logs:
-            loss, vocab_size = float(logs["loss"]), self.rotary.text_config.vocab_size
-            known = self.known if self.is_text else None
-            check_first_loss(loss, self.expected, known, self.tolerance, vocab_size)
-            if state.is_world_process_zero:
-                log_first_loss(loss, self.expected, vocab_size, is_text=self.is_text)
-
-
-def check_first_loss(
-    loss: float, expected: float | None, known: float | None, tolerance: float, vocab_size: int
-) -> None:
-    """Raise if the first loss cannot be right; all losses in nats per token.
-
-    Raises:
-        RuntimeError: It differs from the expected one; or, where none is known, it is about that of guessing and the
-            model was far better before training.
-    """
-    guessing = math.log(vocab_size)
-    near_guessing = f", about that of guessing ({guessing:.2f})" if loss >= _GUESSING * guessing else ""
-    if expected is not None and abs(loss - expected) > tolerance * expected:
-        raise RunStoppedError(
-            f"the first training loss is {loss:.4f} nats per token{near_guessing}, but outside of the trainer the "
-            f"same tokens give {expected:.4f}: positions were not applied, or labels or weights are not what they "
-            "should be. Something between the data and the model drops or changes position_ids or labels, or "
-            f"weights were lost when the model was wrapped. {_ADVICE}"
-        )
-    if expected is None and near_guessing and known is not None and known < 0.5 * loss:
-        raise RunStoppedError(
-            f"the first training loss is {loss:.2f} nats per token{near_guessing}, but before training the same model "
-            f"read held-out text at {known:.2f}: positions were not applied, weights were lost when the model was "
-            f"wrapped, or the training texts are none. {_ADVICE}"
-        )
-
-
-def log_first_loss(loss: float, expected: float | None, vocab_size: int, *, is_text: bool = True) -> None:
-    """Log a first loss that was not refused; one of guessing can be right, by what the model was given."""
-    guessing = math.log(vocab_size)
-    if expected is not None:
-        logger.info("first loss %.4f nats per token; outside of the trainer the same tokens give %.4f", loss, expected)
-    if is_text and loss >= _GUESSING * guessing:
-        logger.warning(
-            "the first loss is %.2f nats per token, about that of guessing (%.2f). A pretrained model starts far "
-            "lower: check that the checkpoint and the tokenizer belong together, and that the positions were applied "
-            "(verify_model(model) raises if not).",
-            loss,
-            guessing,
-        )
-    elif expected is None:
-        logger.info("first loss %.4f nats per token; guessing would give %.4f", loss, guessing)
+        if self.expected is None or state.global_step != 1 or logs is None or "loss" not in logs:
+            return
+        loss = float(logs["loss"])
+        if abs(loss - self.expected) > self.tolerance * self.expected:
+            raise RunStoppedError(
+                f"the first training loss is {loss:.4f} nats per token, but outside of the trainer the same tokens "
+                f"give {self.expected:.4f}: positions were not applied, or labels or weights are not what they should "
+                "be. Something between the data and the model drops or changes position_ids or labels, or weights "
+                "were lost when the model was wrapped. No checkpoint was written. If the loss is right all the same, "
+                f"leave {argument('check_first_loss')} out."
+            )
+        if state.is_world_process_zero:
+            logger.info(
+                "first loss %.4f nats per token; outside of the trainer the same tokens give %.4f", loss, self.expected
+            )
 
 
 def expected_first_loss(rotary: RotaryModel, blocks: Iterable[dict[str, torch.Tensor]], rows_per_chunk: int) -> float:

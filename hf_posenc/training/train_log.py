@@ -12,11 +12,11 @@ from typing import Any
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posenc.errors import RunStoppedError
-from hf_posenc.training.run_folder import how_to_go_on, read_log
+from hf_posenc.training.run_folder import read_log
 from hf_posenc.utils.console import Progress
 from hf_posenc.utils.files import write_whole
 
-ADVICE_NOT_FINITE = "Start again in another output_dir with a lower learning_rate, a longer warm-up, or bf16=False. {}"
+ADVICE_NOT_FINITE = "Start again in another output_dir with a lower learning_rate, a longer warm-up, or bf16=False."
 
 
 class LossLog(TrainerCallback):
@@ -66,7 +66,7 @@ class LossLog(TrainerCallback):
             if not math.isfinite(value):  # in every process: it is that of all, and one alone would leave them waiting
                 raise RunStoppedError(
                     f"the {what} of step {state.global_step} is {value}, so no checkpoint of it is written. "
-                    + ADVICE_NOT_FINITE.format(how_to_go_on(self.path.parent, "If the cause is removed otherwise, run"))
+                    + ADVICE_NOT_FINITE
                 )
         if state.is_world_process_zero:
             self._write(loss, logs, state.global_step)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -29,150 +28,98 @@ from hf_posenc.checkpoint.extended import write_extension
 from hf_posenc.errors import InvalidRequestError, RunStoppedError
 from hf_posenc.evaluation.losses import length_dependent_rope_types
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.training.blocks import TrainingBlocks
 from hf_posenc.training.chunked_loss import chunked_lm_loss
-from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.kernels import liger_arguments, training_kernels
-from hf_posenc.training.launch import Launch
+from hf_posenc.training.kernels import training_kernels
 from hf_posenc.training.lora import base_not_looked_up
-from hf_posenc.training.packing import BlockSchedule, PackedDataset
-from hf_posenc.training.run_folder import (
-    PARTIAL,
-    checkpoint_bytes,
-    clear_partial,
-    how_to_go_on,
-    move_into_place,
-    warn_if_too_small,
-    writing,
-)
+from hf_posenc.training.run_folder import PARTIAL, clear_partial, move_into_place
+from hf_posenc.training.run_plan import RunPlan, StagePlan
 from hf_posenc.training.start_checks import (
-    FirstLossCheck,
+    RotaryCheck,
     check_positions_arrive,
     expected_first_loss,
     probe_isolation,
     tolerance_of,
 )
 from hf_posenc.training.train_log import ADVICE_NOT_FINITE, Console
-from hf_posenc.training.weights import float32_weights, is_half, load_shards, remember_modules, shard_like, unshard
+from hf_posenc.training.weights import float32_weights, load_shards, remember_modules, shard_like, unshard
 from hf_posenc.utils.console import without_weight_bars
-from hf_posenc.utils.dtypes import computes_natively, round_to_stored
+from hf_posenc.utils.dtypes import round_to_stored
 from hf_posenc.utils.processes import from_main
 
 logger = logging.getLogger(__name__)
 
 
-def training_arguments(model: PreTrainedModel, config: FinetuneConfig, packed: PackedDataset) -> TrainingArguments:
-    """Return Trainer's settings; making them joins the process group of a distributed run."""
-    values = {one.name: getattr(config, one.name) for one in dataclasses.fields(TrainingArguments) if one.init}
-    if "activation_checkpointing" in values:  # Transformers 5.23 warns of the older name
-        for kind in ("", "_kwargs"):
-            values[f"activation_checkpointing{kind}"] = values.pop(f"gradient_checkpointing{kind}")
-    rotary = RotaryModel(model)
-    on_cpu = rotary.device.type == "cpu"
-    in_bf16 = is_half(model) and computes_natively(torch.bfloat16, rotary.device)
-    values |= {
-        "max_steps": 1,  # set when the number of devices is known
-        "bf16": in_bf16 if config.bf16 is None else config.bf16,
-        "logging_steps": 1,  # LossLog needs every step
-        "logging_first_step": True,
-        "logging_nan_inf_filter": False,
-        "use_cpu": on_cpu,
-        "dataloader_pin_memory": config.dataloader_pin_memory and not on_cpu,
-        # finetune pushes the trained model itself; Trainer's copy is saved with each checkpoint, and holds no token.
-        "push_to_hub": False,
-        "hub_token": None,
-        "resume_from_checkpoint": None,
-    }
-    values |= liger_arguments(rotary)
-    args = TrainingArguments(**values)
+def training_arguments(options: Mapping[str, Any]) -> TrainingArguments:
+    """Return Trainer's settings of a stage (``StagePlan.trainer``); making them joins a distributed run's processes."""
+    args = TrainingArguments(**options)
     if args.n_gpu > 1:
         logger.warning(
             "one process uses one GPU; start it with `accelerate launch` or torchrun to use all %d", args.n_gpu
         )
         args._n_gpu = 1  # DataParallel copies modules, which the loss in chunks does not survive
-    _set_steps(args, config, packed)
     return args
-
-
-def _set_steps(args: TrainingArguments, config: FinetuneConfig, packed: PackedDataset) -> None:
-    per_step = config.tokens_per_step(packed.seq_len)
-    args.max_steps = config.token_budget // per_step
-    if config.warmup_steps >= 1:
-        args.warmup_steps = min(config.warmup_steps, args.max_steps // 5)
-    else:
-        args.warmup_steps = args.get_warmup_steps(args.max_steps)
-    passes = args.max_steps * per_step / (len(packed) * packed.seq_len)
-    logger.info(
-        "%d steps of %d tokens: %d tokens%s; warm-up over %d steps",
-        args.max_steps,
-        per_step,
-        args.max_steps * per_step,
-        f", {passes:.2f} passes over the data" if config.task_mix is None else "",
-        args.warmup_steps,
-    )
-    positions = packed.positions
-    # nope has no positions, and is trained on short texts first; an encoding may be trained for the length it has.
-    wants_distances = config.method != "nope" and positions.target_length > positions.original_length
-    group = config.group(packed.seq_len)
-    packed.schedule(args.max_steps, config.blocks_per_step(), config.seed).log(
-        wants_distances=wants_distances, group=group
-    )
 
 
 def train(
     model: Any,
     args: TrainingArguments,
-    packed: PackedDataset,
-    config: FinetuneConfig,
+    blocks: TrainingBlocks,
+    plan: RunPlan,
+    stage: StagePlan,
     watch: TrainerCallback,
-    checkpoint: Path | None,
-    base_model: str,
+    checkpoint: Path | None = None,
     tokens_before: int = 0,
-    known_loss: float | None = None,
 ) -> None:
     """Train a model in place, and leave nothing else changed in it.
 
     Args:
         model: The extended model, PEFT-wrapped or not.
         args: From ``training_arguments``.
-        packed: The blocks.
-        config: The run.
+        blocks: What it is trained on, in order.
+        plan: How it computes.
+        stage: Its steps and groups.
         watch: Sees every step first: the loss log.
-        checkpoint: Trainer's folder to go on from; None begins.
-        base_model, tokens_before: For the manifests of the checkpoints: the latter counts the tokens of earlier runs.
-        known_loss: Of the model on other texts, nats per token; for ``FirstLossCheck``.
+        checkpoint: Trainer's folder to resume from; None begins.
+        tokens_before: Tokens of earlier runs and stages, counted in the manifests of the checkpoints.
     """
     rotary = RotaryModel(model)
 
     def mark(folder: Path, step: int) -> None:
-        trained = tokens_before + step * config.tokens_per_step(packed.seq_len)
+        trained = tokens_before + step * stage.tokens_per_step
         adapter = hasattr(model, "peft_config")
-        write_extension(rotary.model, folder, adapter=adapter, tokens_trained=trained, base_model=base_model)
+        write_extension(rotary.model, folder, adapter=adapter, tokens_trained=trained, base_model=plan.base_model)
 
-    group = config.group(packed.seq_len)
-    schedule = packed.schedule(args.max_steps, config.blocks_per_step(), config.seed)
-    if args.should_save:
-        warn_if_too_small(Path(str(config.output_dir)), model, args.save_total_limit)
     base = rotary.model
     use_cache = base.config.use_cache
-    autocast = torch.autocast(rotary.device.type, torch.bfloat16) if args.bf16 else nullcontext()
-    console = Console(int(config.logging_steps), _shorter(config, args))
+    autocast = torch.autocast(rotary.device.type, torch.bfloat16) if plan.step.bf16 else nullcontext()
+    console = Console(plan.logging_steps, plan.shorter)
     began = time.perf_counter()
-    sparse = nullcontext() if group is None else shifted_sparse_attention(model, group)
+    sparse = nullcontext() if stage.group is None else shifted_sparse_attention(model, stage.group)
     try:
         with (
             sparse,
-            float32_weights(model, frozen=not args.bf16) as dtypes,
-            training_kernels(rotary, config, bf16=args.bf16),
-            chunked_lm_loss(model, config.logits_chunk),
+            float32_weights(model, frozen=not plan.step.bf16) as dtypes,
+            training_kernels(rotary, flash=plan.flash),
+            chunked_lm_loss(model, plan.step.logits_chunk),
         ):
             with autocast:
-                probe_isolation(rotary, args.train_batch_size, packed.positions, packed=config.packs_documents)
-                check = _first_loss_check(rotary, args, schedule, config, checkpoint, known_loss)
+                probe_isolation(rotary, args.train_batch_size, stage.positions, packed=not plan.data.one_document)
+                expected = None
+                if plan.checks_first_loss and checkpoint is None and not length_dependent_rope_types(base):
+                    own = range(args.process_index, stage.blocks_per_step, args.world_size)
+                    expected = expected_first_loss(rotary, (blocks[index] for index in own), plan.step.logits_chunk)
             modules = remember_modules(model)
-            callbacks = [watch, check]
-            trainer = BlockTrainer(model=model, args=args, train_dataset=schedule, callbacks=callbacks, mark=mark)
-            trainer.checks_positions = config.check_first_loss
-            trainer.logs_tokens_in_loss = config.task_mix is not None
+            callbacks = [watch, RotaryCheck(rotary, expected, tolerance_of(rotary, autocast=bool(plan.step.bf16)))]
+            trainer = LongTrainer(
+                model=model,
+                args=args,
+                train_dataset=blocks,
+                callbacks=callbacks,
+                mark=mark,
+                shards_weights=plan.shards_weights,
+            )
+            trainer.logs_tokens_in_loss = blocks.kinds is not None
             if not args.disable_tqdm:
                 trainer.remove_callback(ProgressCallback)
                 trainer.add_callback(console)
@@ -187,42 +134,12 @@ def train(
     logger.info("trained in %.0f s", time.perf_counter() - began)
 
 
-def _shorter(config: FinetuneConfig, args: TrainingArguments) -> str:
-    """Return what would make a training shorter, in the words of the command line."""
-    ways = ["a smaller --token-budget"]
-    if config.position_schedule == "full" and config.method != "nope":
-        ways.insert(0, "--position-schedule pose, whose blocks have the original length")
-    if args.bf16 and not computes_natively(torch.bfloat16, args.device):
-        ways.insert(0, "--bf16 false (bfloat16 is emulated here)")
-    return ", ".join(ways)
-
-
-def _first_loss_check(
-    rotary: RotaryModel,
-    args: TrainingArguments,
-    schedule: BlockSchedule,
-    config: FinetuneConfig,
-    checkpoint: Path | None,
-    known_loss: float | None,
-) -> FirstLossCheck:
-    """Return the check, with the loss of the first step's blocks where it can be known before training."""
-    expected = None
-    another_attention = config.shifted_sparse_attention or length_dependent_rope_types(rotary.model)
-    another_loss = another_attention or config.neftune_noise_alpha is not None  # noise is added to the embedding
-    if config.check_first_loss and checkpoint is None and not another_loss:
-        own = range(args.process_index, config.blocks_per_step(), args.world_size)
-        expected = expected_first_loss(rotary, (schedule[index] for index in own), config.logits_chunk)
-    tolerance = tolerance_of(rotary, autocast=args.bf16)
-    judges, is_text = config.check_first_loss, config.task_mix is None
-    return FirstLossCheck(rotary, expected, known_loss, tolerance, judges=judges, is_text=is_text)
-
-
-class BlockTrainer(Trainer):
+class LongTrainer(Trainer):
     """Trainer over a dataset that is already in the order of training; ``mark`` completes its checkpoints.
 
     It checks what it feeds, and moves a checkpoint into place when all processes are through with it. Trainer itself
-    writes in place, its state last, and finds a checkpoint by its name: one that is being written when the process is
-    killed, or the disk is full, is taken for intact by ``resume_from_checkpoint=True``.
+    writes in place, and finds a checkpoint by its name: one that is being written when the process is killed, or the
+    disk is full, is taken for whole by ``resume_from_checkpoint=True``.
 
     Under FSDP2 with ``FULL_STATE_DICT`` a checkpoint has the files of a run in one process, ``model.safetensors`` and
     ``optimizer.pt``: either kind of run resumes the other's. The first process holds all of it in CPU memory while it
@@ -235,18 +152,16 @@ class BlockTrainer(Trainer):
     of FSDP2.
 
     Attributes:
-        checks_positions: Before the first step, see that positions reach the model.
         logs_tokens_in_loss: With the loss of a step, log how many tokens it is the mean of.
     """
 
-    checks_positions = True
     logs_tokens_in_loss = False
+    _positions_arrived = False
 
-    def __init__(self, *args: Any, mark: Callable[[Path, int], None], **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mark: Callable[[Path, int], None], shards_weights: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mark = mark
-        launch = Launch.from_environment()
-        if launch.fsdp and launch.processes > 1 and not self.is_fsdp_enabled:
+        if shards_weights and not self.is_fsdp_enabled:
             raise InvalidRequestError(
                 f"the launch asks for FSDP, but accelerate shares out no weights on {self.args.device.type}. Launch "
                 "with --accelerate-config multi_gpu there."
@@ -273,9 +188,9 @@ class BlockTrainer(Trainer):
         return cast("DataLoader[Any]", self.accelerator.prepare(loader))
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.checks_positions:
+        if not self._positions_arrived:
             check_positions_arrive(self, model, inputs)
-            self.checks_positions = False
+            self._positions_arrived = True
         loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
         return loss
 
@@ -293,14 +208,13 @@ class BlockTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder, step = Path(str(self.args.output_dir)), self.state.global_step
-        refuse_not_finite(model, folder, step)
+        refuse_not_finite(model, step)
         from_main(lambda: clear_partial(folder))
-        with writing(f"the checkpoint of step {step}", folder, checkpoint_bytes(model), leftovers=folder / PARTIAL):
-            super()._save_checkpoint(model, trial)
-            if self.args.should_save and (self.writes_full_state or not self.is_fsdp_enabled):
-                self.mark(folder / PARTIAL / f"checkpoint-{step}", step)
-            self.accelerator.wait_for_everyone()
-            from_main(lambda: move_into_place(folder, step, self.args.save_total_limit))
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save and (self.writes_full_state or not self.is_fsdp_enabled):
+            self.mark(folder / PARTIAL / f"checkpoint-{step}", step)
+        self.accelerator.wait_for_everyone()
+        from_main(lambda: move_into_place(folder, step, self.args.save_total_limit))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         if state_dict:  # gathered: tied weights as copies, which would be written twice
@@ -362,12 +276,11 @@ class BlockTrainer(Trainer):
 
 
 @torch.no_grad()
-def refuse_not_finite(model: nn.Module, folder: Path, step: int) -> None:
+def refuse_not_finite(model: nn.Module, step: int) -> None:
     """Refuse to save weights that can only give NaN: the loss of a step says what they were before it, not after.
 
     Args:
         model: Sharded or not; each process looks at what it holds.
-        folder: Of the run, for the message.
         step: That was just done.
 
     Raises:
@@ -380,5 +293,5 @@ def refuse_not_finite(model: nn.Module, folder: Path, step: int) -> None:
     if found:
         raise RunStoppedError(
             f"weights are not finite after step {step}, {found[0]} first, so no checkpoint of it was written. "
-            + ADVICE_NOT_FINITE.format(how_to_go_on(folder, "If the cause is removed otherwise, run"))
+            + ADVICE_NOT_FINITE
         )

@@ -15,11 +15,6 @@ from hf_posenc.errors import RunStoppedError
 from hf_posenc.utils.dtypes import HALF
 
 
-def is_half(model: nn.Module) -> bool:
-    """Return whether any weight is in half precision."""
-    return any(p.dtype in HALF for p in model.parameters())
-
-
 @contextmanager
 def float32_weights(model: nn.Module, *, frozen: bool) -> Iterator[dict[str, torch.dtype]]:
     """Hold weights in float32 while open; afterwards in the dtype each one came in.

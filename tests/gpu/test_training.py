@@ -13,8 +13,8 @@ from attention_models import IDS
 from gpu.exact import model_of
 from hf_posenc import load_extended, patch_model, perplexity, plan, save_extended, unpatch_model, verify_model
 from hf_posenc.checkpoint.quantised import keep_layout
-from hf_posenc.planning.measured_training import measure_training
 from hf_posenc.training import FinetuneConfig, finetune
+from measured_training import measure_training
 from tiny_models import logits
 from tiny_runs import SEQ, config, losses
 

@@ -72,8 +72,8 @@ def attention_over_all(see_all: bool) -> Any:
 def do(run: Run) -> None:
     """Do a run; what it returned, or the message of what it raised, goes to its folder."""
     from hf_posenc.checkpoint.loading import load_model
+    from hf_posenc.data.tokens import MaskedTokens
     from hf_posenc.training import finetune
-    from hf_posenc.training.packing import MaskedTokens
     from tiny_llama import make_tiny_llama
     from tiny_runs import Killed, config, kill_at, make_documents, make_tokenizer
 

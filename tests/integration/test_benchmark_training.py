@@ -6,15 +6,30 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from transformers import IntervalStrategy, LlamaForCausalLM
+from torch.utils.data import Dataset
+from transformers import LlamaForCausalLM
 
-from hf_posenc.planning.measured_training import MeasuredTraining, _Clock, random_blocks, train_as_finetune
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.trainer import training_arguments
+from measured_training import Clock, MeasuredTraining, prepare, train_as_finetune
+
+
+class OneBlock(Dataset[dict[str, torch.Tensor]]):
+    """The same block for every step, as plain Trainer shuffles."""
+
+    kinds = None
+
+    def __init__(self, block: dict[str, torch.Tensor]) -> None:
+        self.block = block
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.block
 
 
 @pytest.fixture
@@ -39,11 +54,9 @@ def test_both_train_the_same(
         model: Any = tiny_llama()
         before = model.model.embed_tokens.weight.detach().clone()
         run = FinetuneConfig(str(tmp_path), gradient_checkpointing=True, token_budget=3 * 64, learning_rate=1e-3)
-        data = random_blocks(128, 64, 1, packed=False)  # one, as plain Trainer shuffles
-        args = training_arguments(model, run, data)
-        args.save_strategy, args.disable_tqdm = IntervalStrategy.NO, True
-        clock = _Clock(model)
-        way(model, args, data, run, clock)
+        plan, args, blocks = prepare(model, run, 64, 3, str(tmp_path))
+        clock = Clock(model)
+        way(model, args, cast(Any, OneBlock(blocks[0])), plan, clock)
         assert len(clock.seconds) == 3
         assert not torch.equal(before, model.model.embed_tokens.weight)
         weights.append([parameter.detach().clone() for parameter in model.parameters()])

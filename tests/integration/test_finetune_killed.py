@@ -66,7 +66,6 @@ def test_killed_while_a_checkpoint_is_written(
         ("writing", "checkpoint-8/model.safetensors", "{}/checkpoint-4"),
         ("writing", "checkpoint-8/optimizer.pt", "{}/checkpoint-4"),
         ("writing", "checkpoint-8/rng_state.pth", "{}/checkpoint-4"),
-        ("writing", "checkpoint-8/checkpoint.json", "{}/checkpoint-4"),
         ("moving", "checkpoint-8", "{}/checkpoint-4"),
     ],
 )

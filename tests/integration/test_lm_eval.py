@@ -21,8 +21,7 @@ from folders import ROOT
 from hf_posenc import load_extended, patch_model, perplexity, save_extended
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.cli.main import main
-from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.lora import add_lora
+from hf_posenc.training.lora import LoraSettings, add_lora
 from lm_eval_packages import find_lm_eval
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
 
@@ -231,7 +230,7 @@ def test_adapters(checkpoint: Path, tasks: Path, tmp_path: Path) -> None:
     from hf_posenc.checkpoint.loading import load_model
 
     base, _ = load_model(checkpoint, device="cpu")
-    adapted = add_lora(patch_model(base, "dynamic_yarn", FACTOR), FinetuneConfig("x", lora_rank=4, lora_alpha=8))
+    adapted = add_lora(patch_model(base, "dynamic_yarn", FACTOR), LoraSettings(4, 8))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

@@ -24,7 +24,7 @@ from transformers import (
 
 from hf_posenc import describe, load_extended, patch_model, save_extended, unpatch_model
 from hf_posenc.checkpoint.manifest import MANIFEST, read_manifest
-from hf_posenc.checkpoint.standard_saving import plain_loading
+from hf_posenc.checkpoint.plain_loading import plain_loading
 from hf_posenc.doctor.diagnosis import diagnose
 from sharp_checkpoints import (
     FACTOR,

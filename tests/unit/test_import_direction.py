@@ -8,13 +8,14 @@ from pathlib import Path
 import hf_posenc
 
 PACKAGE = Path(hf_posenc.__file__).parent
-EVERYONES = {"errors", "spec", "utils", "version"}
+EVERYONES = {"errors", "settings", "spec", "utils", "version"}
 # Each package with those it may import besides; all of them are further up, so that there is no circle.
 MAY_IMPORT = {
     "errors": "",
     "version": "",
     "utils": "",
     "spec": "",
+    "settings": "spec",
     "assets": "",
     "methods": "",
     "families": "",
@@ -30,7 +31,8 @@ MAY_IMPORT = {
     "serving": "assets methods patching checkpoint exports evaluation",
     "report": "methods attention evaluation",
     "publishing": "methods families data patching checkpoint exports evaluation report",
-    "training": "methods families data attention encodings patching checkpoint evaluation publishing",
+    "mixtures": "data",
+    "training": "methods families data attention encodings patching checkpoint evaluation publishing mixtures",
     "fitting": "methods families attention patching evaluation retrieval",
     "planning": "methods families attention patching checkpoint evaluation training fitting",
     "explain": "methods families attention patching checkpoint report",

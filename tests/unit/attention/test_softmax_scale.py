@@ -17,7 +17,7 @@ from hf_posenc import (
     unpatch_model,
     verify_model,
 )
-from hf_posenc.checkpoint.standard_saving import plain_loading
+from hf_posenc.checkpoint.plain_loading import plain_loading
 from model_types import IDS, tiny_model
 from tiny_models import logits
 

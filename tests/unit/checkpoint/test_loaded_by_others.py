@@ -18,7 +18,7 @@ from attention_models import IDS, sharp_model
 from doctor_configs import edit_config
 from hf_posenc import describe, diagnose, load_extended, patch_model, save_extended, unpatch_model, verify_model
 from hf_posenc.checkpoint.manifest import MANIFEST
-from hf_posenc.checkpoint.standard_saving import plain_loading
+from hf_posenc.checkpoint.plain_loading import plain_loading
 from hf_posenc.errors import ExtensionMissingError, InvalidRequestError, MissingFileError, RotaryMismatchError
 from tiny_models import logits, make_model
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from attention_models import IDS, ORIGINAL, sharp_model
 from hf_posenc import describe, load_extended, patch_model, save_extended
 from hf_posenc.checkpoint.manifest import MANIFEST
-from hf_posenc.checkpoint.standard_saving import plain_loading
+from hf_posenc.checkpoint.plain_loading import plain_loading
 from tiny_models import logits
 
 

@@ -35,9 +35,12 @@ from hf_posenc.planning.inference_memory import kv_cache
 from hf_posenc.planning.text import finetune_words, flags_of
 from hf_posenc.planning.training_memory import TrainingMemory, predict_training_memory
 from hf_posenc.planning.training_options import Sharding, TrainingOption, fewest_devices, training_options
+from hf_posenc.training.base_model_facts import ModelFacts
 from hf_posenc.training.chunked_loss import chunked_lm_loss
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.recipes import RECIPES, fit_recipe
+from hf_posenc.training.recipes import RECIPES
+from hf_posenc.training.run_plan import with_recipe
+from hf_posenc.training.step_plan import StepPlan
 from hf_posenc.utils.units import MemorySize
 from tiny_llama import TINY_SIZES
 from tiny_models import recompute_activations
@@ -50,10 +53,10 @@ _PREDICTED: dict[Any, TrainingMemory] = {}
 def _predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same prediction is made once for all tests."""
 
-    def predict(config: Any, run: FinetuneConfig, seq_len: int, **given: bool) -> TrainingMemory:
-        key = (config.to_json_string(), str(vars(run)), seq_len, tuple(given.items()))
+    def predict(config: Any, step: StepPlan, seq_len: int, **given: bool) -> TrainingMemory:
+        key = (config.to_json_string(), step, seq_len, tuple(given.items()))
         if key not in _PREDICTED:
-            _PREDICTED[key] = predict_training_memory(config, run, seq_len, **given)
+            _PREDICTED[key] = predict_training_memory(config, step, seq_len, **given)
         return _PREDICTED[key]
 
     monkeypatch.setattr("hf_posenc.planning.training_options.predict_training_memory", predict)
@@ -105,7 +108,7 @@ def test_operations_are_those_that_pytorch_counts(checkpointing: bool) -> None:
     matrices = sum(flops for op, flops in counted.items() if "bmm" not in str(op))
     batched = sum(flops for op, flops in counted.items() if "bmm" in str(op))
     run = FinetuneConfig("unused", gradient_checkpointing=checkpointing)
-    ours = training_flops(model_facts(config, "x"), run, 100, 100)
+    ours = training_flops(model_facts(config, "x"), run.step, 100, 100)
     # The last row has no loss, and recomputing stops before a layer's last product, which nothing needs.
     assert ours.parameters == pytest.approx(matrices + checkpointing * 2 * 2 * 128 * 64 * 100, rel=0.01)
     # Eager attention makes the whole square, and goes back in four products, not in flash's five.
@@ -117,10 +120,9 @@ def test_windows_and_groups_see_fewer_keys() -> None:
     full = model_facts(MistralConfig(**TINY_SIZES, sliding_window=None), "x")
     windowed = model_facts(MistralConfig(**TINY_SIZES, sliding_window=10), "x")
     keys = sum(min(i + 1, 10) for i in range(100)) / 100
-    assert training_flops(windowed, RUN, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * keys)
-    assert training_flops(full, RUN, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * 50.5)
-    groups = FinetuneConfig("unused", shifted_sparse_attention=True)
-    assert training_flops(full, groups, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * 13)
+    assert training_flops(windowed, RUN.step, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * keys)
+    assert training_flops(full, RUN.step, 100, 1).attention == pytest.approx(2 * 3.5 * 4 * 64 * 50.5)
+    assert training_flops(full, RUN.step, 100, 1, group=25).attention == pytest.approx(2 * 3.5 * 4 * 64 * 13)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +208,7 @@ def test_a_recipe_is_counted_as_finetune_sets_it(recipe: str, tiny_llama: Callab
     run = FinetuneConfig.from_recipe(recipe, output_dir="unused", context_length=8192)
     in_4bit = bool(RECIPES[recipe].loading.get("load_in_4bit"))
     first = plan(model.config, 8192, gpu_memory="24GB", run=run, load_in_4bit=in_4bit).training_options[0]
-    fitted = fit_recipe(RotaryModel(model), run)
+    fitted = with_recipe(run, ModelFacts.of(RotaryModel(model)))
     assert first.seq_len == (fitted.seq_len or (8192 if fitted.position_schedule == "full" else 4096))
     assert (first.run, first.load_in_4bit) == (run, in_4bit)
 
@@ -360,19 +362,10 @@ def test_hours_are_tokens_over_the_speed() -> None:
     assert plan(config, 256, tokens_per_second=500, **given).hours == 2
     made = plan(config, 256, tflops=0.001, **given)
     assert made.hours == pytest.approx(made.flops.total / 1e9 / 3600)
-    with pytest.raises(ValueError, match="give one of tokens_per_second, tflops and measure"):
+    with pytest.raises(ValueError, match="give tokens_per_second or tflops, not both"):
         plan(config, 256, tokens_per_second=500, tflops=1)
     with pytest.raises(ValueError, match="context_length"):
         plan(config, 0)
-
-
-def test_measured_here() -> None:
-    made = plan(LlamaConfig(**TINY_SIZES), 256, gpu_memory="24GB", run=RUN, measure_length=64)
-    assert made.measured is not None
-    assert made.measured.seq_len == made.measured.tokens_per_step == 64
-    speed = training_flops(made.model, made.option.run, 64, 64).total / made.measured.seconds_per_step
-    assert made.hours == pytest.approx(made.flops.total / speed / 3600)
-    assert "measured here in blocks of 64" in plan_text(made)
 
 
 def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:

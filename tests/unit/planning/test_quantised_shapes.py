@@ -15,7 +15,7 @@ from hf_posenc.checkpoint.quantised import in_4bit
 from hf_posenc.planning.quantised_shapes import QuantisedLinear, quantise_shapes
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.lora import add_lora
+from hf_posenc.training.lora import LoraSettings, add_lora
 from tiny_runs import Build
 
 pytestmark = pytest.mark.filterwarnings(
@@ -58,8 +58,8 @@ def test_nested_nf4_takes_4_127_bits_a_weight() -> None:
 def test_adapters_on_4_bits_need_less_by_the_weights_and_are_the_same(tiny_llama: Build) -> None:
     config = tiny_llama().config
     run = FinetuneConfig("unused", lora=True, lora_embeddings=False, gradient_checkpointing=True)
-    whole = predict_training_memory(config, run, 64)
-    packed = predict_training_memory(config, run, 64, load_in_4bit=True)
+    whole = predict_training_memory(config, run.step, 64)
+    packed = predict_training_memory(config, run.step, 64, load_in_4bit=True)
     matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128)
     saved = whole.weights - packed.weights
     assert saved == pytest.approx(matrices * (4 - 4.127 / 8), rel=0.01)
@@ -67,7 +67,7 @@ def test_adapters_on_4_bits_need_less_by_the_weights_and_are_the_same(tiny_llama
     assert packed.optimizer == whole.optimizer
     shape = meta_model(config)
     quantise_shapes(shape, 4)
-    adapted = add_lora(shape, run)
+    adapted = add_lora(shape, LoraSettings(embeddings=False))
     inside = [
         module for module in adapted.modules() if isinstance(getattr(module, "base_layer", None), QuantisedLinear)
     ]

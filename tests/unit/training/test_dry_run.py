@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,9 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.checkpoint.pretrained import load_tokenizer
 from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.extending import dry_run
+from hf_posenc.training.conflicts import Combination, refuse_conflicts
+from hf_posenc.training.dry_run import dry_run
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.setting_checks import check_combination
 from older_transformers import IS_5_0
 
 
@@ -47,7 +48,10 @@ def said(capsys: pytest.CaptureFixture[str], base: Path, *flags: str) -> str:
         ("--factor 1 --position-schedule pose", "the target is 256 tokens and the model was trained on 256"),
         ("--factor 2 --position-schedule pose --seq-len 512", "'pose' has nothing to skip in blocks of seq_len 512"),
         ("--stages 128:100k 512:100k", "stages: the model was trained on 256 tokens, and 128 are not beyond them"),
-        ("--stages 512:10 1024:10", "stages: 10 tokens for the stage of 512 are less than one step, 512 tokens"),
+        (
+            "--stages 512:10 1024:10",
+            "stages: the stage of 512 tokens cannot be trained: --token-budget 10 is less than one step, 512",
+        ),
         ("--stages 512:9k 1024:9k --seq-len 600", "--seq-len 600 is longer than the target length, 512 tokens"),
         ("--recipe longlora --factor 4 --group-share 0.001", "--group-share 0.001 of a block of 1024 tokens gives"),
         ("--recipe abf --context-length 2M", "no base was published for 2097152 tokens"),
@@ -82,19 +86,20 @@ def test_an_extended_model_is_gone_through_as_it_is(tmp_path: Path, caplog: pyte
     save_extended(model, tmp_path / "staged", load_tokenizer(tiny_model_path(), model))
     caplog.set_level(logging.INFO)
     caplog.clear()  # what saving said
-    dry_run(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), seq_len=512))
+    dry_run(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), seq_len=512), Launch())
     with pytest.raises(ValueError, match="seq_len 513 is longer than the target length, 512 tokens"):
-        dry_run(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), seq_len=513))
+        dry_run(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), seq_len=513), Launch())
     with pytest.raises(ValueError, match="the model is extended already: dynamic_yarn, factor 2, 512 tokens"):
-        dry_run(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), method="linear", factor=2))
+        dry_run(str(tmp_path / "staged"), FinetuneConfig(str(tmp_path / "run"), method="linear", factor=2), Launch())
     assert not [record for record in caplog.records if record.name.startswith("hf_posenc")]
 
 
 def test_a_rule_that_a_model_brings_is_refused_for_what_it_is():
     shared = Launch(processes=2, fsdp=2, cp_size=2)
-    with pytest.raises(ValueError, match="the model's rule changes the attention itself"):
-        check_combination(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512, needs_hf_posenc=True)
-    check_combination(FinetuneConfig("run"), shared, attention="sdpa", seq_len=512)
+    run = Combination(FinetuneConfig("run"), shared, "sdpa", seq_len=512, method="dca")
+    with pytest.raises(ValueError, match="dca changes the attention itself"):
+        refuse_conflicts(replace(run, changes_attention=True))
+    refuse_conflicts(run)
 
 
 def test_what_no_config_can_say_of_an_extended_model_is_known(tmp_path: Path):
@@ -111,9 +116,9 @@ def test_what_no_config_can_say_of_an_extended_model_is_known(tmp_path: Path):
     model = patch_model(AutoModelForCausalLM.from_config(config), "yarn", 2, temperature="logits")
     save_extended(model, tmp_path / "phi")
     wanted = FinetuneConfig(str(tmp_path / "run"), method="yarn", factor=2.0, options={"temperature": "logits"})
-    dry_run(str(tmp_path / "phi"), wanted)
+    dry_run(str(tmp_path / "phi"), wanted, Launch())
     with pytest.raises(ValueError, match=r"extended already: yarn, factor 2, 128 tokens, options .*logits"):
-        dry_run(str(tmp_path / "phi"), FinetuneConfig(str(tmp_path / "run"), method="yarn", factor=2.0))
+        dry_run(str(tmp_path / "phi"), FinetuneConfig(str(tmp_path / "run"), method="yarn", factor=2.0), Launch())
 
 
 def test_an_attention_that_is_not_installed_is_left_to_the_loading(tmp_path: Path):
@@ -122,6 +127,6 @@ def test_an_attention_that_is_not_installed_is_left_to_the_loading(tmp_path: Pat
     file.write_text(json.dumps({**json.loads(file.read_text()), "attn_implementation": "flash_attention_2"}))
     wrong = FinetuneConfig(str(tmp_path / "run"), factor=2.0, seq_len=513)
     if not IS_5_0:  # which takes another implementation then
-        dry_run(str(tmp_path / "flash"), wrong)
+        dry_run(str(tmp_path / "flash"), wrong, Launch())
     with pytest.raises(ValueError, match="seq_len 513 is longer than the target length, 512 tokens"):
-        dry_run(str(tmp_path / "flash"), wrong, attention="eager")
+        dry_run(str(tmp_path / "flash"), wrong, Launch(), attention="eager")

@@ -15,11 +15,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from chats import PLAIN, TAGGED, turns
 from hf_posenc.assets import tiny_model_path
+from hf_posenc.data.examples import ExampleTokenizer
+from hf_posenc.data.tokens import MaskedTokens
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.examples import ExampleTokenizer
-from hf_posenc.training.packing import MaskedTokens
-from hf_posenc.training.texts import read_stream, to_token_ids
+from hf_posenc.training.data import read_stream, to_token_ids
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
+from training_plans import plan_for
 
 assert PLAIN != TAGGED
 
@@ -47,8 +48,7 @@ def make_tokenizer(template: str | None = TAGGED) -> PreTrainedTokenizerBase:
 
 
 def tokens_of(documents: Any, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> list[MaskedTokens]:
-    config = FinetuneConfig("unused", **options)
-    found = to_token_ids(make_tokenizer() if tokenizer is None else tokenizer, documents, config)
+    found = to_token_ids(make_tokenizer() if tokenizer is None else tokenizer, documents, **options)
     assert all(isinstance(one, MaskedTokens) for one in found)
     return found  # type: ignore[return-value]  # just looked
 
@@ -231,7 +231,7 @@ def test_special_tokens_around_a_prompt() -> None:
     (one,) = tokens_of([{"prompt": "ab ", "completion": "c<eos>"}], tokenizer)
     assert tokenizer.decode(one.ids) == "~ab c<eos>"  # an EOS that is there is not doubled
     assert one.counted.tolist() == [False] * 4 + [True] * 2
-    assert to_token_ids(tokenizer, ["ab"], None)[0].tolist() == tokenizer("ab", add_special_tokens=False)["input_ids"]
+    assert to_token_ids(tokenizer, ["ab"])[0].tolist() == tokenizer("ab", add_special_tokens=False)["input_ids"]
 
 
 def test_documents_without_anything_that_counts(caplog: pytest.LogCaptureFixture) -> None:
@@ -244,9 +244,10 @@ def test_documents_without_anything_that_counts(caplog: pytest.LogCaptureFixture
             tokens_of([silent] * 2, make_tokenizer(template), assistant_only_loss=True)
     stream = (row for row in [silent, *CHATS])
     config = FinetuneConfig("unused", assistant_only_loss=True)
-    assert rows_of(read_stream(make_tokenizer(), stream, 64, config, False)) == rows_of(both)  # type: ignore[arg-type]  # masked
+    data = plan_for(config, make_tiny_llama()).data
+    assert rows_of(read_stream(make_tokenizer(), stream, data, holds_out=False)) == rows_of(both)  # type: ignore[arg-type]  # masked
     with pytest.raises(ValueError, match="none of the 1 documents"):
-        read_stream(make_tokenizer(), iter([silent]), 64, config, False)
+        read_stream(make_tokenizer(), iter([silent]), data, holds_out=False)
 
 
 @pytest.mark.parametrize(
@@ -288,12 +289,12 @@ def test_long_chats_are_whole_and_nothing_is_said_about_length(caplog: pytest.Lo
 
 def test_rows_with_a_text_and_what_is_no_document() -> None:
     tokenizer = make_tokenizer()
-    (from_row,), (from_text,) = (to_token_ids(tokenizer, [one], None) for one in ({"text": "Emma"}, "Emma"))
+    (from_row,), (from_text,) = (to_token_ids(tokenizer, [one]) for one in ({"text": "Emma"}, "Emma"))
     assert isinstance(from_row, torch.Tensor)
     assert from_row.equal(from_text)  # type: ignore[arg-type]  # a tensor as well
     with pytest.raises(
         TypeError, match="document 0 must be a text, a row of a dataset or a tensor of token ids, got int"
     ):
-        ExampleTokenizer(tokenizer, None)(3, "document 0")
+        ExampleTokenizer(tokenizer)(3, "document 0")
     with pytest.raises(TypeError, match="put a single one in a list"):
-        to_token_ids(tokenizer, CHATS[0], None)  # type: ignore[arg-type]  # refused
+        to_token_ids(tokenizer, CHATS[0])  # type: ignore[arg-type]  # refused

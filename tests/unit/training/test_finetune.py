@@ -20,12 +20,12 @@ from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.evaluation import read_records
 from hf_posenc.patching.api import patch_model, verify_model
 from hf_posenc.training import finetune
+from hf_posenc.training.data import hold_out
 from hf_posenc.training.lora import attention_linears, norm_names
-from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.run_folder import read_log
-from hf_posenc.training.texts import hold_out
 from hf_posenc.training.weights import float32_weights
 from tiny_runs import SEQ, Build, config, load, load_as_the_card_says, logits_of, losses
+from training_blocks import blocks_of_a_run
 
 
 def test_thirty_steps_lower_the_loss_and_everything_is_written(
@@ -82,7 +82,7 @@ def test_the_loss_of_a_step_is_the_mean_over_its_tokens(
     )
     finetune(tiny_llama(), tokenizer, uneven, settings)
     model = patch_model(tiny_llama(), "yarn", 2.0)
-    blocks = list(BlockSchedule(PackedDataset(uneven, SEQ, eos_token_id=0), 8, seed=0))
+    blocks = list(blocks_of_a_run(uneven, SEQ, 8, eos_token_id=0))
     expected = [mean_loss_of_documents(model, blocks[i : i + 4]) for i in (0, 4)]
     assert [line["loss"] for line in read_log(tmp_path / "train_log.jsonl")] == pytest.approx(expected, rel=1e-5)
 
@@ -240,8 +240,7 @@ def test_hold_out():
 
 
 def test_block_schedule_sees_every_block_before_any_again():
-    packed = PackedDataset([torch.arange(1, 41)], 8, eos_token_id=None)
-    order = BlockSchedule(packed, 12, seed=1).order
+    order = blocks_of_a_run([torch.arange(1, 41)], 8, 12, seed=1).order
     assert sorted(order[:5]) == sorted(order[5:10]) == [0, 1, 2, 3, 4]
     assert len(order) == 12
     assert order[:5] != order[5:10]

@@ -11,12 +11,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc.checkpoint.extended import load_extended
 from hf_posenc.checkpoint.manifest import read_manifest
-from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import describe, patch_model, unpatch_model
 from hf_posenc.training import FinetuneConfig, finetune
-from hf_posenc.training.extending import extend
 from tiny_models import make_model
 from tiny_runs import SEQ, Build, config, load_as_the_card_says
+from training_plans import extended_by
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -51,10 +50,8 @@ def test_a_model_is_trained_as_it_is_and_again_after_reloading(
 
 
 def test_a_plain_model_gets_yarn_unless_told(tiny_llama: Build):
-    assert extend(RotaryModel(tiny_llama()), requests())["method"] == "yarn"
-    done = extend(
-        RotaryModel(tiny_llama()), requests(method="ntk", context_length=128, original_max_position_embeddings=32)
-    )
+    assert extended_by(requests(), tiny_llama())["method"] == "yarn"
+    done = extended_by(requests(method="ntk", context_length=128, original_max_position_embeddings=32), tiny_llama())
     assert (done["method"], done["factor"], done["original_max_position_embeddings"]) == ("ntk", 4, 32)
 
 
@@ -72,7 +69,7 @@ def test_a_plain_model_gets_yarn_unless_told(tiny_llama: Build):
 def test_what_agrees_is_taken(tiny_llama: Build, same: dict[str, Any]):
     model = patch_model(tiny_llama(), "yarn", 2, beta_slow=2)
     options = same.get("options", {"beta_slow": 2} if "method" in same else {})
-    assert extend(RotaryModel(model), requests(**{**same, "options": options}))["options"] == {"beta_slow": 2.0}
+    assert extended_by(requests(**{**same, "options": options}), model)["options"] == {"beta_slow": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -89,24 +86,24 @@ def test_what_agrees_is_taken(tiny_llama: Build, same: dict[str, Any]):
 def test_what_contradicts_is_refused_and_the_advice_works(tiny_llama: Build, other: dict[str, Any], named: str):
     model = patch_model(tiny_llama(), "yarn", 2, beta_slow=2)
     with pytest.raises(ValueError, match=rf"extended already: yarn, factor 2, 128 tokens.*{named}\..*unpatch_model"):
-        extend(RotaryModel(model), requests(**other))
-    extend(RotaryModel(unpatch_model(model)), requests(**other))
+        extended_by(requests(**other), model)
+    extended_by(requests(**other), unpatch_model(model))
 
 
 def test_a_published_scaling_is_not_trained_as_something_else(published: LlamaForCausalLM):
     with pytest.raises(ValueError, match=r"already: llama3, factor 4.*requested: method yarn.*on_scaled='replace'"):
-        extend(RotaryModel(published), requests(method="yarn"))
-    assert extend(RotaryModel(published), requests())["method"] == "llama3"
-    replaced = extend(RotaryModel(published), requests(method="yarn", factor=8.0, on_scaled="replace"))
+        extended_by(requests(method="yarn"), published)
+    assert extended_by(requests(), published)["method"] == "llama3"
+    replaced = extended_by(requests(method="yarn", factor=8.0, on_scaled="replace"), published)
     assert (replaced["method"], replaced["context_length"]) == ("yarn", 512)
 
 
 def test_a_scaling_that_hides_the_original_length_needs_it_said(tiny_llama: Build):
     model = tiny_llama(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0})
     with pytest.raises(ValueError, match="does not say how many tokens it was trained on"):
-        extend(RotaryModel(model), requests())
+        extended_by(requests(), model)
     given = requests(method="linear", factor=2.0, original_max_position_embeddings=64, on_scaled="replace")
-    assert extend(RotaryModel(model), given)["context_length"] == 128
+    assert extended_by(given, model)["context_length"] == 128
 
 
 MISTRAL = "mistral-0.1-yarn-8x"  # yarn x8 of 8192 tokens, with a window of 65536 on every layer
@@ -120,11 +117,11 @@ def small_mistral(**changes: Any) -> PreTrainedModel:
 def test_a_preset_decides_as_patch_model_lets_it():
     expected = patch_model(small_mistral(), preset=MISTRAL)
     model = small_mistral()
-    assert extend(RotaryModel(model), requests(preset=MISTRAL)) == describe(expected)
+    assert extended_by(requests(preset=MISTRAL), model) == describe(expected)
     assert model.config.to_dict() == expected.config.to_dict()
     assert model.config.sliding_window == 65536
     without = small_mistral()
-    extend(RotaryModel(without), requests(preset=MISTRAL, sliding_window="off"))
+    extended_by(requests(preset=MISTRAL, sliding_window="off"), without)
     assert without.config.sliding_window is None
     for one, other in ((model, expected), (without, expected)):
         assert torch.equal(one.model.rotary_emb.inv_freq, other.model.rotary_emb.inv_freq)
@@ -133,7 +130,7 @@ def test_a_preset_decides_as_patch_model_lets_it():
 @pytest.mark.parametrize("window", ["off", 160, "160"])
 def test_a_window_is_changed(window: Any):
     model = small_mistral(max_position_embeddings=64, sliding_window=32)
-    extend(RotaryModel(model), requests(factor=2.0, sliding_window=window))
+    extended_by(requests(factor=2.0, sliding_window=window), model)
     assert model.config.sliding_window == (None if window == "off" else 160)
 
 
@@ -142,9 +139,9 @@ def test_a_window_is_changed(window: Any):
 )
 def test_a_preset_and_a_window_that_agree_are_taken(same: dict[str, Any]):
     model = patch_model(small_mistral(), preset=MISTRAL)
-    assert extend(RotaryModel(model), requests(**same))["factor"] == 8
+    assert extended_by(requests(**same), model)["factor"] == 8
     off = patch_model(small_mistral(), preset=MISTRAL, sliding_window="off")
-    assert extend(RotaryModel(off), requests(preset=MISTRAL, sliding_window="off"))["factor"] == 8
+    assert extended_by(requests(preset=MISTRAL, sliding_window="off"), off)["factor"] == 8
 
 
 @pytest.mark.parametrize(
@@ -152,19 +149,19 @@ def test_a_preset_and_a_window_that_agree_are_taken(same: dict[str, Any]):
     [
         ({"sliding_window": "off"}, "requested: sliding_window off"),
         ({"sliding_window": 4096}, "requested: sliding_window 4096"),
-        ({"preset": MISTRAL}, r"requested: factor 8.0, context_length 65536, sliding_window 65536"),
+        ({"preset": MISTRAL}, r"requested: factor 8, sliding_window 65536"),
     ],
 )
 def test_a_preset_and_a_window_that_contradict_are_refused(other: dict[str, Any], named: str):
     model = patch_model(small_mistral(), "yarn", 4, original_max_position_embeddings=8192)
     with pytest.raises(ValueError, match=rf"extended already: yarn, factor 4, 32768 tokens.*{named}\."):
-        extend(RotaryModel(model), requests(**other))
+        extended_by(requests(**other), model)
 
 
 def test_a_preset_of_another_family_is_refused(tiny_llama: Build):
     for model in (tiny_llama(), patch_model(tiny_llama(), "yarn", 2)):
         with pytest.raises(ValueError, match=r"is for Mistral .*this model is 'llama'"):
-            extend(RotaryModel(model), requests(preset=MISTRAL))
+            extended_by(requests(preset=MISTRAL), model)
 
 
 def test_a_run_by_a_preset_says_so_everywhere(tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]):

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.cli.main import main
+from hf_posenc.data.packing import PackedDocuments
 from hf_posenc.training import FinetuneConfig, finetune
-from hf_posenc.training.packing import PackedDataset
 from hf_posenc.training.run_folder import read_log
-from hf_posenc.training.trainer import BlockTrainer
+from hf_posenc.training.trainer import LongTrainer
 from tiny_llama import make_tiny_llama
 from tiny_runs import assert_same_run, killed_at
 
@@ -70,13 +70,13 @@ def test_a_resumed_run_is_the_same_and_says_what_it_read(base: Path, tmp_path: P
 def test_a_mixture_with_skipped_positions_trains(
     base: Path, tmp_path: Path, positions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, counted = BlockTrainer.training_step, []
+    step, counted = LongTrainer.training_step, []
 
-    def counting(self: BlockTrainer, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+    def counting(self: LongTrainer, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
         counted.append(int((inputs["labels"] >= 0).sum()))
         return step(self, model, inputs, *args, **kwargs)
 
-    monkeypatch.setattr(BlockTrainer, "training_step", counting)
+    monkeypatch.setattr(LongTrainer, "training_step", counting)
     result = run(base, tmp_path / "run", position_schedule=positions, token_budget=20 * 256, eval_documents=0)
     lines = read_log(tmp_path / "run/train_log.jsonl")
     assert len(lines) == result.steps == 20
@@ -107,7 +107,7 @@ def broken(tmp_path: Path) -> Path:
         ("--task-mix kv=0.5 txt=0.5", "unknown kind of training data 'txt'. Did you mean 'text'? Known: "),
         ("--task-mix kv=0.5,text=0.2", "the shares of --task-mix must sum to 1, these sum to 0.7."),
         ("--task-mix kv=1.5 text=-0.5", "the share of 'text' must be a number above 0, got '-0.5'"),
-        ("--task-mix kv=0.5 text=0.5 --short-share 0.1", "--short-share goes without --task-mix"),
+        ("--task-mix kv=0.5 text=0.5 --short-share 0.1", "--short-share excludes --task-mix"),
         ("--task-mix kv=1 --seq-len 64", "--task-mix: the shortest example of 'kv' has about"),
         ("--task-mix knots=1 --seq-len 64", "--task-mix: 'knots' ties 4 documents of at least"),
         (
@@ -153,13 +153,13 @@ def test_the_documents_of_a_mixture_are_those_that_are_not_held_out(
 ) -> None:
     """Excerpts for knots and needles come from the packed texts, which are without the held-out end."""
     seen: list[torch.Tensor] = []
-    make = PackedDataset.__init__
+    make = PackedDocuments.__init__
 
-    def remember(self: PackedDataset, *args: Any, **kwargs: Any) -> None:
+    def remember(self: PackedDocuments, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         seen.append(self.stream)
 
-    monkeypatch.setattr(PackedDataset, "__init__", remember)
+    monkeypatch.setattr(PackedDocuments, "__init__", remember)
     run(base, tmp_path / "run", task_mix="knots=1", token_budget=512)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
     (stream,) = seen

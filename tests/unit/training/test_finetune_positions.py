@@ -21,13 +21,13 @@ from folders import ROOT
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import patch_model
-from hf_posenc.training import chunked_loss, finetune, positions
-from hf_posenc.training.packing import BlockSchedule, PackedDataset
+from hf_posenc.training import chunked_loss, finetune, masks
+from hf_posenc.training.data import upsample
 from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.start_checks import probe_isolation
-from hf_posenc.training.texts import upsample
 from tiny_models import make_model
 from tiny_runs import Build, config, killed_at, losses
+from training_blocks import blocks_of_a_run
 
 ORIGINAL, TARGET = 64, 256
 POSE: dict[str, Any] = {
@@ -47,8 +47,8 @@ def test_the_loss_of_each_step_is_that_of_documents_alone_at_their_positions(
     settings = {**POSE, "position_schedule": kind, "short_share": 0.25, "length_upsampling": 2.0}
     finetune(tiny_llama(), tokenizer, uneven, config(tmp_path, token_budget=BUDGET, learning_rate=1e-30, **settings))
     schedule = PositionSchedule(kind, ORIGINAL, TARGET, short_share=0.25)
-    packed = PackedDataset(upsample(uneven, ORIGINAL, 2.0, 0), ORIGINAL, eos_token_id=0, positions=schedule)
-    blocks = list(BlockSchedule(packed, 8, seed=0))
+    more = upsample(uneven, ORIGINAL, 2.0, 0)
+    blocks = list(blocks_of_a_run(more, ORIGINAL, 8, eos_token_id=0, positions=schedule))
     assert max(int(block["position_ids"].max()) for block in blocks) > TARGET // 2
     model = patch_model(tiny_llama(), "yarn", 4.0)
     expected = [mean_loss(model, blocks[i : i + 2]) for i in (0, 2, 4, 6)]
@@ -108,7 +108,7 @@ def test_the_probe_stops_a_run_whose_chunks_or_documents_are_mixed_up(
         with pytest.raises(RuntimeError, match=r"does not see the tokens of its own document .* before a skip"):
             probe_isolation(RotaryModel(model), 1, schedule)
         assert probe_isolation(RotaryModel(model), 1) <= 1e-6  # nothing is wrong where nothing skips
-    monkeypatch.setattr(positions, "find_documents", lambda position_ids, skips_matter: None)
+    monkeypatch.setattr(masks, "find_documents", lambda position_ids, skips_matter: None)
     with pytest.raises(RuntimeError, match="packed documents see each other"):
         probe_isolation(RotaryModel(model), 1, schedule)
 
@@ -132,10 +132,7 @@ def test_a_window_on_every_layer_is_refused_where_a_skip_passes_it(
     tmp_path: Path, tokenizer: Any, documents: list[torch.Tensor]
 ):
     settings = config(tmp_path / "run", **POSE)
-    with (
-        pytest.warns(UserWarning, match="each layer looks back 128 tokens"),
-        pytest.raises(ValueError, match="every layer has a sliding window of 128 tokens: what comes before a longer"),
-    ):
+    with pytest.raises(ValueError, match="every layer has a sliding window of 128 tokens: what comes before a longer"):
         finetune(make_model("Mistral", sliding_window=128), tokenizer, documents, settings)
 
 

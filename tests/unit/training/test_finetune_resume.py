@@ -96,9 +96,7 @@ def test_what_may_not_differ_on_resume_is_named(
     with pytest.raises(ValueError, match="base_weights was '"):
         finetune(tiny_llama(rms_norm_eps=1e-3, vocab_size=129), tokenizer, documents, config(tmp_path, **again))
     (tmp_path / "checkpoint-9").mkdir()  # one that was being written when the process died
-    whole, (damaged,) = last_checkpoint(tmp_path)
-    assert whole == tmp_path / "checkpoint-1"
-    assert damaged.startswith(f"{tmp_path / 'checkpoint-9'} (it was not written to its end")
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-1"
     shown = {"save_steps": 3, "logging_steps": 7, "run_name": "other"}
     done = finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **again, **shown))
     assert done.steps == len(read_log(tmp_path / "train_log.jsonl")) == 1

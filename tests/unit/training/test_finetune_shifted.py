@@ -19,10 +19,10 @@ from hf_posenc.cli.main import main
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import patch_model
 from hf_posenc.training import FinetuneConfig, finetune
-from hf_posenc.training.packing import BlockSchedule, PackedDataset
 from hf_posenc.training.run_folder import read_log
 from hf_posenc.training.start_checks import probe_isolation
 from tiny_runs import SEQ, config, killed_at, load, logits_of
+from training_blocks import blocks_of_a_run
 
 GROUP = SEQ // 4
 
@@ -62,9 +62,8 @@ def test_the_loss_is_that_of_masks_by_hand(
     settings = sparse(tmp_path / "run", token_budget=2 * SEQ, **changes)
     finetune(load(base_folder), tokenizer, uneven, settings)
     model = patch_model(load(base_folder), settings.method or "yarn", 2.0)
-    blocks = list(BlockSchedule(PackedDataset(uneven, SEQ, eos_token_id=0), 2, seed=0))
-    group = settings.group(SEQ)
-    assert group == (GROUP if settings.group_share == 0.25 else 19)
+    blocks = list(blocks_of_a_run(uneven, SEQ, 2, eos_token_id=0))
+    group = GROUP if settings.group_share == 0.25 else 19
     [line] = read_log(tmp_path / "run/train_log.jsonl")
     assert line["loss"] == pytest.approx(loss_by_hand(model, blocks, group), rel=1e-5)
     assert abs(line["loss"] - loss_by_hand(model, blocks, SEQ)) > 1e-3
@@ -146,8 +145,7 @@ def test_the_probe_is_read_in_several_groups(
     [
         ({"method": "dca"}, "shifted_sparse_attention is for static methods, .* 'dca' has an attention of its own"),
         ({"method": "dynamic_yarn"}, "'dynamic_yarn' has an attention of its own"),
-        ({"seq_len": 128, "group_share": 0.01}, "gives groups of 1, and they need 2 at least"),
-        ({"group_share": 0.0}, "group_share must be a share between 0 and 1"),
+        ({"group_share": 1.5}, "group_share must be a share between 0 and 1"),
     ],
 )
 def test_runs_that_cannot_be(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

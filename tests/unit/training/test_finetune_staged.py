@@ -17,10 +17,10 @@ from hf_posenc.doctor import diagnose
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import describe, patch_model, verify_model
 from hf_posenc.training import finetune
-from hf_posenc.training.extending import extend
 from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.start_checks import probe_isolation
 from tiny_runs import config, killed_at, load, logits_of, losses
+from training_plans import extended_by
 
 ORIGINAL, TARGET = 64, 256  # the tiny model's, and 4 times that
 STEPS = 4
@@ -144,9 +144,9 @@ def test_a_loaded_rule_goes_on_or_is_replaced(
     assert describe(load_extended(tmp_path / "on"))["options"] == {"stage": 32}
     other = staged(tmp_path / "other", method="yarn", options={}, factor=2.0)
     with pytest.raises(ValueError, match=r"extended already: dynamic_yarn, factor 4.*on_scaled='replace'"):
-        extend(RotaryModel(load_extended(tmp_path / "run")), other)
+        extended_by(other, load_extended(tmp_path / "run"))
     replaced = staged(tmp_path / "other", method="yarn", options={}, factor=2.0, on_scaled="replace")
-    assert extend(RotaryModel(load_extended(tmp_path / "run")), replaced)["context_length"] == 128
+    assert extended_by(replaced, load_extended(tmp_path / "run"))["context_length"] == 128
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])

@@ -235,7 +235,10 @@ def test_stages_that_do_not_suit_the_model(
             finetune(model or tiny_llama(), tokenizer, documents, config(tmp_path / "run", **{**STAGES, **changes}))
 
     refused("was trained on 64 tokens, and 64 are not beyond them", stages=["64", "128"])
-    refused("255 tokens for the stage of 128 are less than one step, 256 tokens", stages=["96:500", "128:255"])
+    refused(
+        "the stage of 128 tokens cannot be trained: token_budget 255 is less than one step, 256 tokens",
+        stages=["96:500", "128:255"],
+    )
     refused("extended already .yarn, factor 2.*on_scaled='replace'", patch_model(tiny_llama(), "yarn", 2))
     assert not (tmp_path / "run").exists()
     small = {**STAGES, "token_budget": 400, "per_device_train_batch_size": 1, "eval_documents": 0}

@@ -27,10 +27,10 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.unmasked_layers import unmasked_layers
 from hf_posenc.planning import plan, plan_text
 from hf_posenc.training.chunked_loss import chunked_lm_loss
-from hf_posenc.training.packing import SingleDocumentBlocks
 from hf_posenc.training.run_folder import read_log
 from hf_posenc.training.start_checks import probe_isolation
 from tiny_runs import SEQ, make_tokenizer
+from training_blocks import blocks_of_a_run
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2},
@@ -108,7 +108,7 @@ def test_packing_is_refused_before_training_and_the_advice_trains_each_document_
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_the_loss_of_a_padded_block_is_that_of_its_document(family: str) -> None:
     model = build(HYBRIDS[family]()).eval()
-    blocks = SingleDocumentBlocks([documents()[0]], SEQ, eos_token_id=None)
+    blocks = blocks_of_a_run([documents()[0]], SEQ, 1, one_document=True)
     block = {name: value[None] for name, value in blocks[0].items()}
     alone = documents()[0][None]
     with torch.no_grad():

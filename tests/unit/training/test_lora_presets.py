@@ -18,9 +18,9 @@ from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.checkpoint.quantised import keep_layout
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig, finetune
-from hf_posenc.training.lora import add_lora
+from hf_posenc.training.lora import LoraSettings, add_lora
 from hf_posenc.training.run_folder import read_log
-from hf_posenc.training.trainer import BlockTrainer
+from hf_posenc.training.trainer import LongTrainer
 from refused_commands import refused
 from tiny_models import logits, token_ids
 from tiny_runs import SEQ, Build, config
@@ -41,17 +41,16 @@ def trainable(model: Any) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_adapters_on_all_linear_layers_are_those_peft_means(tiny_llama: Build, tmp_path: Path):
-    given = {"lora": True, "lora_rank": 4, "lora_alpha": 12}
-    everywhere = add_lora(tiny_llama(), config(tmp_path, lora_targets="all-linear", lora_embeddings=False, **given))
+def test_adapters_on_all_linear_layers_are_those_peft_means(tiny_llama: Build):
+    everywhere = add_lora(tiny_llama(), LoraSettings(4, 12, "all-linear", embeddings=False))
     theirs = get_peft_model(tiny_llama(), LoraConfig(target_modules="all-linear", r=4, lora_alpha=12))
     assert adapted(everywhere) == adapted(theirs)
     assert len(adapted(everywhere)) == 2 * 7  # q, k, v, o, gate, up, down
     assert trainable(everywhere) == trainable(theirs)  # adapters and nothing else
-    attention = add_lora(tiny_llama(), config(tmp_path, lora_embeddings=False, **given))
+    attention = add_lora(tiny_llama(), LoraSettings(4, 12, embeddings=False))
     assert {name.split(".")[-1] for name in adapted(attention)} == {"q_proj", "k_proj", "v_proj", "o_proj"}
     assert all("lora_" in name for name in trainable(attention))
-    whole = add_lora(tiny_llama(), config(tmp_path, lora_targets="all-linear", **given))
+    whole = add_lora(tiny_llama(), LoraSettings(4, 12, "all-linear"))
     others = {
         name.split(".modules_to_save")[0].rpartition("model.")[2] for name in trainable(whole) if "lora_" not in name
     }
@@ -120,13 +119,13 @@ def test_adamw_with_states_in_8_bits_learns_and_takes_what_is_predicted(
     settings = {"optim": "adamw_bnb_8bit", "eval_documents": 0, "token_budget": 8 * 2 * SEQ, "learning_rate": 2e-2}
     run = config(tmp_path / "run", **settings)
     optimizers: list[Any] = []
-    create = BlockTrainer.create_optimizer
+    create = LongTrainer.create_optimizer
 
     def created(trainer: Any, *args: Any) -> Any:
         optimizers.append(create(trainer, *args))
         return optimizers[-1]
 
-    monkeypatch.setattr(BlockTrainer, "create_optimizer", created)
+    monkeypatch.setattr(LongTrainer, "create_optimizer", created)
     finetune(model, tokenizer, [torch.arange(1, 11).repeat(20)] * 8, run)
     losses = [line["loss"] for line in read_log(tmp_path / "run" / "train_log.jsonl")]
     assert losses[-1] < losses[0] - 0.2
@@ -137,8 +136,8 @@ def test_adamw_with_states_in_8_bits_learns_and_takes_what_is_predicted(
     assert kinds["model.embed_tokens.weight"] == kinds["model.norm.weight"] == torch.float32
     kept = ("state1", "state2", "absmax1", "absmax2")
     taken = sum(state[name].nbytes for state in optimizer.state.values() for name in kept if name in state)
-    assert predict_training_memory(model.config, run, SEQ).optimizer == taken
-    assert predict_training_memory(model.config, config(tmp_path), SEQ).optimizer > 2 * taken
+    assert predict_training_memory(model.config, run.step, SEQ).optimizer == taken
+    assert predict_training_memory(model.config, config(tmp_path).step, SEQ).optimizer > 2 * taken
 
 
 def test_what_4_bits_cannot_be_is_said_before_anything_is_loaded(
@@ -155,7 +154,7 @@ def test_what_4_bits_cannot_be_is_said_before_anything_is_loaded(
         assert "not installed: pip install bitsandbytes" in refused(capsys, *train, "--lora")
         recipe = (*train[:-1], "--recipe", "qlora")
         assert "not installed: pip install bitsandbytes" in refused(capsys, *recipe)
-        patch.setattr("hf_posenc.training.setting_checks.find_spec", lambda name: None)
+        patch.setattr("hf_posenc.training.conflicts.find_spec", lambda name: None)
         for optim in ("adamw_bnb_8bit", "paged_adamw_32bit", "adamw_8bit"):
             states = (*train[:-1], "--optim", optim)
             assert f"--optim {optim} needs a package that is not installed" in refused(capsys, *states)

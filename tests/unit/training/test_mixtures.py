@@ -20,14 +20,18 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from chats import PLAIN, TAGGED, THINKING, turns
 from hf_posenc.assets import load_novel, tiny_model_path
+from hf_posenc.data.examples import ExampleTokenizer
+from hf_posenc.data.tokens import MaskedTokens, Tokens
+from hf_posenc.mixtures import get_kind, kinds, kinds_of_steps, read_shares, register_kind
+from hf_posenc.mixtures.base import Kind, Material
 from hf_posenc.retrieval.tasks import tasks
 from hf_posenc.training import FinetuneConfig
-from hf_posenc.training.examples import ExampleTokenizer
-from hf_posenc.training.mixing import MixedDataset, kinds_of_steps
-from hf_posenc.training.mixtures import get_kind, kinds, read_shares, register_kind
-from hf_posenc.training.mixtures.base import Kind, Material
-from hf_posenc.training.packing import MaskedTokens, PackedDataset, Tokens
+from hf_posenc.training.blocks import MixedBlocks
+from hf_posenc.training.data import Texts, make_blocks
 from hf_posenc.training.positions import PositionSchedule
+from tiny_llama import make_tiny_llama
+from training_blocks import blocks_of
+from training_plans import plan_for
 
 KINDS = ("knots", "kv", "needles", "short_text", "text")
 EVEN = {name: 1 / len(KINDS) for name in KINDS}
@@ -57,19 +61,31 @@ def mixed(
     texts: list[Tokens] | None = None,
     template: str | None = None,
     steps: int = 60,
+    blocks_per_step: int = 1,
     positions: PositionSchedule | None = None,
     **settings: Any,
-) -> MixedDataset:
-    texts = list(documents()) if texts is None else texts
-    config = FinetuneConfig("x", factor=2.0, task_mix=shares, token_budget=steps * seq_len, **settings)
+) -> MixedBlocks:
+    config = FinetuneConfig(
+        "x",
+        factor=2.0,
+        task_mix=shares,
+        seq_len=seq_len,
+        token_budget=steps * blocks_per_step * seq_len,
+        gradient_accumulation_steps=blocks_per_step,
+        eval_documents=0,
+        **settings,
+    )
+    plan = plan_for(config, make_tiny_llama(max_position_embeddings=seq_len))
     positions = positions or PositionSchedule("full", seq_len // 2, seq_len)
-    tokenizer = make_tokenizer(template)
-    packed = PackedDataset(texts, seq_len, eos_token_id=tokenizer.eos_token_id, seed=config.seed, positions=positions)
-    return MixedDataset(packed, tokenizer, texts, config)
+    stage = dataclasses.replace(plan.stages[0], positions=positions)
+    tokenizer, train = make_tokenizer(template), list(documents()) if texts is None else texts
+    made = make_blocks(tokenizer, Texts(train, []), plan.data, stage, len(tokenizer))
+    assert isinstance(made, MixedBlocks)
+    return made
 
 
 def blocks(name: str, number: int, seq_len: int = 512, **settings: Any) -> list[list[MaskedTokens]]:
-    kind = mixed({name: 1.0}, seq_len, **settings).kinds[name]
+    kind = mixed({name: 1.0}, seq_len, **settings).makers[name]
     return [kind.block(index) for index in range(number)]
 
 
@@ -143,7 +159,7 @@ def test_shares_are_read_from_words_one_word_and_a_dict() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"short_share": 0.2}, "short_share goes without task_mix: .* kind short_text"),
+        ({"short_share": 0.2}, "short_share excludes task_mix: .* kind short_text"),
         ({"completion_only_loss": False}, "counts all tokens, and of kv and needles only the answers count"),
         ({"completion_only_loss": True}, "completion_only_loss is for chats or prompts .* needles of task_mix"),
         ({"assistant_only_loss": True}, "assistant_only_loss is for chats or prompts with answers, and needles"),
@@ -164,16 +180,16 @@ def test_a_block_is_full_and_depends_on_its_number_and_the_seed_alone(
     given: dict[str, Any] = {"texts": list(documents(short)), "template": template}
     one, other, else_ = (mixed(seq_len=seq_len, seed=seed, **given) for seed in (0, 0, 1))
     assert one.fingerprint() == other.fingerprint() != else_.fingerprint()
-    for name, kind in one.kinds.items():
+    for name, kind in one.makers.items():
         first = [kind.block(index) for index in range(6)]
         for index in reversed(range(6)):  # asked in another order, of another one
-            again = other.kinds[name].block(index)
+            again = other.makers[name].block(index)
             assert [piece.ids.tolist() for piece in again] == [piece.ids.tolist() for piece in first[index]]
             assert [piece.counted.tolist() for piece in again] == [piece.counted.tolist() for piece in first[index]]
         ids = [tuple(torch.cat([piece.ids for piece in block]).tolist()) for block in first]
         assert {len(row) for row in ids} == {seq_len}, name
         assert len(set(ids)) == 6, name
-        others = [torch.cat([piece.ids for piece in else_.kinds[name].block(index)]) for index in range(6)]
+        others = [torch.cat([piece.ids for piece in else_.makers[name].block(index)]) for index in range(6)]
         assert ids != [tuple(row.tolist()) for row in others], name
 
 
@@ -299,7 +315,7 @@ def test_every_answer_about_a_hidden_sentence_is_right_and_nothing_else_counts()
 def test_what_fills_a_block_up_needs_no_mask_and_is_in_no_loss(name: str) -> None:
     data = mixed({name: 1.0}, 600, positions=PositionSchedule("cream", 600, 1200))
     filled = 0
-    for block, example in zip(data.schedule(60, 1, seed=0), dialogues(name, 60, 600), strict=False):
+    for block, example in zip(data, dialogues(name, 60, 600), strict=False):
         assert (block["position_ids"] == 0).sum() == 1
         assert block["position_ids"][-1] == 1199  # CREAM's tail is at the end of the target
         rest = block["input_ids"][len(example) :]
@@ -307,7 +323,7 @@ def test_what_fills_a_block_up_needs_no_mask_and_is_in_no_loss(name: str) -> Non
         assert (block["labels"][len(example) :] == -100).all()
         if len(rest):
             filled += 1
-            assert (data.stream.unfold(0, len(rest), 1) == rest).all(1).any()  # of the documents, as they are
+            assert (data.packed.stream.unfold(0, len(rest), 1) == rest).all(1).any()  # of the documents, as they are
     assert filled > 0
 
 
@@ -353,18 +369,19 @@ def test_the_first_token_of_a_chunk_does_not_count() -> None:
 
 def test_text_is_the_packed_documents_each_block_once_a_pass() -> None:
     data = mixed({"text": 0.5, "short_text": 0.5})
-    expected = sorted(data[index]["input_ids"].tolist() for index in range(len(data)))
+    packed = data.packed
+    expected = sorted(block["input_ids"].tolist() for block in blocks_of(packed))
     for name in ("text", "short_text"):
         passes = [
-            [torch.cat([piece.ids for piece in data.kinds[name].block(start + at)]).tolist() for at in range(len(data))]
-            for start in (0, len(data))
+            [torch.cat([p.ids for p in data.makers[name].block(start + at)]).tolist() for at in range(len(packed))]
+            for start in (0, len(packed))
         ]
         assert sorted(passes[0]) == sorted(passes[1]) == expected
         assert passes[0] != passes[1]
-    lengths = [[len(piece) for piece in data.kinds["text"].block(at)] for at in range(len(data))]
-    assert sorted(lengths) == sorted(data.pieces(at) for at in range(len(data)))
-    schedule = data.schedule(10, 1, seed=0)
-    short = schedule[schedule.kinds.index("short_text")]["position_ids"]
+    lengths = [[len(piece) for piece in data.makers["text"].block(at)] for at in range(len(packed))]
+    assert sorted(lengths) == sorted([len(piece) for piece in packed.pieces(at)] for at in range(len(packed)))
+    assert data.kinds is not None
+    short = data[data.kinds.index("short_text")]["position_ids"]
     assert short.tolist() == [*range(256), *range(256)]
 
 
@@ -386,7 +403,7 @@ def test_a_resumed_run_reads_what_one_that_was_not_stopped_reads(kind: str) -> N
     positions = PositionSchedule(kind, 256, 512)
 
     def loader() -> DataLoader[Any]:
-        return DataLoader(mixed(seq_len=seq_len, positions=positions).schedule(12, 4, seed=0), batch_size=2)
+        return DataLoader(mixed(seq_len=seq_len, positions=positions, steps=12, blocks_per_step=4), batch_size=2)
 
     whole = list(loader())
     assert len(whole) == 24
@@ -429,11 +446,11 @@ def test_what_does_not_fit_is_refused(
 
 def test_chats_are_trained_on_beside_dictionaries_and_not_hidden_in() -> None:
     rows = [{"messages": turns("What is it? " * 9, f"It is {number}. " * 9)} for number in range(40)]
-    tokenize = ExampleTokenizer(make_tokenizer(TAGGED), FinetuneConfig("x", assistant_only_loss=True))
+    tokenize = ExampleTokenizer(make_tokenizer(TAGGED), assistant_only_loss=True)
     chats = [tokenize(row, "a chat") for row in rows]
     data = mixed({"kv": 0.5, "text": 0.5}, 256, texts=chats, template=TAGGED, assistant_only_loss=True)
     shares = [
-        float(torch.cat([piece.counted for piece in kind.block(0)]).double().mean()) for kind in data.kinds.values()
+        float(torch.cat([piece.counted for piece in kind.block(0)]).double().mean()) for kind in data.makers.values()
     ]
     assert 0 < shares[0] < 0.3 < shares[1] < 0.8
     with pytest.raises(ValueError, match="knots are made of free text, and 40 of 40 documents are chats"):
@@ -472,7 +489,7 @@ def test_what_is_trained_on_is_not_what_is_asked() -> None:
     ]
     assert len(asked) > 50
     in_tasks = set().union(*(words_in_a_row(text, 4) for text in asked))
-    material = Material(make_tokenizer(), documents(), mixed().kinds["text"].material.packed, 0)
+    material = Material(make_tokenizer(), documents(), mixed().packed, 0)
     trained = []
     for name in ("kv", "needles"):
         kind: Any = get_kind(name)(material)

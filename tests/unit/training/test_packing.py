@@ -12,16 +12,12 @@ from accelerate.data_loader import BatchSamplerShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from hf_posenc.attention.shifted import make_groups
-from hf_posenc.training.packing import (
-    BlockSchedule,
-    MaskedTokens,
-    PackedDataset,
-    SingleDocumentBlocks,
-    check_ids,
-    log_summary,
-)
+from hf_posenc.data.packing import PackedDocuments, check_ids
+from hf_posenc.data.tokens import MaskedTokens
+from hf_posenc.training.blocks import PackedBlocks, log_packing
+from hf_posenc.training.data import upsample
 from hf_posenc.training.positions import PositionSchedule
-from hf_posenc.training.texts import upsample
+from training_blocks import blocks_of, blocks_of_a_run
 
 EOS = 0
 
@@ -31,7 +27,7 @@ def ids(*tokens: int) -> torch.Tensor:
 
 
 def test_blocks_by_hand():
-    packed = PackedDataset([ids(11, 12, 13, 14, 15, 16)], seq_len=4, eos_token_id=EOS)
+    packed = blocks_of(PackedDocuments([ids(11, 12, 13, 14, 15, 16)], seq_len=4, eos_token_id=EOS))
     assert len(packed) == 2
     assert packed[0]["input_ids"].tolist() == [11, 12, 13, 14]
     assert packed[0]["position_ids"].tolist() == [0, 1, 2, 3]
@@ -45,7 +41,7 @@ def test_blocks_by_hand():
 def test_every_token_is_there_once_and_none_is_predicted_from_another_document():
     lengths = [7, 1, 30, 12, 3, 18]
     documents = [torch.arange(n) + 1000 * (i + 1) for i, n in enumerate(lengths)]
-    packed = PackedDataset(documents, seq_len=8, eos_token_id=EOS, seed=3)
+    packed = blocks_of(PackedDocuments(documents, seq_len=8, eos_token_id=EOS, seed=3))
     fed = torch.cat([packed[i]["input_ids"] for i in range(len(packed))])
     total = sum(lengths) + len(lengths)
     assert len(fed) == -(-total // 8) * 8
@@ -66,29 +62,28 @@ def test_every_token_is_there_once_and_none_is_predicted_from_another_document()
 
 
 def test_an_eos_already_there_is_not_doubled_and_none_can_be_asked_for():
-    assert len(PackedDataset([ids(5, EOS)], 2, eos_token_id=EOS)) == 1
-    assert PackedDataset([ids(5, 6)], 2, eos_token_id=None)[0]["input_ids"].tolist() == [5, 6]
+    assert len(PackedDocuments([ids(5, EOS)], 2, eos_token_id=EOS)) == 1
+    assert blocks_of(PackedDocuments([ids(5, 6)], 2, eos_token_id=None))[0]["input_ids"].tolist() == [5, 6]
 
 
 def test_the_seed_decides_the_order():
     documents = [torch.full((4,), i + 1) for i in range(20)]
 
     def order(seed: int) -> list[int]:
-        return PackedDataset(documents, 5, eos_token_id=EOS, seed=seed).stream.tolist()
+        return PackedDocuments(documents, 5, eos_token_id=EOS, seed=seed).stream.tolist()
 
     assert order(1) == order(1)
     assert order(1) != order(2)
-    prints = {PackedDataset(documents, 5, eos_token_id=EOS, seed=seed).fingerprint() for seed in (1, 1, 2)}
+    prints = {PackedDocuments(documents, 5, eos_token_id=EOS, seed=seed).fingerprint() for seed in (1, 1, 2)}
     assert len(prints) == 2
 
 
 def scheduled(
     documents: list[torch.Tensor], seq_len: int, num_blocks: int, kind: str = "full", **changes: Any
-) -> BlockSchedule:
+) -> PackedBlocks:
     """Blocks for a model trained on 16 tokens and extended to 64."""
     positions = PositionSchedule(kind, 16, 64, **changes)
-    packed = PackedDataset(documents, seq_len, eos_token_id=None, positions=positions)
-    return BlockSchedule(packed, num_blocks, seed=0)
+    return blocks_of_a_run(documents, seq_len, num_blocks, positions=positions)
 
 
 def test_summary_counts_what_is_trained_on(caplog: pytest.LogCaptureFixture):
@@ -101,7 +96,7 @@ def test_summary_counts_what_is_trained_on(caplog: pytest.LogCaptureFixture):
     assert summary.num_unused == len(unread) > 0
     assert summary.num_pieces == sum(int((schedule[i]["position_ids"] == 0).sum()) for i in range(2))
     with caplog.at_level(logging.INFO):
-        log_summary(summary, 16)
+        log_packing(summary, 16)
     assert f"{len(unread)} tokens of the documents ({100 * len(unread) / 40:.1f} %) are not trained on" in caplog.text
     assert "2 documents, 40 tokens; trained on: 32 tokens in 2 blocks, " in caplog.text
     assert "0.0 % of these tokens see distances beyond the original 16 tokens" in caplog.text
@@ -109,7 +104,7 @@ def test_summary_counts_what_is_trained_on(caplog: pytest.LogCaptureFixture):
     whole = scheduled(documents, 16, 7, short_share=0.5).summary()
     assert (whole.num_blocks, whole.num_unused, whole.num_short) == (7, 0, 3)
     with caplog.at_level(logging.INFO):
-        log_summary(whole, 16)
+        log_packing(whole, 16)
     assert "in 7 blocks, 3 of them as windows of 16 tokens, " in caplog.text
     assert "every token is trained on; 8 of a pass come twice" in caplog.text
 
@@ -124,11 +119,11 @@ def test_the_share_of_long_distances_of_data_of_a_known_share(caplog: pytest.Log
     packed = scheduled([torch.ones(20, dtype=torch.int64)] * 16, 64, 1)
     assert packed.summary().share_beyond_original == 4 * 3 / 64
     with caplog.at_level(logging.WARNING):
-        log_summary(half.summary(), 16)
+        log_packing(half.summary(), 16)
     assert not caplog.records
     short = scheduled([torch.ones(16, dtype=torch.int64)] * 20, 64, 5).summary()
     assert short.share_beyond_original == 0
-    log_summary(short, 16)
+    log_packing(short, 16)
     assert "only 0.00 % of the training tokens see distances beyond the original 16 tokens" in caplog.text
 
 
@@ -154,7 +149,7 @@ def test_the_share_of_long_distances_in_groups(caplog: pytest.LogCaptureFixture,
         assert summary.share_beyond_original == pytest.approx(float(torch.stack(shares).mean()))
         assert (summary.share_beyond_original == 0) == (kind == "full" and group <= 16)
     assert schedule.summary(16).share_beyond_original < schedule.summary().share_beyond_original
-    log_summary(schedule.summary(9), 16, group=9)
+    log_packing(schedule.summary(9), 16, group=9)
     assert ("no layer compares tokens that are farther apart than its groups of 9" in caplog.text) == (kind == "full")
 
 
@@ -237,7 +232,7 @@ def masked(tokens: list[int], counted: str) -> MaskedTokens:
 
 
 def test_masked_tokens_have_no_label():
-    packed = PackedDataset([masked([11, 12, 13, 14, 15], "10011")], seq_len=4, eos_token_id=EOS)
+    packed = blocks_of(PackedDocuments([masked([11, 12, 13, 14, 15], "10011")], seq_len=4, eos_token_id=EOS))
     # No EOS is added to them. The second block would be 15, predicted from nothing, and the masked 11, 12 and 13.
     assert [block["input_ids"].tolist() for block in packed] == [[11, 12, 13, 14]]
     assert packed[0]["labels"].tolist() == [-100, -100, -100, 14]
@@ -245,21 +240,21 @@ def test_masked_tokens_have_no_label():
 
 def test_blocks_of_masked_tokens_are_left_out(caplog: pytest.LogCaptureFixture):
     document = masked(list(range(1, 33)), "0" * 8 + "00000001" + "0" * 12 + "1100")
-    packed = PackedDataset([document], 8, eos_token_id=None)
-    assert [block["input_ids"][0].item() for block in packed] == [9, 25]
-    assert [(block["labels"] != -100).sum().item() for block in packed] == [1, 2]
+    packed = PackedDocuments([document], 8, eos_token_id=None)
+    assert [block["input_ids"][0].item() for block in blocks_of(packed)] == [9, 25]
+    assert [(block["labels"] != -100).sum().item() for block in blocks_of(packed)] == [1, 2]
     assert "2 of 4 blocks of 8 tokens hold none that counts in the loss, and are left out" in caplog.text
-    schedule = BlockSchedule(packed, 4, seed=0)
+    schedule = PackedBlocks(packed, PositionSchedule("full", 8, 8), 4, seed=0)
     assert {block["input_ids"][0].item() for block in schedule} == {9, 25}
     summary = schedule.summary()
     assert (summary.num_trained, summary.num_masked, summary.num_left_out) == (32, 26, 16)
     with caplog.at_level(logging.INFO):
-        log_summary(summary, 8)
+        log_packing(summary, 8)
     assert "6 of these tokens (18.8 %) count in the loss; the others are prompts" in caplog.text
-    prints = {PackedDataset([other], 8, eos_token_id=None).fingerprint() for other in (document, document.ids)}
+    prints = {PackedDocuments([other], 8, eos_token_id=None).fingerprint() for other in (document, document.ids)}
     assert len(prints | {packed.fingerprint()}) == 2
     with pytest.raises(ValueError, match="none of the 32 tokens to train on counts in the loss"):
-        PackedDataset([masked(list(range(32)), "1" + "0" * 31)], 8, eos_token_id=None)
+        PackedDocuments([masked(list(range(32)), "1" + "0" * 31)], 8, eos_token_id=None)
 
 
 def test_masks_stay_with_their_tokens_whatever_the_positions():
@@ -287,7 +282,7 @@ def test_masks_stay_with_their_tokens_whatever_the_positions():
 )
 def test_bad_input(documents: list[torch.Tensor], seq_len: int, message: str):
     with pytest.raises(ValueError, match=message):
-        PackedDataset(documents, seq_len, eos_token_id=EOS)
+        PackedDocuments(documents, seq_len, eos_token_id=EOS)
 
 
 def test_ids_the_model_has_no_embedding_for():
@@ -300,8 +295,8 @@ def test_ids_the_model_has_no_embedding_for():
 
 def test_one_document_a_block_by_hand():
     """Of 4 tokens with their EOS 11 to 15: two blocks, the second of which ends with the document; 21 is padded."""
-    blocks = SingleDocumentBlocks([ids(11, 12, 13, 14, 15), ids(21)], seq_len=4, eos_token_id=EOS)
-    found = sorted(blocks, key=lambda block: block["input_ids"].tolist())
+    packed = PackedDocuments([ids(11, 12, 13, 14, 15), ids(21)], seq_len=4, eos_token_id=EOS, one_document=True)
+    found = sorted(blocks_of(packed), key=lambda block: block["input_ids"].tolist())
     assert [block["input_ids"].tolist() for block in found] == [
         [11, 12, 13, 14],
         [13, 14, 15, EOS],
@@ -321,10 +316,10 @@ def test_no_token_is_left_out_and_no_block_has_two_documents(masked: bool):
     documents: list[Any] = [torch.arange(1, n + 1) + 100 * i for i, n in enumerate(lengths)]
     if masked:
         documents = [MaskedTokens(one, one % 2 == 0) for one in documents]
-    blocks = SingleDocumentBlocks(documents, 8, eos_token_id=None, seed=3)
+    packed = PackedDocuments(documents, 8, eos_token_id=None, seed=3, one_document=True)
     seen: set[int] = set()
-    for index, block in enumerate(blocks):
-        real = len(blocks.where(index))
+    for index, block in enumerate(blocks_of(packed)):
+        real = len(packed.where(index))
         tokens = block["input_ids"][:real]
         assert len({int(token) // 100 for token in block["input_ids"]}) == 1
         assert (tokens.diff() == 1).all()
@@ -337,23 +332,21 @@ def test_no_token_is_left_out_and_no_block_has_two_documents(masked: bool):
 
 
 def test_padding_is_counted_and_much_of_it_is_a_warning(caplog: pytest.LogCaptureFixture):
-    blocks = SingleDocumentBlocks([torch.arange(1, 7), torch.arange(11, 23)], 8, eos_token_id=None, seed=0)
-    twice = BlockSchedule(blocks, 2 * len(blocks), seed=0).summary()
-    assert (len(blocks), twice.num_trained, twice.num_padding, twice.num_repeated) == (3, 48, 4, 4)
+    twice = blocks_of_a_run([torch.arange(1, 7), torch.arange(11, 23)], 8, 6, one_document=True).summary()
+    assert (twice.num_blocks / 2, twice.num_trained, twice.num_padding, twice.num_repeated) == (3, 48, 4, 4)
     assert (twice.num_tokens, twice.num_pieces, twice.num_left_out, twice.num_unused) == (18, 6, 0, 0)
     with caplog.at_level(logging.INFO):
-        log_summary(twice, 8)
+        log_packing(twice, 8)
     (line,) = [record for record in caplog.records if "padding" in record.message]
     assert line.levelno == logging.INFO
     assert "4 of these tokens (8.3 %) are padding" in line.message
     caplog.clear()
-    short = SingleDocumentBlocks([torch.arange(1, 4)], 8, eos_token_id=None)
-    log_summary(BlockSchedule(short, 1, seed=0).summary(), 8)
+    log_packing(blocks_of_a_run([torch.arange(1, 4)], 8, 1, one_document=True).summary(), 8)
     (line,) = [record for record in caplog.records if "padding" in record.message]
     assert (line.levelno, "a smaller seq_len" in line.message) == (logging.WARNING, True)
 
 
 def test_another_cut_of_the_same_documents_is_other_data():
     documents = [torch.arange(1, 33)]
-    kinds = [kind(documents, 8, eos_token_id=None) for kind in (PackedDataset, SingleDocumentBlocks)]
-    assert kinds[0].fingerprint() != kinds[1].fingerprint()
+    cuts = [PackedDocuments(documents, 8, eos_token_id=None, one_document=one) for one in (False, True)]
+    assert cuts[0].fingerprint() != cuts[1].fingerprint()

@@ -67,10 +67,9 @@ def test_numbers_are_exp_of_a_loss_computed_with_whole_logits(tmp_path: Path) ->
 
 
 def peft_model(model: Any) -> Any:
-    from hf_posenc.training import FinetuneConfig
-    from hf_posenc.training.lora import add_lora
+    from hf_posenc.training.lora import LoraSettings, add_lora
 
-    return add_lora(model, FinetuneConfig("x", lora_rank=4, lora_alpha=8))
+    return add_lora(model, LoraSettings(4, 8))
 
 
 @pytest.mark.parametrize("kind", ["plain", "yarn", "dynamic_yarn", "peft"])

@@ -17,8 +17,10 @@ from hf_posenc import patch_model
 from hf_posenc.attention.staged import Stages
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import extension_of
+from hf_posenc.training import masks
 from hf_posenc.training.chunked_loss import chunked_lm_loss
-from hf_posenc.training.positions import PositionSchedule, documents_start_at_zero
+from hf_posenc.training.masks import documents_start_at_zero
+from hf_posenc.training.positions import PositionSchedule
 from hf_posenc.training.start_checks import probe_isolation
 from older_transformers import skip_if_left_out, skip_on_5_0
 from tiny_models import FAMILIES, native, token_ids
@@ -154,12 +156,10 @@ def test_a_packed_block_is_attention_in_float64_with_its_positions_and_an_explic
 
 
 def test_one_document_needs_no_mask_and_gets_the_same_logits(monkeypatch: pytest.MonkeyPatch):
-    from hf_posenc.training import positions as module
-
     model = patch_model(sharp_model("Llama"), "yarn", FACTOR)
     row = PositionSchedule("pose", ORIGINAL, FACTOR * ORIGINAL, seed=4).of(3, [64])[None]
     plainly_causal = packed_logits(model, row)
-    monkeypatch.setattr(module, "has_windows", lambda config: True)
+    monkeypatch.setattr(masks, "has_windows", lambda config: True)
     torch.testing.assert_close(plainly_causal, packed_logits(model, row), rtol=1e-4, atol=2e-5)
 
 

@@ -9,18 +9,17 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from hf_posenc.patching.api import describe, patch_model
 from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.masks import find_documents
 from hf_posenc.training.positions import (
     PositionSchedule,
-    block_length,
     cream_positions,
-    find_documents,
-    make_position_schedule,
     pose_positions,
     random_positions,
 )
+from hf_posenc.training.run_plan import StagePlan
 from tiny_llama import make_tiny_llama
+from training_plans import plan_for
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -156,17 +155,17 @@ def test_without_skips_documents_are_found_as_transformers_finds_them():
         assert torch.equal(find_documents(positions, skips_matter=False), expected)
 
 
-def schedule_of(method: str = "yarn", factor: float = 4.0, **settings: Any) -> PositionSchedule:
-    model = patch_model(make_tiny_llama(), method, factor)
-    return make_position_schedule(FinetuneConfig("out", method=method, factor=factor, **settings), describe(model))
+def stage_of(method: str = "yarn", factor: float = 4.0, **settings: Any) -> StagePlan:
+    (stage,) = plan_for(FinetuneConfig("out", method=method, factor=factor, **settings), make_tiny_llama()).stages
+    return stage
 
 
 def test_blocks_are_of_the_original_length_where_positions_skip():
     for kind, expected in (("full", 256), ("pose", 64), ("random", 64)):
-        schedule = schedule_of(position_schedule=kind)
-        assert (schedule.original_length, schedule.target_length) == (64, 256)
-        assert block_length(FinetuneConfig("out", position_schedule=kind), schedule) == expected
-        assert block_length(FinetuneConfig("out", position_schedule=kind, seq_len=96), schedule) == 96
+        stage = stage_of(position_schedule=kind)
+        assert (stage.positions.original_length, stage.positions.target_length) == (64, 256)
+        assert stage.seq_len == expected
+        assert stage_of(position_schedule=kind, seq_len=96).seq_len == 96
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_blocks_are_of_the_original_length_where_positions_skip():
 )
 def test_schedules_that_do_not_suit_are_refused(settings: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
-        schedule_of(**settings)
+        stage_of(**settings)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 100])

@@ -14,8 +14,10 @@ from hf_posenc.cli.main import main
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import describe
 from hf_posenc.training import FinetuneConfig, finetune
-from hf_posenc.training.recipes import RECIPES, choose_base, fit_recipe, get_recipe
+from hf_posenc.training.base_model_facts import ModelFacts
+from hf_posenc.training.recipes import RECIPES, choose_base, get_recipe
 from hf_posenc.training.run_folder import read_log
+from hf_posenc.training.run_plan import with_recipe
 from tiny_runs import Build, config
 
 # Typed from the papers and the authors' scripts: method, rate, warm-up, and what marks the recipe.
@@ -51,7 +53,7 @@ def test_a_recipe_is_a_run_with_the_papers_numbers(name: str) -> None:
     recipe = RECIPES[name]
     assert recipe.name == name
     assert all(text.strip() and "  " not in text for text in (recipe.paper, recipe.summary, recipe.left))
-    assert made.fixed_settings()["recipe"] == name
+    assert made.settings()["recipe"] == name
 
 
 def test_what_is_told_wins_and_another_method_brings_its_own_options() -> None:
@@ -96,10 +98,10 @@ def test_a_base_that_nobody_published_is_asked_for() -> None:
 
 
 def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogCaptureFixture) -> None:
-    model = tiny_llama()
+    facts = ModelFacts.of(RotaryModel(tiny_llama()))
 
     def fitted(name: str, **given: Any) -> FinetuneConfig:
-        return fit_recipe(RotaryModel(model), FinetuneConfig.from_recipe(name, output_dir="out", **given))
+        return with_recipe(FinetuneConfig.from_recipe(name, output_dir="out", **given), facts)
 
     caplog.set_level("INFO")
     assert fitted("abf", factor=2.0).options == {"rope_theta": 5e5}
@@ -111,8 +113,8 @@ def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogC
     assert fitted("reach", position_schedule="full").seq_len is None
     assert fitted("reach", preset="smollm2-135m-fitted-4x", factor=None).seq_len == 64
     assert fitted("abf", preset="qwen3-yarn-4x").options == {}
-    long = RotaryModel(tiny_llama(max_position_embeddings=8192))
-    assert fit_recipe(long, FinetuneConfig.from_recipe("reach", output_dir="out")).seq_len == 2048
+    long = ModelFacts.of(RotaryModel(tiny_llama(max_position_embeddings=8192)))
+    assert with_recipe(FinetuneConfig.from_recipe("reach", output_dir="out"), long).seq_len == 2048
     two = fitted("progressive", context_length=256, token_budget=3000)
     assert (two.stages, two.context_length) == (["128:2000", "256:1000"], None)
     # From 64 tokens 64 times as far: the first stage is at most 16 times as long, and each of the others doubles.
@@ -124,7 +126,7 @@ def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogC
     assert fitted("abf", stages=["96", "128"]).options == {"rope_theta": 5e5}  # the base of the last stage's length
     assert fitted("drope", stages=["96", "128"]).seq_len == 64
     plain = config(Path("out"))
-    assert fit_recipe(RotaryModel(model), plain) is plain
+    assert with_recipe(plain, facts) is plain
 
 
 SLOW = set(RECIPES) - {"drope"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,35 +11,45 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_posenc import patch_model
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.training import kernels
+from hf_posenc.training import run_plan as planning
+from hf_posenc.training.base_model_facts import ModelFacts
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.kernels import flash_reason, liger_arguments, training_kernels
+from hf_posenc.training.kernels import training_kernels
+from hf_posenc.training.launch import Launch
+from hf_posenc.training.run_plan import RunPlan, plan_run
 from older_transformers import skip_on_5_0
 
-RUN = FinetuneConfig("unused")
+
+def plan_on(device: str, model: Any, **settings: Any) -> RunPlan:
+    """The plan of a run on a model as if it were on a device."""
+    facts = replace(ModelFacts.of(RotaryModel(model)), device=device)
+    return plan_run(FinetuneConfig("unused", **{"bf16": True, **settings}), facts, Launch())
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As if there were a GPU with both packages."""
-    monkeypatch.setattr(kernels, "_on_gpu", lambda model: True)
-    monkeypatch.setattr(kernels, "is_liger_kernel_available", lambda: True)
-    monkeypatch.setattr(kernels, "is_flash_attn_2_available", lambda: True)
+    monkeypatch.setattr(planning, "is_liger_kernel_available", lambda: True)
+    monkeypatch.setattr(planning, "is_flash_attn_2_available", lambda: True)
     return monkeypatch
 
 
+@pytest.mark.usefixtures("gpu")
 def test_nothing_changes_without_a_gpu(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     model = tiny_llama()
-    assert liger_arguments(RotaryModel(model)) == {}
-    assert flash_reason(RotaryModel(model), RUN, bf16=True) == "the model is not on a GPU"
-    with training_kernels(RotaryModel(model), RUN, bf16=True):
+    plan = plan_on("cpu", model)
+    assert plan.stages[0].trainer["use_liger_kernel"] is False
+    assert not plan.flash
+    with training_kernels(RotaryModel(model), flash=plan.flash):
         assert model.config._attn_implementation == "sdpa"
 
 
 def test_liger_leaves_the_loss_and_the_positions_alone(
     gpu: pytest.MonkeyPatch, tiny_llama: Callable[..., LlamaForCausalLM], tmp_path: Any
 ) -> None:
-    model, liger = tiny_llama(), liger_arguments(RotaryModel(tiny_llama()))
+    model = tiny_llama()
+    planned = plan_on("cuda", model).stages[0].trainer
+    liger = {name: planned[name] for name in ("use_liger_kernel", "liger_kernel_config")}
     assert liger["use_liger_kernel"] is True
     off = {"rope", "cross_entropy", "fused_linear_cross_entropy"}
     assert {name for name, on in liger["liger_kernel_config"].items() if not on} == off
@@ -50,8 +61,8 @@ def test_liger_leaves_the_loss_and_the_positions_alone(
     dataset = [{"input_ids": [1, 2], "labels": [1, 2]}]
     Trainer(model, args, train_dataset=dataset).train()  # type: ignore[arg-type]  # a list serves as well
     assert given == [(model, liger["liger_kernel_config"])]
-    gpu.setattr(kernels, "is_liger_kernel_available", lambda: False)
-    assert liger_arguments(RotaryModel(model)) == {}
+    gpu.setattr(planning, "is_liger_kernel_available", lambda: False)
+    assert plan_on("cuda", model).stages[0].trainer["use_liger_kernel"] is False
 
 
 def test_flash_attention_is_put_in_and_taken_out(
@@ -63,49 +74,40 @@ def test_flash_attention_is_put_in_and_taken_out(
         requested.append(name)
 
     gpu.setattr(model, "set_attn_implementation", set_implementation, raising=False)
-    assert flash_reason(RotaryModel(model), RUN, bf16=True) is None
-    with training_kernels(RotaryModel(model), RUN, bf16=True):
+    assert plan_on("cuda", model).flash
+    with training_kernels(RotaryModel(model), flash=True):
         assert requested == ["flash_attention_2"]
     assert requested == ["flash_attention_2", "sdpa"]
 
 
 @pytest.mark.parametrize(
-    ("liger", "bf16", "reason"),
+    "settings",
     [
-        ({}, False, "half precision"),
-        ({"per_device_train_batch_size": 2}, True, "per_device_train_batch_size"),
-        ({"position_schedule": "pose"}, True, "one after the other"),
-        ({"shifted_sparse_attention": True}, True, "changes the attention"),
+        {"bf16": False},
+        {"per_device_train_batch_size": 2},
+        {"position_schedule": "pose"},
+        {"shifted_sparse_attention": True},
+        {"method": "dynamic_yarn"},
     ],
 )
 def test_where_flash_attention_would_be_wrong(
-    liger: dict[str, Any],
-    bf16: bool,
-    reason: str,
-    gpu: pytest.MonkeyPatch,
-    tiny_llama: Callable[..., LlamaForCausalLM],
+    settings: dict[str, Any], gpu: pytest.MonkeyPatch, tiny_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
-    found = flash_reason(RotaryModel(tiny_llama()), FinetuneConfig("unused", **liger), bf16=bf16)
-    assert found is not None
-    assert reason in found
+    assert not plan_on("cuda", tiny_llama(), **settings).flash
 
 
 def test_a_chosen_attention_and_a_method_in_the_attention_are_kept(
     gpu: pytest.MonkeyPatch, tiny_llama: Callable[..., LlamaForCausalLM]
 ) -> None:
-    assert "chosen by the caller" in str(
-        flash_reason(RotaryModel(tiny_llama(attn_implementation="eager")), RUN, bf16=True)
-    )
-    needs_hf_posenc = patch_model(tiny_llama(), "dynamic_yarn", 4)
-    assert flash_reason(RotaryModel(needs_hf_posenc), RUN, bf16=True) is not None
+    assert not plan_on("cuda", tiny_llama(attn_implementation="eager")).flash
+    assert not plan_on("cuda", patch_model(tiny_llama(), "dynamic_yarn", 4)).flash
 
 
-def test_what_liger_binds_is_unbound(gpu: pytest.MonkeyPatch, tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+def test_what_liger_binds_is_unbound(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     model = tiny_llama()
-    gpu.setattr(kernels, "is_flash_attn_2_available", lambda: False)
     norm, other = model.model.norm, model.model.layers[0].mlp
     vars(other)["forward"] = other.forward  # somebody else's
-    with training_kernels(RotaryModel(model), RUN, bf16=True):
+    with training_kernels(RotaryModel(model), flash=False):
         vars(norm)["forward"] = vars(norm)["_get_name"] = lambda *args: None  # as liger_kernel's monkey_patch does
     assert not {"forward", "_get_name"} & set(vars(norm))
     assert "forward" in vars(other)

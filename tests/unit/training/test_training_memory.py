@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from folders import SMOLLM2
+from folders import ROOT, SMOLLM2
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.evaluation.lm_head import row_chunks
 from hf_posenc.planning import training_memory
@@ -25,13 +25,13 @@ from hf_posenc.planning.tracking import ALL, LOGITS, MATRICES, MemoryTracker
 from hf_posenc.planning.training_memory import _at_peak, _run, predict_training_memory
 from hf_posenc.training import chunked_loss
 from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.lora import add_lora
+from hf_posenc.training.lora import LoraSettings, add_lora
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux lets a peak start again")
 MEASURE = """
 import json, sys, torch
 from transformers import AutoConfig
-from hf_posenc.planning.measured_training import measure_training
+from measured_training import measure_training
 from hf_posenc.planning.training_memory import predict_training_memory
 from hf_posenc.training import FinetuneConfig
 
@@ -42,14 +42,15 @@ for change, seq_len, packed in json.loads(sys.argv[2]):
     if how["load_in_4bit"]:
         config.dtype = torch.float32  # what quantised weights compute in
     measured = measure_training(config, run, seq_len, steps=2, **how)
-    predicted = predict_training_memory(config, run, seq_len, **how)
+    predicted = predict_training_memory(config, run.step, seq_len, **how)
     print(json.dumps([measured.peak, predicted.peak]), flush=True)
 """
 
 
 def measured_and_predicted(model: Path, cases: list[tuple[dict[str, Any], int, bool]]) -> list[list[int]]:
     # So that glibc gives back what is freed, and the peak is that of tensors.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "scripts")])
+    environment = {**os.environ, "PYTHONPATH": paths, "MALLOC_MMAP_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
     words = [sys.executable, "-c", MEASURE, str(model), json.dumps(cases)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -139,8 +140,8 @@ def test_the_tracker_counts_what_autograd_keeps() -> None:
 )
 def test_a_deep_model_is_predicted_from_a_shallow_one(change: dict[str, Any]) -> None:
     config = llama(num_hidden_layers=4)
-    whole = _at_peak(_run(config, settings(**change), 300, True, True))
-    predicted = predict_training_memory(config, settings(**change), 300)
+    whole = _at_peak(_run(config, settings(**change).step, 300, True, True))
+    predicted = predict_training_memory(config, settings(**change).step, 300)
     assert predicted == whole  # every part, to the byte
 
 
@@ -151,21 +152,21 @@ def test_long_blocks_are_predicted_from_a_few_chunks_of_the_loss(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, run = llama(num_hidden_layers=9, dtype="bfloat16"), settings(logits_chunk=16, **change)
-    predicted = predict_training_memory(config, run, 300)
+    predicted = predict_training_memory(config, run.step, 300)
     with monkeypatch.context() as patch:
         patch.setattr(training_memory, "first_and_last_chunks", row_chunks)
-        assert predict_training_memory(config, run, 300) == predicted  # every part, to the byte
+        assert predict_training_memory(config, run.step, 300) == predicted  # every part, to the byte
     ran: list[None] = []
     add_gradients = chunked_loss._add_gradients
     monkeypatch.setattr(chunked_loss, "_add_gradients", lambda *args: ran.append(None) or add_gradients(*args))
-    predict_training_memory(config, run, 300)
+    predict_training_memory(config, run.step, 300)
     assert len(ran) == 2 * 4
 
 
 def test_what_stays_by_hand() -> None:
     config = llama(tie_word_embeddings=True)
     parameters = 128 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64) + 64
-    memory = predict_training_memory(config, settings(), 64, packed=False)
+    memory = predict_training_memory(config, settings().step, 64, packed=False)
     rotary = 2 * 4 * 16 // 2  # inv_freq, and the original one
     assert memory.weights == 4 * parameters + rotary
     assert memory.optimizer == 8 * parameters
@@ -173,13 +174,13 @@ def test_what_stays_by_hand() -> None:
     assert memory.trained_parameters == parameters
     assert memory.peak == sum(getattr(memory, part) for part in memory.PARTS)
     half = llama(dtype="bfloat16", tie_word_embeddings=True)
-    assert predict_training_memory(half, settings(), 64).weights == memory.weights  # float32 while trained
+    assert predict_training_memory(half, settings().step, 64).weights == memory.weights  # float32 while trained
 
 
 def test_lora_trains_what_peft_says(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
     model = tiny_llama(tie_word_embeddings=True)
-    memory = predict_training_memory(model.config, settings(lora=True), 64)
-    trained, _ = add_lora(model, FinetuneConfig("x", lora_rank=8, lora_alpha=16)).get_nb_trainable_parameters()
+    memory = predict_training_memory(model.config, settings(lora=True).step, 64)
+    trained, _ = add_lora(model, LoraSettings()).get_nb_trainable_parameters()
     assert memory.trained_parameters == trained
     assert memory.optimizer == 8 * trained
 
@@ -188,7 +189,7 @@ def test_each_option_saves_its_own_part() -> None:
     config = llama(num_hidden_layers=1, vocab_size=4096, num_key_value_heads=4)
 
     def peak(seq_len: int = 512, packed: bool = False, **change: Any) -> Any:
-        return predict_training_memory(config, settings(**change), seq_len, packed=packed)
+        return predict_training_memory(config, settings(**change).step, seq_len, packed=packed)
 
     plain = peak()
     assert peak(gradient_checkpointing=True).activations < 0.6 * plain.activations
@@ -197,8 +198,8 @@ def test_each_option_saves_its_own_part() -> None:
     assert peak(packed=True).attention_matrices >= 512 * 512 * 4  # each layer keeps it as numbers
     assert plain.attention_matrices == 0
     assert peak(per_device_train_batch_size=2).activations > 1.7 * plain.activations
-    in_one = predict_training_memory(config, settings(), 512, packed=False, chunked_loss=False)
-    few_rows = predict_training_memory(config, settings(logits_chunk=64), 512, packed=False)
+    in_one = predict_training_memory(config, settings().step, 512, packed=False, chunked_loss=False)
+    few_rows = predict_training_memory(config, settings(logits_chunk=64).step, 512, packed=False)
     assert in_one.logits >= 512 * 4096 * 4 > few_rows.logits
     again = peak(gradient_accumulation_steps=4)
     assert again.peak > plain.peak  # gradients of the forward before are there
@@ -221,4 +222,4 @@ def test_a_family_that_needs_data_is_refused_by_name() -> None:
     )
     config._experts_implementation = "eager"  # which asks its data what experts have tokens, on every PyTorch
     with pytest.raises(ValueError, match=r"'mixtral' cannot be run without data.*bf16"):
-        predict_training_memory(config, settings(bf16=False), 64)
+        predict_training_memory(config, settings(bf16=False).step, 64)

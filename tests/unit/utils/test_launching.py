@@ -19,8 +19,8 @@ from folders import ROOT
 from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.conflicts import Combination, refuse_conflicts
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.setting_checks import check_combination
 from hf_posenc.utils.launching import CONFIGS, LaunchArguments, config_file, launch_words
 
 # Names as in TRL, of its command line and its examples.
@@ -62,9 +62,7 @@ def test_accelerate_reads_each_configuration_as_it_is_meant(path: Path, monkeypa
     launch = Launch.from_environment(environment)
     assert launch == EXPECTED[path.stem]
     assert environment.get("ACCELERATE_MIXED_PRECISION", "no") == "no"
-    check_combination(
-        FinetuneConfig("out", factor=4.0, context_length=None), launch
-    )  # none is refused by a rule of ours
+    refuse_conflicts(Combination(FinetuneConfig("out", factor=4.0), launch))  # refuses none
 
 
 def test_all_of_them_are_there():

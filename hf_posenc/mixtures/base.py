@@ -13,9 +13,10 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_posenc.data.examples import ExampleTokenizer
+from hf_posenc.data.packing import PackedDocuments
+from hf_posenc.data.tokens import MaskedTokens, joined
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.training.examples import ExampleTokenizer
-from hf_posenc.training.packing import MaskedTokens, PackedDataset, joined
 
 # Of a block. More answers teach more, and Xiong et al. ask one in 4k tokens; but one in 128 instead of 256 did not make
 # SmolLM2 find more after 250k tokens of an earlier mix (right of 100 passkeys, one seed: 68 and 68 at 8k, 36 and 47
@@ -37,7 +38,7 @@ class Material:
 
     tokenizer: PreTrainedTokenizerBase
     documents: Sequence[torch.Tensor]
-    packed: PackedDataset
+    packed: PackedDocuments
     seed: int
 
     @property

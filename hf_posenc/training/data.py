@@ -1,4 +1,4 @@
-"""The texts of a run as token ids: what is trained on, what is measured on, and at which lengths."""
+"""The texts of a run as tokens: what is trained on, what is measured on, and the blocks that are made of it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from hf_posenc.data.examples import ExampleTokenizer
+from hf_posenc.data.packing import PackedDocuments, check_ids
+from hf_posenc.data.tokens import MaskedTokens, Tokens, ids_of
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
-from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.training.config import FinetuneConfig
-from hf_posenc.training.examples import ExampleTokenizer
-from hf_posenc.training.mixing import MixedDataset
-from hf_posenc.training.packing import MaskedTokens, PackedDataset, SingleDocumentBlocks, Tokens, check_ids, ids_of
-from hf_posenc.training.positions import PositionSchedule, block_length
+from hf_posenc.mixtures import get_kind
+from hf_posenc.mixtures.base import Material
+from hf_posenc.training.blocks import MixedBlocks, PackedBlocks, TrainingBlocks
+from hf_posenc.training.positions import FULL
+from hf_posenc.training.run_plan import DataPlan, StagePlan
 
 logger = logging.getLogger(__name__)
 
@@ -28,60 +30,91 @@ Documents = Iterable[str] | Iterable[Tokens] | Iterable[Mapping[str, Any]] | Ite
 
 @dataclass(frozen=True)
 class Texts:
-    """What a run reads.
+    """The texts of a run as tokens.
 
     Attributes:
-        packed: The blocks it is trained on.
-        held_out: Token ids it is measured on; empty where nothing is measured.
-        lengths: Context lengths it is measured at, in tokens, rising.
+        train: Documents that are trained on; each has a token that counts in the loss.
+        held_out: Token ids that are measured on; empty where nothing is measured.
     """
 
-    packed: PackedDataset
+    train: list[Tokens]
     held_out: list[torch.Tensor]
-    lengths: list[int]
 
 
-def prepare_texts(
-    rotary: RotaryModel,
+def read_texts(
     tokenizer: PreTrainedTokenizerBase,
     documents: Documents,
     eval_documents: Documents | None,
-    config: FinetuneConfig,
-    positions: PositionSchedule,
+    data: DataPlan,
+    vocab_size: int,
 ) -> Texts:
-    """Tokenize, check, hold out and pack.
+    """Tokenize the documents of a run, check them, and hold some of them out.
 
     Args:
-        rotary: The model, for its vocabulary.
-        tokenizer: Its EOS ends each document.
+        tokenizer: The model's.
         documents, eval_documents: As for ``finetune``.
-        config: The run.
-        positions: How they run in a block of the extended model.
+        data: What of the documents counts, how much of a stream is read, and what is measured.
+        vocab_size: Of the model.
 
     Raises:
-        ValueError: No documents, none that counts in the loss, token ids the model has no embedding for, or kinds of
-            data (``task_mix``) that do not suit them.
+        ValueError: No documents, none that counts in the loss, or token ids that the model has no embedding for.
     """
-    original, target = positions.original_length, positions.target_length
-    lengths = sorted(set(config.eval_lengths or default_lengths(original, target)))
-    vocab_size = rotary.text_config.vocab_size
-    eos = _eos(tokenizer, vocab_size)
-    train, held_out = _split(tokenizer, documents, eval_documents, max(lengths), original, config)
+    measures = data.eval_documents > 0
+    holds_out = measures and eval_documents is None
+    if isinstance(documents, (Sequence, torch.Tensor)):
+        train = to_token_ids(tokenizer, documents, data.assistant_only_loss, data.completion_only_loss)
+    else:
+        train = read_stream(tokenizer, documents, data, holds_out=holds_out)
+    if not train:
+        raise InvalidRequestError("there are no documents to train on.")
+    held: list[Tokens] = []
+    if holds_out:
+        train, held = hold_out(train, max(data.eval_lengths))
+    elif eval_documents is not None and measures:
+        held = to_token_ids(tokenizer, eval_documents)
+    held_out = [ids_of(document) for document in held]
     check_ids([ids_of(document) for document in train], vocab_size)
     check_ids(held_out, vocab_size, "held-out document")
-    seq_len = block_length(config, positions)
-    check_enough_text([ids_of(document) for document in train], held_out, lengths, seq_len, config)
-    kind = PackedDataset if config.packs_documents else SingleDocumentBlocks
-    packed = kind(
-        upsample(train, original, config.length_upsampling, config.seed),
-        seq_len,
-        eos_token_id=eos,
-        seed=config.seed,
-        positions=positions,
+    return Texts(train, held_out)
+
+
+def make_blocks(
+    tokenizer: PreTrainedTokenizerBase, texts: Texts, data: DataPlan, stage: StagePlan, vocab_size: int
+) -> TrainingBlocks:
+    """Return the blocks that a stage is trained on.
+
+    Args:
+        tokenizer: Its EOS ends each document.
+        texts: Of the run.
+        data: How blocks are made.
+        stage: How long they are, how their positions run, and how many of them are read.
+        vocab_size: Of the model.
+
+    Raises:
+        ValueError: The texts are too short, or kinds of data (``task_mix``) do not suit them.
+    """
+    check_enough_text(texts, data, stage)
+    positions = stage.positions
+    packed = PackedDocuments(
+        upsample(texts.train, positions.original_length, data.length_upsampling, stage.seed),
+        stage.seq_len,
+        eos_token_id=_eos(tokenizer, vocab_size),
+        seed=stage.seed,
+        one_document=data.one_document,
     )
-    if config.task_mix is not None:
-        packed = MixedDataset(packed, tokenizer, train, config)
-    return Texts(packed, held_out, lengths)
+    if data.task_mix is None:
+        return PackedBlocks(packed, positions, stage.num_blocks, stage.seed)
+    free_texts = [document for document in texts.train if not isinstance(document, MaskedTokens)]
+    reading = [name for name in data.task_mix if get_kind(name).reads_texts]
+    if reading and len(free_texts) < len(texts.train):
+        raise InvalidRequestError(
+            f"{argument('task_mix')}: {' and '.join(reading)} are made of free text, and "
+            f"{len(texts.train) - len(free_texts)} of {len(texts.train)} documents are chats or prompts with answers. "
+            "Give texts, or leave these kinds out."
+        )
+    material = Material(tokenizer, free_texts, packed, stage.seed)
+    makers = {name: get_kind(name)(material) for name in data.task_mix}
+    return MixedBlocks(packed, positions, makers, data.task_mix, stage.max_steps, stage.blocks_per_step)
 
 
 def num_held_out(num_documents: int) -> int:
@@ -105,11 +138,6 @@ def hold_out(documents: Sequence[Tokens], longest: int) -> tuple[list[Tokens], l
     (only,) = documents
     tail = max(len(only) // _HELD_OUT, longest if longest <= len(only) // 4 else 0)
     return [only[: len(only) - tail]], [only[len(only) - tail :]]
-
-
-def default_lengths(original: int, target: int) -> list[int]:
-    """Half the original length, the original, the target."""
-    return sorted({max(2, original // 2), original, target})
 
 
 def upsample(documents: Sequence[Tokens], longer_than: int, times: float, seed: int) -> list[Tokens]:
@@ -150,92 +178,71 @@ def _eos(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int | None:
     return eos  # type: ignore[no-any-return]  # tokenizers leave it untyped
 
 
-def _split(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Documents,
-    eval_documents: Documents | None,
-    longest: int,
-    original: int,
-    config: FinetuneConfig,
-) -> tuple[list[Tokens], list[torch.Tensor]]:
-    """Return what to train on, and token ids to measure on: all of a held-out chat, whatever counts in training."""
-    holds_out = config.eval_documents > 0 and eval_documents is None
-    if isinstance(documents, (Sequence, torch.Tensor)):
-        tokens = to_token_ids(tokenizer, documents, config)
-    else:
-        tokens = read_stream(tokenizer, documents, original, config, holds_out)
-    if not tokens:
-        raise InvalidRequestError("there are no documents to train on.")
-    held: list[Tokens] = []
-    if holds_out:
-        tokens, held = hold_out(tokens, longest)
-    elif eval_documents is not None and config.eval_documents:
-        held = to_token_ids(tokenizer, eval_documents, None)
-    return tokens, [ids_of(document) for document in held]
-
-
 def read_stream(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Documents,
-    original: int,
-    config: FinetuneConfig,
-    holds_out: bool,
+    tokenizer: PreTrainedTokenizerBase, documents: Documents, data: DataPlan, *, holds_out: bool
 ) -> list[Tokens]:
     """Read a stream until what is left of it to train on, in one pass, fills the token budget.
 
     Args:
         tokenizer: For texts.
         documents: As for ``finetune``.
-        original: Tokens the model was trained on; longer documents may be upsampled.
-        config: The run.
+        data: How much is read, and what of it counts.
         holds_out: Some of the documents are to be measured on.
 
     Returns:
         Tokens of documents, of which each has some that count in the loss.
     """
-    taken: list[Tokens] = []
-    filled = [0.0]  # by so many documents
-    tokenize, without = ExampleTokenizer(tokenizer, config), 0
+    tokenize = ExampleTokenizer(
+        tokenizer, assistant_only_loss=data.assistant_only_loss, completion_only_loss=data.completion_only_loss
+    )
+    read: list[Tokens] = []
+    filled = [0.0]  # tokens of a pass over so many documents
+    without = 0
     for number, document in enumerate(documents):
         tokens = tokenize(document, f"document {number}")
         if not _counts(tokens):
             without += 1
             continue
-        taken.append(tokens)
-        times = config.length_upsampling if len(taken[-1]) > original else 1
-        filled.append(filled[-1] + len(taken[-1]) * times)
-        if filled[len(taken) - (num_held_out(len(taken)) if holds_out else 0)] >= config.token_budget:
-            said = "the token budget is filled, the rest of the source is not read"
+        read.append(tokens)
+        times = data.length_upsampling if len(tokens) > data.original_length else 1
+        filled.append(filled[-1] + len(tokens) * times)
+        if filled[len(read) - (num_held_out(len(read)) if holds_out else 0)] >= data.token_budget:
+            end = "the token budget is filled, the rest of the source is not read"
             break
     else:
-        said = "all of the source"
-    logger.info("read %d documents, %d tokens: %s", len(taken), sum(map(len, taken)), said)
-    _tell_left_out(without, len(taken))
-    return taken
+        end = "all of the source"
+    logger.info("read %d documents, %d tokens: %s", len(read), sum(map(len, read)), end)
+    _report_left_out(without, len(read))
+    return read
 
 
 def to_token_ids(
-    tokenizer: PreTrainedTokenizerBase, documents: Documents, config: FinetuneConfig | None
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Documents,
+    assistant_only_loss: bool = False,
+    completion_only_loss: bool | None = None,
 ) -> list[Tokens]:
     """Return the tokens of documents; those without any that counts in the loss are left out, with a warning.
 
     Args:
         tokenizer: For what is no token ids yet.
         documents: As for ``finetune``.
-        config: The run; None for documents that are only measured on.
+        assistant_only_loss, completion_only_loss: As for ``ExampleTokenizer``.
 
     Raises:
-        TypeError: It is one document, or holds what is none.
+        TypeError: It is one document, or holds something that is no document.
         ValueError: As ``ExampleTokenizer``, or no token of any document counts in the loss.
     """
     if isinstance(documents, (str, torch.Tensor, MaskedTokens, Mapping)):
         raise InvalidTypeError(
             "documents must be a list of texts, rows or token id tensors; put a single one in a list."
         )
-    tokenize = ExampleTokenizer(tokenizer, config)
+    tokenize = ExampleTokenizer(
+        tokenizer, assistant_only_loss=assistant_only_loss, completion_only_loss=completion_only_loss
+    )
     tokens = [tokenize(document, f"document {number}") for number, document in enumerate(documents)]
     counting = [document for document in tokens if _counts(document)]
-    _tell_left_out(len(tokens) - len(counting), len(counting))
+    _report_left_out(len(tokens) - len(counting), len(counting))
     return counting
 
 
@@ -243,7 +250,7 @@ def _counts(document: Tokens) -> bool:
     return not isinstance(document, MaskedTokens) or bool(document.counted.any())
 
 
-def _tell_left_out(without: int, counting: int) -> None:
+def _report_left_out(without: int, counting: int) -> None:
     if without and not counting:
         raise InvalidRequestError(
             f"none of the {without} documents has a token that counts in the loss: no answers, or no turns of the "
@@ -259,56 +266,46 @@ def _tell_left_out(without: int, counting: int) -> None:
         )
 
 
-def check_enough_text(
-    train_ids: Sequence[torch.Tensor],
-    held_out: Sequence[torch.Tensor],
-    lengths: Sequence[int],
-    seq_len: int,
-    config: FinetuneConfig,
-) -> None:
+def check_enough_text(texts: Texts, data: DataPlan, stage: StagePlan) -> None:
     """Refuse texts that cannot be trained or measured on, and warn where no document fills a block.
 
-    Args:
-        train_ids, held_out: Token ids, each 1-D.
-        lengths: Context lengths to be measured, in tokens, rising.
-        seq_len: Tokens of a block.
-        config: The run.
-
     Raises:
-        ValueError: The message says how many tokens there are, how many it takes, and what to do.
+        ValueError: The message says how many tokens there are, how many are needed, and what to do.
     """
-    empty = [index for index, document in enumerate(train_ids) if document.numel() == 0]
+    train, seq_len = [ids_of(document) for document in texts.train], stage.seq_len
+    empty = [index for index, document in enumerate(train) if document.numel() == 0]
     if empty:
         raise InvalidRequestError(
-            f"{len(empty)} of {len(train_ids)} documents to train on hold no token, document {empty[0]} first. Leave "
+            f"{len(empty)} of {len(train)} documents to train on hold no token, document {empty[0]} first. Leave "
             "them out; a single document must be long enough for a part to be held out; or train without "
             f"measuring: {argument('eval_documents', 0)}."
         )
-    tokens = sum(document.numel() for document in train_ids)
-    if tokens + len(train_ids) < seq_len:  # each may get an end-of-sequence token
+    num_tokens = sum(document.numel() for document in train)
+    if num_tokens + len(train) < seq_len:  # each may get an end-of-sequence token
         raise InvalidRequestError(
-            f"the {_count(train_ids)} to train on hold {tokens:,} tokens in all, {100 * tokens / seq_len:.1f} % of one "
-            f"block of {seq_len:,}: the model would read the same words over and over within a block. Give more text, "
-            f"or a smaller {argument('seq_len')}."
+            f"the {_count(train)} to train on hold {num_tokens:,} tokens in all, {100 * num_tokens / seq_len:.1f} % of "
+            f"one block of {seq_len:,}: the model would read the same words over and over within a block. Give more "
+            f"text, or a smaller {argument('seq_len')}."
         )
-    reach = max((len(document) for document in held_out), default=0)
-    if config.eval_documents and reach < lengths[0]:
+    reach = max((len(document) for document in texts.held_out), default=0)
+    shortest = min(data.eval_lengths)
+    if data.eval_documents and reach < shortest:
         raise InvalidRequestError(
             f"nothing can be measured: the longest held-out text has {reach:,} tokens, the shortest length to be "
-            f"measured is {lengths[0]:,}. Give longer documents, shorter {argument('eval_lengths')}, or train without "
+            f"measured is {shortest:,}. Give longer documents, shorter {argument('eval_lengths')}, or train without "
             f"measuring: {argument('eval_documents', 0)}."
         )
-    if config.task_mix is None:
-        _warn_about_short_documents([document.numel() for document in train_ids], seq_len, config)
+    if data.task_mix is None:
+        _warn_about_short_documents([document.numel() for document in train], data, stage)
 
 
-def _warn_about_short_documents(lengths: Sequence[int], seq_len: int, config: FinetuneConfig) -> None:
-    longest = max(lengths)
+def _warn_about_short_documents(lengths: Sequence[int], data: DataPlan, stage: StagePlan) -> None:
+    longest, seq_len = max(lengths), stage.seq_len
     if longest >= seq_len:
         return
     mean = sum(lengths) / len(lengths)
-    learned = f", and no distance beyond {longest:,} tokens is learned" if config.position_schedule == "full" else ""
-    blocks = "packed from several, which do not see each other" if config.packs_documents else "padded"
+    learned = f", and no distance beyond {longest:,} tokens is learned" if stage.positions.kind == FULL else ""
+    blocks = "padded" if data.one_document else "packed from several, which do not see each other"
     logger.warning(
         "all %d documents are shorter than a block of %d tokens: the longest has %d and fills %.1f %% of one, the mean "
         "%.1f %%. Blocks are %s%s. Give longer documents, or a smaller "

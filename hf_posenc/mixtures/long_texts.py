@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import ClassVar
 
-from hf_posenc.training.mixtures import register_kind
-from hf_posenc.training.mixtures.base import Kind
-from hf_posenc.training.packing import MaskedTokens
+from hf_posenc.data.tokens import MaskedTokens
+from hf_posenc.mixtures import register_kind
+from hf_posenc.mixtures.base import Kind
 
 
 @register_kind
@@ -21,6 +20,4 @@ class LongTexts(Kind):
         passes, at = divmod(index, len(packed))
         order = list(range(len(packed)))
         self.material.rng(f"{self.name} pass", passes).shuffle(order)
-        tokens, pieces = packed.tokens(order[at]), packed.pieces(order[at])
-        ends = list(itertools.accumulate(pieces))
-        return [tokens[end - length : end] for end, length in zip(ends, pieces, strict=True)]
+        return packed.pieces(order[at])

@@ -9,9 +9,8 @@ import pytest
 
 from hf_posenc.cli.main import main
 from hf_posenc.training import FinetuneConfig
+from hf_posenc.training.conflicts import CONFLICTS, Combination, refuse_conflicts
 from hf_posenc.training.launch import Launch
-from hf_posenc.training.run_folder import seal
-from hf_posenc.training.setting_checks import CONFLICTS, check_combination
 
 CP = {"processes": 4, "fsdp": 2, "cp_size": 2}
 SP = {"processes": 4, "zero": 3, "sp_size": 2, "sp_attention": "flash_attention_2"}
@@ -62,8 +61,8 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"Give packing=False \(--packing false\)",
     ),
     "shared sequences and a method in the attention": (
-        {**CP, "config": {"method": "self_extend"}},
-        {"config": {"method": "yarn"}},
+        {**CP, "method": "self_extend", "changes_attention": True},
+        {"changes_attention": False},
         "self_extend changes the attention",
     ),
     "shifted attention and shared sequences": ({**CP, **SHIFTED}, {"cp_size": 1}, "Use one of the two"),
@@ -72,7 +71,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"attention": "sdpa"},
         "'flash_attention_2'",
     ),
-    "quantised and shared out": ({"fsdp": 2, "quantised": True}, {"fsdp": 0}, "multi_gpu"),
+    "quantised and shared out": ({"fsdp": 2, "is_quantised": True}, {"fsdp": 0}, "multi_gpu"),
     "8-bit states shared out": (
         {"fsdp": 2, "config": {"optim": "adamw_bnb_8bit"}},
         {"config": {"optim": "adamw_torch"}},
@@ -89,8 +88,8 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "DeepSpeed's, which no other launch reads",
     ),
     "lora and the parameters of an encoding": (
-        {"config": {"lora": True, "method": "t5_bias"}},
-        {"config": {"lora": True, "method": "alibi"}},
+        {"config": {"lora": True}, "method": "t5_bias"},
+        {"method": "alibi"},
         "t5_bias has parameters, which an adapter does not hold",
     ),
     "another checkpoint under deepspeed": (
@@ -106,10 +105,10 @@ def check(folder: Path, settings: dict[str, Any]) -> None:
     config = {"output_dir": str(folder), "factor": 4.0, **settings.pop("config", {})}
     if name := settings.pop("checkpoint", ""):
         (folder / "checkpoint-5" / name).mkdir(parents=True, exist_ok=True)
-        seal(folder / "checkpoint-5")
-    known = {name: settings.pop(name, None) for name in ("attention", "quantised", "seq_len")}
-    known["unmasked"] = settings.pop("unmasked", {})
-    check_combination(FinetuneConfig(**config), Launch(**settings), **known)
+        (folder / "checkpoint-5" / "trainer_state.json").touch()
+    names = ("attention", "is_quantised", "seq_len", "unmasked", "method", "changes_attention")
+    known = {name: settings.pop(name) for name in names if name in settings}
+    refuse_conflicts(Combination(FinetuneConfig(**config), Launch(**settings), **known))
 
 
 @pytest.mark.parametrize("name", [conflict.name for conflict in CONFLICTS])

@@ -6,9 +6,9 @@ import re
 from random import Random
 from typing import ClassVar
 
-from hf_posenc.training.mixtures import register_kind
-from hf_posenc.training.mixtures.base import Dialogues
-from hf_posenc.training.mixtures.made_up import Marks, amount, date, longest_mark, names, phrase, titles
+from hf_posenc.mixtures import register_kind
+from hf_posenc.mixtures.base import Dialogues
+from hf_posenc.mixtures.made_up import Marks, amount, date, longest_mark, names, phrase, titles
 
 # What is hidden, the question, the answer; and what the value is.
 _FORMS = (

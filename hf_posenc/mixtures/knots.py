@@ -8,11 +8,11 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
+from hf_posenc.data.tokens import MaskedTokens, joined
 from hf_posenc.errors import InvalidRequestError, argument
-from hf_posenc.training.mixtures import register_kind
-from hf_posenc.training.mixtures.base import Kind, Material
-from hf_posenc.training.mixtures.made_up import names
-from hf_posenc.training.packing import MaskedTokens, joined
+from hf_posenc.mixtures import register_kind
+from hf_posenc.mixtures.base import Kind, Material
+from hf_posenc.mixtures.made_up import names
 
 _DOCUMENTS = 4  # in a block
 _MOST_CUTS = 3  # of a document

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError, argument
-from hf_posenc.training.mixtures.base import Kind
+from hf_posenc.mixtures.base import Kind
 
 _REGISTERED: dict[str, type[Kind]] = {}
 _EXAMPLE = ["kv=0.3", "needles=0.2", "text=0.5"]
@@ -89,6 +89,16 @@ def read_shares(given: Any) -> dict[str, float]:
 def words_of(shares: Mapping[str, float]) -> list[str]:
     """Return shares as ``["kv=0.3", "text=0.7"]``."""
     return [f"{name}={share}" for name, share in shares.items()]
+
+
+def kinds_of_steps(shares: Mapping[str, float], num_steps: int) -> list[str]:
+    """Return the kind of each step: always the one that is farthest behind its share."""
+    chosen: list[str] = []
+    counts = dict.fromkeys(shares, 0)
+    for step in range(1, num_steps + 1):
+        chosen.append(max(shares, key=lambda name: shares[name] * step - counts[name]))
+        counts[chosen[-1]] += 1
+    return chosen
 
 
 def _pair(word: str) -> tuple[str, str]:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    IntervalStrategy,
     PreTrainedConfig,
     TrainerCallback,
     TrainerControl,
@@ -30,16 +29,22 @@ from transformers import (
 from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import in_4bit, keep_layout
+from hf_posenc.data.packing import PackedDocuments
 from hf_posenc.evaluation.memory import memory_in_use, peak_memory, reset_peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights
+from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.planning.shapes import layer_repeat, text_config, with_layers
+from hf_posenc.training.base_model_facts import ModelFacts
+from hf_posenc.training.blocks import PackedBlocks, TrainingBlocks
 from hf_posenc.training.config import FinetuneConfig
+from hf_posenc.training.launch import Launch
 from hf_posenc.training.lora import add_lora
-from hf_posenc.training.packing import PackedDataset
+from hf_posenc.training.positions import FULL, PositionSchedule
+from hf_posenc.training.run_plan import RunPlan, plan_run
 from hf_posenc.training.trainer import train, training_arguments
 from hf_posenc.utils.console import without_weight_bars
 from hf_posenc.utils.dtypes import config_dtype
-from hf_posenc.utils.units import TokenCount
+from hf_posenc.utils.units import ContextLength, TokenCount
 
 _DOCUMENTS_A_BLOCK = 3
 
@@ -65,7 +70,7 @@ class MeasuredTraining:
         return self.tokens_per_step / self.seconds_per_step
 
 
-class _Clock(TrainerCallback):
+class Clock(TrainerCallback):
     """Takes the time of each step and lets the peak start again after the first one."""
 
     def __init__(self, model: Any) -> None:
@@ -86,15 +91,56 @@ class _Clock(TrainerCallback):
         self.peak = peak_memory(self.model)
 
 
-# A way to train: the model, Trainer's settings, the blocks, the run, and a callback that has to see it.
-Trains = Callable[[Any, TrainingArguments, PackedDataset, FinetuneConfig, TrainerCallback], None]
+# A way to train: the model, Trainer's settings, the blocks, the plan, and a callback that has to see every step.
+Trains = Callable[[Any, TrainingArguments, TrainingBlocks, RunPlan, TrainerCallback], None]
 
 
 def train_as_finetune(
-    model: Any, args: TrainingArguments, data: PackedDataset, run: FinetuneConfig, clock: TrainerCallback
+    model: Any, args: TrainingArguments, blocks: TrainingBlocks, plan: RunPlan, clock: TrainerCallback
 ) -> None:
     """Train as ``finetune`` does."""
-    train(model, args, data, run, clock, None, "")
+    train(model, args, blocks, plan, plan.stages[0], clock)
+
+
+def prepare(
+    model: Any, run: FinetuneConfig, seq_len: int, steps: int, folder: str, *, packed: bool = False
+) -> tuple[RunPlan, TrainingArguments, TrainingBlocks]:
+    """Return the plan, Trainer's settings and the blocks of some steps on random tokens, which save nothing.
+
+    Args:
+        model: Is not extended; positions are consecutive.
+        run: The settings; budget, folder and saving are not used.
+        seq_len: Tokens of a block.
+        steps: Optimizer steps.
+        folder: For Trainer's files.
+        packed: Put three documents into each block, not one.
+    """
+    per_step = run.per_device_train_batch_size * run.gradient_accumulation_steps
+    run = dataclasses.replace(
+        run,
+        output_dir=folder,
+        seq_len=ContextLength(seq_len),
+        token_budget=TokenCount(steps * per_step * seq_len),
+        context_length=ContextLength(max(seq_len, 2 * text_config(model.config).max_position_embeddings)),
+        factor=None,
+        position_schedule="full",
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    plan = plan_run(run, ModelFacts.of(RotaryModel(model)), Launch())
+    plain = dataclasses.replace(plan.stages[0], positions=PositionSchedule(FULL, seq_len, seq_len))
+    plan = dataclasses.replace(plan, stages=(plain,))
+    ids = torch.randint(
+        int(text_config(model.config).vocab_size),
+        (plain.num_blocks * seq_len,),
+        generator=torch.Generator().manual_seed(0),
+    )
+    documents = torch.split(ids, seq_len // _DOCUMENTS_A_BLOCK + 1) if packed else [ids]
+    blocks = PackedBlocks(
+        PackedDocuments(documents, seq_len, eos_token_id=None), plain.positions, plain.num_blocks, plain.seed
+    )
+    return plan, training_arguments(plain.trainer), blocks
 
 
 def measure_training(
@@ -136,25 +182,15 @@ def _train(
     packed: bool,
     load_in_4bit: bool,
     how: Trains,
-) -> _Clock:
+) -> Clock:
     model = _random_model(config, load_in_4bit)
     hash_weights(model)  # so that all of it is in memory
     with tempfile.TemporaryDirectory() as folder:
-        blocks = steps * run.per_device_train_batch_size * run.gradient_accumulation_steps
-        run = dataclasses.replace(
-            run,
-            output_dir=folder,
-            token_budget=TokenCount(blocks * seq_len),
-            report_to="none",
-            check_first_loss=False,  # random weights guess, so their losses say nothing
-        )
-        data = random_blocks(int(text_config(config).vocab_size), seq_len, blocks, packed)
-        args = training_arguments(model, run, data)
-        args.save_strategy, args.disable_tqdm = IntervalStrategy.NO, True
-        trained = add_lora(model, run) if run.lora else model
-        clock = _Clock(trained)
+        plan, args, blocks = prepare(model, run, seq_len, steps, folder, packed=packed)
+        trained = model if plan.step.lora is None else add_lora(model, plan.step.lora)
+        clock = Clock(trained)
         with redirect_stdout(io.StringIO()):  # Trainer prints the losses, of random weights
-            how(trained, args, data, run, clock)
+            how(trained, args, blocks, plan, clock)
     return clock
 
 
@@ -172,13 +208,6 @@ def _random_model(config: PreTrainedConfig, load_in_4bit: bool) -> Any:
     keep_layout(model)
     _tidy()
     return model
-
-
-def random_blocks(vocab_size: int, seq_len: int, blocks: int, packed: bool) -> PackedDataset:
-    """Return blocks of random tokens: each one document, or more where ``packed``."""
-    ids = torch.randint(vocab_size, (blocks * seq_len,), generator=torch.Generator().manual_seed(0))
-    documents = torch.split(ids, seq_len // _DOCUMENTS_A_BLOCK + 1) if packed else [ids]
-    return PackedDataset(documents, seq_len, eos_token_id=None)
 
 
 def _tidy() -> None:

@@ -8,19 +8,16 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.data.columns import COMPLETION, MESSAGES, PROMPT, Columns
 from hf_posenc.data.reading import tokenize_documents
+from hf_posenc.data.tokens import MaskedTokens, Tokens
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
-from hf_posenc.training.packing import MaskedTokens, Tokens
 from hf_posenc.utils.chat_templates import with_fixed_date
-
-if TYPE_CHECKING:
-    from hf_posenc.training.config import FinetuneConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +44,20 @@ class ExampleTokenizer:
 
     Args:
         tokenizer: The model's.
-        config: The run; None for documents that are only measured on, whose tokens all count.
+        assistant_only_loss: Only the assistant's turns of a chat count.
+        completion_only_loss: Only the answers to prompts count; None: so too, and documents without prompts are taken.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: FinetuneConfig | None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        assistant_only_loss: bool = False,
+        completion_only_loss: bool | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
-        self.assistant_only = config is not None and config.assistant_only_loss
-        self.completion_only = config.completion_only_loss if config is not None else None
+        self.assistant_only = assistant_only_loss
+        self.completion_only = completion_only_loss
         self._own_template: str | None = None
         self._made_up = False  # chats of our making, which every template renders word for word
         self._said: set[str] = set()
@@ -61,8 +65,8 @@ class ExampleTokenizer:
     @classmethod
     def of_dialogues(cls, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Return one for dialogues whose answers count, and nothing else; without a chat template, line by line."""
-        made = cls(tokenizer, None)
-        made.assistant_only = made._made_up = True
+        made = cls(tokenizer, assistant_only_loss=True)
+        made._made_up = True
         if tokenizer.chat_template is None:
             begins = tokenizer("A").input_ids[:1] == [tokenizer.bos_token_id]
             made._own_template = ("{{ bos_token }}" if begins else "") + _LINES

@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import ClassVar
 
-from hf_posenc.training.mixtures import register_kind
-from hf_posenc.training.mixtures.base import Dialogues
-from hf_posenc.training.mixtures.made_up import Marks, amount, date, longest_mark, names, phrase, titles
+from hf_posenc.mixtures import register_kind
+from hf_posenc.mixtures.base import Dialogues
+from hf_posenc.mixtures.made_up import Marks, amount, date, longest_mark, names, phrase, titles
 
 # The first line, an entry, and what is between two entries.
 _LAYOUTS = (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from hf_posenc.training.mixtures import register_kind
-from hf_posenc.training.mixtures.long_texts import LongTexts
+from hf_posenc.mixtures import register_kind
+from hf_posenc.mixtures.long_texts import LongTexts
 
 
 @register_kind

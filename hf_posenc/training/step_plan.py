@@ -1,0 +1,45 @@
+"""How an optimizer step computes: what its memory and its operations depend on, beside the model and the blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Adapters to train.
+
+    Attributes:
+        rank: Of the adapters.
+        alpha: The output of the adapters is scaled by ``alpha / rank``.
+        targets: Layers that get adapters: ``"attention"``, or ``"all-linear"`` as PEFT means it: all but the head.
+        embeddings: The embedding and the norms are trained too.
+    """
+
+    rank: int = 8
+    alpha: int = 16
+    targets: str = "attention"
+    embeddings: bool = True
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How an optimizer step computes.
+
+    Attributes:
+        batch_size: Blocks in one forward pass, on each device.
+        num_passes: Forward passes of a step.
+        gradient_checkpointing: Each layer is computed again in the backward pass.
+        bf16: It computes in bfloat16 under autocast; None leaves that to the dtype of the weights.
+        optim: The optimizer, as TrainingArguments name it.
+        lora: The adapters that are trained; None trains the model's own weights.
+        logits_chunk: Positions whose logits are in memory at one time.
+    """
+
+    batch_size: int
+    num_passes: int
+    gradient_checkpointing: bool
+    bf16: bool | None
+    optim: str
+    lora: LoraSettings | None
+    logits_chunk: int
