@@ -13,10 +13,10 @@ from itertools import groupby
 from hf_posenc.cli.main import COMMANDS
 from hf_posenc.cli.shared_arguments import HELP_ALL, HelpShown, examples_in, first_line
 from hf_posenc.evaluation.protocols import RULES, in_words
+from hf_posenc.explain.method_words import method_words
 from hf_posenc.families.family_data import attention_capabilities, capabilities, table_version
 from hf_posenc.families.refusals import Refusal
 from hf_posenc.methods.base import (
-    SYMBOLS,
     DistanceMethod,
     Encoding,
     Method,
@@ -56,6 +56,27 @@ _KINDS: dict[str, tuple[type[Method], str]] = {
         "An encoding takes the place of the model's RoPE. A model that was trained with RoPE must be trained with the "
         "encoding before it is of use.",
     ),
+}
+# The symbols that formulas of methods share, in LaTeX, and what each is, in Markdown.
+_SYMBOLS: dict[str, str] = {
+    "L": "the original length: tokens the model was trained on (`original_max_position_embeddings`)",
+    "s": "the factor: target length / original length",
+    "b": "the base of the model's RoPE (`rope_theta`)",
+    "d": "the number of features of a head that are rotated (`rotary_dim`), in $d/2$ pairs",
+    "i": "the index of a pair of features, from 0; in an exponent of $e$, $\\mathrm{i}$ is the imaginary unit",
+    r"\theta_i": "the frequency of a pair in the unpatched model, in radians per token: $b^{-2i/d}$",
+    r"\theta'_i": "the frequency of a pair in the extended model",
+    "r_i": "the number of full rotations of a pair over the original length",
+    "a": "the attention factor, which multiplies cos and sin, so that attention logits are multiplied by its square; 1 "
+    "where the formula does not say otherwise",
+    "m": "the position of a query, from 0",
+    "n": "the position of a key, from 0, not after the query",
+    r"\Delta": "the distance by which the rotations of a query and a key differ; $m - n$ in the unpatched model",
+    "x_m": "the embedding of the token at a position",
+    "q_m": "the query at a position",
+    "k_n": "the key at a position",
+    "d_h": "the number of features of a head",
+    "z_{m,n}": "the attention logit of a query and a key",
 }
 _METHODS_LEAD = """\
 # Methods
@@ -175,7 +196,7 @@ def methods_page() -> str:
         _summary_table(encodings),
     ]
     parts += ["## Symbols\n", _SYMBOLS_LEAD]
-    parts += [_table(("symbol", "meaning"), ((f"${symbol}$", meaning) for symbol, meaning in SYMBOLS.items()))]
+    parts += [_table(("symbol", "meaning"), ((f"${symbol}$", meaning) for symbol, meaning in _SYMBOLS.items()))]
     parts.append(_REQUESTS)
     for title, (kind, lead) in _KINDS.items():
         parts += [f"## {title}\n", f"{lead}\n"]
@@ -195,12 +216,13 @@ def _summary_table(classes: Iterable[type[Method]]) -> str:
 
 def _method_section(cls: type[Method]) -> str:
     parts = [f"### `{cls.name}` {{ #{cls.name} }}\n", cls.summary + "\n"]
+    words = method_words(cls)
     if not cls.instead_of_rope:
-        parts.append(cls.explanation + "\n")
-    if cls.formula:
-        parts.append(f"$$\n{cls.formula}\n$$\n")
-    if cls.symbols:
-        parts.append(_names_as_code(cls, cls.symbols) + "\n")
+        parts.append(words.explanation + "\n")
+    if words.formula:
+        parts.append(f"$$\n{words.formula}\n$$\n")
+    if words.symbols:
+        parts.append(_names_as_code(cls, words.symbols) + "\n")
     arguments = [f'"{cls.name}"', *(["factor=4"] if not cls.is_encoding else [])]
     arguments += [f"{name}={_in_python(value)}" for name, value in cls.example_options.items()]
     parts.append(f"```python\npatch_model(model, {', '.join(arguments)})\n```\n")
@@ -214,11 +236,11 @@ def _method_section(cls: type[Method]) -> str:
     facts = [("Other names", ", ".join(f"`{alias}`" for alias in cls.aliases))]
     facts += [("Of use without fine-tuning", _zero_shot(cls))]
     if issubclass(cls, InPlaceOfRope):
-        facts += [("How positions enter", cls.explanation), ("Absolute or relative", cls.absolute_or_relative)]
-        facts += [("What is trained", cls.trained), ("Longer texts than in training", cls.extrapolates)]
-        facts += [("Whether a KV cache stays right", cls.kv_cache)]
+        facts += [("How positions enter", words.explanation), ("Absolute or relative", words.absolute_or_relative)]
+        facts += [("What is trained", words.trained), ("Longer texts than in training", words.extrapolates)]
+        facts += [("Whether a KV cache stays right", words.kv_cache)]
     else:
-        facts += [("Texts up to the original length", cls.on_short_texts), ("KV cache", cls.kv_cache)]
+        facts += [("Texts up to the original length", words.on_short_texts), ("KV cache", words.kv_cache)]
     facts += [("Measured", _measured(cls)), ("On disk", _on_disk(cls)), ("Source", _linked(cls.paper))]
     parts += ["".join(f"{term}\n:   {text}\n\n" for term, text in facts if text)]
     return "\n".join(parts)

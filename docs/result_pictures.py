@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.methods.registry import methods
-from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK, INK, PLAIN, Look, numbered_look
+from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK, INK, METHOD_LOOKS, PLAIN, Look, numbered_look
 from hf_posenc.report.page import inline_svg
 from hf_posenc.report.plot import Chart, Drawing, Line, draw, draw_chart, length_ticks, new_figure
 from hf_posenc.utils.units import ContextLength
@@ -83,7 +82,7 @@ def _label(row: dict[str, str], last: str) -> str:
 
 def _look(name: str) -> Look:
     """Return how a method is drawn in reports too; a second row of it has other dashes, a trained one is bold."""
-    known = {**{key: cls.look for key, cls in methods().items() if cls.look is not None}, "no scaling": len(methods())}
+    known = {**METHOD_LOOKS, "no scaling": len(METHOD_LOOKS)}
     word = next((word for word in sorted(known, key=len, reverse=True) if name.startswith(word)), None)
     if word is None:
         return PLAIN
@@ -140,7 +139,7 @@ def _passkey_maps(grid: tuple[int, int], size: tuple[float, float]) -> Figure:
         chosen = [row for row in rows if (row["name"], row["scored"]) == (name, scored)]
         for y, row in enumerate(chosen):
             for x, length in enumerate(lengths):
-                _draw_answer(axes, x, y, row[length] == "1", numbered_look(methods()[name].look or 0).colour)
+                _draw_answer(axes, x, y, row[length] == "1", numbered_look(METHOD_LOOKS[name]).colour)
         axes.set_xticks(range(len(lengths)), lengths)
         axes.set_yticks(range(len(chosen)), [f"{row['depth']} %" for row in chosen])
         axes.set(xlim=(-0.6, len(lengths) - 0.4), ylim=(len(chosen) - 0.4, -0.6), aspect="equal")

@@ -23,6 +23,7 @@ from hf_posenc.doctor.config_meaning import (
     source_of,
     target_length,
 )
+from hf_posenc.doctor.rope_types import rope_type_of
 from hf_posenc.doctor.transformers_readers import (
     MROPE_SECTION,
     VERSIONS,
@@ -43,7 +44,6 @@ from hf_posenc.families.discovery import rope_label
 from hf_posenc.families.family_data import family_of
 from hf_posenc.methods.base import MANIFEST, encoding_of
 from hf_posenc.methods.linear import Linear
-from hf_posenc.methods.registry import method_of_rope_type
 from hf_posenc.methods.yarn import Yarn
 from hf_posenc.patching.extension import (
     SCALING_KEYS,
@@ -149,8 +149,7 @@ def _check_words(facts: ConfigFacts) -> Iterator[Finding]:
 
 def _check_factor(facts: ConfigFacts) -> Iterator[Finding]:
     factor = facts.parameters.get("factor")
-    method = method_of_rope_type(facts.parameters["rope_type"])
-    needed = method is not None and "factor" in method.needed_rope_keys
+    needed = "factor" in rope_type_of(facts.parameters["rope_type"]).needed_keys
     if (factor is None and not needed) or (isinstance(factor, float) and factor >= 1):
         return
     yield Finding(

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posenc.doctor.rope_types import rope_type_of
 from hf_posenc.doctor.transformers_readers import (
     MROPE_SECTION,
     Refused,
@@ -93,8 +94,7 @@ def keys_of(rope_type: str) -> frozenset[str] | None:
 
 def reads_original(rope_type: str) -> bool:
     """Return whether Transformers reads the original length of a rule in its ``rope_parameters``."""
-    method = method_of_rope_type(rope_type)
-    return method is not None and method.reads_original
+    return rope_type_of(rope_type).reads_original
 
 
 def has_rope(text: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from hf_posenc.doctor.rope_types import rope_type_of
 from hf_posenc.families.dialects import in_shared_words
 from hf_posenc.families.family_data import FULL_ATTENTION, Family, family_of
 from hf_posenc.methods.registry import method_of_rope_type
@@ -173,15 +174,10 @@ def read_by(version: str, config: Mapping[str, Any]) -> Rope | None:
         family.needs_head_dim
         and not (config.get("model_type") == "mistral" and version != "4.57")
         and config.get("head_dim") is None
-        and _reads_head_dim(rope.rope_type)
+        and rope_type_of(rope.rope_type).reads_head_dim
     ):
         raise Refused(f"its {rope.rope_type} rule needs head_dim, which is not written")
     return rope
-
-
-def _reads_head_dim(rope_type: str) -> bool:
-    method = method_of_rope_type(rope_type)
-    return method is not None and method.reads_head_dim
 
 
 def _read_4(config: Mapping[str, Any]) -> Rope:
@@ -294,7 +290,7 @@ def effective(config: Mapping[str, Any], parameters: Mapping[str, Any], theta: f
     method = method_of_rope_type(rope_type)
     if method is None:
         raise Refused(f"it has no rope_type {rope_type!r}")
-    if missing := [key for key in method.needed_rope_keys if parameters.get(key) is None]:
+    if missing := [key for key in rope_type_of(rope_type).needed_keys if parameters.get(key) is None]:
         raise Refused(f"its {rope_type} rule needs {', '.join(missing)}")
     length = config.get("max_position_embeddings")
     original = parameters.get(_ORIGINAL) or length

@@ -7,6 +7,7 @@ import math
 import torch
 
 from hf_posenc.attention.staged import Stages
+from hf_posenc.explain.method_words import method_words
 from hf_posenc.explain.sections import Explanation, Section, evenly
 from hf_posenc.explain.subject import Subject
 from hf_posenc.methods.base import AttentionMethod, DistanceMethod, Extension, Method, StagedMethod, Unscaled
@@ -27,7 +28,7 @@ def explain_method(subject: Subject, extension: Extension) -> Explanation:
     spec, method, reach = extension.spec, extension.method, extension.context_length
     rule = PairRule(f"{method.name} x{method.factor:.4g}", spec, method, reach)
     title = f"{rule.name}: {length_name(spec.original_max_position_embeddings)} -> {length_name(reach)} tokens"
-    words = method.words
+    words = method_words(method)
     changed = method.changed_options().items()
     options = ", ".join(f"{name} {value}" for name, value in changed if not isinstance(value, list))
     about = [words.explanation, f"On short texts: {words.on_short_texts}"]
@@ -56,22 +57,22 @@ def explain_encoding(subject: Subject, method: Method, target: int) -> Explanati
         ValueError: The encoding is rotary and the model's config has no rotary embedding.
     """
     assert isinstance(method, InPlaceOfRope)
-    model = subject.shape(target)
+    model, words = subject.shape(target), method_words(method)
     about = [
-        ("How positions enter", method.explanation),
-        ("Absolute or relative", method.absolute_or_relative),
-        ("KV cache", method.kv_cache),
-        ("Parameters", method.trained),
-        ("Reads further than trained", method.extrapolates),
+        ("How positions enter", words.explanation),
+        ("Absolute or relative", words.absolute_or_relative),
+        ("KV cache", words.kv_cache),
+        ("Parameters", words.trained),
+        ("Reads further than trained", words.extrapolates),
         ("Source", f"{method.paper}."),
     ]
-    sections = [Section("What it is", [f"{name}: {words}" for name, words in about if words])]
+    sections = [Section("What it is", [f"{name}: {text}" for name, text in about if text])]
     numbers = method.numbers(model) or _rotary_numbers(method, model)
     sections.append(Section("On this model", numbers.sentences, numbers.heads, numbers.rows))
-    if method.properties:
-        held = [f"{sentence} ({test})" for sentence, test in method.properties]
+    if words.properties:
+        held = [f"{sentence} ({test})" for sentence, test in words.properties]
         sections.append(Section("Held by tests/unit/methods/test_encoding_properties.py", held))
-    title = f"{method.title or method.name}, up to {length_name(target)} tokens"
+    title = f"{words.title or method.name}, up to {length_name(target)} tokens"
     return Explanation(title, subject.sentence, sections)
 
 

@@ -19,16 +19,8 @@ class Abf(StaticMethod):
     """Use a given, larger base."""
 
     name: ClassVar[str] = "abf"
-    look: ClassVar[int | None] = 12
     paper: ClassVar[str] = "Xiong et al. 2023, arXiv:2309.16039, section 2.1"
     summary: ClassVar[str] = "Replaces the base by a larger one of your choice; needs fine-tuning."
-    formula: ClassVar[str] = r"\theta'_i = B^{-2i/d}"
-    symbols: ClassVar[str] = "$B$ is the option rope_theta."
-    explanation: ClassVar[str] = (
-        "A larger base, chosen by hand, slows all pairs but the fastest, the slow ones most. It is meant "
-        "for continued training at the new base, which lets the model learn the new angles."
-    )
-    on_short_texts: ClassVar[str] = "Before training all lengths read worse, the more the larger the base."
     needs_options: ClassVar[bool] = True
     example_options: ClassVar[Mapping[str, Any]] = {"rope_theta": 500_000}
     on_disk: ClassVar[str] = "default"

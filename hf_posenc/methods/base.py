@@ -1,7 +1,8 @@
 """What a method is: the four kinds, and what everything else asks of one.
 
 A method is one class in one file of this folder, registered with ``@register_method``. An instance is the method at a
-factor, with its options, which are the fields of the dataclass.
+factor, with its options, which are the fields of the dataclass. The method in words, for people, is the file
+``NAME.toml`` beside it (``hf_posenc.explain.method_words``).
 """
 
 from __future__ import annotations
@@ -33,27 +34,6 @@ NEVER_ROTATED = 1e300
 # The file beside an extended checkpoint that says what was requested.
 MANIFEST = "context_extension.json"
 MANIFEST_ONLY = "the manifest only"
-# The symbols that formulas of methods share, in LaTeX, and what each is, in Markdown.
-SYMBOLS: dict[str, str] = {
-    "L": "the original length: tokens the model was trained on (`original_max_position_embeddings`)",
-    "s": "the factor: target length / original length",
-    "b": "the base of the model's RoPE (`rope_theta`)",
-    "d": "the number of features of a head that are rotated (`rotary_dim`), in $d/2$ pairs",
-    "i": "the index of a pair of features, from 0; in an exponent of $e$, $\\mathrm{i}$ is the imaginary unit",
-    r"\theta_i": "the frequency of a pair in the unpatched model, in radians per token: $b^{-2i/d}$",
-    r"\theta'_i": "the frequency of a pair in the extended model",
-    "r_i": "the number of full rotations of a pair over the original length",
-    "a": "the attention factor, which multiplies cos and sin, so that attention logits are multiplied by its square; 1 "
-    "where the formula does not say otherwise",
-    "m": "the position of a query, from 0",
-    "n": "the position of a key, from 0, not after the query",
-    r"\Delta": "the distance by which the rotations of a query and a key differ; $m - n$ in the unpatched model",
-    "x_m": "the embedding of the token at a position",
-    "q_m": "the query at a position",
-    "k_n": "the key at a position",
-    "d_h": "the number of features of a head",
-    "z_{m,n}": "the attention logit of a query and a key",
-}
 # What config.json calls the rule of a model trained with another encoding. Transformers and servers refuse a name that
 # they do not know, and print it: the name says what to call. Under a name that they know they would run the model with
 # RoPE, with which it was never trained.
@@ -99,21 +79,6 @@ def plain_rope_parameters(spec: RopeSpec) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Words:
-    """A method in words, for people.
-
-    Attributes:
-        explanation: What it does and why that helps.
-        on_short_texts: What texts up to the original length pay for it.
-        kv_cache: Whether a KV cache stays right.
-    """
-
-    explanation: str
-    on_short_texts: str
-    kv_cache: str
-
-
-@dataclass(frozen=True)
 class Method(abc.ABC):
     """One way to extend a model, at a factor. The fields besides ``factor`` are its options.
 
@@ -122,19 +87,9 @@ class Method(abc.ABC):
         aliases: Other names it answers to.
         paper: Where the rule comes from.
         summary: One plain sentence.
-        formula: Its definition in LaTeX, with the symbols of ``SYMBOLS``; shown in the documentation. Empty for none.
-        symbols: What else the formula's symbols mean, in sentences with LaTeX between dollar signs; empty for nothing.
-        explanation: What it does and why that helps.
-        on_short_texts: What texts up to the original length pay for it.
-        kv_cache: Whether a KV cache stays right.
         on_disk: How a checkpoint says it, in words.
         rope_type: The ``rope_type`` of Transformers that is read back as this method; None if none is.
         rope_keys: Of such ``rope_parameters``, the keys that Transformers reads besides base and original length.
-        needed_rope_keys: Those that it cannot do without.
-        reads_original: Whether Transformers reads ``original_max_position_embeddings`` there.
-        reads_head_dim: Whether it reads ``config.head_dim`` itself, and so fails where that is None.
-        look: Number of its colour and marker in charts, its own among the methods of this package: a new one takes the
-            next. The first six, which are compared most often, have six colours. None: a number made from the name.
         zero_shot: Whether it is of use without fine-tuning.
         default_factor: Where neither a factor nor a length is given.
         factor: Target length / original length, >= 1.
@@ -143,19 +98,10 @@ class Method(abc.ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
-    formula: ClassVar[str] = ""
-    symbols: ClassVar[str] = ""
     on_disk: ClassVar[str]
-    explanation: ClassVar[str] = "No words are written for this method yet; below are its numbers."
-    on_short_texts: ClassVar[str] = "See the numbers below."
-    kv_cache: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     rope_type: ClassVar[str | None] = None
     rope_keys: ClassVar[frozenset[str]] = frozenset()
-    needed_rope_keys: ClassVar[tuple[str, ...]] = ()
-    reads_original: ClassVar[bool] = False
-    reads_head_dim: ClassVar[bool] = False
-    look: ClassVar[int | None] = None
     zero_shot: ClassVar[bool] = True
     needs_options: ClassVar[bool] = False  # its defaults alone suit no model
     # Of a call in the documentation, on a model whose heads have 128 features.
@@ -196,11 +142,6 @@ class Method(abc.ABC):
     def default_factor_with(cls, options: Mapping[str, Any]) -> float:
         """Return the factor of a request with these options that gives neither a factor nor a length."""
         return cls.default_factor
-
-    @property
-    def words(self) -> Words:
-        """The method in words."""
-        return Words(self.explanation, self.on_short_texts, self.kv_cache)
 
     @property
     def needs_hf_posenc(self) -> bool:
@@ -348,8 +289,6 @@ def check_factor(factor: Any) -> float:
 class StaticMethod(Method):
     """New frequencies, the same for every token: config.json says them, and Transformers makes them."""
 
-    kv_cache: ClassVar[str] = "The frequencies are the same at every length, so a KV cache stays right."
-
 
 @dataclass(frozen=True)
 class Unscaled(StaticMethod):
@@ -365,10 +304,6 @@ class Unscaled(StaticMethod):
 class AttentionMethod(Method):
     """Runs in hf_posenc's attention; a saved config.json is the base model's, with a note of the extension."""
 
-    kv_cache: ClassVar[str] = (
-        "A token depends on the tokens before it and on nothing else: with a KV cache, in chunks or token by token it "
-        "reads the same. Only hf_posenc runs it."
-    )
     on_disk: ClassVar[str] = MANIFEST_ONLY
 
     log_n: bool = option(False, flag, "multiply queries by max(1, ln(position + 1) / ln(original length))")
@@ -399,8 +334,6 @@ class AttentionMethod(Method):
 @dataclass(frozen=True)
 class StagedMethod(AttentionMethod):
     """A static rule for each stage of the query's position; nothing is changed up to the original length."""
-
-    on_short_texts: ClassVar[str] = "Nothing: up to the original length the model is the unpatched one."
 
     stage: int | None = option(
         None, tokens, "tokens of the first stage past the original length; default: a quarter of that length"
@@ -469,11 +402,6 @@ class Regions:
 @dataclass(frozen=True)
 class DistanceMethod(AttentionMethod):
     """Other distances between a query and far keys; the frequencies are the model's own."""
-
-    on_short_texts: ClassVar[str] = (
-        "Nothing up to the length below. From there on, within the original length too, other distances are used "
-        "for far keys."
-    )
 
     @abc.abstractmethod
     def regions(self, spec: RopeSpec) -> Regions:

@@ -25,23 +25,8 @@ class DualChunkAttention(DistanceMethod):
     """
 
     name: ClassVar[str] = "dca"
-    look: ClassVar[int | None] = 5
     paper: ClassVar[str] = "An et al. 2024, arXiv:2402.17463, section 3.2 (ChunkLlama)"
     summary: ClassVar[str] = "Positions start anew in each chunk, and far chunks are all equally far; no fine-tuning."
-    formula: ClassVar[str] = (
-        r"\Delta = \begin{cases} m - n & \lfloor n / c \rfloor = \lfloor m / c \rfloor \\ \min(c + m \bmod c, \; "
-        r"C) - n \bmod c & \lfloor n / c \rfloor = \lfloor m / c \rfloor - 1 \\ C - n \bmod c & \lfloor n / c "
-        r"\rfloor < \lfloor m / c \rfloor - 1 \end{cases}"
-    )
-    symbols: ClassVar[str] = (
-        "$C$ is the option chunk_size, and $c$ is chunk_size minus local_window, the length of a chunk."
-    )
-    explanation: ClassVar[str] = (
-        "The text is cut into chunks and positions start anew in each. Inside a chunk distances are as "
-        "they are. To the chunk before they are right for a chunk's first tokens (the local window) and "
-        "then stop growing with the query. In all earlier chunks a key's position within its chunk "
-        "is known, and not which chunk that is."
-    )
 
     chunk_size: int | None = option(None, tokens, "in tokens; default: 3/4 of the original length")
     local_window: int | None = option(None, tokens, "in tokens; default: 1/8 of the original length")

@@ -8,21 +8,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import Frequencies, StagedMethod, StaticMethod, Words, geometric_frequencies
+from hf_posenc.methods.base import Frequencies, StagedMethod, StaticMethod, geometric_frequencies
 from hf_posenc.methods.ntk import Ntk
 from hf_posenc.methods.options import one_of, option
 from hf_posenc.methods.registry import register_method
 from hf_posenc.spec import RopeSpec
-
-_OF_A_SEQUENCE = Words(
-    (
-        "Transformers' own dynamic rule: one raised base for the whole forward, chosen from its length. "
-        "The factor makes it rise faster: the slowest pair is stretched by factor * length / original - "
-        "(factor - 1)."
-    ),
-    "Nothing, in a forward of its own. In a batch with a long text, or after one, short texts get its scale.",
-    "Keys cached under an earlier base stay as they were, so it is not exact with a KV cache.",
-)
 
 
 @register_method
@@ -36,30 +26,14 @@ class DynamicNtk(StagedMethod):
     """
 
     name: ClassVar[str] = "dynamic"
-    look: ClassVar[int | None] = 4
     aliases: ClassVar[tuple[str, ...]] = ("dynamic_ntk",)
     paper: ClassVar[str] = "emozilla 2023; Peng et al. 2023, arXiv:2309.00071, section 3.3; stages: hf_posenc"
     summary: ClassVar[str] = (
         "NTK in stages, by the position of each query: exact with a KV cache, nothing lost on short texts."
     )
-    formula: ClassVar[str] = r"\theta'_i = b_k^{-2i/d}, \qquad b_k = b \, s_k^{d/(d-2)}, \qquad s_k = \frac{e_k}{L}"
-    symbols: ClassVar[str] = (
-        r"Up to the original length, $\theta'_i = \theta_i$. Past it, $e_k$ is the position at which the stage $k$ "
-        r"of the query ends: $L + k t$ with growth='linear' and $L (1 + t / L)^k$ with growth='geometric', rounded "
-        r"to whole tokens, for a first stage of $t$ tokens (option stage). With scope='sequence' there are no "
-        r"stages: $s_k$ is $\frac{s T}{L} - (s - 1)$ for a forward pass of $T > L$ tokens, and 1 for a shorter "
-        r"one."
-    )
-    explanation: ClassVar[str] = (
-        "NTK's raised base, but only as far as needed at a query's position: up to the original length the "
-        "model is left as it is, and past it each stage of tokens has the scale of its own end, for its "
-        "queries and all keys they look at."
-    )
     on_disk: ClassVar[str] = "the manifest only (dynamic for scope=sequence)"
     rope_type: ClassVar[str | None] = "dynamic"
     rope_keys: ClassVar[frozenset[str]] = frozenset({"factor"})
-    needed_rope_keys: ClassVar[tuple[str, ...]] = ("factor",)
-    reads_head_dim: ClassVar[bool] = True
 
     scope: str = option(
         "query",
@@ -83,10 +57,6 @@ class DynamicNtk(StagedMethod):
             "dynamic with scope='sequence' picks one scale per forward: results change with the KV cache, with "
             "batch-mates and with what ran before."
         )
-
-    @property
-    def words(self) -> Words:
-        return super().words if self.scope == "query" else _OF_A_SEQUENCE
 
     def at(self, factor: float) -> StaticMethod:
         return Ntk(factor)

@@ -95,23 +95,10 @@ class PositionMap:
 
 
 class InPlaceOfRope:
-    """Part of a method that takes the place of a model's RoPE; ``explanation`` says how positions enter.
-
-    Attributes:
-        title: Its name as papers write it; empty for the name of the method.
-        absolute_or_relative: Which of the two it is.
-        trained: Its parameters.
-        extrapolates: Whether it reads further than it was trained, and why.
-        properties: What holds of it, each with the test that holds it.
-    """
+    """Part of a method that takes the place of a model's RoPE."""
 
     instead_of_rope: ClassVar[bool] = True
     plain_at_factor_1: ClassVar[bool] = False
-    title: ClassVar[str] = ""
-    absolute_or_relative: ClassVar[str] = ""
-    trained: ClassVar[str] = ""
-    extrapolates: ClassVar[str] = ""
-    properties: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def numbers(self, model: ModelShape) -> Numbers | None:
         """Return what it is on a model of this shape; None for nothing of its own."""

@@ -65,23 +65,8 @@ class Fitted(LongRope):
     """Divide each frequency by a number that was fitted to the model, with all its weights frozen."""
 
     name: ClassVar[str] = "fitted"
-    look: ClassVar[int | None] = 23
     paper: ClassVar[str] = "`hf-posenc fit`; lists of divisors are those of Ding et al. 2024, arXiv:2402.13753"
     summary: ClassVar[str] = "A divisor per pair and a temperature, fitted to one model by `hf-posenc fit`."
-    formula: ClassVar[str] = r"\theta'_i = \frac{\theta_i}{\lambda_i}"
-    symbols: ClassVar[str] = (
-        r"$\lambda_i$ is number $i$ of long_factor; where short_factor is another list, of that one in a forward pass "
-        r"of up to $L$ tokens. $a$ is the option attention_factor."
-    )
-    explanation: ClassVar[str] = (
-        "Each pair is divided by a number of its own, and attention has one temperature. Both were found by gradient "
-        "descent for one model and one target length, while no weight changed: with them the model attends over long "
-        "texts as it does under a method that no server runs. Pairs that rotate often keep a divisor of 1."
-    )
-    on_short_texts: ClassVar[str] = (
-        "A little: one list serves all lengths. Short texts are part of what it is fitted on."
-    )
-    kv_cache: ClassVar[str] = "With one list, the default, a KV cache stays right; see longrope for two."
     example_options: ClassVar[Mapping[str, Any]] = {"long_factor": [1.0] * 32 + [4.0] * 32, "attention_factor": 1.05}
     rope_type: ClassVar[str | None] = None
 

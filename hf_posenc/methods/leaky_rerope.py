@@ -18,18 +18,8 @@ class LeakyReRope(DistanceMethod):
     """Distances beyond ``window`` grow by ``1 / leak`` a token."""
 
     name: ClassVar[str] = "leaky_rerope"
-    look: ClassVar[int | None] = 8
     paper: ClassVar[str] = "Su 2023, github.com/bojone/rerope"
     summary: ClassVar[str] = "Distances grow more slowly beyond a window; no fine-tuning."
-    formula: ClassVar[str] = (
-        r"\Delta = \begin{cases} m - n & m - n < w \\ w + \frac{m - n - w}{\ell} & m - n \ge w \end{cases}"
-    )
-    symbols: ClassVar[str] = r"$w$ is the option window and $\ell$ is the option leak."
-    explanation: ClassVar[str] = (
-        "Distances grow more slowly beyond a window: by one every `leak` tokens. Far keys keep their "
-        "order, and the distances used stay in the trained range for texts of about `leak` times the room "
-        "that is left."
-    )
 
     window: int | None = option(
         None, tokens, "distance in tokens from which keys are far; default: half of the original length"

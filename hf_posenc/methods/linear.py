@@ -16,23 +16,12 @@ class Linear(StaticMethod):
     """Divide every frequency by ``factor``."""
 
     name: ClassVar[str] = "linear"
-    look: ClassVar[int | None] = 1
     aliases: ClassVar[tuple[str, ...]] = ("pi",)
     paper: ClassVar[str] = "Chen et al. 2023, arXiv:2306.15595, section 2.3"
     summary: ClassVar[str] = "Divides all frequencies: squeezes positions into the trained range; needs fine-tuning."
-    formula: ClassVar[str] = r"\theta'_i = \frac{\theta_i}{s}"
-    explanation: ClassVar[str] = (
-        "All frequencies are divided by the factor, which is the same as dividing positions: the longer "
-        "text is squeezed into the trained range. No angle is new, but neighbours are closer than the "
-        "model ever saw, in the fast pairs too, which tell them apart. So it needs fine-tuning."
-    )
-    on_short_texts: ClassVar[str] = (
-        "All of it: positions are squeezed at every length. Without fine-tuning short texts read clearly worse."
-    )
     on_disk: ClassVar[str] = "linear"
     rope_type: ClassVar[str | None] = "linear"
     rope_keys: ClassVar[frozenset[str]] = frozenset({"factor"})
-    needed_rope_keys: ClassVar[tuple[str, ...]] = ("factor",)
     zero_shot: ClassVar[bool] = False
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:

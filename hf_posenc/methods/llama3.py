@@ -21,27 +21,11 @@ class Llama3(StaticMethod):
     """
 
     name: ClassVar[str] = "llama3"
-    look: ClassVar[int | None] = 9
     paper: ClassVar[str] = "Llama Team 2024, arXiv:2407.21783, section 3.4.2"
     summary: ClassVar[str] = "Llama 3.1's frequencies: NTK-by-parts between 1 and 4 rotations."
-    formula: ClassVar[str] = (
-        r"\theta'_i = \gamma_i \theta_i + (1 - \gamma_i) \frac{\theta_i}{s}, \qquad \gamma_i = \min\left(1, "
-        r"\max\left(0, \frac{r_i - \alpha}{\beta - \alpha}\right)\right)"
-    )
-    symbols: ClassVar[str] = r"$\alpha$ is the option low_freq_factor and $\beta$ is high_freq_factor."
-    explanation: ClassVar[str] = (
-        "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
-        "One that hardly rotated would meet angles it never had: its frequency is divided by the factor, "
-        "so that the longer text covers the angles that the training length did. Llama 3.1's choice of "
-        "where: kept from high_freq_factor rotations, divided up to low_freq_factor, mixed linearly in rotations "
-        "between; no temperature."
-    )
-    on_short_texts: ClassVar[str] = "A little: the slow pairs move at every length."
     on_disk: ClassVar[str] = "llama3"
     rope_type: ClassVar[str | None] = "llama3"
     rope_keys: ClassVar[frozenset[str]] = frozenset({"factor", "low_freq_factor", "high_freq_factor"})
-    needed_rope_keys: ClassVar[tuple[str, ...]] = ("factor", "low_freq_factor", "high_freq_factor")
-    reads_original: ClassVar[bool] = True
 
     low_freq_factor: float = option(1.0, positive, "rotations up to which a pair's frequency is divided by the factor")
     high_freq_factor: float = option(4.0, positive, "rotations from which a pair keeps its frequency")

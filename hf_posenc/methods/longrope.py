@@ -33,24 +33,8 @@ class LongRope(StaticMethod):
     """
 
     name: ClassVar[str] = "longrope"
-    look: ClassVar[int | None] = 11
     paper: ClassVar[str] = "Ding et al. 2024, arXiv:2402.13753, section 3"
     summary: ClassVar[str] = "A divisor per pair, given as a list (found by search, or another model's)."
-    formula: ClassVar[str] = r"\theta'_i = \frac{\theta_i}{\lambda_i}, \qquad a = \sqrt{1 + \frac{\ln s}{\ln L}}"
-    symbols: ClassVar[str] = (
-        r"$\lambda_i$ is number $i$ of short_factor in a forward pass of up to $L$ tokens, and of long_factor in a "
-        r"longer one. The option attention_factor replaces $a$."
-    )
-    explanation: ClassVar[str] = (
-        "Each pair is divided by a number of its own, from a list that was found by a search over "
-        "perplexity or taken from another model: long_factor past the original length, short_factor up to "
-        "it."
-    )
-    on_short_texts: ClassVar[str] = "What short_factor says; nothing if it is all ones."
-    kv_cache: ClassVar[str] = (
-        "With two different lists a cache filled before the original length holds keys of the other list; "
-        "with one list it stays right."
-    )
     needs_options: ClassVar[bool] = True
     example_options: ClassVar[Mapping[str, Any]] = {"long_factor": [1.0] * 32 + [4.0] * 32}
     on_disk: ClassVar[str] = "longrope"
@@ -58,9 +42,6 @@ class LongRope(StaticMethod):
     rope_keys: ClassVar[frozenset[str]] = frozenset(
         {"factor", "attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"}
     )
-    needed_rope_keys: ClassVar[tuple[str, ...]] = ("short_factor", "long_factor")
-    reads_original: ClassVar[bool] = True
-    reads_head_dim: ClassVar[bool] = True
     plain_at_factor_1: ClassVar[bool] = False
 
     short_factor: tuple[float, ...] | None = option(

@@ -21,25 +21,11 @@ class Nope(InPlaceOfRope, StaticMethod):
     """Stop the rotation of every pair: only the causal mask says what came before."""
 
     name: ClassVar[str] = "nope"
-    look: ClassVar[int | None] = 13
     aliases: ClassVar[tuple[str, ...]] = ("drope",)
     paper: ClassVar[str] = "Kazemnejad et al. 2023, arXiv:2305.19466; Gelberg et al. 2025, arXiv:2512.12167 (DroPE)"
     summary: ClassVar[str] = "Removes the positions; of no use before fine-tuning, for which short texts are enough."
-    formula: ClassVar[str] = r"\theta'_i = 0"
-    symbols: ClassVar[str] = "The option attention_factor is $a$."
     on_disk: ClassVar[str] = "longrope"
     zero_shot: ClassVar[bool] = False
-    title: ClassVar[str] = "No positional encoding (NoPE)"
-    explanation: ClassVar[str] = (
-        "Not at all. The causal mask alone tells positions apart: the first token sees one key, the second two, ..."
-    )
-    absolute_or_relative: ClassVar[str] = "Neither."
-    kv_cache: ClassVar[str] = "Yes: it has nothing to hold."
-    trained: ClassVar[str] = "None."
-    extrapolates: ClassVar[str] = (
-        "Partly: no angle and no row is ever new, but attention spreads over more keys than in training; a temperature "
-        "helps. A model that was trained with RoPE has to be trained again, on short texts, to do without (DroPE)."
-    )
 
     attention_factor: float | None = option(None, positive, "sharpens attention, by its square; default: 1")
 

@@ -25,18 +25,8 @@ class Ntk(StaticMethod):
     """Raise the base so that the slowest pair is interpolated by ``factor`` and the fastest is kept."""
 
     name: ClassVar[str] = "ntk"
-    look: ClassVar[int | None] = 2
     paper: ClassVar[str] = "bloc97 2023; Peng et al. 2023, arXiv:2309.00071, section 3.1"
     summary: ClassVar[str] = "Raises the base: keeps fast pairs, stretches slow ones; useful without fine-tuning."
-    formula: ClassVar[str] = r"\theta'_i = (b')^{-2i/d}, \qquad b' = b \, s^{d/(d-2)}"
-    explanation: ClassVar[str] = (
-        "The base is raised so that the slowest pair is stretched by the whole factor and the fastest not "
-        "at all, with all others between them in equal ratios. Near words stay as they were. Pairs in the "
-        "middle are stretched by less than the factor, and some of those then meet angles they never had: "
-        "the model breaks before the target, so it takes a factor somewhat larger than the length asks "
-        "for."
-    )
-    on_short_texts: ClassVar[str] = "A little: most pairs move somewhat at every length."
     on_disk: ClassVar[str] = "default"
 
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:

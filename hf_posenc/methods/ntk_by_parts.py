@@ -70,21 +70,8 @@ class NtkByParts(BlendInTurns, StaticMethod):
     """
 
     name: ClassVar[str] = "ntk_by_parts"
-    look: ClassVar[int | None] = 10
     paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, section 3.2"
     summary: ClassVar[str] = "Keeps pairs that rotate often, divides those that hardly do, blends by rotations between."
-    formula: ClassVar[str] = (
-        r"\theta'_i = \gamma_i \theta_i + (1 - \gamma_i) \frac{\theta_i}{s}, \qquad \gamma_i = \min\left(1, "
-        r"\max\left(0, \frac{r_i - \alpha}{\beta - \alpha}\right)\right)"
-    )
-    symbols: ClassVar[str] = r"$\alpha$ is the option beta_slow and $\beta$ is beta_fast."
-    explanation: ClassVar[str] = (
-        "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
-        "One that hardly rotated would meet angles it never had: its frequency is divided by the factor, "
-        "so that the longer text covers the angles that the training length did. Between beta_fast and "
-        "beta_slow rotations the two are mixed, linearly in the number of rotations."
-    )
-    on_short_texts: ClassVar[str] = "A little: the slow pairs move at every length."
     on_disk: ClassVar[str] = "llama3"
 
     beta_fast: float = beta_fast_option()

@@ -69,27 +69,10 @@ class NtkRcd(StaticMethod):
     """
 
     name: ClassVar[str] = "ntk_rcd"
-    look: ClassVar[int | None] = 21
     paper: ClassVar[str] = "Shang et al. 2025, arXiv:2502.20082, sections 2.3 and 4.3"
     summary: ClassVar[str] = (
         "Raises the base until a pair of your choice, the critical one, is divided by the whole factor."
     )
-    formula: ClassVar[str] = (
-        r"\theta'_i = \theta_i \, c^{-i/k} = (b')^{-2i/d}, \qquad b' = b \, c^{d/(2k)}, \qquad "
-        r"k = \left\lceil \frac{d}{2} \log_b \frac{L}{2 \pi} \right\rceil - 1"
-    )
-    symbols: ClassVar[str] = (
-        r"$c$ is the option scale, by default $s$; the option critical_pair replaces $k$, which is at least 1 and at "
-        r"most the slowest pair. With beyond_critical='constant', $\theta'_i = \theta_i / c$ for $i \ge k$."
-    )
-    explanation: ClassVar[str] = (
-        "The base is raised so that the critical pair is stretched by the whole factor, and all others in equal "
-        "ratios: those before it by less, those after it by more. In theory the critical pair is the last one that "
-        "makes a full rotation in training, for the pairs after it meet angles they never had in a longer text. "
-        "LongRoPE2 finds that slow pairs are trained too little, so that the real critical pair is an earlier "
-        "one, and that somewhat more than the factor is better there."
-    )
-    on_short_texts: ClassVar[str] = "A little, and more the earlier the critical pair: most pairs move at every length."
     on_disk: ClassVar[str] = "default (longrope for beyond_critical=constant)"
     plain_at_factor_1: ClassVar[bool] = False  # the scale may be larger than the factor
 

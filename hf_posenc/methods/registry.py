@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import pkgutil
 from collections.abc import Mapping
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hf_posenc.errors import InvalidRequestError, UnknownNameError, UnknownOptionError
+from hf_posenc.errors import UnknownNameError, UnknownOptionError
+from hf_posenc.utils.registries import Registry
 from hf_posenc.utils.warning import warn_user
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ DEFAULT_METHOD = "yarn"
 ENTRY_POINTS = "hf_posenc.methods"
 _PACKAGES = ("hf_posenc.methods", "hf_posenc.methods.encodings")
 _NO_METHODS = frozenset({"base", "explained", "options", "registry", "formulas", "modules", "encodings"})
-_REGISTERED: dict[str, type[Method]] = {}
+METHODS: Registry[type[Method]] = Registry("method", *_PACKAGES, without=_NO_METHODS)
 
 MethodT = TypeVar("MethodT", bound="type[Method]")
 
@@ -31,13 +30,7 @@ def register_method(cls: MethodT) -> MethodT:
     Raises:
         ValueError: A name is taken.
     """
-    for name in (cls.name, *cls.aliases):
-        taken = next((other for other in _REGISTERED.values() if name in (other.name, *other.aliases)), None)
-        if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise InvalidRequestError(
-                f"method {name!r} is registered already, by {taken.__module__}.{taken.__qualname__}."
-            )
-    _REGISTERED[cls.name] = cls
+    METHODS.add(cls, (cls.name, *cls.aliases), cls)
     methods.cache_clear()
     return cls
 
@@ -47,21 +40,19 @@ def methods() -> dict[str, type[Method]]:
     """Return all methods by name: static, staged, those of distances, encodings; then by name."""
     from hf_posenc.methods.base import DistanceMethod, Encoding, StagedMethod, StaticMethod
 
-    _import_all()
+    import_other_packages()
     kinds = (StaticMethod, StagedMethod, DistanceMethod, Encoding)
 
     def order(cls: type[Method]) -> tuple[int, str]:
         return next(at for at, kind in enumerate(kinds) if issubclass(cls, kind)), cls.name
 
-    return {cls.name: cls for cls in sorted(_REGISTERED.values(), key=order)}
+    return {cls.name: cls for cls in sorted(METHODS.all().values(), key=order)}
 
 
 @cache
-def _import_all() -> None:
-    for package in _PACKAGES:
-        for module in pkgutil.iter_modules(import_module(package).__path__):
-            if module.name not in _NO_METHODS:
-                import_module(f"{package}.{module.name}")
+def import_other_packages() -> None:
+    """Import the modules of methods that installed packages name, once."""
+    METHODS.import_all()
     for point in entry_points(group=ENTRY_POINTS):
         try:
             point.load()

@@ -24,15 +24,8 @@ class ReRope(DistanceMethod):
     """All keys at a distance of ``window`` or more are that far away."""
 
     name: ClassVar[str] = "rerope"
-    look: ClassVar[int | None] = 7
     paper: ClassVar[str] = "Su 2023, github.com/bojone/rerope"
     summary: ClassVar[str] = "Distances stop growing at a window; no fine-tuning."
-    formula: ClassVar[str] = r"\Delta = \min(m - n, w)"
-    symbols: ClassVar[str] = "$w$ is the option window."
-    explanation: ClassVar[str] = (
-        "Distances stop growing at a window: every key that is farther away counts as exactly that "
-        "far. The model knows that such keys are far, not how far."
-    )
 
     window: int | None = option(
         None, tokens, "distance in tokens from which keys are far; default: half of the original length"

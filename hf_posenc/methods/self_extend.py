@@ -22,19 +22,8 @@ class SelfExtend(DistanceMethod):
     """
 
     name: ClassVar[str] = "self_extend"
-    look: ClassVar[int | None] = 6
     paper: ClassVar[str] = "Jin et al. 2024, arXiv:2401.01325, section 3.2"
     summary: ClassVar[str] = "Far tokens share positions in groups, near ones keep theirs; no fine-tuning."
-    formula: ClassVar[str] = (
-        r"\Delta = \begin{cases} m - n & m - n < w \\ \lfloor m / g \rfloor - \lfloor n / g \rfloor + w - \lfloor "
-        r"w / g \rfloor & m - n \ge w \end{cases}"
-    )
-    symbols: ClassVar[str] = "$w$ is the option window and $g$ is the option group."
-    explanation: ClassVar[str] = (
-        "Near keys keep their distances. Farther ones share positions in groups: `group` tokens are at "
-        "one position, so the distance grows by one every `group` tokens and stays in the trained range. "
-        "The order inside a group is lost, which far away matters little."
-    )
 
     group: int | None = option(None, tokens, "far tokens that share a position; default: what the target needs")
     window: int | None = option(

@@ -53,42 +53,15 @@ class Yarn(YarnOptions, StaticMethod):
     """
 
     name: ClassVar[str] = "yarn"
-    look: ClassVar[int | None] = 0
     paper: ClassVar[str] = "Peng et al. 2023, arXiv:2309.00071, sections 3.2 and 3.4"
     summary: ClassVar[str] = (
         "NTK-by-parts with an attention temperature: the usual choice, with or without fine-tuning."
-    )
-    formula: ClassVar[str] = (
-        r"\theta'_i = \rho_i \frac{\theta_i}{s} + (1 - \rho_i) \theta_i, \qquad \rho_i = \min\left(1, \max\left(0, "
-        r"\frac{i - j(\beta)}{j(\alpha) - j(\beta)}\right)\right), \qquad j(r) = \frac{d \ln \frac{L}{2 \pi r}}{2 "
-        r"\ln b}, \qquad a = 0.1 \ln s + 1"
-    )
-    symbols: ClassVar[str] = (
-        r"$\alpha$ is the option beta_slow, $\beta$ is beta_fast, and $j(r)$ is the index of the pair that makes "
-        r"$r$ rotations over $L$ tokens; with truncate, $j(\beta)$ is rounded down and $j(\alpha)$ up; $j(\beta)$ "
-        r"is at least 0 and $j(\alpha)$ at most $d - 1$. With ramp='harmonic', $\theta'_i = \theta_i / (\rho_i s + "
-        r"1 - \rho_i)$. With ramp='paper', $\theta'_i$ is that of ntk_by_parts. The option attention_factor "
-        r"replaces $a$; mscale and mscale_all_dim, given together as $p$ and $q$, replace it by $(0.1 p \ln s + 1) "
-        r"/ (0.1 q \ln s + 1)$."
-    )
-    explanation: ClassVar[str] = (
-        "A pair that rotated often in training has met every angle and tells near words apart: it is kept. "
-        "One that hardly rotated would meet angles it never had: its frequency is divided by the factor, "
-        "so that the longer text covers the angles that the training length did. Between them the two are "
-        "mixed along a ramp. And because attention over a longer text spreads over more words, logits are "
-        "multiplied by a temperature that makes it sharper again."
-    )
-    on_short_texts: ClassVar[str] = (
-        "A little: the slow pairs and the temperature are felt at every length, short chats included."
     )
     on_disk: ClassVar[str] = "yarn (longrope for ramp=paper and ramp=harmonic)"
     rope_type: ClassVar[str | None] = "yarn"
     rope_keys: ClassVar[frozenset[str]] = frozenset(
         {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
     )
-    needed_rope_keys: ClassVar[tuple[str, ...]] = ("factor",)
-    reads_original: ClassVar[bool] = True
-    reads_head_dim: ClassVar[bool] = True
 
     temperature: str = option(
         "rotary",

@@ -28,29 +28,8 @@ class YarnRcd(StaticMethod):
     """
 
     name: ClassVar[str] = "yarn_rcd"
-    look: ClassVar[int | None] = 22
     paper: ClassVar[str] = "Shang et al. 2025, arXiv:2502.20082, section 4.3"
     summary: ClassVar[str] = "YaRN that divides by the whole factor from a pair of your choice on, the critical one."
-    formula: ClassVar[str] = (
-        r"\theta'_i = \rho_i \frac{\theta_i}{c} + (1 - \rho_i) \theta_i, \qquad \rho_i = \min\left(1, \max\left(0, "
-        r"\frac{i - j}{k - j}\right)\right), \qquad j = \left\lfloor \frac{d}{2} \log_b \frac{L}{2 \pi \beta} "
-        r"\right\rfloor, \qquad k = \left\lceil \frac{d}{2} \log_b \frac{L}{2 \pi} \right\rceil - 1, \qquad "
-        r"a = 0.1 \ln s + 1"
-    )
-    symbols: ClassVar[str] = (
-        r"$\beta$ is the option beta_fast; $c$ is the option scale, by default $s$; the option critical_pair replaces "
-        r"$k$, which is at least 1 and at most the slowest pair; $j$ is at least 0 and at most $k - 1$. The option "
-        r"attention_factor replaces $a$."
-    )
-    explanation: ClassVar[str] = (
-        "As with YaRN, pairs that rotate often in training are kept, pairs that hardly do are divided by the factor, "
-        "and those between are mixed; attention is made sharper. But pairs are divided in full from the critical "
-        "pair on. In theory that is the last one that makes a full rotation in training. LongRoPE2 finds that slow "
-        "pairs are trained too little, so that the real critical pair is an earlier one."
-    )
-    on_short_texts: ClassVar[str] = (
-        "A little, and more the earlier the critical pair: slow pairs and the temperature are felt at every length."
-    )
     on_disk: ClassVar[str] = "yarn (longrope for a scale other than the factor)"
     plain_at_factor_1: ClassVar[bool] = False  # the scale may be larger than the factor
 

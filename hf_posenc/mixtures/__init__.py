@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import pkgutil
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any
 
-from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError, argument
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.mixtures.base import Kind
+from hf_posenc.utils.registries import Registry
 
-_REGISTERED: dict[str, type[Kind]] = {}
+_REGISTRY: Registry[type[Kind]] = Registry("kind of training data", __name__)
 _EXAMPLE = ["kv=0.3", "needles=0.2", "text=0.5"]
+kinds = _REGISTRY.all
+get_kind = _REGISTRY.get
 
 
 def register_kind(cls: type[Kind]) -> type[Kind]:
@@ -22,29 +22,8 @@ def register_kind(cls: type[Kind]) -> type[Kind]:
     Raises:
         ValueError: The name is taken.
     """
-    if not cls.__module__.startswith(__name__):
-        _import_all()  # so that a name of ours is taken, whoever comes first
-    if cls.name in _REGISTERED and _REGISTERED[cls.name].__qualname__ != cls.__qualname__:
-        raise InvalidRequestError(f"kind of training data {cls.name!r} is registered already.")
-    _REGISTERED[cls.name] = cls
+    _REGISTRY.add(cls, [cls.name], cls)
     return cls
-
-
-def kinds() -> dict[str, type[Kind]]:
-    """Return the registry itself: a kind that is registered later appears in it."""
-    _import_all()
-    return _REGISTERED
-
-
-def get_kind(name: str) -> type[Kind]:
-    """Look a kind up.
-
-    Raises:
-        ValueError: It is unknown; the nearest known name is suggested.
-    """
-    if name not in kinds():
-        raise UnknownNameError("kind of training data", name, kinds())
-    return kinds()[name]
 
 
 def read_shares(given: Any) -> dict[str, float]:
@@ -119,9 +98,3 @@ def _number(name: str, share: Any) -> float:
             "out, do not name it."
         )
     return number
-
-
-@cache
-def _import_all() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        import_module(f"{__name__}.{module.name}")

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from hf_posenc.evaluation.records import Record, RetrievalRecord
 from hf_posenc.evaluation.rows import row_key
-from hf_posenc.methods.registry import methods
 
 # Chosen by search near Okabe and Ito's, so that each has a contrast of at least 3 with its paper and every two of them
 # differ for readers with any kind of colour vision; theirs have 2.3 on white.
@@ -24,6 +23,16 @@ DASHES: tuple[Any, ...] = (
     *("solid", (0, (6, 2)), (0, (2, 1.5)), (0, (7, 2, 2, 2)), (0, (4, 4))),
     *((0, (8, 2, 2, 2, 2, 2)), (0, (1, 3)), (0, (10, 3))),
 )
+
+
+# Numbers of the colours and markers of methods. The first six, which are compared most often, have six colours; a new
+# method takes the next number, and one of another package a number made from its name.
+_METHODS = (
+    *("yarn", "linear", "ntk", "dynamic_yarn", "dynamic", "dca", "self_extend", "rerope", "leaky_rerope", "llama3"),
+    *("ntk_by_parts", "longrope", "abf", "nope", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "rope"),
+    *("xpos", "ntk_rcd", "yarn_rcd", "fitted"),
+)
+METHOD_LOOKS = {name: number for number, name in enumerate(_METHODS)}
 
 
 class Look(NamedTuple):
@@ -76,12 +85,12 @@ def make_looks(records: Sequence[Record | RetrievalRecord]) -> Looks:
 
 
 def _numbers(names: Collection[str]) -> dict[str, int]:
-    """Return the number of each method: its class says it, or it is made from the name.
+    """Return the number of each method: that of ``METHOD_LOOKS``, or one made from the name.
 
     One made from the name gives way to numbers and colours that are taken, as long as others are free: in all reports
     in which nothing else has its colour it is the same.
     """
-    known = {name: number for name, cls in methods().items() if (number := vars(cls).get("look")) is not None}
+    known = METHOD_LOOKS
     found = {name: known[name] for name in names if name in known}
     for name in names:
         if name in found or name == "none":

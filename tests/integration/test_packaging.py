@@ -38,7 +38,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     sources = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == sources | {"hf_posenc/patches/__init__.py"}
     presets = {f"hf_posenc/patches/{p.name}" for p in (ROOT / "patches").glob("*.toml")}
-    assert {name for name in names if name.endswith(".toml")} == presets | {"hf_posenc/families/exceptions.toml"}
+    assert {name for name in names if name.endswith(".toml")} == presets | {
+        "hf_posenc/families/exceptions.toml",
+        *(p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc/methods").rglob("*.toml")),
+    }
     assert "hf_posenc/families/families.json" in names
     templates = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc/report/templates").iterdir()}
     assert {name for name in names if "/templates/" in name} == templates

@@ -20,6 +20,7 @@ from documents import PAGES, words_of
 from folders import ROOT
 from hf_posenc.cli.main import COMMANDS
 from hf_posenc.evaluation.records import Record, RetrievalRecord
+from hf_posenc.explain.method_words import method_words
 from hf_posenc.families.family_data import attention_capabilities, capabilities
 from hf_posenc.methods.registry import methods
 from hooks import picture
@@ -37,8 +38,9 @@ def test_every_method_has_a_section_with_its_formula_and_options() -> None:
     for name, cls in methods().items():
         assert f"[`{name}`](#{name})" in page
         found = section(page, name)
-        assert cls.formula
-        assert cls.formula in found
+        formula = method_words(cls).formula
+        assert formula
+        assert formula in found
         assert all(f"| `{option}` |" in found for option in cls.option_fields()), name
         assert all(f"`{alias}`" in found for alias in cls.aliases)
         assert f'patch_model(model, "{name}"' in found
@@ -46,9 +48,9 @@ def test_every_method_has_a_section_with_its_formula_and_options() -> None:
 
 @pytest.mark.parametrize("name", methods())
 def test_formulas_are_latex_that_the_site_can_show(name: str) -> None:
-    cls = methods()[name]
-    assert cls.symbols.count("$") % 2 == 0
-    for formula in (cls.formula, *re.findall(r"\$([^$]*)\$", cls.symbols)):
+    words = method_words(methods()[name])
+    assert words.symbols.count("$") % 2 == 0
+    for formula in (words.formula, *re.findall(r"\$([^$]*)\$", words.symbols)):
         assert formula.count("{") == formula.count("}")
         assert "\\" not in re.sub(r"<[^>]*>", "", convert(formula)), formula  # a command it does not know
 

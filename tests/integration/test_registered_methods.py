@@ -40,13 +40,13 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     look_again()
     yield
     sys.modules.pop("toy_rope", None)
-    registry._REGISTERED.pop("toy", None)
+    registry.METHODS.all().pop("toy", None)
     monkeypatch.undo()
     look_again()
 
 
 def look_again() -> None:
-    registry._import_all.cache_clear()
+    registry.import_other_packages.cache_clear()
     registry.methods.cache_clear()
 
 

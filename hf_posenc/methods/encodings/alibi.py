@@ -60,34 +60,8 @@ class Alibi(Encoding):
     """Take a constant times the distance off the logits, another constant in each head."""
 
     name: ClassVar[str] = "alibi"
-    look: ClassVar[int | None] = 18
     paper: ClassVar[str] = "Press et al. 2021, arXiv:2108.12409, section 3"
     summary: ClassVar[str] = "Takes a constant times the distance off the logits; for training from scratch."
-    formula: ClassVar[str] = r"z_{m,n} = \frac{q_m \cdot k_n}{\sqrt{d_h}} - 2^{-8 h / H} (m - n)"
-    symbols: ClassVar[str] = (
-        "The head $h = 1, ..., H$ of $H$ heads; the slopes are these where $H$ is a power of two. For other "
-        "numbers of heads, the slopes of the next smaller power of two are followed by every other slope of the "
-        "next larger one."
-    )
-    title: ClassVar[str] = "Attention with linear biases (ALiBi)"
-    explanation: ClassVar[str] = (
-        "Nothing is added to words and nothing is rotated. A penalty is added to each score: minus the distance times "
-        "a slope that each head has of its own."
-    )
-    absolute_or_relative: ClassVar[str] = "Relative: only the distance counts."
-    kv_cache: ClassVar[str] = "Yes: keys know of no position; the bias is made anew for each query, from the distance."
-    trained: ClassVar[str] = "None: the slopes are fixed."
-    extrapolates: ClassVar[str] = (
-        "Yes, without training: the bias continues to grow with the distance, and far keys weigh next to nothing. "
-        "It reads longer texts without breaking, but uses little that is farther away than the slowest head looks."
-    )
-    properties: ClassVar[tuple[tuple[str, str], ...]] = (
-        (
-            "The slopes of any number of heads, and the bias, are those of Bloom's and of MPT's code.",
-            "test_alibi_is_blooms_and_mpts_for_any_number_of_heads",
-        ),
-        ("A head looks no further in a longer text.", "test_alibi_looks_no_further_in_a_longer_text"),
-    )
 
     def module(self, sizes: ModelSizes) -> nn.Module:
         return AlibiBias(sizes.num_heads)

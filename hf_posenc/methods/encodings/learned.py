@@ -45,25 +45,11 @@ class Learned(Encoding):
     """Add a trained vector for each position to the embeddings."""
 
     name: ClassVar[str] = "learned"
-    look: ClassVar[int | None] = 15
     paper: ClassVar[str] = "Gehring et al. 2017, arXiv:1705.03122, section 3.1; Radford et al. 2019 (GPT-2)"
     summary: ClassVar[str] = (
         "Adds a trained vector for each position, and ends where the table does; for training from scratch."
     )
-    formula: ClassVar[str] = "x'_m = x_m + T_m"
-    symbols: ClassVar[str] = "Row $m$ of the table $T$ is trained; $T$ has as many rows as the target has tokens."
     has_parameters: ClassVar[bool] = True
-    title: ClassVar[str] = "Learned positions"
-    explanation: ClassVar[str] = (
-        "Before the first layer a trained row of a table is added to the features of each token, one row a position."
-    )
-    absolute_or_relative: ClassVar[str] = "Absolute."
-    kv_cache: ClassVar[str] = "Yes: keys are made from features that hold the position already."
-    trained: ClassVar[str] = "One row of the model's width for each position."
-    extrapolates: ClassVar[str] = (
-        "No: the table ends, and later positions have no row. Longer tables start untrained, or are interpolated from "
-        "the old one and trained on."
-    )
 
     def module(self, sizes: ModelSizes) -> nn.Module:
         return LearnedTable(sizes.context_length, sizes.hidden_size, sizes.initializer_range)

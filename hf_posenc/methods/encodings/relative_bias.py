@@ -22,28 +22,12 @@ class RelativeBias(Encoding):
     """Add a trained bias for each distance and head to the logits; distances are clipped, as Shaw et al. have it."""
 
     name: ClassVar[str] = "relative_bias"
-    look: ClassVar[int | None] = 16
     paper: ClassVar[str] = (
         "Shaw et al. 2018, arXiv:1803.02155, section 3.2 (distances clipped); as a bias: Raffel et al. 2019, "
         "arXiv:1910.10683"
     )
     summary: ClassVar[str] = "Adds a trained bias for each distance and head to the logits; for training from scratch."
-    formula: ClassVar[str] = r"z_{m,n} = \frac{q_m \cdot k_n}{\sqrt{d_h}} + B_{h, \min(m - n, D)}"
-    symbols: ClassVar[str] = "The numbers $B$ are trained; $h$ is the head and $D$ is the option max_distance."
     has_parameters: ClassVar[bool] = True
-    title: ClassVar[str] = "Learned relative bias, clipped"
-    explanation: ClassVar[str] = (
-        "A trained number is added to each score, one for each head and distance; distances past the largest share its "
-        "number."
-    )
-    absolute_or_relative: ClassVar[str] = "Relative: only the distance counts."
-    kv_cache: ClassVar[str] = (
-        "Yes: keys know of no position; the bias is looked up anew for each query, from the distance."
-    )
-    trained: ClassVar[str] = "One number for each head and distance up to the largest."
-    extrapolates: ClassVar[str] = (
-        "Partly, as T5's: far keys are all alike, and attention spreads over more of them than in training."
-    )
 
     max_distance: int = option(128, tokens, "tokens from which on all distances are one")
 

@@ -163,39 +163,8 @@ class Rope(RopeOptions):
     """Rotate pairs of features by position times frequency."""
 
     name: ClassVar[str] = "rope"
-    look: ClassVar[int | None] = 19
     paper: ClassVar[str] = "Su et al. 2021, arXiv:2104.09864, section 3"
     summary: ClassVar[str] = "Rotates pairs of features by position, in either layout, in real or complex numbers."
-    formula: ClassVar[str] = (
-        r"q'_{m,i} = q_{m,i} \, e^{\mathrm{i} m \theta_i}, \qquad k'_{n,i} = k_{n,i} \, e^{\mathrm{i} n \theta_i}"
-    )
-    symbols: ClassVar[str] = "Pair $i$ of a query or a key is written as one complex number."
-    title: ClassVar[str] = "Rotary position embedding (RoPE)"
-    explanation: ClassVar[str] = (
-        "In every layer the features of queries and keys are taken in pairs, and each pair is rotated by an angle: "
-        "position times the pair's frequency. Values are left alone."
-    )
-    absolute_or_relative: ClassVar[str] = (
-        "Applied to absolute positions, relative in effect: a score sees only by how much key and query are rotated "
-        "apart, which is the distance."
-    )
-    kv_cache: ClassVar[str] = "Yes: a key is rotated once, by its position, and the cache holds it rotated."
-    trained: ClassVar[str] = "None."
-    extrapolates: ClassVar[str] = (
-        "Not by itself: slow pairs never complete a rotation in training and meet new angles beyond it. The methods of "
-        "`hf-posenc list methods` stretch them."
-    )
-    properties: ClassVar[tuple[tuple[str, str], ...]] = (
-        (
-            "The score depends on the distance only, for both layouts of pairs, in real and in complex numbers.",
-            "test_the_score_of_rope_depends_on_the_distance_only",
-        ),
-        ("Rotation keeps the length of queries and keys.", "test_rotation_keeps_norms_and_undoes_itself"),
-        (
-            "Scores are bounded by a sum that falls with the distance on average (section 3.4.3).",
-            "test_scores_stay_below_the_decay_bound_and_reach_it",
-        ),
-    )
 
     def module(self, sizes: ModelSizes) -> nn.Module:
         return RopeRotation(sizes, self)

@@ -88,36 +88,8 @@ class Sinusoidal(Encoding):
     """Add sines and cosines of each position to the embeddings."""
 
     name: ClassVar[str] = "sinusoidal"
-    look: ClassVar[int | None] = 14
     paper: ClassVar[str] = "Vaswani et al. 2017, arXiv:1706.03762, section 3.5"
     summary: ClassVar[str] = "Adds sines and cosines of each position to the embeddings; for training from scratch."
-    formula: ClassVar[str] = (
-        r"x'_m = x_m + c \, S_m, \qquad S_{m,2i} = \sin\left(m \, B^{-2i/w}\right), \qquad S_{m,2i+1} = "
-        r"\cos\left(m \, B^{-2i/w}\right)"
-    )
-    symbols: ClassVar[str] = (
-        "$B$ is the option base, $c$ the option embedding_scale, and $w$ the hidden size of the model."
-    )
-    title: ClassVar[str] = "Sinusoidal positions"
-    explanation: ClassVar[str] = (
-        "Before the first layer a row of sines and cosines of the position, of wavelengths in a geometric series, is "
-        "added to the features of each token."
-    )
-    absolute_or_relative: ClassVar[str] = (
-        "Absolute: each position has a row. Rows of equal distance are related by one rotation, which layers may learn "
-        "to use."
-    )
-    kv_cache: ClassVar[str] = "Yes: keys are made from features that hold the position already."
-    trained: ClassVar[str] = "None."
-    extrapolates: ClassVar[str] = (
-        "Hardly: every position has a row, but sums of words and rows it never saw in training confuse the layers."
-    )
-    properties: ClassVar[tuple[tuple[str, str], ...]] = (
-        (
-            "The row of p + k is one matrix times the row of p, whatever p is, and that matrix is a rotation.",
-            "test_sinusoids_are_the_papers_and_shift_by_a_rotation",
-        ),
-    )
 
     base: float = option(10000.0, above_1, "of the geometric series of wavelengths")
     embedding_scale: float | None = option(

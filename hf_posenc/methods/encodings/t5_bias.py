@@ -53,43 +53,12 @@ class T5Bias(Encoding):
     """Add a trained bias for each bucket of distances and head to the logits."""
 
     name: ClassVar[str] = "t5_bias"
-    look: ClassVar[int | None] = 17
     aliases: ClassVar[tuple[str, ...]] = ("t5",)
     paper: ClassVar[str] = "Raffel et al. 2019, arXiv:1910.10683, section 2.1"
     summary: ClassVar[str] = (
         "Adds a trained bias for each bucket of distances and head to the logits; for training from scratch."
     )
-    formula: ClassVar[str] = (
-        r"z_{m,n} = \frac{q_m \cdot k_n}{\sqrt{d_h}} + B_{h, \beta(m - n)}, \qquad \beta(\delta) = \begin{cases} "
-        r"\delta & \delta < E \\ \min\left(N - 1, \; E + \left\lfloor (N - E) \frac{\ln(\delta / E)}{\ln(D / E)} "
-        r"\right\rfloor\right) & \delta \ge E \end{cases}"
-    )
-    symbols: ClassVar[str] = (
-        r"The numbers $B$ are trained; $h$ is the head, $\beta$ the bucket of a distance, $N$ the option "
-        r"num_buckets, $E = \lfloor N / 2 \rfloor$, and $D$ the option max_distance. With bidirectional, each "
-        r"direction has $N / 2$ buckets."
-    )
     has_parameters: ClassVar[bool] = True
-    title: ClassVar[str] = "T5's relative bias"
-    explanation: ClassVar[str] = (
-        "A trained number is added to each score, one for each head and bucket of distances: near distances have a "
-        "bucket each, farther ones share ever wider ones."
-    )
-    absolute_or_relative: ClassVar[str] = "Relative: only the distance counts."
-    kv_cache: ClassVar[str] = (
-        "Yes: keys know of no position; the bias is looked up anew for each query, from the distance."
-    )
-    trained: ClassVar[str] = "One number for each head and bucket, shared by all layers (T5 keeps them in its first)."
-    extrapolates: ClassVar[str] = (
-        "Partly: all distances past the largest share the last bucket, so longer texts are nothing new, but a text "
-        "longer than those of training spreads attention over more keys than it was trained to weigh."
-    )
-    properties: ClassVar[tuple[tuple[str, str], ...]] = (
-        (
-            "Buckets are those of T5Attention._relative_position_bucket, causal and in both directions.",
-            "test_t5_buckets_are_t5s_own",
-        ),
-    )
 
     num_buckets: int = option(32, tokens, "classes of distances")
     max_distance: int = option(128, tokens, "tokens from which on all distances are one")

@@ -83,36 +83,8 @@ class Xpos(RopeOptions):
     """RoPE whose pairs shrink with distance, the fast ones most."""
 
     name: ClassVar[str] = "xpos"
-    look: ClassVar[int | None] = 20
     paper: ClassVar[str] = "Sun et al. 2022, arXiv:2212.10554, section 3.2"
     summary: ClassVar[str] = "RoPE whose pairs shrink with distance, the fast ones most; for training from scratch."
-    formula: ClassVar[str] = (
-        r"q'_{m,i} = q_{m,i} \, \zeta_i^{m/S} \, e^{\mathrm{i} m \theta_i}, \qquad k'_{n,i} = k_{n,i} \, "
-        r"\zeta_i^{-n/S} \, e^{\mathrm{i} n \theta_i}, \qquad \zeta_i = \frac{2i/d + 0.4}{1.4}"
-    )
-    symbols: ClassVar[str] = (
-        "Pair $i$ of a query or a key is written as one complex number; $S$ is the option scale_base."
-    )
-    title: ClassVar[str] = "xPos (extrapolatable position embedding)"
-    explanation: ClassVar[str] = (
-        "As RoPE, and besides each pair of a query is multiplied by its decay to the power of position / scale_base, "
-        "that of a key by the inverse."
-    )
-    absolute_or_relative: ClassVar[str] = (
-        "Relative in effect: the score is RoPE's, each pair faded by the distance, the fast ones most."
-    )
-    kv_cache: ClassVar[str] = (
-        "Yes, with care: the factor of keys grows with the position without end, so long texts need positions counted "
-        "from the middle, or float32."
-    )
-    trained: ClassVar[str] = "None."
-    extrapolates: ClassVar[str] = (
-        "Better than RoPE: the part of the fast pairs in the score fades with the distance, so far tokens weigh less "
-        "than in RoPE."
-    )
-    properties: ClassVar[tuple[tuple[str, str], ...]] = (
-        ("The decay of each pair is that of torchscale's code.", "test_xpos_decay_is_torchscales_buffer"),
-    )
 
     scale_base: float = option(512.0, positive, "tokens in which a pair's logits shrink by its decay")
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import pkgutil
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, UnknownNameError
 from hf_posenc.retrieval.tasks.base import MakePuzzle, Task
 from hf_posenc.retrieval.tasks.groups import GROUPS, Group
+from hf_posenc.utils.registries import Registry
 
 logger = logging.getLogger(__name__)
-_REGISTERED: dict[str, Task] = {}
+_REGISTRY: Registry[Task] = Registry("task", __name__)
+tasks = _REGISTRY.all
 
 
 def register_task(
@@ -34,22 +33,12 @@ def register_task(
     """
 
     def register(make: MakePuzzle) -> MakePuzzle:
-        if not getattr(make, "__module__", "").startswith(__name__):
-            _import_all()  # so that a name of ours is taken, whoever comes first
         if name in GROUPS:
             raise InvalidRequestError(f"{name!r} is a group of tasks already: {', '.join(GROUPS[name].tasks)}.")
-        if name in _REGISTERED:
-            raise InvalidRequestError(f"task {name!r} is registered already, from {_REGISTERED[name].source}.")
-        _REGISTERED[name] = Task(name, make, has_depth, source, several_questions)
+        _REGISTRY.add(Task(name, make, has_depth, source, several_questions), [name], make)
         return make
 
     return register
-
-
-def tasks() -> dict[str, Task]:
-    """Return the registry itself: a task that is registered later appears in it."""
-    _import_all()
-    return _REGISTERED
 
 
 def tasks_and_groups() -> Mapping[str, Task | Group]:
@@ -86,9 +75,3 @@ def get_task(name: str) -> Task:
     if name not in tasks():
         raise UnknownNameError("task", name, tasks_and_groups())
     return tasks()[name]
-
-
-@cache
-def _import_all() -> None:
-    for module in pkgutil.iter_modules(__path__):
-        import_module(f"{__name__}.{module.name}")

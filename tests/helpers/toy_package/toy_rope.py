@@ -23,7 +23,6 @@ class Toy(StaticMethod):
     paper: ClassVar[str] = "nobody 2026, unpublished"
     summary: ClassVar[str] = "Stretches slow pairs more than fast ones, by a power."
     on_disk: ClassVar[str] = "longrope"
-    explanation: ClassVar[str] = "Each pair is stretched by its number."
 
     power: float = option(1.0, positive, "how late the stretching begins")
 

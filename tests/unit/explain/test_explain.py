@@ -21,8 +21,9 @@ from distance_rules import RULES, relative_positions
 from encoding_pictures import encoding_pictures
 from folders import ROOT
 from hf_posenc.cli.main import main
+from hf_posenc.explain.method_words import MethodWords, method_words
 from hf_posenc.methods import registry
-from hf_posenc.methods.base import Encoding, Frequencies, Method, ModelSizes, StaticMethod, plain_frequencies
+from hf_posenc.methods.base import Encoding, Frequencies, ModelSizes, StaticMethod, plain_frequencies
 from hf_posenc.methods.encodings.modules import AddedToLogits
 from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, Numbers, PositionMap
 from hf_posenc.methods.options import option, positive
@@ -236,13 +237,14 @@ def test_waves_tables_and_decays_by_hand(explain: Explain, config_only: Callable
 
 
 def test_every_method_has_words_and_every_property_a_test() -> None:
-    assert [name for name, cls in methods().items() if cls.explanation == Method.explanation] == []
+    assert [name for name, cls in methods().items() if method_words(cls).explanation == MethodWords.explanation] == []
     encodings = [cls for cls in methods().values() if issubclass(cls, InPlaceOfRope)]
     assert {cls.name for cls in encodings} == registry.method_names("is_encoding") | {"nope"}
     for cls in encodings:
-        assert all((cls.title, cls.absolute_or_relative, cls.kv_cache, cls.trained, cls.extrapolates))
+        words = method_words(cls)
+        assert all((words.title, words.absolute_or_relative, words.kv_cache, words.trained, words.extrapolates))
     tests = (ROOT / "tests/unit/methods/test_encoding_properties.py").read_text()
-    named = [test for cls in encodings for _, test in cls.properties]
+    named = [test for cls in encodings for _, test in method_words(cls).properties]
     assert len(named) >= 7
     assert all(f"def {test}(" in tests for test in named)
 
@@ -284,8 +286,6 @@ def of_another_package() -> Iterator[None]:
     @dataclass(frozen=True)
     class Cosine(Steep):
         name: ClassVar[str] = "cosine"
-        title: ClassVar[str] = "Cosine of the distance"
-        extrapolates: ClassVar[str] = "It repeats itself."
 
         def numbers(self, model: ModelShape) -> Numbers:
             return Numbers([f"{model.num_heads} heads see {model.target} tokens."], ["head"], [["all"]])
@@ -296,7 +296,7 @@ def of_another_package() -> Iterator[None]:
 
     yield
     for name in ("halved", "steep", "cosine"):
-        del registry._REGISTERED[name]
+        del registry.METHODS.all()[name]
     methods.cache_clear()
 
 
@@ -309,8 +309,7 @@ def test_what_another_package_registers_is_explained(explain: Explain, config_on
     assert plain.startswith("steep, up to 256 tokens")
     assert "Source: Nobody 2026." in plain
     said = explain("cosine", "--model", model, "--factor", 2)
-    assert "Cosine of the distance, up to 128 tokens" in said
-    assert "Reads further than trained: It repeats itself." in said
+    assert "cosine, up to 128 tokens" in said
     assert "4 heads see 128 tokens." in said
     shape = ModelShape(4, 64, 16, 64, 256, RopeSpec(16, 1e4, 64))
     assert {"halved", "yarn"} <= {rule.name for rule in compared_rules(RopeSpec(16, 1e4, 64), 4.0)}

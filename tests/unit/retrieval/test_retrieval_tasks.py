@@ -219,7 +219,7 @@ def test_a_registered_task_is_one_like_the_others(
 
 
 def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ValueError, match=r"task 'passkey' is registered already, from Mohtashami and Jaggi"):
+    with pytest.raises(ValueError, match=r"task 'passkey' is registered already, by hf_posenc"):
         register_task("passkey", has_depth=True, source="another")(tasks()["vt"].make)
     with pytest.raises(ValueError, match=r"unknown task 'passkye'. Did you mean 'passkey'\? Known: "):
         get_task("passkye")
