@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_posenc.report.plot import COLOUR_MAP, Drawing, draw, new_figure
+from hf_posenc.reporting.plot import COLOUR_MAP, Drawing, draw, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

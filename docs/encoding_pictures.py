@@ -16,8 +16,8 @@ from hf_posenc.methods.encodings.sinusoidal import Sinusoidal, sinusoidal_table
 from hf_posenc.methods.encodings.t5_bias import T5Bias, t5_buckets
 from hf_posenc.methods.encodings.xpos import Xpos, xpos_decay, xpos_score
 from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, OfDistance, PositionMap
-from hf_posenc.report.looks import COLOURS, DASHES, numbered_look
-from hf_posenc.report.plot import Chart, Line, draw_chart, draw_lines_across
+from hf_posenc.reporting.looks import COLOURS, DASHES, numbered_look
+from hf_posenc.reporting.plot import Chart, Line, draw_chart, draw_lines_across
 from hf_posenc.spec import RopeSpec
 from method_pictures import draw_dials, draw_spirals, drawn
 

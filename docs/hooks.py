@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 
 import pictures  # beside this file, which scripts/docs puts on the path
 import reference_pages
-from hf_posenc.report.page import inline_svg
+from hf_posenc.reporting.page import inline_svg
 
 HERE = Path(__file__).parent
 # A page from a file beside the package, and what its links are called on the site.

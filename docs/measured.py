@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from hf_posenc.evaluation import Record, read_records
-from hf_posenc.report.comparable import perplexity_name
+from hf_posenc.reporting.comparable import perplexity_name
 from hf_posenc.utils.units import length_name
 
 FOLDER = Path(__file__).parent / "records"

@@ -14,9 +14,9 @@ from hf_posenc.attention.staged import Stages
 from hf_posenc.explain.explanations import last_row, used_distances
 from hf_posenc.explain.sections import evenly
 from hf_posenc.methods.base import AttentionMethod, Method, StagedMethod, plain_frequencies
-from hf_posenc.report.frequencies import PairRule, stretch_chart, wavelengths
-from hf_posenc.report.looks import COLOURS, INK, PLAIN, Look, numbered_look
-from hf_posenc.report.plot import COLOUR_MAP, Chart, Line, draw_chart
+from hf_posenc.reporting.frequencies import PairRule, stretch_chart, wavelengths
+from hf_posenc.reporting.looks import COLOURS, INK, PLAIN, Look, numbered_look
+from hf_posenc.reporting.plot import COLOUR_MAP, Chart, Line, draw_chart
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.units import length_name
 

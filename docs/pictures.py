@@ -24,8 +24,8 @@ from hf_posenc.methods.dynamic_yarn import DynamicYarn
 from hf_posenc.methods.explained import InPlaceOfRope, ModelShape
 from hf_posenc.methods.registry import methods
 from hf_posenc.methods.yarn import Yarn
-from hf_posenc.report.frequencies import PairRule
-from hf_posenc.report.plot import Drawing
+from hf_posenc.reporting.frequencies import PairRule
+from hf_posenc.reporting.plot import Drawing
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.files import write_whole
 from method_pictures import (

@@ -26,8 +26,8 @@ from hf_posenc.methods.base import (
 )
 from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.registry import methods
-from hf_posenc.retrieval.tasks import tasks
-from hf_posenc.retrieval.tasks.groups import GROUPS
+from hf_posenc.retrieving.tasks import tasks
+from hf_posenc.retrieving.tasks.groups import GROUPS
 from hf_posenc.spec import RopeSpec
 from measured import read_rows  # beside this file, which scripts/docs puts on the path
 

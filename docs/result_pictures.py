@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.report.looks import COLOURS, COLOURS_ON_DARK, INK, METHOD_LOOKS, PLAIN, Look, numbered_look
-from hf_posenc.report.page import inline_svg
-from hf_posenc.report.plot import Chart, Drawing, Line, draw, draw_chart, length_ticks, new_figure
+from hf_posenc.reporting.looks import COLOURS, COLOURS_ON_DARK, INK, METHOD_LOOKS, PLAIN, Look, numbered_look
+from hf_posenc.reporting.page import inline_svg
+from hf_posenc.reporting.plot import Chart, Drawing, Line, draw, draw_chart, length_ticks, new_figure
 from hf_posenc.utils.units import ContextLength
 from measured import read_rows
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_posenc import describe, load_extended, patch_model, patched, perplexity, save_extended, unpatch_model
 from hf_posenc.assets import load_novel, tiny_model_path
 from hf_posenc.evaluation import paired_interval
-from hf_posenc.report import text_table
+from hf_posenc.reporting import text_table
 
 # The tiny Llama in the package, so that nothing is downloaded. The name of any Llama, Mistral or Qwen model on the Hub
 # works too, such as "HuggingFaceTB/SmolLM2-135M-Instruct", and so does the folder that scripts/fetch_smollm2 makes.

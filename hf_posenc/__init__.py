@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from hf_posenc.checkpoint.manifest import describe, verify_model
     from hf_posenc.doctor.diagnosis import diagnose
     from hf_posenc.errors import HfPosencError, RotaryMismatchError
+    from hf_posenc.evaluation.config import EvalConfig
     from hf_posenc.evaluation.measuring_perplexity import perplexity
+    from hf_posenc.evaluation.perplexity_callback import PerplexityCallback
     from hf_posenc.evaluation.records import Record
     from hf_posenc.fitting.config import FitConfig
     from hf_posenc.fitting.fitting import FitResult, fit_method
@@ -24,18 +26,20 @@ if TYPE_CHECKING:
     from hf_posenc.patching.verification import Verification
     from hf_posenc.planning.planner import Plan, plan
     from hf_posenc.publishing.saving import save_extended
+    from hf_posenc.reporting import report
+    from hf_posenc.retrieving.measuring_retrieval import retrieval
     from hf_posenc.training.config import FinetuneConfig
-    from hf_posenc.training.perplexity_callback import PerplexityCallback
     from hf_posenc.training.training_run import FinetuneResult, finetune
 
 # Imported when first asked for: PyTorch and Trainer take seconds, which `hf-posenc --help` need not cost.
 _MODULES = {
+    "EvalConfig": "evaluation",
     "FinetuneConfig": "training",
     "FinetuneResult": "training",
     "FitConfig": "fitting.config",
     "FitResult": "fitting.fitting",
     "HfPosencError": "errors",
-    "PerplexityCallback": "training",
+    "PerplexityCallback": "evaluation.perplexity_callback",
     "Plan": "planning",
     "Record": "evaluation",
     "RotaryMismatchError": "errors",
@@ -52,12 +56,15 @@ _MODULES = {
     "patched": "patching.api",
     "perplexity": "evaluation",
     "plan": "planning",
+    "report": "reporting",
+    "retrieval": "retrieving.measuring_retrieval",
     "save_extended": "publishing.saving",
     "unpatch_model": "patching.api",
     "verify_model": "checkpoint.manifest",
 }
 
 __all__ = [
+    "EvalConfig",
     "FinetuneConfig",
     "FinetuneResult",
     "FitConfig",
@@ -82,6 +89,8 @@ __all__ = [
     "patched",
     "perplexity",
     "plan",
+    "report",
+    "retrieval",
     "save_extended",
     "unpatch_model",
     "verify_model",

@@ -9,11 +9,11 @@ from typing import Any
 
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation.losses import evaluation_mode
-from hf_posenc.retrieval.haystack import read_haystack
-from hf_posenc.retrieval.measuring_retrieval import stop_ids_of
-from hf_posenc.retrieval.prompts import Prompt, PromptMaker
-from hf_posenc.retrieval.scoring import Asked, Reply, replies
-from hf_posenc.retrieval.tasks.base import has_words
+from hf_posenc.retrieving.haystack import read_haystack
+from hf_posenc.retrieving.measuring_retrieval import stop_ids_of
+from hf_posenc.retrieving.prompts import Prompt, PromptMaker
+from hf_posenc.retrieving.scoring import Asked, Reply, replies
+from hf_posenc.retrieving.tasks.base import has_words
 
 Result = dict[str, Any]
 GOAL = 20.0  # at 100 questions of 16k tokens

@@ -24,9 +24,9 @@ from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.planning.tracking import ALL, MemoryTracker
-from hf_posenc.report.looks import PLAIN, numbered_look
-from hf_posenc.report.plot import Chart, Line, draw_chart
-from hf_posenc.retrieval.measuring_retrieval import retrieval
+from hf_posenc.reporting.looks import PLAIN, numbered_look
+from hf_posenc.reporting.plot import Chart, Line, draw_chart
+from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.utils.files import write_whole
 from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer, unfinished_of
 from study_folder import claim, passkeys_right

@@ -25,8 +25,8 @@ from hf_posenc import FitConfig, fit_method, patched
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation import Record, perplexity, read_records
-from hf_posenc.report.looks import INK, Look, numbered_look
-from hf_posenc.report.plot import Chart, Line, draw_chart
+from hf_posenc.reporting.looks import INK, Look, numbered_look
+from hf_posenc.reporting.plot import Chart, Line, draw_chart
 from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.utils.files import write_whole
 from pretrain_tiny import CONTEXT

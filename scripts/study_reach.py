@@ -31,7 +31,7 @@ from hf_posenc.checkpoint.manifest import MANIFEST, tokens_trained
 from hf_posenc.evaluation import read_records
 from hf_posenc.evaluation.intervals import share_interval
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
-from hf_posenc.retrieval.measuring_retrieval import check_prompts, retrieval
+from hf_posenc.retrieving.measuring_retrieval import check_prompts, retrieval
 from hf_posenc.training import RECIPES, FinetuneConfig, finetune
 from hf_posenc.training.data import to_token_ids
 from hf_posenc.training.dry_run import dry_run

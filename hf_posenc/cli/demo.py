@@ -17,7 +17,7 @@ from hf_posenc.utils.units import TokenCount, duration_name
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation import Record
-    from hf_posenc.report import ReportPaths
+    from hf_posenc.reporting import ReportPaths
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048)
 METHODS = ("linear", "ntk", "yarn")
@@ -66,7 +66,7 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype
     from hf_posenc.checkpoint.loading import load_model
     from hf_posenc.evaluation import perplexity
     from hf_posenc.patching.api import patched
-    from hf_posenc.report import report, text_table
+    from hf_posenc.reporting import report, text_table
     from hf_posenc.training import FinetuneConfig, finetune
     from hf_posenc.utils.console import quiet
 

@@ -22,7 +22,7 @@ from hf_posenc.comparing.config import CompareConfig
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.config import EvalConfig, KeyTokens, OutputConfig, check_short_context
 from hf_posenc.patching.extension_config import ExtensionConfig, rows_to_measure
-from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
+from hf_posenc.retrieving.config import RetrievalConfig, check_retrieval
 from hf_posenc.settings import refuse_given, same_field
 from hf_posenc.utils.units import ContextLength, Duration
 
@@ -98,8 +98,8 @@ def evaluate(argv: Sequence[str]) -> None:
     from hf_posenc.evaluation.key_tokens import load_key_tokens
     from hf_posenc.evaluation.records import check_output
     from hf_posenc.evaluation.rows import extended_as, refuse_extended, try_rows
-    from hf_posenc.report import text_table
-    from hf_posenc.retrieval.measuring_retrieval import check_prompts, retrieval
+    from hf_posenc.reporting import text_table
+    from hf_posenc.retrieving.measuring_retrieval import check_prompts, retrieval
     from hf_posenc.utils.processes import join_processes, leave_processes
 
     settings["tokens_trained"] = tokens_trained(given.model)

@@ -37,7 +37,7 @@ def choose_method(name: str, what: CompareConfig, source: DocumentArguments, loa
     from hf_posenc.evaluation import reach_lines, read_records
     from hf_posenc.evaluation.records import check_output, read_retrieval_records
     from hf_posenc.evaluation.rows import refuse_extended
-    from hf_posenc.report import text_table
+    from hf_posenc.reporting import text_table
     from hf_posenc.utils.dtypes import slow_dtype_advice
 
     began = time.perf_counter()

@@ -121,7 +121,7 @@ def run_finetune(
     from hf_posenc.checkpoint.quantised import check_4bit
     from hf_posenc.families.rotary_model import RotaryModel
     from hf_posenc.publishing.provenance import source_settings
-    from hf_posenc.report import text_table
+    from hf_posenc.reporting import text_table
     from hf_posenc.training.base_model_facts import ModelFacts
     from hf_posenc.training.dry_run import dry_run
     from hf_posenc.training.launch import Launch

@@ -89,7 +89,7 @@ def fit(argv: Sequence[str]) -> None:
 
 def _in_words(result: FitResult) -> str:
     """Return the rule, the table and the verdict."""
-    from hf_posenc.report import text_table
+    from hf_posenc.reporting import text_table
     from hf_posenc.utils.units import duration_name
 
     divisors = " ".join(f"{value:.3g}" for value in result.options["long_factor"])

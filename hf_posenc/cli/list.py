@@ -14,8 +14,8 @@ from hf_posenc.families.refusals import Refusal
 from hf_posenc.methods.registry import get_method, make_method
 from hf_posenc.patching import presets as published
 from hf_posenc.patching.extension_config import ExtensionConfig, ExtensionRequest
-from hf_posenc.retrieval.tasks import tasks as registered
-from hf_posenc.retrieval.tasks.groups import GROUPS
+from hf_posenc.retrieving.tasks import tasks as registered
+from hf_posenc.retrieving.tasks.groups import GROUPS
 from hf_posenc.utils.console import text_width
 from hf_posenc.utils.units import aligned
 

@@ -95,7 +95,7 @@ def call_lm_eval(words: Sequence[str]) -> None:
     from lm_eval.config.evaluate_config import EvaluatorConfig
 
     import hf_posenc.evaluation.lm_eval_model  # noqa: F401  # registers the class
-    from hf_posenc.retrieval.lm_eval_tasks import PREFIX, check_tasks, write_task_files
+    from hf_posenc.retrieving.lm_eval_tasks import PREFIX, check_tasks, write_task_files
 
     others, names = _split_tasks(words)
     has_ours = any(name.startswith(PREFIX) for name in names)

@@ -37,7 +37,7 @@ def report(argv: Sequence[str]) -> None:
     writable_folder(where.output_dir)
     from hf_posenc.evaluation import read_records
     from hf_posenc.evaluation.records import read_retrieval_records
-    from hf_posenc.report import report as write
+    from hf_posenc.reporting import report as write
 
     kinds = (read_records, read_retrieval_records)
     records = [record for path in given.results for read in kinds for record in read(path)]

@@ -20,10 +20,10 @@ from hf_posenc.evaluation.passes import default_bucket
 from hf_posenc.evaluation.records import AnyRecord, Record, RetrievalRecord
 from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.patching.api import describe
-from hf_posenc.retrieval.haystack import read_haystack
-from hf_posenc.retrieval.measuring_retrieval import retrieval
-from hf_posenc.retrieval.prompts import PromptMaker
-from hf_posenc.retrieval.tasks import get_task
+from hf_posenc.retrieving.haystack import read_haystack
+from hf_posenc.retrieving.measuring_retrieval import retrieval
+from hf_posenc.retrieving.prompts import PromptMaker
+from hf_posenc.retrieving.tasks import get_task
 from hf_posenc.utils.units import duration_name, length_name
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hf_posenc.errors import argument
-from hf_posenc.retrieval.config import RetrievalConfig, check_retrieval
+from hf_posenc.retrieving.config import RetrievalConfig, check_retrieval
 from hf_posenc.settings import refuse_given
 
 

@@ -17,7 +17,7 @@ from hf_posenc.evaluation.losses import document_losses, evaluation_mode
 from hf_posenc.evaluation.memory import shape_of
 from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.retrieval.scoring import Asked, replies
+from hf_posenc.retrieving.scoring import Asked, replies
 
 _LONG_ENOUGH = 1.0  # seconds of the shorter timed pass: above the noise, and attention has begun to show
 _SHORTEST = 64

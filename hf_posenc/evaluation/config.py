@@ -6,10 +6,10 @@ Imports no PyTorch, so that the command line can show its help and refuse mistak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal
 
-from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument, did_you_mean
 from hf_posenc.evaluation.protocols import PROTOCOLS, Average
 from hf_posenc.evaluation.windows import Run, plan_runs
 from hf_posenc.utils.units import ContextLength
@@ -80,6 +80,31 @@ class EvalConfig:
         default=None, metadata={"help": "measure at most this many documents, evenly spread"}
     )
     cut: bool = field(default=False, metadata={"help": "cut long documents into pieces of the longest length"})
+
+    @classmethod
+    def of(
+        cls, context_lengths: Sequence[int] | EvalConfig, protocol: str | Sequence[str] | None = None, **settings: Any
+    ) -> EvalConfig:
+        """Return a config that is given, or one made of its fields.
+
+        Args:
+            context_lengths: Tokens fed at a time; or a whole config, beside which nothing else may be given.
+            protocol: One name or several; None is ``truncated``.
+            **settings: The other fields.
+
+        Raises:
+            InvalidTypeError: A field is unknown, or something is given beside a config.
+        """
+        if isinstance(context_lengths, EvalConfig):
+            if given := [*settings, *([] if protocol is None else ["protocol"])]:
+                raise InvalidTypeError(f"an EvalConfig says how to measure: leave {', '.join(given)} out.")
+            return context_lengths
+        known = {each.name for each in fields(EvalConfig)}
+        for name in settings:
+            if name not in known:
+                raise InvalidTypeError(f"there is no setting {name!r}.{did_you_mean(name, known)}")
+        names = ["truncated"] if protocol is None else [protocol] if isinstance(protocol, str) else list(protocol)
+        return EvalConfig(context_lengths, names, **settings)  # type: ignore[arg-type]  # ``runs`` checks the lengths
 
     def runs(self) -> list[Run]:
         """Return the numbers to measure, each setting checked as far as it goes without a model and texts.

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -30,7 +30,7 @@ from hf_posenc.evaluation.losses import evaluation_mode, length_dependent_rope_t
 from hf_posenc.evaluation.memory import memory_logged, peak_memory
 from hf_posenc.evaluation.model_facts import hash_weights, make_run_key, model_facts
 from hf_posenc.evaluation.passes import Evaluation, default_bucket
-from hf_posenc.evaluation.protocols import Average, ProtocolName
+from hf_posenc.evaluation.protocols import ProtocolName
 from hf_posenc.evaluation.records import Record, check_output
 from hf_posenc.evaluation.windows import Pass, Run, plan_passes
 from hf_posenc.families.rotary_model import RotaryModel
@@ -45,19 +45,10 @@ _FEEDING = ("prefill_chunk", "logits_chunk", "batch_size")  # settings that ``wi
 def perplexity(
     model: PreTrainedModel,
     documents: Sequence[Document],
-    context_lengths: Sequence[int],
-    protocol: ProtocolName | Sequence[ProtocolName] = "truncated",
+    context_lengths: Sequence[int] | EvalConfig,
+    protocol: ProtocolName | Sequence[ProtocolName] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    stride: int | None = None,
-    last_k: int | None = None,
-    max_tokens: int | None = None,
-    bos: Literal["prepended"] | None = None,
-    prefill_chunk: int | None = None,
-    logits_chunk: int | None = None,
-    batch_size: int | None = None,
-    max_documents: int | None = None,
-    cut: bool = False,
     output: str | Path | None = None,
     label: str = "",
     model_name: str | None = None,
@@ -65,11 +56,10 @@ def perplexity(
     progress: bool = True,
     seed: int = 0,
     position_bucket: int | None = None,
-    min_tokens: int | None = None,
-    average: Average | None = None,
     sharded: bool = False,
     command: str = "",
     key_tokens: KeyTokens | None = None,
+    **settings: Any,
 ) -> list[Record]:
     """Measure the perplexity of documents at several context lengths.
 
@@ -91,22 +81,9 @@ def perplexity(
     Args:
         model: A causal language model, patched or not, wrapped by PEFT or not.
         documents: Texts (with ``tokenizer``) or rows of token ids; never truncated by the tokenizer.
-        context_lengths: Tokens fed at a time, BOS included.
-        protocol: One name or several; several share what passes they can.
+        context_lengths: Tokens fed at a time, BOS included; or an ``EvalConfig`` with all settings.
+        protocol: One name or several, which share what passes they can; None is ``truncated``.
         tokenizer: The model's tokenizer; may be None where ``documents`` are token ids.
-        stride: New tokens a window, less than every window; None takes the published number, half of each context
-            length for ``same_tokens``, and for ``sliding_window`` 256, or half of windows not longer than that.
-        last_k: Tokens scored by ``last_k`` (None: 256) and ``rerope`` (None: 4096).
-        max_tokens: Tokens of a document (for ``longlora`` and ``dca``, of the stream) that windows go over; None goes
-            to its end.
-        bos: ``"prepended"`` puts a BOS token before every document (not before every window). None puts none, except in
-            ``yarn``, ``yarn_govreport`` and ``pose``, which have a rule of their own.
-        prefill_chunk: Feed a window in chunks of so many tokens over a KV cache: equal numbers. Less memory only where
-            a layer's activations are larger than the cache of all layers; the prediction that is logged tells.
-        logits_chunk: Rows whose logits exist at one time; None takes what fits into 64 MiB in float32.
-        batch_size: Sliding windows that are fed together; None chooses it by their length (1 for long ones).
-        max_documents: At most so many documents (or pieces), evenly spread.
-        cut: Cut long documents into consecutive pieces of the longest length (``max_tokens`` if given).
         output: JSON-lines file the records are appended to. What an interrupted run has done is kept in
             ``<output>.progress``: the same call skips it and gives the same numbers; records already in ``output``
             are not measured again.
@@ -117,14 +94,15 @@ def perplexity(
         seed: Of the bootstrap intervals.
         position_bucket: Tokens that share a value of the loss by position, which records of ``truncated`` hold; None
             takes a 32nd of the original length (at least 16), and 256 where that is unknown.
-        min_tokens: Tokens a document needs, where that is less than the longest context length: for protocols whose
-            windows end with the document.
-        average: ``"windows"`` takes the mean of window means instead of all tokens' mean, as some papers do; None takes
-            the protocol's own. Whatever is not the mean over tokens says so when it runs, and in its record.
         sharded: Share the documents among the processes of torchrun or accelerate: every process calls this with the
             same arguments and gets the same records, those of a single process; only the main one writes.
         command: What was typed to measure this, for the records.
         key_tokens: How ``longppl`` chooses its tokens, and which model does; None is ``KeyTokens()``.
+        **settings: The other fields of ``EvalConfig``, which documents them: ``stride``, ``last_k``, ``max_tokens``,
+            ``min_tokens``, ``max_documents``, ``cut``, ``bos``, ``average``, ``prefill_chunk``, ``logits_chunk`` and
+            ``batch_size``. A prefill in chunks gives equal numbers, and less memory only where a layer's activations
+            are larger than the cache of all layers. Whatever is not the mean over tokens says so when it runs, and in
+            its record.
 
     Returns:
         A record per protocol and length, in the order of the protocols, by rising length. Where ``longppl`` finds no
@@ -138,24 +116,10 @@ def perplexity(
     """
     if output is not None:
         check_output(output)
-    config = EvalConfig(
-        context_lengths=context_lengths,  # type: ignore[arg-type]  # ``runs`` checks it
-        protocol=[protocol] if isinstance(protocol, str) else list(protocol),
-        stride=stride,
-        last_k=last_k,
-        max_tokens=max_tokens,  # type: ignore[arg-type]  # any whole number
-        min_tokens=min_tokens,  # type: ignore[arg-type]
-        average=average,
-        bos=bos,
-        prefill_chunk=prefill_chunk,  # type: ignore[arg-type]
-        logits_chunk=logits_chunk,
-        batch_size=batch_size,
-        max_documents=max_documents,
-        cut=cut,
-    )
+    config = EvalConfig.of(context_lengths, protocol, **settings)
     check_at_least_one("position_bucket", position_bucket)
     model = RotaryModel(model).model
-    runs, bos_id = settle_bos(config.runs(), model, tokenizer, bos)
+    runs, bos_id = settle_bos(config.runs(), model, tokenizer, config.bos)
     ids = to_token_ids(model, documents, tokenizer)
     texts = choose_texts(runs, ids, bos_id, config)
     warn_of_averages(runs)
@@ -171,11 +135,11 @@ def perplexity(
             check_head(one)
         facts = model_facts(model, model_name, tokens_trained, label, command)
         facts |= {"tokenizer_hash": hash_tokenizer(tokenizer)}
-        settings = {"weights": hash_weights(model), "seed": seed}
-        with_evaluator = settings
+        decisive = {"weights": hash_weights(model), "seed": seed}
+        with_evaluator = decisive
         if evaluator is not None:
             to_token_ids(evaluator, ids, None)  # has these tokens too
-            with_evaluator = {**settings, "evaluator": hash_weights(evaluator)}
+            with_evaluator = {**decisive, "evaluator": hash_weights(evaluator)}
         original = facts["original_max_position_embeddings"]
         feeding: dict[str, Any] = {name: getattr(config, name) for name in _FEEDING}
         losses_of, *judges = (partial(window_losses, one, **feeding) for one in models)
@@ -183,16 +147,16 @@ def perplexity(
         check_short_context(finder.short_context, longppl)
         identities = {}
         for run in runs:
-            found = facts | run.facts(count_documents(run, texts[run], ids, config), max_tokens)
+            found = facts | run.facts(count_documents(run, texts[run], ids, config), config.max_tokens)
             found["text_hash"] = hash_token_ids(row[: run.fed(len(row))] for row in texts[run])
             if run.protocol == "longppl":
                 found |= finder.facts(found["scored"])
-            decisive = with_evaluator if run.protocol == "longppl" else settings
-            identities[run] = {**found, "run_key": make_run_key(found, decisive)}
+            decides = with_evaluator if run.protocol == "longppl" else decisive
+            identities[run] = {**found, "run_key": make_run_key(found, decides)}
         bucket = position_bucket or default_bucket(original)
         path = None if output is None else Path(output)
         evaluation = Evaluation(finder, texts, bos_id, identities, seed, bucket, path, Processes(sharded))
-        passes = _passes(models, runs, prefill_chunk)
+        passes = _passes(models, runs, config.prefill_chunk)
         fed = [windows for one in passes for windows in evaluation.fed(one)]
         needs = [memory_need(one, fed, **feeding) for one in models]
         need = replace(max(needs, key=lambda one: one.beyond_model), model=sum(one.model for one in needs))

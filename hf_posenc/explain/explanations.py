@@ -15,7 +15,7 @@ from hf_posenc.methods.encodings.rope import RopeOptions
 from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, Numbers
 from hf_posenc.methods.longrope import LongRope
 from hf_posenc.methods.yarn import YarnOptions, yarn_ramp
-from hf_posenc.report.frequencies import PairRule, wavelengths
+from hf_posenc.reporting.frequencies import PairRule, wavelengths
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.units import length_name, number_name
 

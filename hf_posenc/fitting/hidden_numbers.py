@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.retrieval.tasks.base import vocabulary
+from hf_posenc.retrieving.tasks.base import vocabulary
 
 _DIGITS = 5
 # Sentences that numbers are hidden in: what is fitted, and another for what is measured.

@@ -22,7 +22,7 @@ from hf_posenc.fitting.hidden_numbers import MEASURED_BY, HiddenNumber, hide_num
 from hf_posenc.fitting.run import FitRun
 from hf_posenc.fitting.verdict import FITTED
 from hf_posenc.patching.extension_config import NO_METHOD
-from hf_posenc.retrieval.scoring import Asked, replies
+from hf_posenc.retrieving.scoring import Asked, replies
 from hf_posenc.utils.console import quiet
 from hf_posenc.utils.units import duration_name, length_name
 

@@ -25,8 +25,8 @@ from hf_posenc.patching.api import describe, verify_model
 from hf_posenc.patching.verification import extension_words
 from hf_posenc.publishing.provenance import BaseModel, find_base_model
 from hf_posenc.publishing.trained_run import TrainedRun, changed_words
-from hf_posenc.report.comparable import Table, make_tables, sort_tables
-from hf_posenc.report.perplexity_panels import perplexity_curve
+from hf_posenc.reporting.comparable import Table, make_tables, sort_tables
+from hf_posenc.reporting.perplexity_panels import perplexity_curve
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_posenc.training.config import FinetuneConfig
-    from hf_posenc.training.perplexity_callback import PerplexityCallback
     from hf_posenc.training.recipes import RECIPES, Recipe
     from hf_posenc.training.training_run import FinetuneResult, finetune
 
@@ -16,12 +15,11 @@ _MODULES = {
     "RECIPES": "recipes",
     "FinetuneConfig": "config",
     "FinetuneResult": "training_run",
-    "PerplexityCallback": "perplexity_callback",
     "Recipe": "recipes",
     "finetune": "training_run",
 }
 
-__all__ = ["RECIPES", "FinetuneConfig", "FinetuneResult", "PerplexityCallback", "Recipe", "finetune"]
+__all__ = ["RECIPES", "FinetuneConfig", "FinetuneResult", "Recipe", "finetune"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Callable
 
-from hf_posenc.retrieval.tasks import tasks
-from hf_posenc.retrieval.tasks.nolima import FACTS
+from hf_posenc.retrieving.tasks import tasks
+from hf_posenc.retrieving.tasks.nolima import FACTS
 
 OF_FEW = ("babilong_qa1", "babilong_qa2", "babilong_qa3", "nolima")  # answers: eight places, sixty names
 # Tokens that a text may be shorter than its room: a line, or a word more of a list, which is up to three entries.

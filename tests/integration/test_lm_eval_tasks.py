@@ -33,7 +33,7 @@ def lm_eval() -> Path:
 @pytest.fixture(autouse=True)
 def novel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tokenizer of one token a character knows ASCII only, and six novels of such tokens take long."""
-    monkeypatch.setattr("hf_posenc.retrieval.haystack.load_novel", lambda name: ASCII)
+    monkeypatch.setattr("hf_posenc.retrieving.haystack.load_novel", lambda name: ASCII)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def run(lm: Any, folder: Path, tasks: tuple[str, ...], **metadata: Any) -> dict[
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    from hf_posenc.retrieval.lm_eval_tasks import write_task_files
+    from hf_posenc.retrieving.lm_eval_tasks import write_task_files
 
     folder.mkdir()
     write_task_files([f"hf_posenc_{name}" for name in tasks], folder)
@@ -122,7 +122,7 @@ def test_mistakes_are_said_before_weights_are_opened(
 
 
 def test_what_cannot_be_is_refused(checkpoint: Path) -> None:
-    from hf_posenc.retrieval.lm_eval_tasks import RetrievalTask
+    from hf_posenc.retrieving.lm_eval_tasks import RetrievalTask
 
     for metadata, message in (
         ({}, "a retrieval task needs the model's tokenizer"),
@@ -134,7 +134,7 @@ def test_what_cannot_be_is_refused(checkpoint: Path) -> None:
 
 
 def test_the_length_that_a_refusal_names_is_the_shortest(checkpoint: Path) -> None:
-    from hf_posenc.retrieval.lm_eval_tasks import RetrievalTask
+    from hf_posenc.retrieving.lm_eval_tasks import RetrievalTask
 
     def build(length: int) -> RetrievalTask:
         metadata = {"tokenizer": str(checkpoint), "max_seq_lengths": [length], "num_samples": 1}

@@ -43,7 +43,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         *(p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc/methods").rglob("*.toml")),
     }
     assert "hf_posenc/families/families.json" in names
-    templates = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc/report/templates").iterdir()}
+    templates = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc/reporting/templates").iterdir()}
     assert {name for name in names if "/templates/" in name} == templates
     assert {"hf_posenc/py.typed", "hf_posenc/assets/tiny/model.safetensors"} <= set(names)
     assert {"hf_posenc/assets/tiny/tokenizer.json", "hf_posenc/assets/austen/emma.txt.xz"} <= set(names)
@@ -58,7 +58,7 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
     program = (
         "import hf_posenc, hf_posenc.assets as assets; "
         "print(hf_posenc.__file__); "
-        "from hf_posenc.report.page import html_page; "
+        "from hf_posenc.reporting.page import html_page; "
         "assert '<h1>Title</h1>' in html_page('Title', []); "
         "assert (assets.tiny_model_path() / 'config.json').is_file(); "
         "assert len(assets.load_novel(assets.HELD_OUT_NOVEL)) > 400_000"

@@ -20,7 +20,7 @@ from encoding_pictures import binned, block_means, encoding_pictures
 from hf_posenc.explain.explanations import used_distances
 from hf_posenc.methods.explained import ModelShape
 from hf_posenc.methods.registry import make_method
-from hf_posenc.report.frequencies import PairRule
+from hf_posenc.reporting.frequencies import PairRule
 from hf_posenc.spec import RopeSpec
 from method_pictures import draw_dials, draw_stretch
 from pictures import compared_rules, rule_pictures

@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from browser import Browser
-from hf_posenc.report import report
-from hf_posenc.report.looks import COLOURS
+from hf_posenc.reporting import report
+from hf_posenc.reporting.looks import COLOURS
 from report_records import make_record, make_retrieval_record, read_page
 
 pytestmark = pytest.mark.slow

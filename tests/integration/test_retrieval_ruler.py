@@ -11,9 +11,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
-from hf_posenc.retrieval.haystack import read_haystack
-from hf_posenc.retrieval.prompts import PromptMaker
-from hf_posenc.retrieval.tasks import tasks
+from hf_posenc.retrieving.haystack import read_haystack
+from hf_posenc.retrieving.prompts import PromptMaker
+from hf_posenc.retrieving.tasks import tasks
 from ruler import generate
 
 pytestmark = pytest.mark.slow

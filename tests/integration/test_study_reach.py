@@ -17,7 +17,7 @@ from hf_posenc.evaluation.records import append_line, read_records, read_retriev
 from hf_posenc.methods.registry import get_method
 from hf_posenc.mixtures import read_shares
 from hf_posenc.patching.presets import get_preset
-from hf_posenc.retrieval.tasks import get_task
+from hf_posenc.retrieving.tasks import get_task
 from report_records import make_retrieval_record
 
 FILES = ("perplexity.jsonl", "retrieval.jsonl")

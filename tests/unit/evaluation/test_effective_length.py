@@ -15,7 +15,7 @@ from hf_posenc.assets import tiny_model_path
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation import Record, reach, reach_lines
 from hf_posenc.evaluation.effective_length import LossReach
-from hf_posenc.report import report
+from hf_posenc.reporting import report
 from report_records import make_record
 from report_records import make_retrieval_record as make_answer
 

@@ -8,32 +8,39 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaForCausalLM
 
 from hf_posenc.cli.eval import EvalArguments
 from hf_posenc.comparing.config import CompareConfig
+from hf_posenc.errors import InvalidTypeError
 from hf_posenc.evaluation import EvalConfig, KeyTokens, perplexity
 from hf_posenc.evaluation.config import OutputConfig
 from hf_posenc.patching.extension_config import ExtensionConfig
-from hf_posenc.retrieval.config import RetrievalConfig
-from hf_posenc.retrieval.measuring_retrieval import retrieval
+from hf_posenc.retrieving.config import RetrievalConfig
+from hf_posenc.retrieving.measuring_retrieval import retrieval
 
 LENGTHS: Any = [512, 2048]
+LENGTHS_32: Any = [32, 64]
 
 
-@pytest.mark.parametrize(
-    ("function", "config", "apart"),
-    [
-        (perplexity, EvalConfig(LENGTHS), {"context_lengths", "protocol"}),
-        (retrieval, RetrievalConfig(), {"tasks", "depths"}),  # by default one task there; depths are a tuple
-    ],
-)
-def test_a_config_has_the_names_and_defaults_of_the_function(
-    function: Callable[..., Any], config: Any, apart: set[str]
-) -> None:
-    parameters = inspect.signature(function).parameters
+def test_a_config_has_the_names_and_defaults_of_the_function() -> None:
+    parameters, config = inspect.signature(retrieval).parameters, RetrievalConfig()
     assert vars(config).keys() <= parameters.keys()
-    for name in vars(config).keys() - apart:
+    for name in vars(config).keys() - {"tasks", "depths"}:  # by default one task there; depths are a tuple
         assert parameters[name].default == getattr(config, name), name
+
+
+def test_perplexity_takes_a_config_or_its_fields(tiny_llama: Callable[..., LlamaForCausalLM]) -> None:
+    model, texts = tiny_llama(), [torch.arange(1, 100)]
+    settings: dict[str, Any] = {"protocol": "sliding_window", "stride": 16}
+    by_fields = perplexity(model, texts, [32, 64], **settings, progress=False)
+    by_config = perplexity(model, texts, EvalConfig(LENGTHS_32, ["sliding_window"], stride=16), progress=False)
+    assert [one.nll_sum for one in by_fields] == [one.nll_sum for one in by_config]
+    with pytest.raises(InvalidTypeError, match=r"there is no setting 'strde'\. Did you mean 'stride'\?"):
+        perplexity(model, texts, [32], strde=16)
+    with pytest.raises(InvalidTypeError, match="an EvalConfig says how to measure: leave stride out"):
+        perplexity(model, texts, EvalConfig(LENGTHS_32), stride=16)
 
 
 def test_the_flags_are_the_fields() -> None:

@@ -17,7 +17,7 @@ from hf_posenc.evaluation import KeyTokens, Record, perplexity, read_records
 from hf_posenc.evaluation.key_tokens import short_windows
 from hf_posenc.evaluation.windows import Window
 from hf_posenc.patching.api import patched
-from hf_posenc.report.comparable import make_tables
+from hf_posenc.reporting.comparable import make_tables
 from tiny_llama import make_tiny_tokenizer
 
 Make = Callable[..., LlamaForCausalLM]

@@ -17,7 +17,7 @@ from hf_posenc.cli.main import main
 from hf_posenc.evaluation import PROTOCOLS, KeyTokens, Record, perplexity, read_records
 from hf_posenc.evaluation.protocols import RULES
 from hf_posenc.evaluation.windows import Window, stepping_windows, whole_windows
-from hf_posenc.report.comparable import make_tables
+from hf_posenc.reporting.comparable import make_tables
 from tiny_runs import make_tokenizer
 
 Make = Callable[..., LlamaForCausalLM]

@@ -29,7 +29,7 @@ from hf_posenc.methods.explained import InPlaceOfRope, ModelShape, Numbers, Posi
 from hf_posenc.methods.options import option, positive
 from hf_posenc.methods.registry import make_method, methods, register_method
 from hf_posenc.methods.yarn_rcd import YarnRcd
-from hf_posenc.report.frequencies import PairRule
+from hf_posenc.reporting.frequencies import PairRule
 from hf_posenc.spec import RopeSpec
 from method_pictures import draw_ramp
 from pictures import LLAMA_2, compared_rules

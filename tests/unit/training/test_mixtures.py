@@ -24,7 +24,7 @@ from hf_posenc.data.examples import ExampleTokenizer
 from hf_posenc.data.tokens import MaskedTokens, Tokens
 from hf_posenc.mixtures import get_kind, kinds, kinds_of_steps, read_shares, register_kind
 from hf_posenc.mixtures.base import Kind, Material
-from hf_posenc.retrieval.tasks import tasks
+from hf_posenc.retrieving.tasks import tasks
 from hf_posenc.training import FinetuneConfig
 from hf_posenc.training.blocks import MixedBlocks
 from hf_posenc.training.data import Texts, make_blocks

@@ -12,8 +12,8 @@ from transformers.utils import chat_template_utils
 from chats import PLAIN, TAGGED, turns
 from hf_posenc.data.examples import ExampleTokenizer
 from hf_posenc.data.tokens import MaskedTokens
-from hf_posenc.retrieval.haystack import read_haystack
-from hf_posenc.retrieval.prompts import PromptMaker
+from hf_posenc.retrieving.haystack import read_haystack
+from hf_posenc.retrieving.prompts import PromptMaker
 from hf_posenc.utils.chat_templates import with_fixed_date
 from tiny_llama import make_tiny_tokenizer
 

@@ -17,7 +17,7 @@ from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation import read_records
 from hf_posenc.planning import plan
-from hf_posenc.report import text_table
+from hf_posenc.reporting import text_table
 from hf_posenc.utils.dtypes import checkpoint_dtype, choose_dtype, computes_natively
 from tiny_llama import make_tiny_llama, make_tiny_tokenizer
 from tiny_runs import config, make_documents, make_tokenizer
