@@ -11,6 +11,7 @@ import difflib
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 
@@ -213,7 +214,7 @@ def did_you_mean(name: Any, known: Iterable[str], *, most: int = 1, shown: Calla
 
 
 # The arguments for which the command that runs has flags; None outside of the command line.
-_flags: set[str] | None = None
+_flags: ContextVar[set[str] | None] = ContextVar("flags_of_the_command", default=None)
 _NO_VALUE = object()
 
 
@@ -224,7 +225,8 @@ def argument(name: str, value: Any = _NO_VALUE) -> str:
         name: In Python.
         value: What it is to be given; nothing, to name the argument alone.
     """
-    if _flags is None or name not in _flags:
+    flags = _flags.get()
+    if flags is None or name not in flags:
         return name if value is _NO_VALUE else f"{name}={value!r}"
     flag = f"--{name.replace('_', '-')}"
     if value is _NO_VALUE or value is True:
@@ -239,15 +241,15 @@ def argument(name: str, value: Any = _NO_VALUE) -> str:
 @contextmanager
 def arguments_named_as_flags() -> Iterator[None]:
     """While open, ``argument`` writes those that ``add_flags`` was given as flags."""
-    global _flags
-    before, _flags = _flags, set()
+    token = _flags.set(set())
     try:
         yield
     finally:
-        _flags = before
+        _flags.reset(token)
 
 
 def add_flags(names: Iterable[str]) -> None:
     """Say which arguments are flags of the command that runs; outside of the command line it has no effect."""
-    if _flags is not None:
-        _flags.update(names)
+    flags = _flags.get()
+    if flags is not None:
+        flags.update(names)

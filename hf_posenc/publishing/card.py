@@ -6,9 +6,11 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import jinja2
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from torch import nn
 
@@ -223,41 +225,48 @@ def model_card(facts: CardFacts, folder: Path, tables: Sequence[Table]) -> str:
         folder: The saved model, for the commands of servers.
         tables: What was measured, each with a picture in the folder.
     """
-    text = [
-        _MARK,
-        "",
-        f"# {facts.title}",
-        "",
-        *_must_be_loaded(facts),
-        _what_was_done(facts),
-        "",
-        f"Verified when it was saved: {facts.verified}.",
-        "",
-        *_base_lines(facts.base),
-        "",
-        "## Perplexity by length",
-        "",
-        *(_unmeasured(facts) if facts.run is None and not tables else ()),
-        *(_table(facts, facts.run) if facts.run is not None else ()),
-        *(line for table in tables for line in _measured(facts, table)),
-        "",
-        "## Loading",
-        "",
-        *_loading(facts),
-        "",
-        *_serving(facts, folder),
-        *(facts.run.section if facts.run is not None else ()),
-        *(_fit(facts.fitted_on) if facts.fitted_on is not None else ()),
-        "## Limits",
-        "",
-        *_limits(facts),
-        "",
-        "## Licence",
-        "",
-        _licence(facts.base.card),
-        "",
-    ]
-    return str(ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n" + "\n".join(text)))
+    run, measured = facts.run, facts.measured
+    here = Path(_FOLDER) if facts.repo_id is None else Path(facts.repo_id.rpartition("/")[2])
+    text = _template().render(
+        facts=facts,
+        base=facts.base,
+        run=run,
+        fit=facts.fitted_on,
+        of_a_fit=_OF_A_FIT,
+        tables=tables,
+        measured=measured,
+        left_out=[] if run is None else [length for length in run.lengths if length not in measured],
+        mark=_MARK,
+        hub=_HUB,
+        done=_what_was_done(facts),
+        trained=_what_was_trained(facts),
+        needs_hf_posenc=_without_hf_posenc(facts),
+        is_whole_in_config=_is_whole_in_config(facts),
+        needs_manifest=needs_hf_posenc(dict(facts.description)),
+        is_encoding=facts.method in method_names("is_encoding"),
+        place=_place(facts),
+        source=_source(facts),
+        local_folder=here,
+        servers=_servers(facts, folder, here),
+        rows=partial(_rows, facts),
+        table_rows=lambda table: [(row.full_name, list(row.records.values())) for row in table.rows],
+        how=_how,
+        protocol=_protocol,
+        picture=_picture,
+    )
+    return str(ModelCard(f"---\n{_metadata(facts).to_yaml()}\n---\n\n{text}"))
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("hf_posenc.publishing"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("card.md")
 
 
 def _tables(facts: CardFacts) -> list[Table]:
@@ -269,16 +278,6 @@ def _tables(facts: CardFacts) -> list[Table]:
 
 def _picture(table: Table) -> str:
     return f"perplexity_{table.slug}.png"
-
-
-def _fit(fitted_on: Mapping[str, Any]) -> list[str]:
-    shown = {name: fitted_on[name] for name in _OF_A_FIT if fitted_on.get(name)}
-    words = {name: ", ".join(map(str, value)) if isinstance(value, list) else value for name, value in shown.items()}
-    said = "The divisors and the attention factor were fitted to this model:"
-    if "instead" in fitted_on:
-        better = fitted_on["instead"]
-        said = f"On the held-out texts the fitted numbers were worse than those of `{better}`, which are saved:"
-    return ["## Fit", "", said, "", *(f"- {k}: {v}" for k, v in words.items()), ""]
 
 
 def _metadata(facts: CardFacts) -> ModelCardData:
@@ -334,7 +333,7 @@ def _what_was_done(facts: CardFacts) -> str:
     done = f"extended {facts.description['factor']:g} times with {paper}{options} to {facts.target} tokens"
     if facts.method in method_names("instead_of_rope"):
         done = f"its RoPE replaced by {paper}{options}"
-    return f"Context length {facts.original} tokens as trained, {done}{_what_was_trained(facts)}."
+    return done
 
 
 def _what_was_trained(facts: CardFacts) -> str:
@@ -346,46 +345,7 @@ def _what_was_trained(facts: CardFacts) -> str:
     return f", and fine-tuned on {tokens:,} tokens" if tokens else ". Its weights are those of the base model"
 
 
-def _base_lines(base: BaseModel) -> list[str]:
-    link = f"[`{base.hub_id}`]({_HUB}/{base.hub_id})"
-    if base.is_exact:
-        return [f"Base model: {link}."]
-    if base.hub_id is not None:
-        return [f"Base model: `{base.name}`, a copy of {link} or a model made from it: its files name that one."]
-    named = f"`{base.name}`" if base.name else "one made in the program"
-    return [f"Base model: {named}. Its files name no model on the Hub, so this card has no `base_model`."]
-
-
-def _table(facts: CardFacts, run: TrainedRun) -> list[str]:
-    if not run.after:
-        return ["Not measured: no held-out text is long enough, or eval_documents was 0.", ""]
-    longest = run.after[-1]
-    return [
-        *_rows(facts, run.rows),
-        "",
-        f"{_how(longest)} All rows were measured in this run, on the same tokens of {run.measured_texts}: "
-        f"{longest.num_documents} pieces of {longest.context_length} tokens. {_protocol(longest)}",
-        "",
-    ]
-
-
-def _measured(facts: CardFacts, table: Table) -> list[str]:
-    """Return the picture of a table, and what it shows in numbers where the run's own table does not."""
-    picture = [f"![{table.title}: perplexity by context length]({_picture(table)})", ""]
-    if facts.run is not None:
-        return picture
-    last = table.at_length(table.lengths[-1])
-    return [
-        *picture,
-        *_rows(facts, [(row.full_name, list(row.records.values())) for row in table.rows]),
-        "",
-        f"{_how(last)} {_protocol(last)}",
-        *(f"\n{note}" for note in table.notes),
-        "",
-    ]
-
-
-def _rows(facts: CardFacts, rows: Sequence[tuple[str, Sequence[Record]]]) -> list[str]:
+def _rows(facts: CardFacts, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:
     """Return a table of perplexities with a column for each length."""
     lengths = sorted({record.context_length for _, records in rows for record in records})
     header = [f"{length}{' (original)' if length == facts.original else ''}" for length in lengths]
@@ -393,7 +353,7 @@ def _rows(facts: CardFacts, rows: Sequence[tuple[str, Sequence[Record]]]) -> lis
     for label, records in rows:
         cells = {one.context_length: f"{one.perplexity:.2f} [{one.ci_low:.2f}, {one.ci_high:.2f}]" for one in records}
         lines.append(f"| {label} | {' | '.join(cells.get(length, '') for length in lengths)} |")
-    return lines
+    return "\n".join(lines)
 
 
 def _how(record: Record) -> str:
@@ -407,41 +367,6 @@ def _protocol(record: Record) -> str:
     )
 
 
-def _unmeasured(facts: CardFacts) -> list[str]:
-    return [f"Not measured yet. `hf-posenc eval {_place(facts)} --documents TEXTS --output results.jsonl` does.", ""]
-
-
-def _limits(facts: CardFacts) -> list[str]:
-    run, measured = facts.run, facts.measured
-    left_out = [] if run is None else [str(length) for length in run.lengths if length not in measured]
-    lines = []
-    if measured:
-        lines.append("Only perplexity was measured, and on one kind of text.")
-    if measured and left_out:
-        lines.append(f"No held-out text reaches {', '.join(left_out)} tokens: nothing was measured there.")
-    if run is not None and measured and not run.unextended:
-        lines.append(
-            "The base model without extension was not measured: the run began with a model that was extended already."
-        )
-    lines += [
-        "Whether the model finds what stands far back, follows instructions over long texts, or does on benchmarks of "
-        "short texts what the base model does was not measured. `hf-posenc eval --tasks` and `hf-posenc lm-eval` do.",
-        f"Beyond {max(measured, default=facts.original)} tokens nothing is known of it.",
-    ]
-    return [f"- {line}" for line in lines]
-
-
-def _licence(card: Mapping[str, Any]) -> str:
-    if "license" not in card:
-        return (
-            "Not known: no card of the base model was there to be read. What the base model's licence asks holds for "
-            "this model too; add it to this card (`license:`) before you publish it."
-        )
-    name = card.get("license_name", card["license"])
-    link = card.get("license_link")
-    return f"`{name}`{f' ({link})' if link else ''}, as the card of the base model has it."
-
-
 def _place(facts: CardFacts) -> str:
     """Return what names the model for our commands, which read main branches: its name on the Hub, or a placeholder."""
     return facts.repo_id if facts.repo_id is not None and facts.revision is None else _FOLDER
@@ -453,52 +378,20 @@ def _source(facts: CardFacts) -> str:
     return f'"{facts.repo_id or _FOLDER}"{branch}'
 
 
-def _must_be_loaded(facts: CardFacts) -> list[str]:
-    """Return the card's first lines where hf_posenc must load the model: what to call, and what happens otherwise."""
+def _without_hf_posenc(facts: CardFacts) -> str | None:
+    """Return what happens where hf_posenc does not load the model; None where it need not."""
     if facts.is_adapter:
-        otherwise = "PEFT alone puts the adapter on its base model without the extension, and the result reads wrong."
-    elif _is_whole_in_config(facts):
-        return []
-    elif facts.method in method_names("is_encoding"):
-        otherwise = "Transformers alone fails, and no server runs it."
-    elif needs_hf_posenc(dict(facts.description)):
-        otherwise = (
+        return "PEFT alone puts the adapter on its base model without the extension, and the result reads wrong."
+    if _is_whole_in_config(facts):
+        return None
+    if facts.method in method_names("is_encoding"):
+        return "Transformers alone fails, and no server runs it."
+    if needs_hf_posenc(dict(facts.description)):
+        return (
             "Transformers, accelerate and servers alone build the model without its extension, and do not say so. "
             f"`hf_posenc.verify_model(model, {_source(facts)})` says whether a loaded model has it."
         )
-    else:
-        otherwise = "Transformers alone applies the temperature to a part of each head only."
-    return [f"**Load it with `hf_posenc.load_extended`** (`pip install hf_posenc`). {otherwise}", ""]
-
-
-def _loading(facts: CardFacts) -> list[str]:
-    """Return how the model is loaded; each block of code is complete in itself."""
-    if facts.is_adapter:
-        return _loading_adapter(facts)
-    name = _source(facts)
-    tokenizer = f"tokenizer = AutoTokenizer.from_pretrained({name})"
-    if _is_whole_in_config(facts):
-        return [
-            "Plain Transformers is enough. `hf_posenc.load_extended` loads it too, and compares its positions with "
-            "the manifest:",
-            "",
-            *_code(
-                f"from transformers import {facts.auto_class}, AutoTokenizer",
-                f'model = {facts.auto_class}.from_pretrained({name}, dtype="auto")',
-                tokenizer,
-            ),
-        ]
-    return [
-        f"`config.json` cannot express `{facts.method}` completely: hf_posenc applies it, from the "
-        "manifest beside the weights. `load_extended` takes the arguments of `from_pretrained`, such as `device_map`:",
-        "",
-        *_code(
-            "from hf_posenc import load_extended",
-            "from transformers import AutoTokenizer",
-            f'model = load_extended({name}, dtype="auto")',
-            tokenizer,
-        ),
-    ]
+    return "Transformers alone applies the temperature to a part of each head only."
 
 
 def _is_whole_in_config(facts: CardFacts) -> bool:
@@ -506,41 +399,15 @@ def _is_whole_in_config(facts: CardFacts) -> bool:
     return not needs_hf_posenc(description) and description["options"].get("temperature") != "logits"
 
 
-def _loading_adapter(facts: CardFacts) -> list[str]:
-    base = f'"{facts.base.hub_id}"' if facts.base.is_exact else '"path/of/the/base/model"'
-    name = _source(facts)
-    trained = f", tokens_trained={facts.tokens_trained}" if facts.tokens_trained != 0 else ""
-    return [
-        "The adapter needs its base model extended as it was in training. `load_extended` extends the base, which is "
-        "loaded as it was published:",
-        "",
-        *_code(
-            "from hf_posenc import load_extended",
-            f"from transformers import {facts.auto_class}, AutoTokenizer",
-            f'base = {facts.auto_class}.from_pretrained({base}, dtype="auto")',
-            f"model = load_extended({name}, base=base)",
-            f"tokenizer = AutoTokenizer.from_pretrained({name})",
-        ),
-        "",
-        "For servers, and for Transformers without hf_posenc, merge it and save the whole model:",
-        "",
-        *_code(
-            "from hf_posenc import save_extended",
-            f'save_extended(model.merge_and_unload(), "path/of/a/new/folder", tokenizer{trained})',
-        ),
-    ]
-
-
-def _serving(facts: CardFacts, folder: Path) -> list[str]:
-    """Return what vLLM and llama.cpp run it with, or why they cannot; nothing of an adapter or a classifier."""
+def _servers(facts: CardFacts, folder: Path, here: Path) -> list[dict[str, str | None]]:
+    """Return what vLLM and llama.cpp run the model with, or why they cannot; nothing of an adapter or a classifier."""
     if facts.is_adapter or facts.auto_class not in _TASKS:
         return []
-    here = Path(_FOLDER) if facts.repo_id is None else Path(facts.repo_id.rpartition("/")[2])
     saved = read_folder(folder)
     # Its own may be a path; and what a model was made from has other weights.
     base_model = facts.base.hub_id if facts.base.is_exact else None
     saved = replace(saved, manifest={**saved.manifest, "base_model": base_model})
-    lines = ["## Serving", ""]
+    rows: list[dict[str, str | None]] = []
     for name in _SERVERS:
         stack = STACKS[name]
         # llama.cpp's converter reads a folder; vLLM a name on the Hub too, whose main branch the printed command means.
@@ -548,18 +415,10 @@ def _serving(facts: CardFacts, folder: Path) -> list[str]:
         try:
             words = command_for(stack, replace(saved, path=_place(facts) if reads_hub else str(here)))
         except InvalidRequestError as error:
-            lines += [f"{stack.title}: not possible. {error}", ""]
+            rows.append({"title": stack.title, "refusal": str(error), "command": None})
             continue
         if facts.repo_id is not None and not reads_hub:
             branch = () if facts.revision is None else ("--revision", facts.revision)
             words = f"{command('hf', 'download', facts.repo_id, *branch, '--local-dir', str(here))}\n{words}"
-        lines += [f"{stack.title}:", "", "```sh", words, "```", ""]
-    if not needs_hf_posenc(dict(facts.description)):
-        lines += [f"For SGLang and TGI: `hf-posenc export {here} --to sglang` or `--to tgi`.", ""]
-    elif facts.method not in method_names("is_encoding"):
-        lines += [f"With a static rule in its place: `hf-posenc export {here} --to vllm --as yarn`.", ""]
-    return lines
-
-
-def _code(*lines: str) -> list[str]:
-    return ["```python", *lines, "```"]
+        rows.append({"title": stack.title, "refusal": None, "command": words})
+    return rows

@@ -57,34 +57,6 @@ class TrainedRun:
         return f"fine-tuned on {tokens:,} tokens{earlier}{staged} in blocks of {self.settings['seq_len']}"
 
     @property
-    def section(self) -> list[str]:
-        """What was trained and how: lines of Markdown."""
-        return [
-            "## Training",
-            "",
-            *(self._stages() if len(self.stages) > 1 else ()),
-            f"- documents: {self.documents.words}",
-            *(f"- {name}: {value}" for name, value in self.settings.items()),
-            "",
-        ]
-
-    def _stages(self) -> list[str]:
-        rows = [
-            f"| {number} | {one.context_length} | {one.steps} | {one.tokens:,} |"
-            for number, one in enumerate(self.stages, 1)
-        ]
-        return [
-            "Each stage extended the original model anew, and went on with the weights of the one before.",
-            "",
-            "| stage | extended to | steps | tokens trained on |",
-            "|---:|---:|---:|---:|",
-            *rows,
-            "",
-            "The last one:",
-            "",
-        ]
-
-    @property
     def measured_texts(self) -> str:
         """What the perplexities were measured on, in words."""
         if self.held_out:
