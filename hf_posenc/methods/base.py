@@ -12,11 +12,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.explained import InPlaceOfRope
 from hf_posenc.methods.options import flag, one_of, option, tokens
 from hf_posenc.spec import RopeSpec, check_number
@@ -76,6 +78,15 @@ def plain_rope_parameters(spec: RopeSpec) -> dict[str, Any]:
     if int(share * spec.rotary_dim // 2) < spec.rotated_pairs:  # as Transformers counts them
         share = math.nextafter(share, 1.0)
     return {"rope_type": "proportional", "partial_rotary_factor": share}
+
+
+class RotatedPart(Enum):
+    """What an attention rotates, which decides where a temperature can be applied."""
+
+    WHOLE_HEADS = auto()  # cos and sin reach whole logits
+    PART_OF_HEADS = auto()  # cos and sin reach a part of each logit
+    PART_OF_LATENT_HEADS = auto()  # multi-head latent attention, with a softmax scale that Transformers sets
+    HEADS_AND_VALUES = auto()  # cos and sin multiply the output too
 
 
 @dataclass(frozen=True)
@@ -225,21 +236,27 @@ class Method(abc.ABC):
         divisors = torch.where(scaled > 0, plain_frequencies(spec) / scaled, STOPPED)[: spec.rotated_pairs].tolist()
         return longrope_lists(spec, self.factor, divisors, divisors, attention_factor)
 
-    def for_latent_attention(self) -> Self:
-        """Return the method as multi-head latent attention (DeepSeek) needs it.
+    def temperature_for(self, rotated: RotatedPart) -> Self:
+        """Return the method with its temperature where an attention of this kind can apply it.
+
+        Args:
+            rotated: What the attention rotates. Where it rotates values too, the attention factor becomes 1.
 
         Raises:
-            ValueError: An option cannot be said there.
+            ValueError: An option requests a temperature that this attention cannot apply.
         """
-        return self
+        if rotated is not RotatedPart.HEADS_AND_VALUES or "attention_factor" not in self.option_fields():
+            return self
+        if self.requests_temperature():
+            raise InvalidRequestError(
+                "the model rotates its values with its keys, so a temperature would scale them too: attention_factor "
+                f"can only be 1, and {self.name} was requested with another temperature."
+            )
+        return dataclasses.replace(self, attention_factor=1.0)  # type: ignore[call-arg]  # an option, checked above
 
-    def temperature_on_cos_and_sin(self) -> Self:
-        """Return the method with its attention factor on cos and sin, where that reaches all of a head."""
-        return self
-
-    def without_temperature(self) -> Self | None:
-        """Return the method with an attention factor of 1; None if another one was requested."""
-        return self
+    def requests_temperature(self) -> bool:
+        """Return whether an option requests an attention factor other than 1; a method's own default does not count."""
+        return getattr(self, "attention_factor", None) not in (None, 1)
 
     @classmethod
     def read_options(cls, parameters: Mapping[str, Any]) -> dict[str, Any]:

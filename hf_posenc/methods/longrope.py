@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -78,9 +77,6 @@ class LongRope(StaticMethod):
         at_rest = torch.where(scaled > 0, plain_frequencies(spec) / scaled, STOPPED)[: spec.rotated_pairs].tolist()
         short = list(self.short_factor or at_rest)
         return longrope_lists(spec, self.factor, short, list(self.long_factor or ()), attention_factor)
-
-    def without_temperature(self) -> Self | None:
-        return dataclasses.replace(self, attention_factor=1.0) if self.attention_factor in (None, 1) else None
 
     @classmethod
     def read_options(cls, parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 
@@ -32,9 +31,6 @@ class Nope(InPlaceOfRope, StaticMethod):
     def frequencies(self, spec: RopeSpec, seq_len: int | None = None) -> Frequencies:
         factor = 1.0 if self.attention_factor is None else self.attention_factor
         return torch.zeros(spec.num_pairs, dtype=torch.float64), factor
-
-    def without_temperature(self) -> Self | None:
-        return dataclasses.replace(self, attention_factor=1.0) if self.attention_factor in (None, 1) else None
 
     def numbers(self, model: ModelShape) -> Numbers:
         sentences = [

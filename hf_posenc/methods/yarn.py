@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import Frequencies, Method, StaticMethod, plain_frequencies
+from hf_posenc.methods.base import Frequencies, Method, RotatedPart, StaticMethod, plain_frequencies
 from hf_posenc.methods.ntk_by_parts import BlendInTurns, beta_fast_option, beta_slow_option, by_parts_frequencies
 from hf_posenc.methods.options import flag, one_of, option, positive
 from hf_posenc.methods.registry import register_method
@@ -40,6 +40,9 @@ class YarnOptions(BlendInTurns, Method):
     def has_default_temperature(self) -> bool:
         """Return whether neither ``attention_factor`` nor DeepSeek's pair was given."""
         return self.attention_factor is None and self.mscale is None and self.mscale_all_dim is None
+
+    def requests_temperature(self) -> bool:
+        return not self.has_default_temperature() and self.attention_factor != 1
 
 
 @register_method
@@ -121,11 +124,21 @@ class Yarn(YarnOptions, StaticMethod):
             return 1.0
         return _mscale(self.factor, self.mscale_all_dim)
 
-    def for_latent_attention(self) -> Self:
+    def requests_temperature(self) -> bool:
+        return self.temperature_on_logits or super().requests_temperature()
+
+    def temperature_for(self, rotated: RotatedPart) -> Self:
+        if rotated is RotatedPart.PART_OF_LATENT_HEADS:
+            return self._for_latent_heads()
+        method = super().temperature_for(rotated)
+        # Where all of a head is rotated, cos and sin reach whole logits.
+        return dataclasses.replace(method, temperature="rotary") if rotated is RotatedPart.WHOLE_HEADS else method
+
+    def _for_latent_heads(self) -> Self:
+        """Return the method whose temperature is in the softmax scale, if no other one was requested."""
         method = self
         if self.has_default_temperature():
-            # The rotated part is a fraction of a head: this pair puts the temperature on all of it, by the softmax
-            # scale.
+            # The rotated part is a fraction of a head: this pair puts the temperature on all of it.
             method = dataclasses.replace(self, mscale=1.0, mscale_all_dim=1.0)
         if method.temperature_on_logits and method.attention_factor is not None:
             raise InvalidRequestError(
@@ -139,15 +152,7 @@ class Yarn(YarnOptions, StaticMethod):
                 "which have no such key. Leave ramp at 'code'; or give attention_factor, which multiplies the rotated "
                 "part of a head only (1 for no temperature)."
             )
-        return method.temperature_on_cos_and_sin()
-
-    def temperature_on_cos_and_sin(self) -> Self:
-        return dataclasses.replace(self, temperature="rotary")
-
-    def without_temperature(self) -> Self | None:
-        if not (self.has_default_temperature() or self.attention_factor == 1) or self.temperature_on_logits:
-            return None
-        return dataclasses.replace(self, attention_factor=1.0)
+        return dataclasses.replace(method, temperature="rotary")
 
 
 def _mscale(factor: float, weight: float) -> float:

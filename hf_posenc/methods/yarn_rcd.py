@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.methods.base import Frequencies, StaticMethod, plain_frequencies
+from hf_posenc.methods.base import Frequencies, RotatedPart, StaticMethod, plain_frequencies
 from hf_posenc.methods.ntk_by_parts import beta_fast_option
 from hf_posenc.methods.ntk_rcd import critical_pair_of, critical_pair_option, scale_option
 from hf_posenc.methods.options import option, positive
@@ -70,14 +69,11 @@ class YarnRcd(StaticMethod):
             return yarn.rope_parameters(spec, per_layer_type=per_layer_type)
         return self.longrope_parameters(spec)
 
-    def for_latent_attention(self) -> Self:
-        if self.attention_factor is None:
+    def temperature_for(self, rotated: RotatedPart) -> Self:
+        if rotated is RotatedPart.PART_OF_LATENT_HEADS and self.attention_factor is None:
             raise InvalidRequestError(
                 "yarn_rcd on multi-head latent attention: there Transformers puts YaRN's temperature into the softmax "
                 "scale, by mscale_all_dim of rope_type 'yarn', which this method does not write. Take yarn; or give "
                 "attention_factor, which multiplies the rotated part of a head only (1 for no temperature)."
             )
-        return self
-
-    def without_temperature(self) -> Self | None:
-        return dataclasses.replace(self, attention_factor=1.0) if self.attention_factor in (None, 1) else None
+        return super().temperature_for(rotated)

@@ -13,7 +13,7 @@ from hf_posenc.errors import AlreadyExtendedError, InvalidRequestError, argument
 from hf_posenc.families.discovery import declared_rope, head_dim_of, refuse_family
 from hf_posenc.families.family_data import family_of
 from hf_posenc.families.sliding_window import KEEP, choose_window
-from hf_posenc.methods.base import Extension, Method, check_factor
+from hf_posenc.methods.base import Extension, RotatedPart, check_factor
 from hf_posenc.methods.registry import DEFAULT_METHOD, get_method, make_method
 from hf_posenc.patching.config_writing import warn_about_layer_types, warn_about_limits, write_config
 from hf_posenc.patching.extension import (
@@ -96,27 +96,20 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
     default = method.default_factor_with(request.options)
     target = _target(original, request.factor, request.context_length, default)
     # target is whole, so factor is made to agree with it: Transformers compares the two exactly.
-    made = _for_family(config, spec, make_method(method.name, target / original, request.options))
+    made = make_method(method.name, target / original, request.options).temperature_for(rotated_part(config, spec))
     choose_window(config, window, target)
     made.frequencies(spec)  # raises on options that do not fit the model
     return Extension(spec, made, target, sliding_window=window)
 
 
-def _for_family(config: PreTrainedConfig, spec: RopeSpec, method: Method) -> Method:
-    """Return a method with its temperature where the family can have it."""
-    if family_of(config.model_type).latent_attention:
-        return method.for_latent_attention()
-    if family_of(config.model_type).rotated_values:
-        plain = method.without_temperature()
-        if plain is None:
-            raise InvalidRequestError(
-                f"model_type {config.model_type!r} rotates its values with its keys, so a temperature would scale them "
-                "too: attention_factor can only be 1."
-            )
-        return plain
-    if method.temperature_on_logits and spec.rotary_dim == head_dim_of(config):  # all of a head is rotated
-        return method.temperature_on_cos_and_sin()
-    return method
+def rotated_part(config: PreTrainedConfig, spec: RopeSpec) -> RotatedPart:
+    """Return what the attention of a model with this text config rotates."""
+    family = family_of(config.model_type)
+    if family.latent_attention:
+        return RotatedPart.PART_OF_LATENT_HEADS
+    if family.rotated_values:
+        return RotatedPart.HEADS_AND_VALUES
+    return RotatedPart.WHOLE_HEADS if spec.rotary_dim == head_dim_of(config) else RotatedPart.PART_OF_HEADS
 
 
 def extend_config(

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc import describe, patch_model
+from hf_posenc.methods.base import RotatedPart
 from hf_posenc.methods.registry import make_method
 from hf_posenc.spec import RopeSpec
 from model_types import tiny_model
@@ -210,7 +211,7 @@ def test_yarn_rcd_where_a_temperature_cannot_be_said() -> None:
     with pytest.raises(ValueError, match=r"multi-head latent attention: .* Take yarn; or give attention_factor"):
         patch_model(latent, "yarn_rcd", 4, **REQUEST)
     patch_model(latent, "yarn_rcd", 4, attention_factor=1.0, **REQUEST)
-    made = make_method("yarn_rcd", 4).without_temperature()
-    assert made is not None
+    made = make_method("yarn_rcd", 4).temperature_for(RotatedPart.HEADS_AND_VALUES)
     assert made.frequencies(LLAMA3)[1] == 1
-    assert make_method("yarn_rcd", 4, {"attention_factor": 1.2}).without_temperature() is None
+    with pytest.raises(ValueError, match="rotates its values with its keys"):
+        make_method("yarn_rcd", 4, {"attention_factor": 1.2}).temperature_for(RotatedPart.HEADS_AND_VALUES)

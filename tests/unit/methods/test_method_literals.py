@@ -20,7 +20,7 @@ ALLOWED = {
     "fitting/grid.py": "the methods that a fit may begin at",
     "training/recipes.py": "the methods of the papers' recipes",
     "cli/demo.py": "the methods that the demo shows",
-    "report/looks.py": "the colours of methods in charts",
+    "reporting/looks.py": "the colours of methods in charts",
     "doctor/rope_types.py": "the rules of Transformers, by rope_type",
 }
 
