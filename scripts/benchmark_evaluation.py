@@ -221,10 +221,10 @@ def measure_memory(way: Way, inputs: Inputs) -> int:
     gc.collect()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # what loading has freed would serve without being counted
-    before = memory_in_use(inputs.model)
-    reset_peak_memory(inputs.model)
+    before = memory_in_use(inputs.model.device)
+    reset_peak_memory(inputs.model.device)
     way(inputs)
-    return peak_memory(inputs.model) - before
+    return peak_memory(inputs.model.device) - before
 
 
 def lm_eval_is_there() -> bool:

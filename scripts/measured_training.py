@@ -83,12 +83,12 @@ class Clock(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         if state.global_step == 1:
-            reset_peak_memory(self.model)
+            reset_peak_memory(self.model.device)
         self.began = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self.seconds.append(time.perf_counter() - self.began)
-        self.peak = peak_memory(self.model)
+        self.peak = peak_memory(self.model.device)
 
 
 # A way to train: the model, Trainer's settings, the blocks, the plan, and a callback that has to see every step.
@@ -168,7 +168,7 @@ def measure_training(
     _train(first, run, min(seq_len, 64), 2, packed, load_in_4bit, how)  # imports what training needs, and warms it up
     _tidy()
     on_gpu = torch.cuda.is_available()
-    before = torch.cuda.memory_allocated() if on_gpu else memory_in_use(meta_model(first))
+    before = torch.cuda.memory_allocated() if on_gpu else memory_in_use(meta_model(first).device)
     clock = _train(config, run, seq_len, steps, packed, load_in_4bit, how)
     blocks = run.per_device_train_batch_size * run.gradient_accumulation_steps
     return MeasuredTraining(seq_len, blocks * seq_len, statistics.median(clock.seconds[1:]), clock.peak - before)

@@ -150,8 +150,9 @@ def make_plan(
             f"the model reads {original} tokens as it is, so for {target} nothing has to be extended. Give a longer "
             "--context-length (or --original-max-position-embeddings, if its config says more than it was trained on)."
         )
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids = select_documents(
-        to_token_ids(model, documents, tokenizer), target, cut=what.cut, max_documents=what.max_documents
+        to_token_ids(documents, tokenizer, vocab_size), target, cut=what.cut, max_documents=what.max_documents
     )
     shared = ("context_length", "original_max_position_embeddings", "sliding_window", "on_scaled")
     candidates, left_out = find_candidates(

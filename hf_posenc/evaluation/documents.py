@@ -10,13 +10,12 @@ from dataclasses import replace
 from typing import Literal, TypeVar
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hf_posenc.data.reading import tokenize_documents
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError, argument
 from hf_posenc.evaluation.config import EvalConfig
 from hf_posenc.evaluation.windows import Run
-from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.utils.warning import warn_user
 
 logger = logging.getLogger(__name__)
@@ -26,9 +25,14 @@ Document = str | Sequence[int] | torch.Tensor
 
 
 def to_token_ids(
-    model: PreTrainedModel, documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase | None
+    documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> list[torch.Tensor]:
     """Return int64 ``(num_tokens,)`` on the CPU for each document, a text or already token ids.
+
+    Args:
+        documents: Texts, or rows of token ids.
+        tokenizer: The model's own; None where all documents are token ids.
+        vocab_size: The model's: larger ids are refused.
 
     Raises:
         TypeError: One text or one row of ids instead of a list of them, ids that are not whole numbers, or a text
@@ -40,7 +44,6 @@ def to_token_ids(
     if len(documents) == 0:
         raise InvalidRequestError("documents is empty: there is nothing to measure on.")
     ids = [_one_row(document, tokenizer) for document in documents]
-    vocab_size = RotaryModel(model).text_config.vocab_size
     for row in ids:
         outside = row[(row < 0) | (row >= vocab_size)]
         if len(outside):
@@ -65,7 +68,7 @@ def _one_row(document: Document, tokenizer: PreTrainedTokenizerBase | None) -> t
 
 
 def bos_token_id(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, bos: Literal["prepended"] | None
+    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, bos: Literal["prepended"] | None
 ) -> int | None:
     """Return the id to put before every document, or None where none was requested.
 
@@ -78,7 +81,7 @@ def bos_token_id(
         raise InvalidRequestError(f"bos must be None or 'prepended', got {bos!r}.")
     token_id = getattr(tokenizer, "bos_token_id", None)
     if token_id is None:
-        token_id = RotaryModel(model).text_config.bos_token_id
+        token_id = config.bos_token_id
     if token_id is None:
         raise InvalidRequestError("bos='prepended', but neither the tokenizer nor the model's config has a BOS token.")
     return int(token_id)
@@ -194,7 +197,7 @@ def spread(items: Sequence[T], count: int | None) -> list[T]:
 
 def settle_bos(
     runs: Sequence[Run],
-    model: PreTrainedModel,
+    text_config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None,
     bos: Literal["prepended"] | None,
 ) -> tuple[list[Run], int | None]:
@@ -202,7 +205,7 @@ def settle_bos(
 
     Args:
         runs: From ``EvalConfig.runs``.
-        model: Its config has the BOS token where there is no tokenizer.
+        text_config: The model's, which has the BOS token where there is no tokenizer.
         tokenizer: The model's own, or None.
         bos: The request, for protocols that leave it open.
 
@@ -212,8 +215,8 @@ def settle_bos(
     Raises:
         ValueError: There is no BOS token where one is needed.
     """
-    requested = bos_token_id(model, tokenizer, bos)
-    source = RotaryModel(model).text_config if tokenizer is None else tokenizer
+    requested = bos_token_id(text_config, tokenizer, bos)
+    source = text_config if tokenizer is None else tokenizer
     own_id = getattr(source, "bos_token_id", None)
     settled = []
     for run in runs:

@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import InvalidRequestError
-from hf_posenc.families.rotary_model import RotaryModel
 
 DEFAULT_ROWS_PER_CHUNK = 1024
 
@@ -23,12 +22,11 @@ def head_logits(model: PreTrainedModel, hidden_states: torch.Tensor) -> torch.Te
     Granite divides, ModernBERT has one more layer. Instead of a list of them, the forward runs with a module in the
     place of the body that returns the hidden states.
     """
-    base = RotaryModel(model).model
-    head: nn.Module = base.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     rows = hidden_states.to(next(head.parameters()).device).reshape(1, -1, hidden_states.shape[-1])
-    with _body_that_returns(base, rows):
+    with _body_that_returns(model, rows):
         # The class's own: what wraps the instance's forward (hooks, autocast, the training loss) is around this call.
-        logits: torch.Tensor = type(base).forward(base, inputs_embeds=rows, use_cache=False).logits
+        logits: torch.Tensor = type(model).forward(model, inputs_embeds=rows, use_cache=False).logits
     return logits.float().reshape(*hidden_states.shape[:-1], -1)
 
 
@@ -73,22 +71,21 @@ class _BodyOutput:
 
 def head_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
     """Return all parameters that ``head_logits`` may use: the head's own, and others that are not in the body."""
-    base = RotaryModel(model).model
-    head: nn.Module = base.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
-    own, in_body = list(head.parameters()), {id(weight) for weight in decoder_body(base).parameters()}
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    own, in_body = list(head.parameters()), {id(weight) for weight in decoder_body(model).parameters()}
     known = in_body | {id(weight) for weight in own}
-    return own + [weight for weight in base.parameters() if id(weight) not in known]
+    return own + [weight for weight in model.parameters() if id(weight) not in known]
 
 
 def decoder_body(model: PreTrainedModel) -> nn.Module:
     """Return the part of a causal language model that makes hidden states: everything but its head."""
-    base = RotaryModel(model).model
-    parts = [base.base_model, *(child for child in base.children() if isinstance(child, PreTrainedModel))]
+    parts = [model.base_model, *(child for child in model.children() if isinstance(child, PreTrainedModel))]
     # In Mllama's text model the prefix of the checkpoint's names is no name of a part, so that base_model is itself.
-    body = next((part for part in parts if part is not base), None)
-    if body is None or base.get_output_embeddings() is None:  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    body = next((part for part in parts if part is not model), None)
+    if body is None or model.get_output_embeddings() is None:  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         raise InvalidRequestError(
-            f"{type(base).__name__} has no separate language-model head. Load the checkpoint with AutoModelForCausalLM."
+            f"{type(model).__name__} has no separate language-model head. Load the checkpoint with "
+            "AutoModelForCausalLM."
         )
     return body
 
@@ -100,26 +97,25 @@ def check_head(model: PreTrainedModel, num_tokens: int = 16) -> None:
     Raises:
         ValueError: The logits are not finite, or something outside the model's forward, such as a hook, changes them.
     """
-    rotary = RotaryModel(model)
-    base, vocab_size = rotary.model, rotary.text_config.vocab_size
-    input_ids = (torch.arange(num_tokens, device=base.device) * 7919 % vocab_size).unsqueeze(0)
+    vocab_size = model.config.get_text_config(decoder=True).vocab_size
+    input_ids = (torch.arange(num_tokens, device=model.device) * 7919 % vocab_size).unsqueeze(0)
     # accelerate wraps the forward of what it prepares in autocast, but not the body's: Trainer(bf16=True), say.
-    forward: Any = vars(base).get("_original_forward", base)
+    forward: Any = vars(model).get("_original_forward", model)
     expected = forward(input_ids=input_ids, use_cache=False).logits.float()
     if not expected.isfinite().all():
         raise InvalidRequestError(
-            f"the model gives logits that are not finite, in {str(base.dtype).removeprefix('torch.')}. "
+            f"the model gives logits that are not finite, in {str(model.dtype).removeprefix('torch.')}. "
             "Check its weights; float16 overflows in many models where bfloat16 and float32 do not."
         )
-    hidden = decoder_body(base)(input_ids=input_ids, use_cache=False).last_hidden_state
-    actual = head_logits(base, hidden).to(expected.device)
+    hidden = decoder_body(model)(input_ids=input_ids, use_cache=False).last_hidden_state
+    actual = head_logits(model, hidden).to(expected.device)
     # Both run the same kernels, but a head in bf16 may round before or after the cap: allow that rounding.
-    tolerance = 4 * torch.finfo(base.dtype).eps * expected.abs().max().item() + 1e-5
+    tolerance = 4 * torch.finfo(model.dtype).eps * expected.abs().max().item() + 1e-5
     if not (actual - expected).abs().max().item() <= tolerance:  # not a number is not equal either
         raise InvalidRequestError(
-            f"{type(base).__name__} gives other logits than its forward computes from the hidden states of its "
-            f"{type(decoder_body(base)).__name__}, so losses computed in chunks would be wrong. Remove the hook or the "
-            "wrapper that changes them; without one, please report this model_type: " + str(base.config.model_type)
+            f"{type(model).__name__} gives other logits than its forward computes from the hidden states of its "
+            f"{type(decoder_body(model)).__name__}, so losses computed in chunks would be wrong. Remove the hook or "
+            "the wrapper that changes them; without one, please report this model_type: " + str(model.config.model_type)
         )
 
 

@@ -17,7 +17,6 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.lm_head import decoder_body, row_chunks, token_losses
 from hf_posenc.evaluation.memory import MemoryNeed, default_logits_chunk, predict_memory, shape_of
 from hf_posenc.evaluation.windows import Window
-from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import patched_extension
 
 Advance = Callable[[int], object]  # called with the tokens fed since the last call
@@ -139,16 +138,15 @@ def memory_need(
 @contextmanager
 def evaluation_mode(model: PreTrainedModel) -> Iterator[None]:
     """Switch dropout and checkpointing off, and leave no trace in the model: modes and dynamic frequencies go back."""
-    inner = RotaryModel(model).model
-    modes = [(module, module.training) for module in inner.modules()]
-    inner.train(False)
-    reset_dynamic_frequencies(inner)
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(False)
+    reset_dynamic_frequencies(model)
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
-        reset_dynamic_frequencies(inner)
+        reset_dynamic_frequencies(model)
 
 
 def length_dependent_rope_types(model: PreTrainedModel) -> list[str]:
@@ -176,7 +174,7 @@ def reset_dynamic_frequencies(model: PreTrainedModel) -> None:
 
 def _rotary_states(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str, str]]:
     """Yield (module, rope type, prefix of its attributes) for each rotary module and layer type."""
-    for module in RotaryModel(model).model.modules():
+    for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str):
             yield module, rope_type, ""
@@ -213,7 +211,7 @@ def _batch_losses(
 ) -> list[torch.Tensor]:
     """Return the losses of each row's positions, for int64 ``(batch, num_tokens)``; as ``document_losses``."""
     losses: list[list[torch.Tensor]] = [[torch.empty(0)] for _ in positions]
-    rows_at_once = logits_chunk or default_logits_chunk(RotaryModel(model).text_config.vocab_size)
+    rows_at_once = logits_chunk or default_logits_chunk(model.config.get_text_config(decoder=True).vocab_size)
     for start, hidden in _hidden_chunks(model, input_ids, prefill_chunk):
         end = start + hidden.shape[1]
         # The hidden state of token t - 1 predicts token t.

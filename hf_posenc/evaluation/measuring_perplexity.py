@@ -118,9 +118,10 @@ def perplexity(
         check_output(output)
     config = EvalConfig.of(context_lengths, protocol, **settings)
     check_at_least_one("position_bucket", position_bucket)
-    model = RotaryModel(model).model
-    runs, bos_id = settle_bos(config.runs(), model, tokenizer, config.bos)
-    ids = to_token_ids(model, documents, tokenizer)
+    rotary = RotaryModel(model)
+    model, text_config = rotary.model, rotary.text_config
+    runs, bos_id = settle_bos(config.runs(), text_config, tokenizer, config.bos)
+    ids = to_token_ids(documents, tokenizer, text_config.vocab_size)
     texts = choose_texts(runs, ids, bos_id, config)
     warn_of_averages(runs)
     longppl = [run.context_length for run in runs if run.protocol == "longppl"]
@@ -138,7 +139,7 @@ def perplexity(
         decisive = {"weights": hash_weights(model), "seed": seed}
         with_evaluator = decisive
         if evaluator is not None:
-            to_token_ids(evaluator, ids, None)  # has these tokens too
+            to_token_ids(ids, None, evaluator.config.get_text_config(decoder=True).vocab_size)  # has these tokens too
             with_evaluator = {**decisive, "evaluator": hash_weights(evaluator)}
         original = facts["original_max_position_embeddings"]
         feeding: dict[str, Any] = {name: getattr(config, name) for name in _FEEDING}
@@ -160,9 +161,10 @@ def perplexity(
         fed = [windows for one in passes for windows in evaluation.fed(one)]
         needs = [memory_need(one, fed, **feeding) for one in models]
         need = replace(max(needs, key=lambda one: one.beyond_model), model=sum(one.model for one in needs))
-        with memory_logged(model, need, log=evaluation.processes.is_main and len(evaluation.records) < len(runs)):
+        log = evaluation.processes.is_main and len(evaluation.records) < len(runs)
+        with memory_logged(model.device, need, facts["method"], log=log):
             shorter = slow_dtype_advice(model) + "fewer documents (--max-documents), or shorter --context-lengths"
-            evaluation.measure(passes, partial(peak_memory, model), progress, shorter)
+            evaluation.measure(passes, partial(peak_memory, model.device), progress, shorter)
     return [evaluation.records[run] for run in runs if run in evaluation.records]
 
 

@@ -16,9 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_posenc.attention.footprint import footprint
 from hf_posenc.evaluation.lm_head import DEFAULT_ROWS_PER_CHUNK
 from hf_posenc.families.discovery import head_dim_of
-from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.methods.base import Extension
-from hf_posenc.patching.api import describe
 
 logger = logging.getLogger(__name__)
 
@@ -125,13 +123,12 @@ def _mask_numbers(shape: ModelShape, fed: int, num_tokens: int) -> int:
 
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """Read the numbers of a model; what a config does not name is taken as LLaMA has it."""
-    rotary = RotaryModel(model)
-    base, config = rotary.model, rotary.text_config
+    config = model.config.get_text_config(decoder=True)
     heads = int(config.num_attention_heads)
-    tensors = [*base.parameters(), *base.buffers()]
+    tensors = [*model.parameters(), *model.buffers()]
     return ModelShape(
         weight_bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        number_bytes=base.dtype.itemsize,
+        number_bytes=model.dtype.itemsize,
         num_layers=int(config.num_hidden_layers),
         hidden_size=int(config.hidden_size),
         intermediate_size=_width(config, int(config.hidden_size)),
@@ -157,26 +154,31 @@ def _width(config: object, hidden_size: int) -> int:
 
 
 @contextmanager
-def memory_logged(model: PreTrainedModel, need: MemoryNeed, *, log: bool = True) -> Iterator[None]:
-    """Log the prediction before a piece of work and the measured peak after it, in MB (10^6 bytes)."""
+def memory_logged(device: torch.device, need: MemoryNeed, method: str, *, log: bool = True) -> Iterator[None]:
+    """Log the prediction before a piece of work and the measured peak after it, in MB (10^6 bytes).
+
+    Args:
+        device: The model's.
+        need: The prediction.
+        method: By which the model is extended, or "none".
+        log: False to log nothing, as in all processes but the main one.
+    """
     parts = {"model": need.model, "KV cache": need.kv_cache, "activations": need.activations, "logits": need.logits}
     parts |= {"rule": need.rule} if need.rule else {}
     words = ", ".join(f"{name} {value / 1e6:,.0f}" for name, value in parts.items())
-    predicted = (memory_in_use(model) or need.model) + need.beyond_model
-    method = describe(model)["method"]
+    predicted = (memory_in_use(device) or need.model) + need.beyond_model
     rule = "" if method == "none" else f", {method}"
     if log:
         logger.info("memory in MB%s: %s; peak of all in use, predicted: %.0f", rule, words, predicted / 1e6)
-    reset_peak_memory(model)
+    reset_peak_memory(device)
     yield
     if log:
-        measured = peak_memory(model)
+        measured = peak_memory(device)
         logger.info("memory in MB%s: peak, measured: %.0f, predicted: %.0f", rule, measured / 1e6, predicted / 1e6)
 
 
-def reset_peak_memory(model: PreTrainedModel) -> None:
+def reset_peak_memory(device: torch.device) -> None:
     """Let the peak start again from what is in use now: the GPU's, and on Linux the process'."""
-    device = RotaryModel(model).device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     else:
@@ -184,9 +186,8 @@ def reset_peak_memory(model: PreTrainedModel) -> None:
             Path("/proc/self/clear_refs").write_text("5")  # proc_pid_clear_refs(5)
 
 
-def peak_memory(model: PreTrainedModel) -> int:
+def peak_memory(device: torch.device) -> int:
     """Return the peak in bytes: of the GPU's allocator on CUDA, else of the whole process."""
-    device = RotaryModel(model).device
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if (peak := _process_status("VmHWM")) is not None:
@@ -195,9 +196,8 @@ def peak_memory(model: PreTrainedModel) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes
 
 
-def memory_in_use(model: PreTrainedModel) -> int:
+def memory_in_use(device: torch.device) -> int:
     """Return the bytes in use now, the model's included, of what ``peak_memory`` counts; 0 where nothing tells."""
-    device = RotaryModel(model).device
     if device.type == "cuda":
         return int(torch.cuda.memory_allocated(device))
     return _process_status("VmRSS") or 0

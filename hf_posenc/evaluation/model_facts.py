@@ -11,9 +11,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.attention.inner import inner_name
-from hf_posenc.families.discovery import refuse_family
-from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.patching.extension import plain_spec
+from hf_posenc.patching.extension import facts_of_rule
 from hf_posenc.utils.dtypes import dtype_name, dtype_of_checkpoint
 from hf_posenc.version import __version__
 
@@ -29,40 +27,28 @@ def model_facts(
     model: PreTrainedModel, model_name: str | None, tokens_trained: int | None, label: str, command: str = ""
 ) -> dict[str, Any]:
     """Return the fields of a record that belong to the model and the software."""
-    from hf_posenc.patching.api import describe
+    from hf_posenc.patching.api import rule_of
 
-    base, description = RotaryModel(model).model, describe(model)
+    rule = rule_of(model)
+    description = facts_of_rule(rule, model.config.get_text_config(decoder=True))
     shared = ("method", "factor", "options", "original_max_position_embeddings")
+    trained_with = ("rotary_dim", "rope_theta", "unrotated_pairs")
     return {
-        "model": model_name or base.config.name_or_path or type(base).__name__,
+        "model": model_name or model.config.name_or_path or type(model).__name__,
         **{name: description[name] for name in shared},
         "tokens_trained": tokens_trained,
-        "dtype": dtype_name(base.dtype),
-        "checkpoint_dtype": dtype_name(dtype_of_checkpoint(base)),
-        "attn_implementation": inner_name(str(base.config._attn_implementation)),
+        "dtype": dtype_name(model.dtype),
+        "checkpoint_dtype": dtype_name(dtype_of_checkpoint(model)),
+        "attn_implementation": inner_name(str(model.config._attn_implementation)),
         "versions": {
             "hf_posenc": __version__,
             "torch": str(torch.__version__),
             "transformers": transformers.__version__,
         },
         "label": label,
-        "rope": rope_facts(model),
+        "rope": {} if rule is None else {name: getattr(rule.spec, name) for name in trained_with},
         "command": command,
     }
-
-
-def rope_facts(model: PreTrainedModel) -> dict[str, Any]:
-    """Return what the frequencies of a model were as it was trained; empty for one without a rotary embedding."""
-    from hf_posenc.patching.api import extension_of
-
-    config = RotaryModel(model).text_config
-    try:
-        refuse_family(config)
-        extension = extension_of(model)
-        spec = plain_spec(config) if extension is None else extension.spec
-    except ValueError:  # as for GPT-2
-        return {}
-    return {name: getattr(spec, name) for name in ("rotary_dim", "rope_theta", "unrotated_pairs")}
 
 
 def make_run_key(identity: dict[str, Any], settings: Any) -> str:
@@ -79,8 +65,7 @@ def hash_weights(model: PreTrainedModel) -> str:
     keeps as parameters and buffers, so not scales that are plain attributes.
     """
     digest = hashlib.sha256()
-    base = RotaryModel(model).model
-    for name, tensor in sorted([*base.named_parameters(), *base.named_buffers()], key=lambda pair: pair[0]):
+    for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0]):
         digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
         if not tensor.is_meta and tensor.numel():
             for part in _checksums(tensor.detach()):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import broadcast_object_list, gather_object  # type: ignore[import-untyped]  # accelerate ships no types
 from transformers import (
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
@@ -81,15 +82,15 @@ class PerplexityCallback(TrainerCallback):
         self.config = EvalConfig.of(context_lengths, protocol, **settings)
         given = tokenizer if tokenizer is not None else trainer.processing_class
         self.tokenizer = given if isinstance(given, PreTrainedTokenizerBase) else None  # a processor cannot cut texts
-        self.documents = to_token_ids(trainer.model, documents, self.tokenizer)  # type: ignore[arg-type]  # Trainer types it as any module or None
+        self.text_config = RotaryModel(trainer.model).text_config
+        self.documents = to_token_ids(documents, self.tokenizer, self.text_config.vocab_size)
         self.context_lengths = self._check()
         self.records: list[Record] = []
         self._step: int | None = None
 
     def _check(self) -> list[int]:
         """Find now what ``perplexity`` would refuse hours later, at the first evaluation; return the lengths."""
-        model: Any = self.trainer.model
-        runs, bos_id = settle_bos(self.config.runs(), model, self.tokenizer, self.config.bos)
+        runs, bos_id = settle_bos(self.config.runs(), self.text_config, self.tokenizer, self.config.bos)
         choose_texts(runs, self.documents, bos_id, self.config)
         return [run.context_length for run in runs]
 
@@ -128,8 +129,8 @@ class PerplexityCallback(TrainerCallback):
             self.trainer.log(values)
 
     def _measure(self, state: TrainerState) -> list[Record]:
-        model: Any = self.trainer.model
-        device, sharded = RotaryModel(model).device, self._all_hold_the_same(model)
+        model = RotaryModel(self.trainer.model).model
+        device, sharded = model.device, self._all_hold_the_same(model)
         random = torch.random.fork_rng([device] if device.type == "cuda" else [])
         with random, self.trainer.accelerator.autocast():
             records = perplexity(
@@ -147,7 +148,7 @@ class PerplexityCallback(TrainerCallback):
         broadcast_object_list(answer)  # a last bit that differs could stop one process early, and not the others
         return answer[0]
 
-    def _all_hold_the_same(self, model: Any) -> bool:
+    def _all_hold_the_same(self, model: PreTrainedModel) -> bool:
         """Return whether there are several processes, and all of them hold the same model, as DDP has it."""
         if self.trainer.args.world_size == 1:
             return False

@@ -106,7 +106,8 @@ def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, out
         num_texts: Texts that are fitted on.
         output: The folder that the model goes to, beside which the recordings are kept.
     """
-    cost = fit_cost(shape_of(model), config, texts=num_texts, teacher=teacher_extension(RotaryModel(model), config))
+    rotary = RotaryModel(model)
+    cost = fit_cost(shape_of(rotary.model), config, texts=num_texts, teacher=teacher_extension(rotary, config))
     first = ""
     if cost.teacher is not None:
         teacher = "the model as it is" if config.teacher == NO_METHOD else config.teacher

@@ -159,7 +159,7 @@ def _checked(
     if tokenizer is None and "needles" in config.weights():
         raise InvalidRequestError("objective 'needles' writes numbers into the texts: it needs a tokenizer.")
     texts = split_texts(
-        to_token_ids(rotary.model, documents, tokenizer),
+        to_token_ids(documents, tokenizer, rotary.text_config.vocab_size),
         int(config.context_length),
         config.max_texts,
         config.held_out,

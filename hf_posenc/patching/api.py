@@ -42,10 +42,12 @@ from hf_posenc.patching.config_writing import warn_about_layer_types, warn_about
 from hf_posenc.patching.extension import (
     declared_scaling,
     describe_config,
+    describe_rule,
     mark_encoding,
     mark_on,
     other_layer_types,
     plain_spec,
+    rule_in_config,
     with_layer_types,
 )
 from hf_posenc.patching.extension_config import ExtensionRequest
@@ -415,6 +417,12 @@ def extension_of(model: nn.Module | RotaryModel) -> Extension | None:
     return patched_extension(rotary) or declared_scaling(rotary.text_config)
 
 
+def rule_of(model: nn.Module | RotaryModel) -> Extension | None:
+    """Return what a model was patched with, else what its config says of positions; see ``rule_in_config``."""
+    rotary = RotaryModel.of(model)
+    return patched_extension(rotary) or rule_in_config(rotary.text_config)
+
+
 def unextended_config(rotary: RotaryModel) -> dict[str, Any]:
     """Return the values of a patched model's text config before ``patch_model``; what it did not have is absent."""
     values: dict[str, Any] = copy.deepcopy(rotary.record.config_values[0])
@@ -440,10 +448,7 @@ def describe(source: nn.Module | RotaryModel | PreTrainedConfig) -> dict[str, An
             return describe_config(source)
         return with_layer_types({key: mark[key] for key in Extension.FACTS}, text_config)
     rotary = RotaryModel.of(source)
-    extension = patched_extension(rotary)
-    if extension is None:
-        return describe_config(rotary.model.config)
-    return with_layer_types(extension.describe(), rotary.text_config)
+    return describe_rule(rule_of(rotary), rotary.text_config)
 
 
 def _new_scales(

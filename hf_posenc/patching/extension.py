@@ -194,18 +194,36 @@ def has_frequencies(config: PreTrainedConfig) -> bool:
         return False
 
 
+def rule_in_config(config: PreTrainedConfig) -> Extension | None:
+    """Return what a text config says of positions: a scaling, or ``Unscaled`` where it is plain.
+
+    None for models whose positions hf_posenc cannot change, such as those without a rotary embedding.
+    """
+    if not has_frequencies(config):
+        return None
+    length = int(config.max_position_embeddings)
+    return declared_scaling(config) or Extension(plain_spec(config), Unscaled(), length)
+
+
+def facts_of_rule(rule: Extension | None, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return method, factor, options, original and target length of a rule of the model with this text config."""
+    if rule is not None:
+        return rule.describe()
+    length = getattr(config, "max_position_embeddings", None)  # GPT-2's n_positions under a common name
+    return dict(zip(Extension.FACTS, ("none", 1.0, {}, length, length), strict=True))
+
+
 def describe_config(config: PreTrainedConfig) -> dict[str, Any]:
     """Return method, factor, options, original and target length of a config.
 
-    The method is ``"none"`` if the config is plain, and for models whose positions hf_posenc cannot change, such as
-    those without a rotary embedding. ``other_layer_types`` is there where layers with a sliding window are scaled.
+    The method is ``"none"`` if the config is plain, and for models whose positions hf_posenc cannot change.
+    ``other_layer_types`` is there where layers with a sliding window are scaled.
     """
     text_config = config.get_text_config(decoder=True)
-    if not has_frequencies(text_config):
-        length = getattr(text_config, "max_position_embeddings", None)  # GPT-2's n_positions under a common name
-        return dict(zip(Extension.FACTS, ("none", 1.0, {}, length, length), strict=True))
-    declared = declared_scaling(text_config)
-    if declared is None:
-        length = int(text_config.max_position_embeddings)
-        declared = Extension(plain_spec(text_config), Unscaled(), length)
-    return with_layer_types(declared.describe(), text_config)
+    return describe_rule(rule_in_config(text_config), text_config)
+
+
+def describe_rule(rule: Extension | None, config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the facts of a rule with those of the scaled layer types of its text config, if there are any."""
+    facts = facts_of_rule(rule, config)
+    return facts if rule is None else with_layer_types(facts, config)

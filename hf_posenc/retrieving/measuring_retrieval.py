@@ -204,7 +204,7 @@ class _Prompting:
                 left,
                 " and ".join(length_dependent_rope_types(self.model)),
             )
-        reset_peak_memory(self.model)
+        reset_peak_memory(self.model.device)
         shown, alone = progress and self.processes.is_main, self.processes.count == 1
         shorter = slow_dtype_advice(self.model) + "fewer --samples or --depths, or shorter --context-lengths"
         total = sum(self._num_tokens(*each) for each in todo)
@@ -260,7 +260,7 @@ class _Prompting:
                 forced=str(self.tokenizer.decode(reply.choices)),
                 written=said,
                 seconds=time.perf_counter() - started,
-                peak_memory_bytes=peak_memory(self.model),
+                peak_memory_bytes=peak_memory(self.model.device),
             )
             records.append(record)
             if self.processes.count == 1:

@@ -244,7 +244,7 @@ def check_positions_arrive(trainer: Trainer, model: nn.Module, inputs: dict[str,
     block["labels"] = block["input_ids"]  # all of them: where few count in the loss, these may see no other positions
     running_on = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
     other = running_on % max(positions.shape[1] // 2, 1) if positions.equal(running_on) else running_on
-    with evaluation_mode(model):  # type: ignore[arg-type]  # what it unwraps is one
+    with evaluation_mode(RotaryModel(model).model):
         losses: list[Any] = [
             trainer.compute_loss(model, {**block, "position_ids": p.contiguous()}) for p in (positions, other)
         ]

@@ -230,7 +230,7 @@ class Run:
             **stage.fixed,
             "data": blocks.fingerprint(),
             "tokens_trained_before": self.tokens_trained,
-            "base_weights": hash_weights(self.model),
+            "base_weights": hash_weights(RotaryModel(self.model).model),
             "tokens_per_step": stage.tokens_per_step,
         }
         checkpoint = from_main(lambda: open_run(stage.folder, decides, resume=plan.resumes, named=plan.checkpoint))

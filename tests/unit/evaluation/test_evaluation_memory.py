@@ -49,11 +49,11 @@ for dtype, num_tokens, chunk in json.loads(sys.argv[1]):
     document_losses(model, ids, prefill_chunk=chunk)  # oneDNN compiles and keeps kernels for each new shape
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    before = memory_in_use(model)
-    reset_peak_memory(model)
+    before = memory_in_use(model.device)
+    reset_peak_memory(model.device)
     document_losses(model, ids, prefill_chunk=chunk)
     need = predict_memory(shape_of(model), num_tokens, prefill_chunk=chunk)
-    print(json.dumps([peak_memory(model) - before, need.beyond_model]), flush=True)
+    print(json.dumps([peak_memory(model.device) - before, need.beyond_model]), flush=True)
 """
 
 

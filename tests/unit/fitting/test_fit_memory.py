@@ -30,10 +30,10 @@ for objective, target in json.loads(sys.argv[1]):
     for repeat in range(2):  # at first, oneDNN compiles kernels and keeps them
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        before = memory_in_use(model)
-        reset_peak_memory(model)
+        before = memory_in_use(model.device)
+        reset_peak_memory(model.device)
         fit_method(model, tokenizer, texts, config)
-        measured = peak_memory(model) - before
+        measured = peak_memory(model.device) - before
     shape = shape_of(model)
     need = fit_cost(shape, config, texts=1, teacher=teacher_extension(RotaryModel(model), config))
     print(json.dumps([measured, need.peak - shape.weight_bytes]), flush=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation import KeyTokens, Record, perplexity, read_records
-from hf_posenc.evaluation.model_facts import rope_facts
+from hf_posenc.evaluation.model_facts import model_facts
 from hf_posenc.evaluation.records import read_retrieval_records
 from hf_posenc.patching.api import patched
 from hf_posenc.reporting import report
@@ -198,6 +198,9 @@ def test_the_command_and_the_rope_are_no_part_of_the_key(
 def test_records_say_what_the_frequencies_were_as_the_model_was_trained(
     tiny_llama: Callable[..., LlamaForCausalLM],
 ) -> None:
+    def rope_facts(model: PreTrainedModel) -> dict[str, Any]:
+        return dict(model_facts(model, None, 0, "")["rope"])
+
     model, plain = tiny_llama(), {"rotary_dim": 16, "rope_theta": 10000.0, "unrotated_pairs": 0}
     assert rope_facts(model) == plain
     with patched(model, "abf", 4, rope_theta=500000.0):
