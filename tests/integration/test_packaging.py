@@ -43,7 +43,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         *(p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc/methods").rglob("*.toml")),
     }
     assert "hf_posenc/families/families.json" in names
-    templates = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc/reporting/templates").iterdir()}
+    templates = {p.relative_to(ROOT).as_posix() for p in (ROOT / "hf_posenc").glob("*/templates/*")}
     assert {name for name in names if "/templates/" in name} == templates
     assert {"hf_posenc/py.typed", "hf_posenc/assets/tiny/model.safetensors"} <= set(names)
     assert {"hf_posenc/assets/tiny/tokenizer.json", "hf_posenc/assets/austen/emma.txt.xz"} <= set(names)

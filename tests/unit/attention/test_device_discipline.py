@@ -218,8 +218,6 @@ def test_perplexity(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The driver's numbers, of a driver that is not there.
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**40, 2**40))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "simulated")
     with simulated_cuda() as cuda:
         found = perplexity(model_on(cuda, key), [IDS[0]], [64, 128], progress=False)
     assert [record.perplexity for record in found] == pytest.approx([r.perplexity for r in expected], rel=1e-5)
