@@ -64,12 +64,12 @@ def choose_method(name: str, what: CompareConfig, source: DocumentArguments, loa
     records = [record for row in rows.values() for record in row]
     print("\n".join(["", text_table(records), "", *reach_lines(records), "", *notes]))
     taken = recommend(rows, {step.candidate.name: step.candidate.kind for step in plan.steps})
-    print("\n".join([*taken.lines, "", *_next(name, what, model, taken)]))
+    print("\n".join([*taken.lines, "", *next_commands(name, what, model, taken)]))
     if what.output is not None:
         print(f"\nin {what.output}; a page with plots: hf-posenc report {shlex.quote(what.output)} --output-dir report")
 
 
-def _next(name: str, what: CompareConfig, model: PreTrainedModel, taken: Recommendation) -> list[str]:
+def next_commands(name: str, what: CompareConfig, model: PreTrainedModel, taken: Recommendation) -> list[str]:
     """Return the commands that make, train and serve what is recommended.
 
     For a model that is best as it is: how to ask about longer texts, or, if it does not hold either, how to train it.

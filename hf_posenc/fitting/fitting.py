@@ -404,7 +404,7 @@ def _record(run: FitRun, ids: torch.Tensor, at: int, facts: Mapping[str, Any]) -
 
 
 @torch.no_grad()
-def _seconds_of_a_pass(run: FitRun, attention: RuleAttention) -> float:
+def time_pass(run: FitRun, attention: RuleAttention) -> float:
     ids = run.texts.held_out[0][None]
     positions = attention.begin(None, 0, ids.shape[1])
     began = time.perf_counter()
@@ -427,7 +427,7 @@ def _affordable_steps(run: FitRun, descent: Descent, attention: RuleAttention) -
         return int(known["steps"])
     step = descent.seconds_of_a_step()
     if held_out and not run.pass_seconds:  # no teacher has read a text of this length
-        run.pass_seconds = _seconds_of_a_pass(run, attention)
+        run.pass_seconds = time_pass(run, attention)
     measured = run.pass_seconds * held_out * (1 + seeds)  # the fitted rule of each seed, and one other rule
     steps = min(config.steps, int((run.seconds_left - measured) / seeds / step))
     fewest = min(_FEWEST_STEPS, config.steps)

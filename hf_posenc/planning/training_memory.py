@@ -108,7 +108,9 @@ def predict_training_memory(
     Raises:
         ValueError: The family cannot be run without data.
     """
-    return _at_peak(for_all_layers(config, lambda some: _run(some, step, seq_len, packed, chunked_loss, load_in_4bit)))
+    return memory_at_peak(
+        for_all_layers(config, lambda some: phase_bytes(some, step, seq_len, packed, chunked_loss, load_in_4bit))
+    )
 
 
 def least_training_memory(
@@ -130,10 +132,10 @@ def least_training_memory(
             return _sizes(model, step)
 
     inputs = int(text.num_hidden_layers) * step.batch_size * seq_len * int(text.hidden_size)
-    return _at_peak({**for_all_layers(config, sizes_of), (FORWARD, ALL): inputs * (2 if half else 4)})
+    return memory_at_peak({**for_all_layers(config, sizes_of), (FORWARD, ALL): inputs * (2 if half else 4)})
 
 
-def _at_peak(found: Mapping[Part, float]) -> TrainingMemory:
+def memory_at_peak(found: Mapping[Part, float]) -> TrainingMemory:
     """Return the moment at which most bytes live, of the sizes that stay and those of each phase's peak."""
     sizes = {part: round(max(size, 0)) for part, size in found.items()}
     all_gradients = sizes[_STAYS, "all_gradients"]
@@ -150,7 +152,7 @@ def _at_peak(found: Mapping[Part, float]) -> TrainingMemory:
     )
 
 
-def _run(
+def phase_bytes(
     config: PreTrainedConfig,
     step: StepPlan,
     seq_len: int,

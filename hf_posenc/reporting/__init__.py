@@ -62,7 +62,7 @@ def report(
     """
     folder = writable_folder(output_dir)
     panels = _make_panels(records, command)
-    title = _with_models(title, records)
+    title = title_with_models(title, records)
     folder.mkdir(parents=True, exist_ok=True)
     return ReportPaths(
         html=write_whole(folder / "report.html", html_page(title, panels)),
@@ -71,7 +71,7 @@ def report(
     )
 
 
-def _with_models(title: str, records: Sequence[Record | RetrievalRecord]) -> str:
+def title_with_models(title: str, records: Sequence[Record | RetrievalRecord]) -> str:
     """Return a title that names every model."""
     names = short_model_names(record.model for record in records).values()
     unnamed = [name for name in names if name not in title]

@@ -299,7 +299,7 @@ def _label_lines(axes: Axes, lines: Sequence[Line]) -> None:
         ends = [axes.transData.transform((end, line.y[-1]))[1] * points for line in ending]
         below = 0 if end == last else _LABEL_POINTS  # out of the way of lines that run on
         wanted = [at - below for at in ends]
-        for line, at, moved in zip(ending, ends, _spread(wanted, lowest=lowest), strict=True):
+        for line, at, moved in zip(ending, ends, spread_labels(wanted, lowest=lowest), strict=True):
             _label_line(axes, line, moved - at)
 
 
@@ -323,7 +323,7 @@ def _label_line(axes: Axes, line: Line, up: float) -> None:
     axes.plot(x, y, markevery=[1], transform=scale, clip_on=False, **_look(line.look))
 
 
-def _spread(positions: Sequence[float], gap: float = _LABEL_POINTS, lowest: float = -math.inf) -> list[float]:
+def spread_labels(positions: Sequence[float], gap: float = _LABEL_POINTS, lowest: float = -math.inf) -> list[float]:
     """Move positions as little as keeps them in order, ``gap`` apart and from ``lowest`` on."""
     order = sorted(range(len(positions)), key=lambda index: positions[index])
     blocks: list[list[float]] = []  # of neighbours that touch, which without their gaps are moved to their mean

@@ -13,7 +13,7 @@ import pytest
 
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
 from hf_posenc.checkpoint.manifest import read_manifest
-from hf_posenc.cli.eval_auto import _next
+from hf_posenc.cli.eval_auto import next_commands
 from hf_posenc.cli.main import main
 from hf_posenc.comparing.candidates import ROPE_SCALING, STATIC, UNPATCHED
 from hf_posenc.comparing.config import CompareConfig
@@ -151,7 +151,7 @@ def test_the_commands_after_it_have_the_dictionary(factor: dict[str, float], len
     dictionary = json.dumps({"rope_type": "yarn", **factor})
     what = CompareConfig(ContextLength(512), rope_scaling=dictionary)
     taken = Recommendation(ROPE_SCALING, ROPE_SCALING, (ROPE_SCALING,), ROPE_SCALING, (), True, STATIC)
-    _, patch, finetune, export = _next("my/model", what, make_tiny_llama(), taken)
+    _, patch, finetune, export = next_commands("my/model", what, make_tiny_llama(), taken)
     assert shlex.split(patch) == ["hf-posenc", "patch", "my/model", "model-512", "--rope-scaling", dictionary, *length]
     assert shlex.split(finetune)[5:7] == ["--rope-scaling", dictionary]
     assert shlex.split(export) == ["hf-posenc", "export", "model-512", "--to", "vllm"]
@@ -189,7 +189,7 @@ def test_mistakes_are_found_before_anything_is_loaded(
 @pytest.mark.parametrize("holds", [True, False])
 def test_what_comes_next_where_the_model_is_best_as_it_is(holds: bool) -> None:
     taken = Recommendation("none", "none", ("none",), None, (), holds, UNPATCHED)
-    first, command = _next("my/model", CompareConfig(ContextLength("8k")), make_tiny_llama(), taken)
+    first, command = next_commands("my/model", CompareConfig(ContextLength("8k")), make_tiny_llama(), taken)
     if holds:
         assert first == "nothing to do: it reads 8k as it is. For longer texts, compare there:"
         assert command == "  hf-posenc eval my/model --documents LONGER_TEXTS --context-lengths 16384 --method auto"

@@ -89,3 +89,15 @@ def test_the_table_has_no_circle_and_nothing_unused() -> None:
 def test_no_two_files_share_a_name() -> None:
     names = [file.name for file in PACKAGE.rglob("*.py")]
     assert {name for name in names if names.count(name) > 1} <= {"__init__.py", "base.py", "config.py"}
+
+
+def test_tests_import_no_private_name() -> None:
+    private = {
+        f"{file.name}: {node.module}.{alias.name}"
+        for file in Path(__file__).parents[1].rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hf_posenc.")
+        for alias in node.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    }
+    assert private == set()

@@ -363,7 +363,7 @@ class Clock:
         self.now, step = 100.0, Descent.step
         monkeypatch.setattr("hf_posenc.fitting.run.time.perf_counter", lambda: self.now)
         monkeypatch.setattr(Descent, "seconds_of_a_step", lambda descent: 1.0)
-        monkeypatch.setattr("hf_posenc.fitting.fitting._seconds_of_a_pass", lambda run, attention: 10.0)
+        monkeypatch.setattr("hf_posenc.fitting.fitting.time_pass", lambda run, attention: 10.0)
 
         def timed(descent: Descent) -> Step:
             self.now += 1

@@ -17,7 +17,7 @@ from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import short_model_names
 from hf_posenc.reporting import report, text_table
 from hf_posenc.reporting.comparable import make_tables, perplexity_name, tokens_name
-from hf_posenc.reporting.plot import _spread
+from hf_posenc.reporting.plot import spread_labels
 from report_records import make_record, make_retrieval_record, read_page
 
 CURVES: dict[tuple[str, int], dict[int, float]] = {
@@ -314,10 +314,10 @@ def test_terminal_table_refuses_nothing() -> None:
 
 
 def test_labels_move_apart_in_order_and_no_further_than_needed() -> None:
-    assert _spread([0.0, 100.0], gap=10) == [0.0, 100.0]
-    assert _spread([50.0, 50.0], gap=10) == [45.0, 55.0]
-    assert _spread([50.0, 0.0, 50.0], gap=10, lowest=40) == [50.0, 40.0, 60.0]
-    moved = _spread([3.0, 0.0, 1.0, 40.0], gap=10)
+    assert spread_labels([0.0, 100.0], gap=10) == [0.0, 100.0]
+    assert spread_labels([50.0, 50.0], gap=10) == [45.0, 55.0]
+    assert spread_labels([50.0, 0.0, 50.0], gap=10, lowest=40) == [50.0, 40.0, 60.0]
+    moved = spread_labels([3.0, 0.0, 1.0, 40.0], gap=10)
     assert moved[1] < moved[2] < moved[0] < moved[3]
     assert sorted(moved)[1] - sorted(moved)[0] == pytest.approx(10)
     assert sum(moved[:3]) / 3 == pytest.approx(4 / 3)

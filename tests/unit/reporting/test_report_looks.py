@@ -12,7 +12,7 @@ import pytest
 
 from hf_posenc.evaluation.rows import row_key
 from hf_posenc.methods.registry import methods
-from hf_posenc.reporting import _with_models, report
+from hf_posenc.reporting import report, title_with_models
 from hf_posenc.reporting.looks import COLOURS, COLOURS_ON_DARK, INK, METHOD_LOOKS, PLAIN, make_looks
 from hf_posenc.reporting.plot import Chart, Line, draw_chart
 from report_records import make_record, make_retrieval_record, read_page
@@ -221,7 +221,7 @@ def test_titles_name_every_model(tmp_path: Path) -> None:
     page, drawings = page_and_drawings(tmp_path / "two")
     assert "<h1>Small-1B and Large-7B: Results by context length</h1>" in page
     assert ["Small-1B and Large-7B: " in words for words in drawings] == [True]
-    assert _with_models("Small-1B read further", two) == "Large-7B: Small-1B read further"
+    assert title_with_models("Small-1B read further", two) == "Large-7B: Small-1B read further"
 
 
 def test_long_titles_and_labels_take_more_lines_on_a_phone() -> None:

@@ -22,7 +22,7 @@ from hf_posenc.evaluation.lm_head import row_chunks
 from hf_posenc.planning import training_memory
 from hf_posenc.planning.shapes import layer_repeat, with_layers
 from hf_posenc.planning.tracking import ALL, LOGITS, MATRICES, MemoryTracker
-from hf_posenc.planning.training_memory import _at_peak, _run, predict_training_memory
+from hf_posenc.planning.training_memory import memory_at_peak, phase_bytes, predict_training_memory
 from hf_posenc.training import chunked_loss
 from hf_posenc.training.config import FinetuneConfig
 from hf_posenc.training.lora import LoraSettings, add_lora
@@ -140,7 +140,7 @@ def test_the_tracker_counts_what_autograd_keeps() -> None:
 )
 def test_a_deep_model_is_predicted_from_a_shallow_one(change: dict[str, Any]) -> None:
     config = llama(num_hidden_layers=4)
-    whole = _at_peak(_run(config, settings(**change).step, 300, True, True))
+    whole = memory_at_peak(phase_bytes(config, settings(**change).step, 300, True, True))
     predicted = predict_training_memory(config, settings(**change).step, 300)
     assert predicted == whole  # every part, to the byte
 
