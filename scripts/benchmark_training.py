@@ -1,4 +1,4 @@
-"""A training step of ours against plain Trainer's, and the longest block in a given memory (run by benchmark.py).
+"""Our training step against plain Trainer's, and the longest block in a given memory (run by benchmark.py).
 
 Both train the same random weights of a model's shape on the same blocks of one document, with the same gradient
 checkpointing, precision and optimizer; Trainer is Transformers' own, with Transformers' own loss.

@@ -3,7 +3,7 @@
     python scripts/study_fit.py --output-dir outputs/study-fit    # about ten minutes on two quiet cores
 
 Each row is a fit with other settings on 16 texts of the five training novels; perplexity is that of the held-out novel
-by the protocol of ``study_budget.py``. Published rules and the model as it is stand beside them. What is in
+by the protocol of ``study_budget.py``. The table also has published rules and the model as it is. What is in
 ``results.jsonl`` is not measured again, so an interrupted study goes on.
 """
 

@@ -3,7 +3,7 @@
     python scripts/study_reach.py --output-dir outputs/reach    # the tiny model: under half an hour on two quiet cores
     python scripts/study_reach.py --model .cache/smollm2-135m-instruct --output-dir outputs/reach-smollm2 --rows both
 
-Rules without training stand beside the same model trained on plain text, on a task mix, and on both, with the same
+Rules without training are compared with the same model trained on plain text, on a task mix, and on both, with the same
 number of tokens, the same rule and the same steps. All rows are measured by the perplexity of the held-out novel, and
 by retrieval in it: formats that no training has (``passkey``, ``kv``), and tasks that no training has (the others).
 The questions of a text share it, and the texts are the same for all rows. What is trained or measured is not done

@@ -230,7 +230,7 @@ def _say_put_in(manifest: dict[str, Any], folder: Path) -> None:
     from hf_posenc.checkpoint.manifest import MANIFEST
 
     method, length = manifest["method"], manifest["context_length"]
-    logger.warning("%s: %s to %d tokens, which %s says, was put in.", folder, method, length, MANIFEST)
+    logger.warning("%s: %s to %d tokens, which %s says, was applied.", folder, method, length, MANIFEST)
 
 
 def _wrap_adapter_config(module: ModuleType) -> None:
@@ -311,7 +311,7 @@ def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> No
     except (ValueError, RuntimeError, KeyError, TypeError) as error:
         # Transformers has loaded the weights, which someone may want as they are.
         what = str(manifest.get("method"))
-        logger.warning("%s: %s, which %s says, was NOT put in: %s", folder, what, MANIFEST, error)
+        logger.warning("%s: %s, which %s says, was NOT applied: %s", folder, what, MANIFEST, error)
         return
     if is_patched(model):
         _say_put_in(manifest, folder)

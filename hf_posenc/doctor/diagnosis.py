@@ -140,7 +140,7 @@ def _of_config(name: str, config: dict[str, Any], known: Known, file: Path | Non
         try:
             manifest = read_manifest(file.parent)
         except ValueError as error:
-            why = "What it says is not put in by load_extended or from_pretrained; the config alone is read below."
+            why = "load_extended and from_pretrained do not apply what it says; the config alone is read below."
             todo = f"Save the model again with save_extended, or remove {MANIFEST} if it is not extended."
             findings.append(Finding("manifest-refused", "error", str(error).rstrip("."), why, todo, mendable=False))
         else:

@@ -189,7 +189,7 @@ def refuse_adapter(base: nn.Module, advice: str) -> None:
 
 
 def _several_ropes(config: PreTrainedConfig, method: Method) -> Refusal | None:
-    """Return why RoPE cannot be put in as the model has it: its layer types differ, and no value was given."""
+    """Return why the model's own RoPE cannot be installed: its layer types differ, and no value was given."""
     kinds = set(getattr(config, "layer_types", None) or ())
     own = [settings for kind, settings in config.rope_parameters.items() if kind in kinds]
     for name, unset in (("rope_theta", None), ("partial_rotary_factor", 1.0)):

@@ -63,7 +63,7 @@ def perplexity(
 ) -> list[Record]:
     """Measure the perplexity of documents at several context lengths.
 
-    Protocols of ours, on the same documents at every length (those that reach the longest):
+    Our own protocols, on the same documents at every length (those that reach the longest):
 
     - ``truncated``: the first N tokens of each document, tokens 1 to N - 1 scored.
     - ``last_k``: tokens N - k to N - 1 scored, each with everything before it as context.

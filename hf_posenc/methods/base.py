@@ -198,7 +198,7 @@ class Method(abc.ABC):
 
     @property
     def caution(self) -> str | None:
-        """What a user is warned of whenever the method is put in; None for nothing."""
+        """The warning that a user gets whenever the method is applied; None for no warning."""
         return None
 
     @abc.abstractmethod

@@ -400,13 +400,13 @@ def is_patched(model: nn.Module | RotaryModel) -> bool:
 
 
 def patched_extension(model: nn.Module | RotaryModel) -> Extension | None:
-    """Return what ``patch_model`` put in; None where nothing was, whatever the config declares."""
+    """Return the extension that ``patch_model`` applied, or None; what the config declares does not count."""
     extension: Extension | None = RotaryModel.of(model).extension
     return extension
 
 
 def needs_hf_posenc(model: nn.Module | RotaryModel) -> bool:
-    """Return whether a model's rule is in its attention, not in its rotary module; only one that was put in can be."""
+    """Return whether the rule of a patched model is in its attention and not in its rotary module."""
     extension = patched_extension(model)
     return extension is not None and extension.method.needs_hf_posenc
 

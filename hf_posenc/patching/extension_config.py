@@ -62,7 +62,7 @@ class ExtensionRequest(ExtensionConfig):
     """What a model is to be extended by, and how far: the arguments of ``patch_model`` as one object.
 
     It is complete and checked, as far as that goes without a model, when it is made: what ``preset`` or
-    ``rope_scaling`` says stands in ``method``, ``factor``, ``original_max_position_embeddings`` and ``options``.
+    ``rope_scaling`` says is in ``method``, ``factor``, ``original_max_position_embeddings`` and ``options``.
 
     Attributes:
         method: The name of a method; None for the default.

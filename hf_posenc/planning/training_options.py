@@ -29,7 +29,7 @@ AS_REQUESTED, BF16, CHECKPOINTING, NO_MASK = "as requested", "bf16", "gradient c
 STATES_8BIT, LORA, ADAPTERS, LORA_4BIT = "8-bit AdamW", "LoRA+", "LoRA", "4-bit LoRA"
 POSE = "PoSE window"
 POSE_8BIT, POSE_LORA, POSE_4BIT = (f"{POSE}, {name}" for name in (STATES_8BIT, LORA, LORA_4BIT))
-# Devices that accelerate configurations of ours share a sequence over.
+# Number of devices that share a sequence in our accelerate configurations.
 SHARED_OVER = (2, 4, 8)
 _MOST_DEVICES = 64
 _ADAPTER_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")

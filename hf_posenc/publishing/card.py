@@ -33,7 +33,7 @@ from hf_posenc.reporting.perplexity_panels import perplexity_curve
 logger = logging.getLogger(__name__)
 
 CARD = "README.md"
-# By which a card of ours is known from one that somebody wrote, and the words that say so.
+# The marks that tell a card of hf_posenc from one that somebody wrote, and the words that say so.
 _OURS = "<!-- hf_posenc wrote this card"
 _MARK = f"{_OURS} and replaces it when the model is saved again. Delete this line to keep a text of your own. -->"
 _HUB = "https://huggingface.co"

@@ -176,7 +176,7 @@ def _rule(record: Record | RetrievalRecord, longest: int) -> Rule:
 
 
 def frequency_panels(records: Sequence[Record | RetrievalRecord], looks: Looks) -> list[Panel]:
-    """Return a panel for each model whose records say what its frequencies were, which may be none."""
+    """Return a panel for each model whose records hold its frequencies; the list can be empty."""
     models, names = make_rules(records), short_model_names(record.model for record in records)
     return [
         _panel(rules, f"frequencies_{at}" if at > 1 else "frequencies", names[rules[0].first.model], len(models), looks)

@@ -178,7 +178,7 @@ class HeatMap:
 
 @dataclass(frozen=True)
 class HeatMaps(Block):
-    """Heat maps: on the page shaded tables, which may be none; in Markdown the PNG file of their drawing."""
+    """Heat maps: shaded tables on the page, if there are any; in Markdown the PNG file of their drawing."""
 
     slug: str
     drawing: Drawing

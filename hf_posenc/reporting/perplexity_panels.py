@@ -52,7 +52,7 @@ def left_out_panel(notes: Sequence[str]) -> Panel:
 
 
 def perplexity_curve(results: Table) -> bytes:
-    """Return the chart of a table of perplexities as PNG, for where it stands alone: its title names no model."""
+    """Return the chart of a table of perplexities as PNG, for a use outside a report: its title names no model."""
     return draw_png(replace(_chart(results, make_looks(results.records)), title=results.title))
 
 

@@ -86,7 +86,7 @@ def check_tasks(names: Sequence[str], metadata: dict[str, Any]) -> None:
 
 
 def write_task_files(names: Sequence[str], folder: Path) -> list[str]:
-    """Write what lm-eval reads of each task of ours; the others' names are kept.
+    """Write the file that lm-eval reads for each of our tasks; the others' names are kept.
 
     Returns:
         What to give to ``--tasks``: paths of the files, and names of others' tasks.

@@ -281,7 +281,7 @@ def _with_rule(model: PreTrainedModel, folder: ExportFolder, rule: _Rule | None)
     length = {"context_length": folder.context_length} if rule.factor is None else {"factor": rule.factor}
     known: dict[str, Any] = {"original_max_position_embeddings": folder.original, "on_scaled": "replace"}
     with warnings.catch_warnings(), quiet("hf_posenc.patching.api"):
-        warnings.simplefilter("ignore")  # of a method that is put in for one pass
+        warnings.simplefilter("ignore")  # of a method that is applied for one pass
         with patched(model, rule.method, **length, **known, **rule.options):
             yield
 

@@ -210,7 +210,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
     HELP_HIDDEN: ClassVar[frozenset[str]] = _HIDDEN
 
     output_dir: str = field(metadata={"help": "folder for the trained model, checkpoints, results and logs"})
-    # Only the name: the values are put in by ``from_recipe``, and by the command line.
+    # Only the name: ``from_recipe`` and the command line set the values.
     recipe: str | None = setting(None, _recipe, "a recipe from `hf-posenc list recipes`; flags override its values")
     method: str | None = setting(
         None, None, "a method from `hf-posenc list methods`; default: yarn, or the method that the model has"

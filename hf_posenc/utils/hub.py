@@ -1,4 +1,4 @@
-"""What the Hugging Face Hub and the network refuse, as errors of ours."""
+"""Errors of the Hugging Face Hub and of the network, raised as hf_posenc's own errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_may_push(repo_id: str, token: str | None) -> None:
 
 @contextmanager
 def hub_errors(repo_id: str, done: str, advice: str = "") -> Iterator[None]:
-    """Raise what the Hub's client raises inside as errors of ours; any other error passes.
+    """Raise errors of the Hub's client as hf_posenc's own; any other error passes.
 
     Args:
         repo_id: The repository, ``OWNER/NAME``.
@@ -78,7 +78,7 @@ def hub_errors(repo_id: str, done: str, advice: str = "") -> Iterator[None]:
 
 
 def _as_ours(error: BaseException | None, repo_id: str, cannot: str, end: str) -> HfPosencError | None:
-    """Return an error of the Hub's client or the network as one of ours; None for any other."""
+    """Return hf_posenc's error for one of the Hub's client or of the network; None for any other."""
     if isinstance(error, HFValidationError):
         return InvalidRequestError(f"{cannot}: {_first_line(error)} Give OWNER/NAME, such as me/longer-model.")
     if isinstance(error, RevisionNotFoundError):

@@ -44,7 +44,7 @@ class LaunchArguments:
 
 
 def config_file(name: str) -> Path:
-    """Return the file of a configuration of ours, by name, or the one that is named by its path.
+    """Return the file of one of our configurations, given by its name, or of any other, given by its path.
 
     Raises:
         ValueError: There is neither.

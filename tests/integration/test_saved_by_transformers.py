@@ -154,7 +154,7 @@ def test_a_rule_that_cannot_be_put_in_is_reported_while_loading(
     (tmp_path / MANIFEST).write_text(json.dumps({**manifest, "context_length": 1, "format": 1}))
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert describe(plain)["method"] == "none"
-    assert "dynamic_yarn, which context_extension.json says, was NOT put in" in caplog.text
+    assert "dynamic_yarn, which context_extension.json says, was NOT applied" in caplog.text
     assert not diagnose(plain).sound
 
 

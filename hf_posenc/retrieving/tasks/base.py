@@ -1,4 +1,4 @@
-"""What a task makes: what is hidden in a text, what is asked, and what has to come back."""
+"""A task makes three things: what a text hides, the question, and the expected answer."""
 
 from __future__ import annotations
 
