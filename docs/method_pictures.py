@@ -103,7 +103,7 @@ def draw_temperature(spec: RopeSpec, method: Method) -> Picture | None:
         return None
     most = max(8.0, 2 * method.factor)
     factors = torch.linspace(1, most, _POINTS, dtype=torch.float64).tolist()
-    logits = [dataclasses.replace(method, factor=one).frequencies(spec)[1] ** 2 for one in factors]
+    logits = [dataclasses.replace(method, factor=factor).frequencies(spec)[1] ** 2 for factor in factors]
     if max(logits) == min(logits):
         return None
     here = method.frequencies(spec)[1] ** 2

@@ -53,7 +53,7 @@ class Inputs:
 
 def ours(inputs: Inputs, *arguments: Any, **settings: Any) -> Curve:
     records = perplexity(inputs.model, inputs.ids, *arguments, tokenizer=inputs.tokenizer, progress=False, **settings)
-    return {one.context_length: one.perplexity for one in records}
+    return {record.context_length: record.perplexity for record in records}
 
 
 def ours_curve(inputs: Inputs) -> Curve:
@@ -84,7 +84,7 @@ def ours_rolling(inputs: Inputs) -> Curve:
         perplexity(inputs.model, [row], [WINDOW + 1], "sliding_window", max_tokens=1 + len(row), **settings)[0]
         for row in inputs.ids
     ]
-    return {WINDOW: math.exp(sum(one.nll_sum for one in records) / sum(one.n_tokens for one in records))}
+    return {WINDOW: math.exp(sum(record.nll_sum for record in records) / sum(record.n_tokens for record in records))}
 
 
 def lm_eval_rolling(inputs: Inputs) -> Curve:

@@ -43,7 +43,10 @@ def benchmark_retrieval(name: str, dtype: str, num_tokens: int, num_questions: i
 
     def ask_together(prompts: Sequence[Prompt]) -> tuple[float, list[tuple[bool, bool]]]:
         """Put the questions as ``retrieval`` does those of one text."""
-        asked = [Asked(one.question_ids, one.answer_ids, one.max_new_tokens, partial(is_done, one)) for one in prompts]
+        asked = [
+            Asked(prompt.question_ids, prompt.answer_ids, prompt.max_new_tokens, partial(is_done, prompt))
+            for prompt in prompts
+        ]
         started = time.perf_counter()
         got = list(replies(model, prompts[0].text_ids, asked, stop_ids=stop_ids))
         return time.perf_counter() - started, [is_right(*each) for each in zip(prompts, got, strict=True)]

@@ -78,7 +78,7 @@ def tidied(notebook: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         cell.metadata = nbformat.from_dict({})
         if cell.cell_type == "code":
-            cell.outputs = _joined(one for one in cell.outputs if not _is_left_out(one))
+            cell.outputs = _joined(output for output in cell.outputs if not _is_left_out(output))
     return notebook
 
 

@@ -229,9 +229,9 @@ class Study:
 def by_tokens(records: list[Record], label: str) -> dict[int, dict[int, float]]:
     """Return perplexities by tokens trained, then by length."""
     found: dict[int, dict[int, float]] = {}
-    for one in records:
-        if one.label == label:
-            found.setdefault(one.tokens_trained, {})[one.context_length] = one.perplexity
+    for record in records:
+        if record.label == label:
+            found.setdefault(record.tokens_trained, {})[record.context_length] = record.perplexity
     return dict(sorted(found.items()))
 
 

@@ -26,5 +26,5 @@ def claim(folder: Path, settings: dict[str, Any]) -> None:
 def passkeys_right(file: Path, length: int, label: str) -> str:
     """Return how many passkeys of a row were right at a length, given the prompt: ``2/3``, or nothing without any."""
     records = read_retrieval_records(file) if file.is_file() else []
-    scores = [one.score() for one in records if one.label == label and one.context_length == length]
+    scores = [record.score() for record in records if record.label == label and record.context_length == length]
     return f"{scores.count(1.0)}/{len(scores)}" if scores else ""

@@ -336,7 +336,7 @@ class Study:
     def perplexity_rows(self) -> list[dict[str, str]]:
         curves, lengths = self.curves(), self.plan.lengths
         return [
-            {"name": row.label, **{length_name(at): number(curves[row.label].get(at), 2) for at in lengths}}
+            {"name": row.label, **{length_name(length): number(curves[row.label].get(length), 2) for length in lengths}}
             for row in rows(self.plan)
             if row.label in curves
         ]

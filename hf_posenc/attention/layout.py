@@ -111,8 +111,8 @@ def _real_spans(real: torch.Tensor | None, rows: int, written: int) -> tuple[tup
         return (0,) * rows, (written,) * rows
     slots = [row.nonzero()[:, 0] for row in real]
     return (
-        tuple(int(found[0]) if len(found) else written for found in slots),
-        tuple(int(found[-1]) + 1 if len(found) else written for found in slots),
+        tuple(int(slot[0]) if len(slot) else written for slot in slots),
+        tuple(int(slot[-1]) + 1 if len(slot) else written for slot in slots),
     )
 
 

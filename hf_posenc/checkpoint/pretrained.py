@@ -115,7 +115,8 @@ def check_may_read(source: str | Path, kwargs: Mapping[str, Any]) -> None:
         raise MissingFileError(f"there is no folder {name!r}, and it is no name on the Hugging Face Hub (OWNER/NAME).")
     configs = [f"{subfolder}/{one}" if subfolder else one for one in (CONFIG, ADAPTER_CONFIG)]
     if any(
-        isinstance(hub.try_to_load_from_cache(name, one, kwargs.get("cache_dir"), revision), str) for one in configs
+        isinstance(hub.try_to_load_from_cache(name, config, kwargs.get("cache_dir"), revision), str)
+        for config in configs
     ):
         return
     url = hub.hf_hub_url(name, CONFIG, subfolder=subfolder, revision=revision)

@@ -132,5 +132,5 @@ def run_demo(output_dir: Path, token_budget: int, num_documents: int = 16, dtype
 
 def _perplexities(records: Sequence[Record]) -> str:
     """Return the perplexities at the original length, the target and the longest."""
-    shown = [one for one in records if one.context_length in (ORIGINAL, ORIGINAL * FACTOR, LENGTHS[-1])]
+    shown = [record for record in records if record.context_length in (ORIGINAL, ORIGINAL * FACTOR, LENGTHS[-1])]
     return "perplexity " + ", ".join(f"{one.perplexity:.1f} at {one.context_length}" for one in shown)

@@ -231,7 +231,7 @@ def _rule(preset: published.Preset) -> str:
 def _names(preset: published.Preset) -> list[str]:
     """Return a preset's checkpoints, those trained with it marked."""
     facts = [published.known_checkpoint(name) for name in preset.checkpoints]
-    return [f"{one.name} (trained with it)" if one.scaled else one.name for one in facts if one is not None]
+    return [f"{fact.name} (trained with it)" if fact.scaled else fact.name for fact in facts if fact is not None]
 
 
 def presets_text(width: int) -> str:

@@ -76,7 +76,7 @@ def recommend(rows: Mapping[str, Sequence[AnyRecord]], kinds: Mapping[str, int] 
 
 
 def _longest(method: str, records: Sequence[AnyRecord]) -> Record:
-    plain = [one for one in records if isinstance(one, Record)]
+    plain = [record for record in records if isinstance(record, Record)]
     if not plain:
         raise InvalidRequestError(f"the row {method!r} has no perplexity to choose by.")
     return max(plain, key=lambda one: one.context_length)
@@ -84,7 +84,7 @@ def _longest(method: str, records: Sequence[AnyRecord]) -> Record:
 
 def _share(records: Sequence[AnyRecord]) -> Share | None:
     """Return the share of right answers at the longest length, of all tasks together; None without retrieval."""
-    found = [one for one in records if isinstance(one, RetrievalRecord)]
+    found = [record for record in records if isinstance(record, RetrievalRecord)]
     longest = max((one.context_length for one in found), default=0)
     here = [one for one in found if one.context_length == longest]
     each = [(one.score("forced"), one.score("written")) for one in here]

@@ -111,7 +111,7 @@ def time_candidates(
                 costs[one.name] = fit(work, *times)
         # Again at the end: most rows hang on it, and something else may have run meanwhile.
         plain = fit(work, *((n, min(t, _time_pass(model, ids[:n]))) for n, t in ((n1, t1), (n2, t2))))
-        costs |= {one.name: plain for one in candidates if one.kind <= STATIC}
+        costs |= {candidate.name: plain for candidate in candidates if candidate.kind <= STATIC}
         step = _decode_step(model, ids[:n1])
     return Timings(costs, (n1, n2), step)
 

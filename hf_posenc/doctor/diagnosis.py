@@ -264,7 +264,7 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
     lines += [f"  {topic:<11}{fact}" for topic, fact in diagnosis.lines]
     for found in diagnosis.findings:
         lines += [f"\n{found.severity}: {found.what}.", f"  {found.why}", f"  {found.todo}"]
-    count = sum(found.severity != "note" for found in diagnosis.findings)
+    count = sum(finding.severity != "note" for finding in diagnosis.findings)
     verdict = (
         "sound: nothing is wrong." if diagnosis.sound else f"{count} thing{'s are' if count > 1 else ' is'} wrong."
     )
@@ -291,7 +291,7 @@ def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
     fixed = mended(diagnosis.config, diagnosis.known)
     into_folder = target.suffix != ".json"
     contents = {target / CONFIG if into_folder else target: fixed}
-    if into_folder and any(found.code == "tokenizer-limit" for found in diagnosis.findings) and diagnosis.file:
+    if into_folder and any(finding.code == "tokenizer-limit" for finding in diagnosis.findings) and diagnosis.file:
         tokenizer = _read_json(diagnosis.file.parent / TOKENIZER_CONFIG)
         limit = text_part(fixed)[1]["max_position_embeddings"]
         contents[target / TOKENIZER_CONFIG] = {**tokenizer, "model_max_length": limit}

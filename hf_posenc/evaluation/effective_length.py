@@ -301,7 +301,7 @@ def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -
         return f"loss cannot be judged (no length {span} was measured)"
     judge = _Judge(usual, plain.spread)
     tried = {at_original.end: [at_original]}
-    for end in (one.end for one in curve.segments if one.end > at_original.end):
+    for end in (segment.end for segment in curve.segments if segment.end > at_original.end):
         windows = (curve.between(end * 7 / 8, end), curve.between(at_original.end, end))
         tried[end] = [window for window in windows if window is not None]
     good = [end for end, windows in tried.items() if all(map(judge.is_no_worse, windows))]
@@ -368,9 +368,11 @@ def _retrieval_reach(group: Sequence[AnyRecord], records: Sequence[AnyRecord]) -
 def _task_reach(own: Sequence[RetrievalRecord], records: Sequence[AnyRecord]) -> RetrievalReach:
     first, shares = own[0], _shares(own)
     unpatched = [
-        one
-        for one in records
-        if isinstance(one, RetrievalRecord) and is_unpatched(one) and _prompted_alike(one) == _prompted_alike(first)
+        record
+        for record in records
+        if isinstance(record, RetrievalRecord)
+        and is_unpatched(record)
+        and _prompted_alike(record) == _prompted_alike(first)
     ]
     levels = (_own_level(unpatched, "unpatched"), _own_level(own, "itself"))
     level = next((one for one in levels if one is not None), None)
@@ -393,7 +395,7 @@ def _prompted_alike(record: RetrievalRecord) -> tuple[object, ...]:
 
 
 def _own_level(records: Sequence[RetrievalRecord], of: str) -> OwnLevel | None:
-    short = [one for one in records if one.context_length <= (one.original_max_position_embeddings or 0)]
+    short = [record for record in records if record.context_length <= (record.original_max_position_embeddings or 0)]
     if not short:
         return None
     length, share = list(_shares(short).items())[-1]
@@ -402,7 +404,7 @@ def _own_level(records: Sequence[RetrievalRecord], of: str) -> OwnLevel | None:
 
 def _shares(records: Sequence[RetrievalRecord]) -> dict[int, Share]:
     """Return the share of each length, rising."""
-    asked = {(one.context_length, one.text_hash): one for one in records}  # of a repeat, the last
+    asked = {(record.context_length, record.text_hash): record for record in records}  # of a repeat, the last
     found: dict[int, list[tuple[float, str]]] = {}
     for (length, _), one in sorted(asked.items()):
         score = one.score("forced")
@@ -478,7 +480,7 @@ class Curve:
 
     def between(self, begin: float, end: float) -> Segment | None:
         """Return all that lies from ``begin`` to ``end``; else the last segment that ends there; else None."""
-        before = [one for one in self.segments if one.end <= end]
+        before = [segment for segment in self.segments if segment.end <= end]
         inside = [one for one in before if one.begin >= begin] or before[-1:]
         if not inside or inside[-1].end <= begin:
             return None
@@ -500,10 +502,10 @@ def loss_curve(records: Sequence[Record], original: int) -> Curve | None:
     Returns:
         None if no record is of a protocol that tells it.
     """
-    protocol = next((name for name in _PROTOCOLS if any(one.protocol == name for one in records)), None)
+    protocol = next((name for name in _PROTOCOLS if any(record.protocol == name for record in records)), None)
     if protocol is None:
         return None
-    lengths = {one.context_length: one for one in records if one.protocol == protocol}
+    lengths = {record.context_length: record for record in records if record.protocol == protocol}
     rising = [lengths[length] for length in sorted(lengths)]
     widths = {length: one.position_bucket for length, one in lengths.items() if one.position_bucket}
     if protocol == "truncated" and widths and widths[max(widths)] <= original / 8:
@@ -526,7 +528,7 @@ def _from_buckets(record: Record, original: int) -> Curve:
     )
     segments = (*segments[:-1], _as_far_as_measured(segments[-1], record.num_documents))
     # Beginnings are hard for want of context, and what is beyond may be broken: neither is the text's own variation.
-    usual = [one for one in segments if one.begin >= original / 4 and one.end <= original]
+    usual = [segment for segment in segments if segment.begin >= original / 4 and segment.end <= original]
     if len(usual) < _MIN_BUCKETS:
         return Curve("loss by position", segments, _spread_of_interval(record))
     tokens = statistics.fmean(one.n_tokens for one in usual)

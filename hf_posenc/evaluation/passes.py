@@ -265,7 +265,7 @@ def _run_totals(run: Run, windows: Sequence[Window], losses: Sequence[torch.Tens
         scored = run.scored(num_tokens)
         losses = [found[scored.start - window.score_from : scored.stop - window.score_from]]
     if run.average == "windows":
-        return [float(one.double().sum()) for one in losses], [len(one) for one in losses]
+        return [float(loss.double().sum()) for loss in losses], [len(loss) for loss in losses]
     if run.rule.shape != "stream":
         return block_totals(torch.cat(list(losses)))
     width = math.ceil(num_tokens / BLOCKS_PER_DOCUMENT)
@@ -289,7 +289,7 @@ def _key_totals(run: Run, losses: torch.Tensor, keys: torch.Tensor) -> Totals:
 def _join_portions(run: Run, totals: Sequence[Totals]) -> list[Totals]:
     """Return the totals of each text that has any, from those of its portions: only a stream has more than one."""
     if run.rule.shape != "stream":
-        return [one for one in totals if sum(one[1])]
+        return [total for total in totals if sum(total[1])]
     if run.average == "tokens":
         sums, counts = _add_totals(totals)
         scored = [at for at, count in enumerate(counts) if count]
@@ -335,7 +335,7 @@ def _make_record(
     """
     nll_sum, n_tokens = _sum_up(totals)
     if identity["average"] == "windows":
-        totals = [_window_means(one) for one in totals]
+        totals = [_window_means(total) for total in totals]
     of, count = _sum_up(totals)
     unit_nll, unit_tokens, ci_unit = resampled_units(totals)
     ci_low, ci_high = bootstrap_interval(unit_nll, unit_tokens, seed=seed)

@@ -129,7 +129,7 @@ class RotaryModel:
 
     @property
     def extension(self) -> Any:
-        """The ``Extension`` (hf_posenc.methods.base) that ``patch_model`` applied; None for a model that is not patched.
+        """The ``Extension`` (hf_posenc.methods.base) that ``patch_model`` applied; None in any other model.
 
         What the config of a model that is not patched declares is not looked at: see ``patching.api.extension_of``.
         """

@@ -28,7 +28,7 @@ def unmasked_layers(rotary: RotaryModel) -> dict[str, int]:
     from torch import nn  # which `--help` would wait for
 
     types = getattr(rotary.text_config, "layer_types", None) or ()
-    found = Counter(kind for kind in types if kind not in MASKED_ATTENTION)
+    found = Counter(layer_type for layer_type in types if layer_type not in MASKED_ATTENTION)
     if not found:
         convolved = [any(isinstance(part, nn.Conv1d) for part in layer.modules()) for layer in _decoder_layers(rotary)]
         found = Counter({"convolution": sum(convolved)})

@@ -66,8 +66,8 @@ class Descent:
         self.steps, self.learning_rate, self.smoothness = steps, learning_rate, smoothness
         self.file, self.identity = file, identity
         self.parameters = [one for one in (rule.log_divisors, rule.log_factor) if one.requires_grad and one.numel()]
-        self.moments = [(torch.zeros_like(one), torch.zeros_like(one)) for one in self.parameters]
-        self.averages = [torch.zeros_like(one) for one in self.parameters]
+        self.moments = [(torch.zeros_like(parameter), torch.zeros_like(parameter)) for parameter in self.parameters]
+        self.averages = [torch.zeros_like(parameter) for parameter in self.parameters]
         self.history: list[Step] = []
 
     @property
@@ -80,7 +80,7 @@ class Descent:
         began = time.perf_counter()
         losses = self._gradients()
         self._adam()
-        numbers = [float(one.detach().abs().max()) for one in self.parameters]
+        numbers = [float(parameter.detach().abs().max()) for parameter in self.parameters]
         if not all(math.isfinite(value) for value in (*losses.values(), *numbers)):
             raise InvalidRequestError(
                 f"step {self.done + 1} gave {losses}, which is not finite: the model overflows in its dtype, or the "
@@ -155,9 +155,9 @@ class Descent:
         state = {
             "identity": self.identity,
             "steps": self.steps,
-            "parameters": [one.tolist() for one in self.parameters],
+            "parameters": [parameter.tolist() for parameter in self.parameters],
             "moments": [[first.tolist(), second.tolist()] for first, second in self.moments],
-            "averages": [one.tolist() for one in self.averages],
+            "averages": [average.tolist() for average in self.averages],
             "generator": self.generator.get_state().tolist(),
             "objectives": {name: objective.state() for name, (objective, _) in self.objectives.items()},
             "history": [[one.losses, one.seconds] for one in self.history],

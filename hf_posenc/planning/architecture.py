@@ -138,4 +138,4 @@ def _windows(text: PreTrainedConfig) -> tuple[int | None, ...]:
     types = getattr(text, "layer_types", None)
     if not types:
         return (window or None,) * int(text.num_hidden_layers)
-    return tuple(window if kind in _WINDOWED else None for kind in types if kind in _ATTENDING)
+    return tuple(window if layer_type in _WINDOWED else None for layer_type in types if layer_type in _ATTENDING)

@@ -118,8 +118,8 @@ def check_records(
     if not records:
         return
     description = describe(model)
-    if not any(_is_of(one, description, tokens_trained, fitted_on) for one in records):
-        rows = ", ".join(dict.fromkeys(_row_name(one) for one in records))
+    if not any(_is_of(record, description, tokens_trained, fitted_on) for record in records):
+        rows = ", ".join(dict.fromkeys(_row_name(record) for record in records))
         trained = "trained or not is not known" if tokens_trained is None else f"trained on {tokens_trained:,} tokens"
         raise InvalidRequestError(
             f"the results are of {rows}, and none is of this model ({extension_words(description)}, {trained}). Give "

@@ -104,7 +104,11 @@ class GridRow(_NamedRow):
 
     def share(self, by: str, length: int, depths: Depths | Literal["all"] | None = "all") -> Share | None:
         """Return the share of right answers at a length, of some depths or all; None where there are none."""
-        here = [one for one in self.records if one.context_length == length and depths in ("all", depths_of(one))]
+        here = [
+            record
+            for record in self.records
+            if record.context_length == length and depths in ("all", depths_of(record))
+        ]
         scored = [(score, one.text) for one in here if (score := one.score(by)) is not None]
         return share_interval(*zip(*scored, strict=True)) if scored else None
 
@@ -141,7 +145,7 @@ class Table(_Comparable):
     @cached_property
     def originals(self) -> list[int]:
         """The original lengths of its models."""
-        return sorted({one.original_max_position_embeddings or 0 for one in self.records} - {0})
+        return sorted({record.original_max_position_embeddings or 0 for record in self.records} - {0})
 
     def baseline(self, row: Row) -> Row | None:
         """Return the unpatched row of the same model to measure against; None if the table has not exactly one."""
@@ -376,7 +380,7 @@ def _difference(records: Sequence[Record], name_of: Callable[[Record], str] = ru
 def _long_only(records: Sequence[Record], name: str) -> str | None:
     """Return that a row is left out as it does not show what short texts pay; None of another, and of one whose
     original length is not known."""
-    original, shortest = records[0].original_max_position_embeddings, min(one.context_length for one in records)
+    original, shortest = records[0].original_max_position_embeddings, min(record.context_length for record in records)
     if original is None or shortest <= original:
         return None
     name = ", ".join(filter(None, (name, training_words(records[0], tokens_name))))
@@ -514,7 +518,9 @@ def text_table(records: Sequence[Record | RetrievalRecord]) -> str:
     cells: list[tuple[str, dict[int, str]]] = []
     shares: list[Share] = []
     for task, questions in dict.fromkeys((record.task, record.questions_per_text) for record in retrievals):
-        asked = [one for one in retrievals if (one.task, one.questions_per_text) == (task, questions)]
+        asked = [
+            retrieval for retrieval in retrievals if (retrieval.task, retrieval.questions_per_text) == (task, questions)
+        ]
         for name, training, group in group_rows(asked):
             row = GridRow(name, training, tuple(group))
             for by, words in BY.items():

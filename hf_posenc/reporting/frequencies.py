@@ -141,7 +141,7 @@ def stretch_chart(title: str, rule: PairRule, lines: Sequence[Line]) -> Chart:
         f"rotations of the pair within the {trained} tokens of training",
         "stretch of its wavelength",
         lines,
-        [(at, f"{at:,.4g}") for at in decades],
+        [(decade, f"{decade:,.4g}") for decade in decades],
         [(1.0, "one rotation")] if has_slow else [],
         falls=True,
         shade=(rotations[-1], 1.0) if has_slow else None,

@@ -108,7 +108,7 @@ def _cell(results: Table, row: Row, length: int, mark: str) -> Cell:
     if record is None:
         return Cell("", mark=mark)
     change, leaders = results.change(row, length), results.leaders[length]
-    is_best = any(one is row for one in leaders)
+    is_best = any(leader is row for leader in leaders)
     return Cell(
         perplexity_name(record.perplexity),
         () if change is None else (_change_name(change),),
@@ -161,7 +161,7 @@ def legend(table: Table) -> str:
     """Return the sentence that explains a table's cells."""
     unit = table.at_length(table.lengths[0]).ci_unit
     text = f"Perplexity, lower is better; with it the 95 % interval over {unit}; the lowest of a column is bold."
-    if any(len(found) > 1 for found in table.leaders.values()):
+    if any(len(leader) > 1 for leader in table.leaders.values()):
         how = "the 95 % interval of their difference on the same text holds zero"
         how += f", or the difference is below {WORTH:g} %"
         text += f" Rows marked tie cannot be distinguished from the lowest: {how}."
@@ -202,8 +202,8 @@ class Losses:
         starts = range(0, len(self.sums), times)
         return Losses(
             self.width * times,
-            tuple(math.fsum(self.sums[at : at + times]) for at in starts),
-            tuple(sum(self.tokens[at : at + times]) for at in starts),
+            tuple(math.fsum(self.sums[start : start + times]) for start in starts),
+            tuple(sum(self.tokens[start : start + times]) for start in starts),
         )
 
     def smoothed(self, buckets: int) -> list[tuple[float, float]]:
@@ -244,8 +244,8 @@ def _position_panel(results: Table, looks: Looks) -> Panel | None:
         slug + "_table",
         ["tokens", *(row.full_name.removesuffix(", zero-shot") for row, _ in curves)],
         [
-            [Cell(f"{start:,}–{start + width - 1:,}", sort=start), *(_loss_cell(one.get(start)) for one in means)]
-            for start in sorted({start for one in means for start in one})
+            [Cell(f"{start:,}–{start + width - 1:,}", sort=start), *(_loss_cell(mean.get(start)) for mean in means)]
+            for start in sorted({start for mean in means for start in mean})
         ],
         folded="The numbers",
     )
@@ -281,7 +281,7 @@ def _position_chart(
         "mean loss in nats, lower is better",
         lines,
         length_ticks(range(0, length + 1, step)),
-        [(at, f"trained on {length_name(at)}") for at in results.originals if at < length],
+        [(original, f"trained on {length_name(original)}") for original in results.originals if original < length],
         log_x=False,
     )
     return chart, _smoothing_words(buckets, fine[0].width, len(lines))

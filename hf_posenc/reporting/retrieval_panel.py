@@ -52,7 +52,7 @@ def matrix_panel(grids: Sequence[Grid]) -> Panel:
     cells = [
         [
             Cell(row.name, (grid.title.removeprefix("Retrieval: "), row.training, BY[grid.scorings[0]])),
-            *(Cell("") if one is None else _cell(one, one.counted) for one in shares),
+            *(Cell("") if share is None else _cell(share, share.counted) for share in shares),
         ]
         for grid, row, shares in shown
     ]
@@ -63,12 +63,12 @@ def matrix_panel(grids: Sequence[Grid]) -> Panel:
 
 
 def _all(shown: Sequence[tuple[Grid, GridRow, Sequence[Share | None]]]) -> list[Share]:
-    return [one for _, _, shares in shown for one in shares if one is not None]
+    return [share for _, _, shares in shown for share in shares if share is not None]
 
 
 def _interval_words(shares: Sequence[Share]) -> str:
     """Say what intervals are."""
-    over = {one.is_over for one in shares}
+    over = {share.is_over for share in shares}
     words = []
     if "prompts" in over:
         words.append("Where each prompt has a text of its own it is Wilson's, over prompts.")

@@ -54,7 +54,7 @@ class Haystack:
         if exact in (0, len(self.ids)):
             return exact
         index = bisect_left(self.ends, exact)
-        near = [at for at in self.ends[max(index - 1, 0) : index + 1] if abs(at - exact) <= self.near]
+        near = [end for end in self.ends[max(index - 1, 0) : index + 1] if abs(end - exact) <= self.near]
         return min(near, key=lambda at: abs(at - exact), default=exact)
 
     def _sentence_before(self, position: int) -> int:

@@ -161,7 +161,9 @@ class _Text:
     def of(cls, make: Callable[[], tuple[Prompt, ...]], facts: dict[str, Any], weights: str) -> _Text:
         prompts = make()
         shared = hash_token_ids([torch.tensor(prompts[0].text_ids)])
-        return cls(make, tuple(_identify(one, shared, facts, weights) for one in prompts), len(prompts[0].text_ids))
+        return cls(
+            make, tuple(_identify(prompt, shared, facts, weights) for prompt in prompts), len(prompts[0].text_ids)
+        )
 
     @property
     def run_keys(self) -> list[str]:
@@ -219,7 +221,7 @@ class _Prompting:
 
     def _num_tokens(self, text: _Text, questions: Sequence[int]) -> int:
         """Return how many tokens are read."""
-        asked = sum(int(text.identities[at]["num_prompt_tokens"]) for at in questions)
+        asked = sum(int(text.identities[question]["num_prompt_tokens"]) for question in questions)
         return asked if self.reads_anew else asked - (len(questions) - 1) * text.num_tokens
 
     def _write(self, records: Sequence[RetrievalRecord]) -> None:
@@ -229,7 +231,7 @@ class _Prompting:
 
     def _answer(self, text: _Text, questions: Sequence[int], advance: Advance | None) -> list[RetrievalRecord]:
         prompts = text.make()
-        prompts = tuple(prompts[at] for at in questions)
+        prompts = tuple(prompts[question] for question in questions)
         # A single question belongs to its text, so that all of the prompt is read at once.
         several = len(text.identities) > 1
         shared = prompts[0].text_ids if several else prompts[0].ids
@@ -314,8 +316,8 @@ def _score(prompt: Prompt, got: Reply, written: str) -> dict[str, Any]:
         else None,
         "num_written": num_written(written, prompt.answers, prompt.choices),
         "n_tokens": len(positions),
-        "n_right": sum(right[at] for at in positions),
-        "nll_sum": math.fsum(got.losses[at] for at in positions),
+        "n_right": sum(right[position] for position in positions),
+        "nll_sum": math.fsum(got.losses[position] for position in positions),
     }
 
 

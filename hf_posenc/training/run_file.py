@@ -158,7 +158,7 @@ def _as(hint: Any, value: Any) -> Any:
     """Return a value as a field's type, or say what it must be."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        kinds = [one for one in arguments if one is not types.NoneType]
+        kinds = [argument for argument in arguments if argument is not types.NoneType]
         fitting = (one for one in kinds if isinstance(value, get_origin(one) or one))  # of `str | list[str]`
         return _as(next(fitting, kinds[0]), value)
     if origin is Literal:

@@ -160,7 +160,7 @@ def checkpoint_dtype(source: str | Path) -> torch.dtype | None:
 
 def _named_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
     sections = (values, values.get("text_config") or {})
-    named = next((one[key] for one in sections for key in ("dtype", "torch_dtype") if one.get(key)), None)
+    named = next((section[key] for section in sections for key in ("dtype", "torch_dtype") if section.get(key)), None)
     found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
     return found if isinstance(found, torch.dtype) else None
 

@@ -47,7 +47,7 @@ def records_of(output: Path) -> list[dict[str, Any]]:
     """Return the records but for what differs from run to run."""
     records = [json.loads(line) for line in output.read_text().splitlines()]
     differing = ("seconds", "peak_memory_bytes", "command")
-    return [{name: one[name] for name in one if name not in differing} for one in records]
+    return [{name: record[name] for name in record if name not in differing} for record in records]
 
 
 def lines(path: Path) -> int:

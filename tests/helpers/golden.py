@@ -212,7 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except subprocess.CalledProcessError:
         return 2
-    words = sum(bool(_WORDS.search(one.partition(": ")[0])) for one in differences)
+    words = sum(bool(_WORDS.search(difference.partition(": ")[0])) for difference in differences)
     print("\n".join([*differences, f"{len(differences)} differences, {words} of them in words for people"]))
     return 1 if differences else 0
 

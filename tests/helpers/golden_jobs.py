@@ -87,12 +87,12 @@ def perplexity_job() -> dict[str, Any]:
                 records = hf_posenc.perplexity(
                     model, documents, **{**base, **kwargs, "output": f"{len(recorded)}.jsonl"}
                 )
-            values = [plain(json.loads(one.to_json())) for one in records]
+            values = [plain(json.loads(record.to_json())) for record in records]
             file = Path(f"{len(recorded)}.jsonl")  # absent where longppl finds no token
             same = (content(file) if file.exists() else []) == values
             return {
                 "written": same,
-                "records": {f"{one['protocol']} {one['context_length']}": one for one in values},
+                "records": {f"{value['protocol']} {value['context_length']}": value for value in values},
                 "words": heard,
             }
 
@@ -179,7 +179,7 @@ def trainer_job() -> dict[str, Any]:
         for line in trainer.state.log_history
     ]
     recorded: dict[str, Any] = {"log": plain(kept), "saved": folder_content(Path("model"))}
-    recorded["records"] = [plain(json.loads(one.to_json())) for one in callback.records]
+    recorded["records"] = [plain(json.loads(record.to_json())) for record in callback.records]
     mistakes: dict[str, dict[str, Any]] = {
         "method": {"method": "yran"},
         "recipe": {"recipe": "yarn-4000"},
@@ -227,7 +227,7 @@ def command(name: str, argv: list[str]) -> dict[str, Any]:
     new = {path for path, stamp in _written().items() if before.get(path) != stamp}
     folders = sorted({path.parts[0] for path in new})
     recorded["wrote"] = {
-        one: folder_content(Path(one)) if Path(one).is_dir() else content(Path(one)) for one in folders
+        folder: folder_content(Path(folder)) if Path(folder).is_dir() else content(Path(folder)) for folder in folders
     }
     return recorded
 

@@ -86,7 +86,7 @@ def do(run: Run) -> None:
         generator = torch.Generator().manual_seed(7)
         documents = [torch.randint(1, 20, (n,), generator=generator) for n in run.documents] or make_documents()
     if run.masked:
-        documents = [torch.cat([one, torch.tensor([tokenizer.eos_token_id])]) for one in documents]
+        documents = [torch.cat([document, torch.tensor([tokenizer.eos_token_id])]) for document in documents]
         shares = [torch.arange(len(one)) % 120 < 30 * (1 + index % 3) for index, one in enumerate(documents)]
         documents = [MaskedTokens(*pair) for pair in zip(documents, shares, strict=True)]
     folder, rank = Path(run.folder), os.environ.get("RANK", "0")

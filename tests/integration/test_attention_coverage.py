@@ -134,7 +134,9 @@ def test_in_bfloat16_short_texts_are_the_plain_model_to_the_bit(model_type: str)
     patch_in_attention(model, "dynamic_yarn", 4, stage=32, **REQUEST)
     assert torch.equal(logits(model, IDS[:, :ORIGINAL]), plain)
     attentions = [attention_of(module) for module in model.modules()]
-    assert {one.rotation for one in attentions if one} == {Rotation(neighbours=model_type in NEIGHBOURS)}
+    assert {attention.rotation for attention in attentions if attention} == {
+        Rotation(neighbours=model_type in NEIGHBOURS)
+    }
 
 
 @pytest.mark.parametrize("method", ["dynamic_yarn", "self_extend"])

@@ -64,10 +64,10 @@ def test_from_the_estimate_to_the_commands_that_make_what_it_recommends(
         assert re.search(rf"^{name}( x2)?: .*, retrieval not measured", results, re.MULTILINE)
     assert re.search(r"^measured in [\d.]+ (s|min) \(estimated [\d.]+ (s|min)\)$", results, re.MULTILINE)
     records = read_records(tmp_path / "r.jsonl")
-    assert {one.method for one in records} == {"none", "yarn", "dynamic_yarn"}
-    assert {one.context_length for one in records} == {64, 128, 256, 512}
+    assert {record.method for record in records} == {"none", "yarn", "dynamic_yarn"}
+    assert {record.context_length for record in records} == {64, 128, 256, 512}
     # Trained on 256 tokens: the staged rule leaves those alone, and no other is near it without training.
-    longest = {one.method: one.perplexity for one in records if one.context_length == 512}
+    longest = {record.method: record.perplexity for record in records if record.context_length == 512}
     assert min(longest, key=lambda method: longest[method]) == "dynamic_yarn"
     why = f"perplexity {longest['dynamic_yarn']:.2f} at 512 (unpatched {longest['none']:.2f}), the lowest"
     assert f"take dynamic_yarn: {why}" in results
@@ -110,7 +110,7 @@ def test_retrieval_is_measured_in_the_users_text(
     flags = ("ntk", "--tasks", "passkey", "--depths", "50", "--output", output)
     out = run(capsys, *the_comparison(book, *flags))
     answers = read_retrieval_records(output)
-    assert [(one.method, one.context_length) for one in answers] == [
+    assert [(answer.method, answer.context_length) for answer in answers] == [
         (method, length) for method in ("none", "ntk") for length in (256, 512)
     ]
     assert "retrieves at no length (passkey >= 85 %; at 256 0 % right" in out

@@ -97,7 +97,11 @@ def test_what_a_page_says_of_its_blocks(page: Page) -> None:
         assert [block for before, block in outputs if not before.is_run] == []
         assert page.blocks == [] or not page.blocks[0].is_output
     code = "\n".join(block.code for block in page.blocks)
-    assert [said for said in page.substitutions if said not in " ".join(code.replace("\\\n", " ").split())] == []
+    assert [
+        substitution
+        for substitution in page.substitutions
+        if substitution not in " ".join(code.replace("\\\n", " ").split())
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -96,7 +96,7 @@ def test_two_processes_train_as_one_does(alone: dict[str, Run], shared: dict[str
         [json.loads(line) for line in Path(run.folder, "results.jsonl").read_text().splitlines()]
         for run in (alone[kind], shared[kind])
     ]
-    assert [len(found) for found in records] == [9, 9]  # as it came, before and after, each length once
+    assert [len(record) for record in records] == [9, 9]  # as it came, before and after, each length once
     for one, other in zip(*records, strict=True):
         assert other["perplexity"] == pytest.approx(one["perplexity"], rel=1e-4)
 

@@ -72,7 +72,7 @@ def test_what_is_saved(fitted: Path, books: Path) -> None:
     assert saved.dtype == base.dtype
     assert all(torch.equal(one, saved.state_dict()[name]) for name, one in base.state_dict().items())
     records = read_records(fitted / "results.jsonl")
-    assert [(one.method, one.context_length) for one in records] == [
+    assert [(record.method, record.context_length) for record in records] == [
         *(("fitted", length) for length in (64, 128, 256, 512, 1024)),
         *(("none", length) for length in (64, 128, 256)),
         *((method, length) for method in ("ntk", "yarn") for length in (64, 128, 256, 512, 1024)),
@@ -88,8 +88,10 @@ def test_results_of_an_earlier_request_are_left_out(fitted: Path, books: Path, t
     assert main(words(books, tmp_path / "longer", *flags)) == 0
     records, manifest = read_records(tmp_path / "longer" / "results.jsonl"), read_manifest(tmp_path / "longer")
     assert manifest is not None
-    assert [one.method for one in records] == ["fitted"] * 5 + ["yarn"] * 5
-    assert {tuple(one.options["long_factor"]) for one in records[:5]} == {tuple(manifest["options"]["long_factor"])}
+    assert [record.method for record in records] == ["fitted"] * 5 + ["yarn"] * 5
+    assert {tuple(record.options["long_factor"]) for record in records[:5]} == {
+        tuple(manifest["options"]["long_factor"])
+    }
 
 
 def test_another_original_length(books: Path, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_an_oracle_scores_one_and_a_random_model_nothing(checkpoint: Path, tmp_p
             f"{length},none": 1.0 for length in LENGTHS
         }
         samples = results["samples"][f"hf_posenc_{name}"]
-        assert [one["doc"]["length"] for one in samples] == [1600, 1600, 2000, 2000]
+        assert [sample["doc"]["length"] for sample in samples] == [1600, 1600, 2000, 2000]
         for one in samples:
             fed, kwargs = one["arguments"][0]
             assert fed == one["doc"]["text"] + one["doc"]["answer_prefix"]

@@ -205,7 +205,9 @@ def wrong_cells(table: Table) -> list[str]:
     for row in table.rows:
         numbers = [at for at, cell in enumerate(row) if at and NUMBER.search(cell)]
         wrong += [
-            f"{row[0]}: nothing was measured in the column {table.headings[at]!r}" for at in numbers if not columns[at]
+            f"{row[0]}: nothing was measured in the column {table.headings[number]!r}"
+            for number in numbers
+            if not columns[number]
         ]
         shown = {column: cell for at, cell in enumerate(row) if (column := columns[at])}
         named = [one for one in measured if one["name"] in row]
@@ -216,7 +218,7 @@ def wrong_cells(table: Table) -> list[str]:
             wrong.append(f"{row[0]}: no row of {table.source} has this name")
             continue
         else:
-            pairs = [(columns[at], row[at]) for at in numbers if columns[at]]
+            pairs = [(columns[number], row[number]) for number in numbers if columns[number]]
             agree = any(all(one.get(column) == cell for column, cell in pairs) for one in measured)
         if pairs and not agree:
             wrong.append(f"{row[0]}: {pairs} is not in {table.source}")

@@ -60,7 +60,9 @@ def test_every_command_has_a_section_with_all_flags_that_its_help_shows() -> Non
     for name, run in COMMANDS.items():
         found, parser = section(page, name), reference_pages.parser_of(run)
         assert parser.usage in found
-        flags = {flag for one in parser._actions if one.help != argparse.SUPPRESS for flag in one.option_strings}
+        flags = {
+            flag for action in parser._actions if action.help != argparse.SUPPRESS for flag in action.option_strings
+        }
         missing = {flag for flag in flags - {"-h", "--help", "--traceback"} if not re.search(rf"`{flag}[ `]", found)}
         assert not missing, name
         check_examples(name, run, parser, found)
@@ -83,7 +85,7 @@ def test_the_commands_in_messages_have_the_flags_they_name() -> None:
     checked = 0
     for file in Path(hf_posenc.__file__).parent.rglob("*.py"):
         strings = (one.value for one in ast.walk(ast.parse(file.read_text())) if isinstance(one, ast.Constant))
-        for text in (one for one in strings if isinstance(one, str)):
+        for text in (string for string in strings if isinstance(string, str)):
             for name, words in re.findall(r"hf-posenc ([a-z-]+)((?: [^\s`(;]+)*)", text):
                 if name not in COMMANDS or name == "lm-eval":  # whose flags are those of another program too
                     continue

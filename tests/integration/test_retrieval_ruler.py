@@ -82,18 +82,18 @@ def test_prompts_are_those_of_rulers_definitions(task: str, length: int, tmp_pat
     maker = PromptMaker(tokenizer, read_haystack(tokenizer, [load_novel(HELD_OUT_NOVEL)]), "off")
     depth = 40.0 if tasks()[task].has_depth else None
     ours = [maker.make(task, length, depth, seed)[0] for seed in range(COUNT)]
-    seen_theirs = [see(task, one["input"]) for one in theirs]
-    seen_ours = [see(task, tokenizer.decode(one.ids)) for one in ours]
-    assert [set(seen.answers) for seen in seen_theirs] == [set(one["outputs"]) for one in theirs]
-    assert [set(seen.answers) for seen in seen_ours] == [set(one.answers) for one in ours]
+    seen_theirs = [see(task, their["input"]) for their in theirs]
+    seen_ours = [see(task, tokenizer.decode(our.ids)) for our in ours]
+    assert [set(seen.answers) for seen in seen_theirs] == [set(their["outputs"]) for their in theirs]
+    assert [set(seen.answers) for seen in seen_ours] == [set(our.answers) for our in ours]
     assert {(seen.size, len(seen.answers), seen.profile) for seen in seen_theirs} == {
         (seen.size, len(seen.answers), seen.profile) for seen in seen_ours
     }
     form = FORMS[task.partition("_")[0]]
     assert all(re.fullmatch(form, answer) for seen in (*seen_theirs, *seen_ours) for answer in seen.answers)
-    used = [len(one.ids) + one.max_new_tokens for one in ours]
+    used = [len(our.ids) + our.max_new_tokens for our in ours]
     assert max(used) <= length
     assert min(used) >= length - 40
     if task != "fwe":  # whose generator leaves the answer out of the budget
-        assert max(one["length"] for one in theirs) <= length
-        assert min(used) >= max(one["length"] for one in theirs) - 40
+        assert max(their["length"] for their in theirs) <= length
+        assert min(used) >= max(their["length"] for their in theirs) - 40

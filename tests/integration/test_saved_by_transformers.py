@@ -242,7 +242,7 @@ def test_a_mark_that_cannot_be_read_does_not_stop_loading(
         assert describe(loaded) == describe(loaded.config) == describe(plain)
     else:
         assert "extended by 'of_the_future', which this hf_posenc cannot read" in caplog.text
-        assert [(one.code, one.severity) for one in found.findings] == [("unknown-extension", severity)]
+        assert [(finding.code, finding.severity) for finding in found.findings] == [("unknown-extension", severity)]
         with pytest.raises(ValueError, match="which this hf_posenc cannot read"):
             patch_model(loaded, "yarn", 2)
 

@@ -100,8 +100,8 @@ def test_what_is_measured_and_trained_is_not_repeated(
         (label, length): method for label, method in zip(labels[1:], methods, strict=True) for length in (256, 512)
     }
     answers = read_retrieval_records(tmp_path / "retrieval.jsonl")
-    assert [one.label for one in answers] == [label for label in labels[1:] for _ in range(2)]
-    assert len({one.shared_text for one in answers}) == 1  # the same text for all rows
+    assert [answer.label for answer in answers] == [label for label in labels[1:] for _ in range(2)]
+    assert len({answer.shared_text for answer in answers}) == 1  # the same text for all rows
 
     perplexities = table(tmp_path / "perplexity.csv")
     assert [row["name"] for row in perplexities] == labels

@@ -102,7 +102,7 @@ class Sinusoidal(Encoding):
     def numbers(self, model: ModelShape) -> Numbers:
         width = model.hidden_size
         tokens = [2 * math.pi * self.base ** (2 * pair / width) for pair in range(width // 2)]
-        longer = [sum(one > length for one in tokens) for length in (model.length, model.target)]
+        longer = [sum(token > length for token in tokens) for length in (model.length, model.target)]
         sentences = [
             f"A row has {width:,} features, {len(tokens):,} waves of {number_name(tokens[0])} to "
             f"{number_name(tokens[-1])} tokens.",

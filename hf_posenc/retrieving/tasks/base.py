@@ -130,7 +130,7 @@ def num_written(text: str, answers: Sequence[str], choices: Sequence[str] = (), 
 
     BABILong too gives no point for a list of all places (arXiv:2406.10149, its published metric).
     """
-    found = [place for one in choices if (place := _place(text, one, ended)) is not None]
+    found = [place for choice in choices if (place := _place(text, choice, ended)) is not None]
     if found:
         start, end = min(found)
         text = f"{text[start:end]}."

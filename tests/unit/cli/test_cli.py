@@ -259,7 +259,7 @@ def test_help_fits_a_screen_and_help_all_lists_every_flag(
             for one in dataclasses.fields(kind)
             if one.metadata.get("help") == argparse.SUPPRESS
         }
-        flags = [one for one in parser._actions if one.dest not in hidden | suppressed]
+        flags = [action for action in parser._actions if action.dest not in hidden | suppressed]
         assert every >= {flag for one in flags for flag in one.option_strings if flag.startswith("--")}
         for kind in kinds:
             documented = {one.name for one in dataclasses.fields(kind) if one.metadata.get("help")}

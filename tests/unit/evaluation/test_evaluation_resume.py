@@ -21,7 +21,7 @@ RESULTS = ("n_tokens", "nll_sum", "perplexity", "ci_low", "ci_high", "run_key", 
 
 
 def results(records):
-    return [[getattr(one, name) for name in RESULTS] for one in records]
+    return [[getattr(record, name) for name in RESULTS] for record in records]
 
 
 class Stop(Exception):

@@ -188,7 +188,7 @@ def test_short_documents_are_left_out_of_every_length(tiny_llama):
     documents = [*random_documents(2, 40), random_documents(1, 30, seed=5)[0]]
     with pytest.warns(UserWarning, match="1 of 3 documents have less than the 40 tokens"):
         records = measure(model, documents, [10, 40])
-    assert [one.num_documents for one in records] == [2, 2]
+    assert [record.num_documents for record in records] == [2, 2]
     assert records[0].nll_sum == pytest.approx(measure(model, documents[:2], [10])[0].nll_sum, rel=1e-6)
     with pytest.raises(ValueError, match=r"none of the 3 documents has the 64 tokens .* longest has 40"):
         measure(model, documents, [64])
@@ -199,8 +199,8 @@ def test_cut_uses_all_of_a_long_document(tiny_llama):
     pieces = [ids[:12], ids[12:24], ids[24:36], ids[36:48]]
     expected = measure(model, pieces, [6, 12])
     records = measure(model, [ids], [6, 12], cut=True)
-    assert [one.nll_sum for one in records] == [one.nll_sum for one in expected]
-    assert [one.text_hash for one in records] == [one.text_hash for one in expected]
+    assert [record.nll_sum for record in records] == [one.nll_sum for one in expected]
+    assert [record.text_hash for record in records] == [one.text_hash for one in expected]
     spread = measure(model, [ids], [12], cut=True, max_documents=2)[0]
     assert spread.text_hash == measure(model, [pieces[0], pieces[2]], [12])[0].text_hash
 
@@ -308,7 +308,7 @@ def test_length_dependent_frequencies_get_a_pass_per_length(tiny_llama, make, ca
             with torch.no_grad():
                 total += float(make(tiny_llama)(input_ids=batch, labels=batch, use_cache=False).loss) * (length - 1)
         curve.append(total)
-    assert [one.nll_sum for one in records[:3]] == pytest.approx(curve, rel=1e-5)
+    assert [record.nll_sum for record in records[:3]] == pytest.approx(curve, rel=1e-5)
     again = measure(model, documents, [40, 12])  # the same model again, now with a history
     assert [one.nll_sum for one in again] == [records[0].nll_sum, records[2].nll_sum]
     mixed = measure(model, documents, [20, 40], ["truncated", "sliding_window"], stride=5)[2]

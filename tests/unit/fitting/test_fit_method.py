@@ -123,7 +123,7 @@ def test_the_model_is_as_it_was(fit: dict[str, Any]) -> None:
     assert model.config._attn_implementation == "sdpa"
     assert [name for name, one in model.named_parameters() if not one.requires_grad] == before["frozen"]
     assert before["frozen"]
-    assert all(one.grad is None for one in model.parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert not model.training
     assert torch.equal(logits(model, torch.arange(300)[None]), before["logits"])
 
@@ -237,7 +237,7 @@ def refused(
     assert not list(folder.iterdir())
     assert model.config.to_dict() == before
     assert model.config._attn_implementation == implementation
-    assert all(one.requires_grad for one in model.parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 def test_texts_that_are_too_short(tmp_path: Path) -> None:
@@ -391,5 +391,5 @@ def test_a_fit_goes_on_with_as_many_steps_only(tmp_path: Path, monkeypatch: pyte
         result = fit_method(sharp_model("Llama"), None, documents, small(steps=40, budget=budget), work_dir=tmp_path)
         fresh = fit_method(sharp_model("Llama"), None, documents, small(steps=len(result.steps)))
         assert result.options == fresh.options
-        taken.append((len(result.steps), [[one.losses, one.seconds] for one in result.steps] == before))
+        taken.append((len(result.steps), [[step.losses, step.seconds] for step in result.steps] == before))
     assert taken == [(40, False), (25, False), (25, True), (30, False)]

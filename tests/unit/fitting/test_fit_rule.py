@@ -66,7 +66,7 @@ def test_rotations_in_training() -> None:
 def test_fast_pairs_keep_their_frequency(keep_rotations: float) -> None:
     begun = rule("ntk", keep_rotations=keep_rotations)
     rotations = [256 * 1e4 ** (-2 * i / 32) / (2 * math.pi) for i in range(16)]
-    fast = sum(one >= keep_rotations for one in rotations)
+    fast = sum(rotation >= keep_rotations for rotation in rotations)
     assert 0 < fast < 16
     plain = torch.tensor([1e4 ** (-2 * i / 32) for i in range(16)], dtype=torch.float64).float()
     with torch.no_grad():

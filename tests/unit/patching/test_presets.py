@@ -42,7 +42,7 @@ def model_for(preset: Preset, model_type: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("name", "model_type"), [(name, kind) for name, preset in presets().items() for kind in preset.model_types]
+    ("name", "model_type"), [(name, type_) for name, preset in presets().items() for type_ in preset.model_types]
 )
 def test_a_preset_is_what_its_numbers_say_and_loads_in_plain_transformers(
     name: str, model_type: str, tmp_path: Path

@@ -144,7 +144,9 @@ def table_of(card: ModelCard) -> dict[str, list[tuple[float, ...]]]:
 
 
 def rounded(records: list[Record]) -> list[tuple[float, ...]]:
-    return [tuple(round(value, 2) for value in (one.perplexity, one.ci_low, one.ci_high)) for one in records]
+    return [
+        tuple(round(value, 2) for value in (record.perplexity, record.ci_low, record.ci_high)) for record in records
+    ]
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -224,11 +226,13 @@ def test_the_unextended_row_is_the_published_model_and_training_does_not_depend_
     measured = finetune(load(base_folder), tokenizer, documents, config(tmp_path / "measured", **chosen))
     requested: dict[str, Any] = {"tokenizer": tokenizer, "cut": True, "max_documents": 2}
     alone = perplexity(load(base_folder), documents[-1:], [32, 64], **requested)
-    assert [(one.nll_sum, one.run_key) for one in measured.records[:2]] == [(one.nll_sum, one.run_key) for one in alone]
+    assert [(record.nll_sum, record.run_key) for record in measured.records[:2]] == [
+        (one.nll_sum, one.run_key) for one in alone
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(training_run.Run, "_measure_unextended", lambda *args: [])
         without = finetune(load(base_folder), tokenizer, documents, config(tmp_path / "not", **chosen))
-    assert [one.nll_sum for one in without.records] == [one.nll_sum for one in measured.records[2:]]
+    assert [record.nll_sum for record in without.records] == [record.nll_sum for record in measured.records[2:]]
     torch.testing.assert_close(logits_of(without.model, 64), logits_of(measured.model, 64), rtol=0, atol=0)
 
 

@@ -344,11 +344,11 @@ def test_fit_pushes_the_rule_with_its_measurements(server: Hub, tmp_path: Path, 
     assert main([*argv, "--push-to-hub", NAME]) == 0
     pushed = server.files(NAME)
     records = read_records(tmp_path / "longer/results.jsonl")
-    assert {one.method for one in records} == {"fitted", "none", "yarn"}
+    assert {record.method for record in records} == {"fitted", "none", "yarn"}
     text = pushed["README.md"].decode()
     said = ["- teacher: rerope", "- steps: 2", "- documents: the file `text.jsonl`"]
     assert [words for words in said if words not in text] == []
-    longest = next(one for one in records if one.method == "fitted" and one.context_length == 128)
+    longest = next(record for record in records if record.method == "fitted" and record.context_length == 128)
     assert f"{longest.perplexity:.2f} [{longest.ci_low:.2f}, {longest.ci_high:.2f}]" in text
     assert [name for name in pushed if name.endswith(".png")] == ["perplexity_truncated.png"]
     assert pushed["results.jsonl"] == (tmp_path / "longer/results.jsonl").read_bytes()

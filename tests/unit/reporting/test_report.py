@@ -175,7 +175,7 @@ def test_all_numbers_of_another_text_are_in_one_table() -> None:
     for table, text, lengths in ((first, "a", (128, 256)), (second, "b", (256, 1024))):
         assert [row.name for row in table.rows] == ["unpatched", "yarn x4"]
         assert [tuple(row.records) for row in table.rows] == [lengths, lengths]
-        assert {one.text_hash[0] for row in table.rows for one in row.records.values()} == {text}
+        assert {record.text_hash[0] for row in table.rows for record in row.records.values()} == {text}
     assert (second.slug, second.title) == ("truncated_2", "First N tokens, table 2")
 
 
@@ -355,7 +355,7 @@ def test_rows_that_cannot_be_distinguished_from_the_lowest_tie_with_it(tmp_path:
         with_units("ntk", 0.0),
         with_units("yarn", 0.003),  # surely worse, by less than 0.5 %
     ]
-    assert all(one.ci_low < other.ci_high for one in records for other in records)
+    assert all(record.ci_low < other.ci_high for record in records for other in records)
     (table,) = make_tables(records)
     assert [row.first.method for row in table.leaders[256]] == ["ntk", "yarn", "linear"]
     paths = report(records, tmp_path)

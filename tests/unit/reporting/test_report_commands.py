@@ -155,7 +155,7 @@ def test_a_retrieval_command_put_together_asks_the_same(
     (tmp_path / "novel.txt").write_text(novel)
     run(command + " --documents novel.txt")
     assert keys(read_retrieval_records("results.jsonl")) == keys(records)
-    (command,) = make_commands([dataclasses.replace(one, seed=one.seed + 5) for one in records]).made
+    (command,) = make_commands([dataclasses.replace(record, seed=record.seed + 5) for record in records]).made
     assert command.endswith("# seeds began at 5: from Python, retrieval(..., seed=5)")
 
 

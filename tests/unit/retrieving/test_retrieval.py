@@ -68,7 +68,7 @@ def test_prompt_and_answer_fill_the_length_to_the_token(words: PreTrainedTokeniz
         assert text.startswith("<|user|>\n") == (chat == "on")
         assert words.decode(prompt.answer_ids) == f" {key}"
         (positions,) = prompt.answer_positions
-        assert words.decode([prompt.answer_ids[at] for at in positions]).strip() == key
+        assert words.decode([prompt.answer_ids[position] for position in positions]).strip() == key
 
 
 def test_the_needle_lies_where_it_is_asked_to(words: PreTrainedTokenizerFast) -> None:
@@ -163,12 +163,12 @@ def test_a_random_model_scores_chance(characters: PreTrainedTokenizerFast) -> No
     barred[digits] = 0.0
     model.lm_head.register_forward_hook(lambda module, args, logits: logits * 20 + barred)
     records = ask(model, characters, [260], depths=[0, 50, 100], samples=20)
-    right, tokens = sum(one.n_right for one in records), sum(one.n_tokens for one in records)
+    right, tokens = sum(record.n_right for record in records), sum(record.n_tokens for record in records)
     assert tokens == 300
     low, high = wilson_interval([1.0] * right + [0.0] * (tokens - right))
     assert low < 0.1 < high
-    assert sum(one.num_forced or 0 for one in records) == 0
-    assert len({one.forced for one in records}) > 10  # it does not say the same of every prompt
+    assert sum(record.num_forced or 0 for record in records) == 0
+    assert len({record.forced for record in records}) > 10  # it does not say the same of every prompt
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
@@ -232,7 +232,7 @@ def test_a_rerun_asks_only_what_is_missing(
     again = ask(model, characters, [260, 300], depths=[0, 100], output=output)
 
     def bare(records: list[RetrievalRecord]) -> list[RetrievalRecord]:
-        return [dataclasses.replace(one, seconds=0, peak_memory_bytes=0) for one in records]
+        return [dataclasses.replace(record, seconds=0, peak_memory_bytes=0) for record in records]
 
     assert bare(again) == bare(whole)
     assert len(requests) == 2

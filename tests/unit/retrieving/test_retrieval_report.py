@@ -147,7 +147,7 @@ def test_questions_that_share_texts_have_intervals_over_texts_and_maps_of_all_de
 def test_one_question_and_several_of_a_text_are_two_tasks() -> None:
     single = [make_retrieval_record("none", 256, 50.0, seed, True) for seed in (0, 1)]
     grids = make_grids([*single, *make_shared("none", 256, 2, 5)])
-    assert [(one.slug, one.title) for one in grids] == [
+    assert [(grid.slug, grid.title) for grid in grids] == [
         ("retrieval_passkey", "Retrieval: passkey"),
         ("retrieval_passkey_20_questions", "Retrieval: passkey, 20 questions of a text"),
     ]
@@ -195,7 +195,7 @@ def test_eval_asks_for_each_method_and_the_report_takes_both_kinds(
     assert main([*common, *tasks, "--prefill-chunk", "128"]) == 0
     assert "passkey, teacher-forced  yarn x8" in capsys.readouterr().out
     records = read_retrieval_records(output)
-    assert [(one.method, one.context_length, one.depth, one.seed) for one in records] == [
+    assert [(record.method, record.context_length, record.depth, record.seed) for record in records] == [
         (method, length, depth, seed)
         for method in ("none", "yarn")
         for length in (256, 512)

@@ -64,7 +64,7 @@ def test_the_answer_follows_from_the_text_alone(
         assert len(prompt.answers) == len(set(prompt.answers)) == NUM_ANSWERS[task]
         assert words.decode(prompt.answer_ids) == " " + ", ".join(prompt.answers)
         for positions, answer in zip(prompt.answer_positions, prompt.answers, strict=True):
-            assert words.decode([prompt.answer_ids[at] for at in positions]).strip() == answer
+            assert words.decode([prompt.answer_ids[position] for position in positions]).strip() == answer
     assert len({tuple(prompt.ids) for prompt in prompts}) == 4
     assert task in OF_FEW or len({prompt.answers for prompt in prompts}) == 4
     assert prompts == [make(maker, task, length, seed) for seed in range(4)]
@@ -152,12 +152,12 @@ def test_a_task_without_a_depth_gets_as_many_prompts() -> None:
     records = retrieval(
         model, characters, ["niah_single_2", "vt"], [1200], [0, 50, 100], 2, documents=[NOVEL], progress=False, seed=5
     )
-    assert [(one.task, one.depth, one.seed) for one in records] == [
+    assert [(record.task, record.depth, record.seed) for record in records] == [
         *[("niah_single_2", depth, seed) for depth in (0, 50, 100) for seed in (5, 6)],
         *[("vt", None, seed) for seed in range(5, 11)],
     ]
-    assert len({one.text_hash for one in records}) == 12
-    assert max(one.num_written for one in records) == 0
+    assert len({record.text_hash for record in records}) == 12
+    assert max(record.num_written for record in records) == 0
 
 
 def test_answers_are_found_as_whole_words() -> None:

@@ -223,10 +223,10 @@ def test_every_question_of_a_text_follows_from_it(
 ) -> None:
     prompts = maker.make(task, 4000, None, 3, 12)
     assert prompts == maker.make(task, 4000, 50, 3, 12)  # a depth does not matter
-    assert [one.question for one in prompts] == list(range(12))
-    assert len({tuple(one.question_ids) for one in prompts}) == 12
-    assert task in OF_FEW or len({one.answers for one in prompts}) == 12
-    used = [len(one.ids) + one.max_new_tokens for one in prompts]
+    assert [prompt.question for prompt in prompts] == list(range(12))
+    assert len({tuple(prompt.question_ids) for prompt in prompts}) == 12
+    assert task in OF_FEW or len({prompt.answers for prompt in prompts}) == 12
+    used = [len(prompt.ids) + prompt.max_new_tokens for prompt in prompts]
     assert 4000 - UNUSED[task] <= max(used) <= 4000
     for one in prompts:
         assert one.text_ids is prompts[0].text_ids
@@ -243,7 +243,7 @@ def test_needles_lie_in_equal_parts_of_the_text(maker: PromptMaker, words: PreTr
     depths = set()
     for seed in range(3):
         prompts = maker.make(task, 6000, None, seed, count)
-        found = [one.depth for one in prompts if one.depth is not None]
+        found = [prompt.depth for prompt in prompts if prompt.depth is not None]
         assert len(found) == count
         assert found == sorted(found)
         slack = 100 * 32.5 / 4500  # to the end of a sentence
@@ -260,8 +260,8 @@ def test_needles_lie_in_equal_parts_of_the_text(maker: PromptMaker, words: PreTr
 
 def test_the_lines_of_a_chain_keep_their_order(maker: PromptMaker) -> None:
     prompts = maker.make("vt", 4000, None, 0, 8)
-    assert all(list(one.needle_places) == sorted(one.needle_places) for one in prompts)
-    mixed = sorted((place, one.question) for one in prompts for place in one.needle_places)
+    assert all(list(prompt.needle_places) == sorted(prompt.needle_places) for prompt in prompts)
+    mixed = sorted((place, prompt.question) for prompt in prompts for place in prompt.needle_places)
     assert sum(one != other for (_, one), (_, other) in pairwise(mixed)) > 20
 
 
@@ -299,7 +299,7 @@ def test_needles_are_hidden_among_the_lines_of_a_task(
         assert at / (len(lines) - 1) == pytest.approx(depth / 100, abs=0.05)  # of lines, which are longer later on
         assert 0 <= 2000 - len(one.ids) - one.max_new_tokens < 20
     prompts = maker.make(of_lines, 2000, None, 0, 9)
-    assert [round(one.depth or 0) // 11 for one in prompts] == pytest.approx(range(9), abs=1)
+    assert [round(prompt.depth or 0) // 11 for prompt in prompts] == pytest.approx(range(9), abs=1)
     with pytest.raises(ValueError, match=r"there are lines for \d+ tokens only, and room for \d+"):
         maker.make(of_lines, 6000, 0, 0)
 
@@ -313,15 +313,15 @@ def test_an_oracle_scores_one_on_every_question(characters: PreTrainedTokenizerF
     Oracle(model, characters)
     fed = count_fed(model)
     records = ask(model, characters, [2500], tasks=[task], questions=3, samples=2, prefill_chunk=1000)
-    assert [(one.seed, one.question, one.questions_per_text) for one in records] == [
+    assert [(record.seed, record.question, record.questions_per_text) for record in records] == [
         (seed, question, 3) for seed in (0, 1) for question in range(3)
     ]
-    assert [one.score("written") for one in records] == [1] * 6
-    assert [one.score("forced") for one in records] == [None if task == "niah_multivalue" else 1] * 6
-    assert {one.depth is not None for one in records} == {len(one.needle_places) == 1 for one in records}
+    assert [record.score("written") for record in records] == [1] * 6
+    assert [record.score("forced") for record in records] == [None if task == "niah_multivalue" else 1] * 6
+    assert {record.depth is not None for record in records} == {len(record.needle_places) == 1 for record in records}
     assert not tasks()[task].has_depth or records[0].depth is not None
-    assert len({one.text for one in records}) == len({one.shared_text for one in records}) == 2
-    assert len({one.text_hash for one in records}) == len({one.run_key for one in records}) == 6
+    assert len({record.text for record in records}) == len({record.shared_text for record in records}) == 2
+    assert len({record.text_hash for record in records}) == len({record.run_key for record in records}) == 6
     assert sum(fed) < 2 * 2500 + 6 * 800
 
 
@@ -331,7 +331,7 @@ def test_writing_goes_on_until_the_answer_has_ended(characters: PreTrainedTokeni
     model = make_tiny_llama(max_position_embeddings=2048)
     Oracle(model, characters, tail=tail + " And so on.")
     records = ask(model, characters, [1000], questions=2)
-    assert [(one.num_forced, one.num_written) for one in records] == [(1, right)] * 2
+    assert [(record.num_forced, record.num_written) for record in records] == [(1, right)] * 2
     for one in records:
         assert one.written == f" {one.answers[0]}{'.' if right else tail + ' And so on.'}"
 
@@ -349,7 +349,7 @@ def test_a_text_is_read_again_only_for_questions_that_are_missing(
     again = ask(model, characters, [1000], **wanted)
 
     def bare(records: list[RetrievalRecord]) -> list[RetrievalRecord]:
-        return [dataclasses.replace(one, seconds=0, peak_memory_bytes=0) for one in records]
+        return [dataclasses.replace(record, seconds=0, peak_memory_bytes=0) for record in records]
 
     assert bare(again) == bare(whole)
     assert read_retrieval_records(output) == again
@@ -396,7 +396,7 @@ def test_the_command_asks_and_refuses_before_a_model_is_loaded(
     argv += ["--context-lengths", "1000"]
     assert main([*argv, "--questions", "5", "--samples", "2", "--output", str(output)]) == 0
     records = read_retrieval_records(output)
-    assert [(one.seed, one.question) for one in records] == [(seed, at) for seed in (0, 1) for at in range(5)]
+    assert [(record.seed, record.question) for record in records] == [(seed, at) for seed in (0, 1) for at in range(5)]
     monkeypatch.setattr("hf_posenc.checkpoint.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     capsys.readouterr()
     for more, message in (

@@ -135,7 +135,7 @@ def test_of_a_book_only_the_book_grows(maker: PromptMaker, task: str) -> None:
     counts = [
         [len(make(maker, task, length, seed)[0].needle_places) for seed in range(40)] for length in (1400, 2800, 5600)
     ]
-    means = [sum(one) / len(one) for one in counts]
+    means = [sum(count) / len(count) for count in counts]
     assert max(means) / min(means) < 1.3
     assert means[0] < 40
 
@@ -368,4 +368,4 @@ def test_a_group_is_measured(caplog: pytest.LogCaptureFixture) -> None:
         documents=[NOVEL],
         progress=False,
     )
-    assert [one.task for one in records] == ["graph_bfs", "graph_parents"]
+    assert [record.task for record in records] == ["graph_bfs", "graph_parents"]

@@ -284,7 +284,7 @@ def test_the_values_of_a_dictionary_are_marks_alone_or_of_all_forms() -> None:
         alone += all(are_marks)
         if not all(are_marks):
             patterns = (r"[a-z]+ [a-z]+", r"\d+,\d{3} [a-z]+", r"\d+ [A-Z][a-z]+ \d{4}")
-            assert all(any(re.fullmatch(one, value) for value in values) for one in patterns)
+            assert all(any(re.fullmatch(pattern, value) for value in values) for pattern in patterns)
             assert any(are_marks)
     assert 10 < alone < 30
 
@@ -450,7 +450,7 @@ def test_chats_are_trained_on_beside_dictionaries_and_not_hidden_in() -> None:
     chats = [tokenize(row, "a chat") for row in rows]
     data = mixed({"kv": 0.5, "text": 0.5}, 256, texts=chats, template=TAGGED, assistant_only_loss=True)
     shares = [
-        float(torch.cat([piece.counted for piece in kind.block(0)]).double().mean()) for kind in data.makers.values()
+        float(torch.cat([piece.counted for piece in maker.block(0)]).double().mean()) for maker in data.makers.values()
     ]
     assert 0 < shares[0] < 0.3 < shares[1] < 0.8
     with pytest.raises(ValueError, match="knots are made of free text, and 40 of 40 documents are chats"):

@@ -315,7 +315,7 @@ def test_no_token_is_left_out_and_no_block_has_two_documents(masked: bool):
     lengths = [8, 1, 31, 9, 16, 17, 2]
     documents: list[Any] = [torch.arange(1, n + 1) + 100 * i for i, n in enumerate(lengths)]
     if masked:
-        documents = [MaskedTokens(one, one % 2 == 0) for one in documents]
+        documents = [MaskedTokens(document, document % 2 == 0) for document in documents]
     packed = PackedDocuments(documents, 8, eos_token_id=None, seed=3, one_document=True)
     seen: set[int] = set()
     for index, block in enumerate(blocks_of(packed)):
