@@ -82,7 +82,7 @@ class UnsupportedModelError(HfPosencError, ValueError):
     """A model that cannot be extended, or not by this method.
 
     Attributes:
-        model_type: Of its config.
+        model_type: Model type of its config.
         method: The method that it does not support; None if it supports none.
         reason: Why, as the end of a sentence without its full stop.
         code: The reason's key in ``families.refusals.REASONS``; None if it has none.

@@ -16,7 +16,7 @@ def same_field(kind: Any, name: str, **changes: Any) -> Any:
 
     Args:
         kind: The dataclass that declares it.
-        name: Of the field there.
+        name: Name of the field there.
         **changes: What differs here: ``default``, or entries of the metadata such as ``help``.
     """
     (found,) = (one for one in fields(kind) if one.name == name)

@@ -48,7 +48,7 @@ def attend_part(
         value: The same shape.
         scaling: Multiplies the logits; None for ``head_dim ** -0.5``.
         seen: Bool ``(num_queries, num_keys)``; None for all. A query may see none here.
-        is_causal: Of as many keys as queries, each query sees those up to its own.
+        is_causal: Each query sees the keys up to its own; there are as many keys as queries.
     """
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     batch, heads, count, _ = query.shape

@@ -65,7 +65,7 @@ class Before:
 
     Attributes:
         layers: The attention layers whose keys are those of the text.
-        num_tokens: Of the short text.
+        num_tokens: Number of tokens of the short text.
         output: Its output of the short text.
         handed_on: What each call of such a layer returned, of a text past the border.
     """

@@ -430,7 +430,7 @@ def base_as_adapter_needs(base: Any, manifest: dict[str, Any], path: Path) -> No
 
     Args:
         base: What the adapter is about to be put on.
-        manifest: Of the adapter.
+        manifest: Manifest of the adapter.
         path: Its folder, for messages.
 
     Raises:

@@ -218,8 +218,8 @@ def verify_model(
         model: A Transformers model, wrapped or not.
         checkpoint: A folder that ``save_extended`` wrote, or its name on the Hub: the model must run the extension that
             the manifest there describes. Weights are not compared.
-        revision: Of the checkpoint on the Hub: a branch, tag or commit.
-        subfolder: Of the checkpoint.
+        revision: Revision of the checkpoint on the Hub: a branch, tag or commit.
+        subfolder: Subfolder of the checkpoint.
         token: For the Hub, as ``from_pretrained`` takes it.
 
     Raises:

@@ -24,7 +24,7 @@ def choose_method(name: str, what: CompareConfig, source: DocumentArguments, loa
     """Measure the methods that suit a model on the user's text, after a time estimate, and recommend one.
 
     Args:
-        name: Of the model, as the user gave it.
+        name: Name of the model, as the user gave it.
         what: What is compared.
         source: Where the texts come from.
         loading: How the model is loaded.

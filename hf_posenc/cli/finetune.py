@@ -108,7 +108,7 @@ def run_finetune(
     """Fine-tune a model and print the perplexities of the base model, and before and after.
 
     Args:
-        name: Of the model on the Hub, its folder or .gguf file.
+        name: Name of the model on the Hub, its folder or .gguf file.
         config: The run.
         source: Where the texts come from.
         loading: How the model is loaded.

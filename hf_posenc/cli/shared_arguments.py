@@ -201,7 +201,7 @@ def parse(
         argv: The words.
         known: The dataclasses to fill.
         positional: Positional arguments with their help.
-        nargs: Of positional arguments, as argparse has it: ``"+"`` for one or more words, ``"?"`` for none or one.
+        nargs: Number of positional arguments, as for argparse: ``"+"`` for one or more words, ``"?"`` for none or one.
         defaults: Given what the flags say, returns values for flags that were not given; a flag that has one is not
             required.
 

@@ -29,7 +29,7 @@ class Candidate:
     """One row to measure.
 
     Attributes:
-        name: Of the row: the method's, or ``ROPE_SCALING``; "none" for the model as it is.
+        name: Name of the row: the method's, or ``ROPE_SCALING``; "none" for the model as it is.
         row: Keywords of ``patch_model``; None for the model as it is.
     """
 

@@ -27,7 +27,7 @@ class PackedDocuments:
         documents: Token ids, each 1-D int64 and not empty, or masked tokens, which are taken as they are.
         seq_len: Tokens of a block, at least 2.
         eos_token_id: Appended to each document that does not end with it; None appends nothing.
-        seed: Of the order of the documents.
+        seed: Seed of the order of the documents.
         one_document: For models and launches that cannot keep the documents of a block apart.
 
     Attributes:
@@ -140,7 +140,7 @@ def check_ids(documents: Sequence[torch.Tensor], vocab_size: int, kind: str = "d
 
     Args:
         documents: Token ids.
-        vocab_size: Of the model; ids go from 0 to one less.
+        vocab_size: Vocabulary size of the model; ids go from 0 to one less.
         kind: What the message calls one of them.
 
     Raises:

@@ -275,7 +275,7 @@ def write_mended(diagnosis: Diagnosis, out: str | Path) -> list[Path]:
     """Write the corrected config, and into a folder the tokenizer's with its limit raised, where that was too low.
 
     Args:
-        diagnosis: Of a checkpoint or a config.
+        diagnosis: Diagnosis of a checkpoint or a config.
         out: A folder, or a file that ends in ``.json``. The file that was read is replaced only after a copy of it
             was put beside it, with ``.bak`` after its name.
 

@@ -69,7 +69,7 @@ class RetrievalReach:
         length: The longest length that is retrieved, in tokens; None if the shortest is not.
         is_longest: Whether nothing longer was measured.
         shortest: The shortest that was measured.
-        share: Of ``length``, or of the shortest.
+        share: Share at ``length``, or at the shortest length.
         needed: The share from which a length is retrieved.
         own: The share at the original length that ``needed`` is 85 % of; None where it is 85 % of all answers.
     """
@@ -181,7 +181,7 @@ def reach(records: Sequence[AnyRecord]) -> list[Reach]:
     no curve.
 
     Args:
-        records: Of ``perplexity`` and ``retrieval``, of any number of models; of repeats (equal ``run_key``) the last
+        records: From ``perplexity`` and ``retrieval``, of any number of models; of repeats (equal ``run_key``) the last
             counts.
     """
     groups: dict[tuple[object, ...], list[AnyRecord]] = {}
@@ -496,7 +496,7 @@ def loss_curve(records: Sequence[Record], original: int) -> Curve | None:
     were scored, or the same ones at every length, each length is a segment of its own.
 
     Args:
-        records: Of one model, method and training.
+        records: Records of one model, method and training.
         original: The original length, in tokens.
 
     Returns:

@@ -113,7 +113,7 @@ def load_key_tokens(
 
     Args:
         evaluator: What ``load_model`` takes; None lets the measured model choose.
-        tokenizer: Of the measured model.
+        tokenizer: Tokenizer of the measured model.
         alpha: As in ``KeyTokens``.
         beta: As in ``KeyTokens``.
         short_context: As in ``KeyTokens``.

@@ -263,7 +263,7 @@ def lay_out(text: torch.Tensor, windows: Sequence[Window], bos_id: int | None) -
 
     Args:
         text: int64 ``(num_tokens,)``.
-        windows: Of the text.
+        windows: Windows of the text.
         bos_id: Token id; None where no window has a BOS.
 
     Returns:

@@ -91,7 +91,7 @@ def perplexity(
         model_name: The records' model; None takes the path or name the model was loaded from.
         tokens_trained: Tokens the model was fine-tuned on, for the records; 0 is zero-shot, None unknown.
         progress: Show a progress bar with the remaining time.
-        seed: Of the bootstrap intervals.
+        seed: Seed of the bootstrap intervals.
         position_bucket: Tokens that share a value of the loss by position, which records of ``truncated`` hold; None
             takes a 32nd of the original length (at least 16), and 256 where that is unknown.
         sharded: Share the documents among the processes of torchrun or accelerate: every process calls this with the

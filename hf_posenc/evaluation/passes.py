@@ -49,11 +49,11 @@ class Evaluation:
         """Read what an earlier call has done.
 
         Args:
-            finder: Of the key tokens, for ``longppl``; it knows the model and how to feed it too.
+            finder: Finder of the key tokens, for ``longppl``; it knows the model and how to feed it too.
             texts: Token ids of each run's texts.
             bos_id: Token id of the BOS; None where no run has one.
             identities: What each run's record says besides the numbers.
-            seed: Of the bootstrap.
+            seed: Seed of the bootstrap.
             bucket: Tokens that share a value of the loss by position.
             output: The file of the records.
             processes: Who shares the work.
@@ -253,8 +253,8 @@ def _run_totals(run: Run, windows: Sequence[Window], losses: Sequence[torch.Tens
     Args:
         run: The number.
         windows: What was fed of the text, in order.
-        losses: Of each window the losses of the tokens it scores.
-        num_tokens: Of the whole text.
+        losses: For each window, the losses of the tokens that it scores.
+        num_tokens: Number of tokens of the whole text.
 
     Returns:
         Totals of blocks of neighbouring tokens, which the interval is made of. Where windows are averaged, those of
@@ -327,9 +327,9 @@ def _make_record(
 
     Args:
         identity: The fields that say what was measured, and how.
-        totals: Of each text.
-        positions: Of each bucket of positions; empty lists where there are none.
-        seed: Of the interval.
+        totals: Totals of each text.
+        positions: Totals of each bucket of positions; empty lists where there are none.
+        seed: Seed of the interval.
         seconds: That its pass took.
         peak_memory_bytes: Until now.
     """

@@ -47,7 +47,7 @@ class PerplexityCallback(TrainerCallback):
         context_lengths: Tokens fed at a time.
         tokenizer: None takes the trainer's ``processing_class``.
         protocol: ``truncated``, ``last_k`` or ``sliding_window``, as for ``perplexity``.
-        seed: Of the bootstrap intervals.
+        seed: Seed of the bootstrap intervals.
         **settings: The other fields of ``EvalConfig``, such as ``stride``, ``last_k``, ``max_documents`` and ``cut``.
 
     Attributes:

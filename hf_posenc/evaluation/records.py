@@ -167,7 +167,7 @@ class RetrievalRecord(JsonRecord):
         context_length: Tokens of prompt and answer together.
         depth: Percent of the free text that is before the needle; None where the needles of the answer are spread over
             the text.
-        seed: Of the random numbers that made the text and its questions.
+        seed: Seed of the random numbers that made the text and its questions.
         chat: Whether the prompt was the message of a user in the chat template.
         num_prompt_tokens: Tokens of the prompt.
         max_new_tokens: Tokens that the model may write.

@@ -22,10 +22,10 @@ class MethodWords:
         kv_cache: Whether a KV cache stays right.
         formula: The definition in LaTeX.
         symbols: What the formula's own symbols mean, in sentences with LaTeX between dollar signs.
-        title: Of an encoding, its name as papers write it.
-        absolute_or_relative: Of an encoding, which of the two it is.
-        trained: Of an encoding, its parameters.
-        extrapolates: Of an encoding, whether it reads further than it was trained, and why.
+        title: For an encoding, its name as papers write it.
+        absolute_or_relative: For an encoding, which of the two it is.
+        trained: For an encoding, its parameters.
+        extrapolates: For an encoding, whether it reads further than it was trained, and why.
         properties: What holds of the method, each sentence with the test that holds it.
     """
 

@@ -18,7 +18,7 @@ class Section:
     Attributes:
         heading: Above it.
         sentences: In order.
-        heads: Of its table; empty for none.
+        heads: Headings of its table; empty for none.
         rows: All rows of the table.
         chosen: Which of them a terminal shows; empty for evenly spread ones.
         left: Columns of words, to the left.

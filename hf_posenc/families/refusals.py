@@ -72,7 +72,7 @@ class Refusal:
     """Why a model is refused.
 
     Attributes:
-        model_type: Of its text config.
+        model_type: Model type of its text config.
         code: A key of ``REASONS``.
         values: What the reason's text is filled in with.
     """

@@ -57,10 +57,10 @@ class Descent:
             objectives: By name, with their weights.
             generator: What the objectives draw from.
             steps: How many in all.
-            learning_rate: Of the first step; it falls along a cosine to a twentieth.
+            learning_rate: Learning rate of the first step; it falls along a cosine to a twentieth.
             smoothness: Weight of the rule's roughness.
             file: Where the state is kept.
-            identity: Of the request; a state of another one, or of another number of steps, is not used.
+            identity: Identity of the request; a state of another one, or of another number of steps, is not used.
         """
         self.rule, self.objectives, self.generator = rule, objectives, generator
         self.steps, self.learning_rate, self.smoothness = steps, learning_rate, smoothness

@@ -288,7 +288,7 @@ def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, 
 
     Args:
         run: The fit.
-        seed: Of the samples; the texts, and what is recorded of them, depend on that of the settings alone.
+        seed: Seed of the samples; the texts, and what is recorded of them, depend on that of the settings alone.
     """
     config, spec = run.config, run.spec
     weights = config.weights()

@@ -41,7 +41,7 @@ def hide_numbers(
         tokenizer: The model's.
         ids: int64 ``(num_tokens,)``.
         count: How many, with a name each.
-        rng: Of the numbers, the names and the places.
+        rng: Generator of the numbers, the names and the places.
         sentence: Holds ``{name}``, and ends with ``{number}``.
 
     Raises:

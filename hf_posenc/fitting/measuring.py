@@ -36,7 +36,7 @@ class NumbersFound:
     """How many numbers hidden in one text of the target length a model found.
 
     Attributes:
-        scores: Of each number 1 or 0.
+        scores: 1 or 0 for each number.
         context_length: Tokens of the text.
     """
 

@@ -29,7 +29,7 @@ class FitProblem:
         needles: The numbers hidden in each text, by rising position; empty lists for none.
         original: The original length, in tokens.
         target: The target length, in tokens.
-        generator: Of everything random.
+        generator: Generator of everything random.
     """
 
     rotary: RotaryModel
@@ -58,7 +58,7 @@ class FitProblem:
         """Return where a block begins in a text: within the original length in that share of cases, else past it.
 
         Args:
-            num_tokens: Of the text; one that does not go past the original length has no place there.
+            num_tokens: Number of tokens of the text; one that does not go past the original length has no place there.
             block: Tokens of the block; one more follows it in the text. One that does not fit past the original length
                 ends where the text does.
             short_share: The share.

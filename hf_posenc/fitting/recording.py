@@ -74,10 +74,10 @@ class Recording:
         """Return recorded tensors of a layer.
 
         Args:
-            index: Of the layer.
+            index: Index of the layer.
             *names: ``keys`` and ``values``, ``(kv_heads, num_tokens, head_dim)``; ``queries`` ``(heads, num_queries,
                 head_dim)``; ``outputs`` ``(num_queries, heads, head_dim)``.
-            stop: Of keys and values only the tokens before this one.
+            stop: Only the keys and values of tokens before this one.
         """
         with safe_open(self.folder / _file(index), framework="pt") as file:
             found = []

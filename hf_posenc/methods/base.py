@@ -100,7 +100,7 @@ class Method(abc.ABC):
         summary: One plain sentence.
         on_disk: How a checkpoint says it, in words.
         rope_type: The ``rope_type`` of Transformers that is read back as this method; None if none is.
-        rope_keys: Of such ``rope_parameters``, the keys that Transformers reads besides base and original length.
+        rope_keys: Keys of such ``rope_parameters`` that Transformers reads besides base and original length.
         zero_shot: Whether it is of use without fine-tuning.
         default_factor: Where neither a factor nor a length is given.
         factor: Target length / original length, >= 1.
@@ -381,7 +381,7 @@ class Region:
     All functions take int64 positions in a row, counted from its first token, and neither bound ever falls.
 
     Attributes:
-        name: Of the way keys are rotated; equal names share rotated keys.
+        name: Name of the way keys are rotated; equal names share rotated keys.
         query: The position a query is rotated by.
         key: The position a key is rotated by.
         begin: The first key of a query.
@@ -473,7 +473,7 @@ class ModelSizes:
         spec: What the model was trained with.
         context_length: The target, in tokens.
         hidden_size: Features of the embeddings.
-        num_heads: Of queries.
+        num_heads: Number of query heads.
         head_dim: Features of a head.
         initializer_range: Standard deviation that the model's parameters are drawn with.
     """

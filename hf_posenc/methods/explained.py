@@ -20,7 +20,7 @@ class ModelShape:
     """The numbers of a model that an encoding is explained with.
 
     Attributes:
-        num_heads: Of a layer.
+        num_heads: Number of query heads of a layer.
         hidden_size: Features of a token.
         head_dim: Features of a head.
         length: Tokens the model reads.
@@ -60,8 +60,8 @@ class Numbers:
 
     Attributes:
         sentences: In order.
-        heads: Of a table; empty for none.
-        rows: Of that table.
+        heads: Headings of a table; empty for none.
+        rows: Rows of that table.
     """
 
     sentences: Sequence[str]

@@ -33,7 +33,7 @@ class Material:
         tokenizer: The model's.
         documents: Token ids of each document that is trained on, int64 ``(num_tokens,)``, without EOS.
         packed: The same, one after the other, in blocks of the run's length.
-        seed: Of everything random.
+        seed: Seed of everything random.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -105,7 +105,7 @@ class Kind(abc.ABC):
         The same whenever it is asked for, so that a resumed run reads what one that was not stopped reads.
 
         Args:
-            index: Of the blocks of this kind in the order of training, from 0.
+            index: Number of the block among those of its kind, in the order of training, from 0.
         """
 
 

@@ -160,7 +160,7 @@ def mark_encoding(parameters: dict[str, Any], label: str | None, method: str) ->
     """Make ``rope_parameters`` say, in place, that another encoding took RoPE's place.
 
     Args:
-        parameters: Of a text config.
+        parameters: Parameters of a text config.
         label: The layer type whose rule it is; None where all share one.
         method: The encoding.
     """

@@ -138,7 +138,7 @@ def check_rotary(
 
     Args:
         rotary: The model.
-        name: Of one of its rotary modules.
+        name: Name of one of its rotary modules.
         spec: What the model was trained with.
         method: What it should hold; None for no scaling.
         rtol: Relative tolerance; None for float32's own.

@@ -37,7 +37,7 @@ class Situation:
         fits: Whether one does; None where the memory is not known.
         training: It is to be trained, whatever works without.
         unmasked: Layers that no mask keeps packed documents apart in, by kind (``unmasked_layers``).
-        static_method: Of ``STATIC_METHODS``.
+        static_method: One of ``STATIC_METHODS``.
         no_staged: Why ``ZERO_SHOT_METHOD`` is not for the model; None if it is.
     """
 
@@ -75,7 +75,7 @@ class Advice:
     """What to do.
 
     Attributes:
-        method: Of ``available_methods``; ``"none"`` to leave the model as it is.
+        method: One of ``available_methods``; ``"none"`` to leave the model as it is.
         recipe: A recipe's name; None: no training.
         reasons: Why, each one sentence.
     """

@@ -29,15 +29,15 @@ class ModelFacts:
         name: As it was given.
         model_type: The family.
         parameters: All of them.
-        weight_bytes: Of the weights, in ``dtype``.
+        weight_bytes: Bytes of the weights, in ``dtype``.
         matrix_parameters: Those that multiply each token: not the embedding, of experts those a token sees.
         head_parameters: Those of them that make logits.
-        num_layers, hidden_size, num_heads, num_kv_heads, head_dim, vocab_size: Of the text model.
+        num_layers, hidden_size, num_heads, num_kv_heads, head_dim, vocab_size: Sizes of the text model.
         windows: For each layer that attends, the tokens it looks back; None for all.
         original: Tokens it was trained on before it was scaled; None if nothing says.
         reads: Tokens it reads as it is: what it was trained on, or where its scaling goes.
         method: The scaling it has, ``"none"`` for none.
-        factor: Of that scaling.
+        factor: Factor of that scaling.
         dtype: What they are loaded in: the checkpoint's, or another that the plan counts with.
         unmasked: Layers that no mask keeps packed documents apart in, by kind (``unmasked_layers``).
     """

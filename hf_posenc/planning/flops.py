@@ -33,7 +33,7 @@ def training_flops(
     and ZeRO-3 the loss makes its logits twice.
 
     Args:
-        facts: Of the model.
+        facts: Facts about the model.
         step: How a step computes.
         seq_len, num_tokens: Tokens of a block, and of the training.
         group: Tokens of a group of shifted sparse attention; None without it.

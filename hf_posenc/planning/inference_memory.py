@@ -33,8 +33,8 @@ class KvCache:
     """Bytes of the cache of one sequence.
 
     Attributes:
-        fixed: Of layers whose window is full, and of states that do not grow.
-        per_token: Of all other layers, for each token.
+        fixed: Bytes of layers whose window is full, and of states that do not grow.
+        per_token: Bytes of all other layers, for each token.
     """
 
     fixed: float
@@ -80,11 +80,11 @@ class Reading:
     Attributes:
         weights_in: ``"bfloat16"`` or what the weights are loaded in, ``"8-bit"``, ``"4-bit"``.
         weights: Their bytes, with constants and buffers.
-        kv_cache: Of all layers, in the dtype computed in.
+        kv_cache: Size of the KV cache of all layers, in the dtype computed in.
         rule: What the method keeps besides: a staged one a copy of all keys, rotated to the current stage.
         working: Activations, mask and logits of a chunk, or a matrix that is made out of 4 bits.
-        num_layers: Of the model; several devices hold whole layers.
-        embedding, head: Of ``weights``, the bytes that are in no layer; 0 for a head that is tied.
+        num_layers: Number of layers of the model; several devices hold whole layers.
+        embedding, head: Bytes of ``weights`` that are in no layer; 0 for a head that is tied.
         longest: The longest text that fits the devices, in tokens; ``LONGEST_FACTOR`` times the target, up to which it
             is looked for, says that longer ones fit; None where no memory was given.
     """

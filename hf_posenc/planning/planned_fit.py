@@ -28,8 +28,8 @@ class PlannedFit:
         memory: Bytes at the peak, the weights included.
         disk: Bytes of the recordings.
         teacher_flops: Operations of the teacher's pass over a text.
-        step_flops: Of all steps.
-        measuring_flops: Of measuring the fitted rule and those it is compared with on a held-out text.
+        step_flops: Operations of all steps.
+        measuring_flops: Operations of measuring the fitted rule and those it is compared with on a held-out text.
     """
 
     memory: int

@@ -59,7 +59,7 @@ class Plan:
         chosen: Which of them: the first that fits, else the last; without a memory the first, as requested.
         sharding: Devices for training at the full length, where one is not enough; None: not needed, or 64 are too few.
         token_budget: Tokens counted with.
-        flops: Of training on them, the chosen way; None where training was not requested.
+        flops: Operations of the training on them in the chosen way; None where training was not requested.
         tokens_per_second: Speed of training the chosen way; None: not known.
         rate: Where the speed is from.
     """
@@ -175,7 +175,7 @@ def plan(
         whole_documents: Every block is of one document (``packing=False``), so that attention needs no mask.
         tokens_per_second: Measured speed of training at the target.
         tflops: Sustained speed of the device, in 10^12 operations a second.
-        dtype: Of the weights: ``"auto"`` is the checkpoint's own where ``gpu_memory``, which is a GPU's, is given, else
+        dtype: Dtype of the weights: ``"auto"`` is the checkpoint's own where ``gpu_memory`` is given, else
             what this machine computes natively (see ``hf_posenc.utils.dtypes.choose_dtype``).
         sliding_window: What becomes of a window that every layer has: ``"keep"``, ``"off"`` or a number of tokens.
 

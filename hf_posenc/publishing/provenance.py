@@ -28,7 +28,7 @@ class BaseModel:
         name: For people: on the Hub, else of its folder; empty for one that was made in the program.
         hub_id: Its name on the Hub, or that of the nearest model it was made from; None where nothing says it.
         is_exact: ``hub_id`` is the model itself.
-        card: Of the metadata of its card, or of the nearest one that has them: ``license``, ``license_name``,
+        card: Fields of the metadata of its card, or of the nearest one that has them: ``license``, ``license_name``,
             ``license_link``, ``language`` and ``pipeline_tag``.
     """
 
@@ -145,7 +145,7 @@ class DocumentSource:
     Attributes:
         words: For people, without the path of a file.
         hub_id: Name of a dataset on the Hub; None for anything else.
-        config_name, split: Of that dataset.
+        config_name, split: Config and split of that dataset.
     """
 
     words: str

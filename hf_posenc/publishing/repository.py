@@ -55,7 +55,7 @@ class Repository:
 
         Args:
             folder: On this machine.
-            message: Of the commit.
+            message: Message of the commit.
             files: Paths in the folder; None for all of them.
             leave_out: Patterns of files that stay here.
             any_card: Replace every model card: the one in the folder was given by the user.
@@ -115,7 +115,7 @@ def make_repository(
 
     Args:
         name: ``OWNER/NAME``, or ``NAME`` in the account that the token is of.
-        private: Of a new one; None for what the account has as its default.
+        private: Whether a new one is private; None is the default of the account.
         token: None for that of the login.
         revision: The branch to write to, made if it is not there; None for the main one.
 

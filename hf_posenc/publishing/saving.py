@@ -54,7 +54,7 @@ def save_extended(
             for none. A card that somebody wrote is replaced by a text of yours only.
         push_to_hub: Name of the repository to push to, ``"OWNER/NAME"``. It is made before anything is written. Or one
             that ``make_repository`` made before.
-        private: Of a new repository; None for what the account has as its default.
+        private: Whether a new repository is private; None is the default of the account.
         token: For the Hub; None for that of the login.
         revision: Branch to push to, made if it is not there; None for the main one.
 

@@ -32,8 +32,8 @@ class TrainedRun:
     Attributes:
         documents: What it was trained on.
         held_out: Whether the measured texts are the last of those documents; else they were given apart.
-        settings: Of the run: learning_rate, seq_len, lora and so on, shown as they are.
-        stages: Of this run, in order; one that trains to one length only is one stage. Tokens of the card's
+        settings: Settings of the run: learning_rate, seq_len, lora and so on, shown as they are.
+        stages: Stages of this run, in order; one that trains to one length only is one stage. Tokens of the card's
             ``tokens_trained`` that are of none are those of earlier runs.
         lengths: That were to be measured, in tokens.
         unextended: Perplexities of the model without its extension, before training; empty where that is not the base.

@@ -46,7 +46,7 @@ def report(
     it took, and the commands to measure it all again.
 
     Args:
-        records: Of any number of models, from ``perplexity``, ``retrieval``, ``read_records`` or
+        records: Records of any number of models, from ``perplexity``, ``retrieval``, ``read_records`` or
             ``read_retrieval_records``; of repeats (equal ``run_key``) the last counts.
         output_dir: Gets ``report.html``, ``report.md``, and as ``.png`` and ``.svg`` ``perplexity_<protocol>``,
             ``positions_<protocol>``, ``retrieval_<task>``, ``retrieval_<task>_by_length``, ``frequencies`` and

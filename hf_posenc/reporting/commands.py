@@ -68,7 +68,7 @@ def _made(records: Iterable[Any], own: Callable[[list[Any], list[int]], _Own]) -
     """Return a command for each model and way of measuring, of all its methods and lengths.
 
     Args:
-        records: Of one kind.
+        records: Records of one kind.
         own: Returns what only this kind has, of the records of a command and their lengths.
     """
     groups: dict[str, list[Any]] = {}

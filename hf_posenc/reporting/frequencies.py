@@ -42,7 +42,7 @@ class PairRule:
     """What a method does to each rotary pair of a model.
 
     Attributes:
-        name: Of its row.
+        name: Name of the row of the model.
         spec: What the model was trained with.
         method: The requested method; method ``"none"`` for the model as it is.
         reach: The length it is looked at, in tokens: its target, or the longest measured of the unpatched model.

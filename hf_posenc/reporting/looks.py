@@ -54,7 +54,7 @@ def numbered_look(number: int, variant: int = 0) -> Look:
 
     Args:
         number: Two of them share a colour from six on, and no two of 14 a marker.
-        variant: Of lines that share a number, which one; they differ in their dashes.
+        variant: Which of the lines that share a number; they differ in their dashes.
     """
     dashes = DASHES[(number // len(COLOURS) + variant) % len(DASHES)]
     return Look(COLOURS[number % len(COLOURS)], _MARKERS[number % len(_MARKERS)], dashes)

@@ -137,7 +137,7 @@ class NumberTable(Block):
 
     Attributes:
         slug: Names it in the page's sort links.
-        heads: Of the columns: cells, or their texts.
+        heads: Headings of the columns: cells, or their texts.
         rows: As many cells each.
         small_heads: Names of the columns that the small lines of the first cells have in Markdown; none: they stay in
             the first column.

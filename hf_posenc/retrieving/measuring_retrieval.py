@@ -80,7 +80,7 @@ def retrieval(
         documents: The texts to hide things in; None takes the novels in the package.
         chat: Whether a prompt is a user's message in the tokenizer's chat template: "on", "off", or "auto", where there
             is a template.
-        seed: Of the first sample. The same seed gives the same prompts, whatever else is measured.
+        seed: Seed of the first sample. The same seed gives the same prompts, whatever else is measured.
         prefill_chunk: Feed a prompt in chunks of so many tokens: less memory for activations.
         output: JSON-lines file the records are appended to; prompts whose records are in it are not repeated.
         label: Free words for the records.

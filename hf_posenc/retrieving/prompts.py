@@ -31,7 +31,7 @@ class Prompt:
         context_length: Tokens of prompt and answer together, the answer at its longest; with several questions of a
             text, those of the longest.
         depth: Percent of the free text before the needle; None where nothing lies at one depth.
-        seed: Of everything random in the text and its questions.
+        seed: Seed of everything random in the text and its questions.
         question: Which of the questions of its text it is, from 0.
         num_questions: How many the text has.
         text_ids: The text, with the special tokens and the instruction before it. Questions of one text share it.
@@ -116,7 +116,7 @@ class PromptMaker:
             context_length: Tokens of prompt and answer together, the answer at its longest.
             depth: Percent of the free text before the needles of the answer; None spreads them. With several questions
                 all needles are spread: each lies at a random place of its own equal part of the text.
-            seed: Of everything random.
+            seed: Seed of everything random.
             num_questions: Questions of the text.
             spare: Tokens of ``context_length`` that are left free besides, for what another program adds.
 

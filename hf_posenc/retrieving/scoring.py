@@ -39,7 +39,7 @@ class Asked:
     Attributes:
         question_ids: What follows the text, to the beginning of the answer; empty if the text has it all.
         answer_ids: The right answer; at least one token.
-        max_new_tokens: Of the greedy answer at most; with 0 nothing is written.
+        max_new_tokens: Limit of the greedy answer; with 0 nothing is written.
         is_done: Says of the tokens of a greedy answer, after each, that no more are needed; None writes on to a stop or
             to ``max_new_tokens``.
     """

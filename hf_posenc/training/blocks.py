@@ -40,7 +40,7 @@ class TrainingBlocks(Dataset[dict[str, torch.Tensor]], abc.ABC):
         num_blocks: How many blocks the run reads.
 
     Attributes:
-        kinds: Of a mixture, the kind of data of each step; else None.
+        kinds: For a mixture, the kind of data of each step; else None.
     """
 
     kinds: Sequence[str] | None = None
@@ -94,7 +94,7 @@ class PackedBlocks(TrainingBlocks):
 
     Args:
         packed, positions, num_blocks: As for ``TrainingBlocks``.
-        seed: Of the order.
+        seed: Seed of the order.
     """
 
     def __init__(self, packed: PackedDocuments, positions: PositionSchedule, num_blocks: int, seed: int) -> None:
@@ -161,8 +161,8 @@ class MixedBlocks(TrainingBlocks):
     Args:
         packed, positions: As for ``TrainingBlocks``.
         makers: The kinds by name.
-        shares: Of each kind in the steps.
-        num_steps, blocks_per_step: Of the run.
+        shares: Shares of each kind in the steps.
+        num_steps, blocks_per_step: Numbers of steps of the run and of blocks a step.
 
     Raises:
         ValueError: There is no step for a kind.
@@ -274,7 +274,7 @@ def log_packing(
     """Say what is trained on, and warn when it holds hardly any long distance to learn from, where that is wanted.
 
     Args:
-        summary: Of the blocks.
+        summary: Summary of the blocks.
         original_length: Tokens the model was trained on.
         wants_distances: The run is to teach longer ones.
         group: Tokens of a group of shifted sparse attention; None for no groups.
@@ -333,7 +333,7 @@ def warn_about_distances(share: float, original_length: int, group: int | None) 
     """Warn where hardly any of the trained tokens see a distance beyond the original length.
 
     Args:
-        share: Of the tokens that do, 0 to 1.
+        share: Share of the tokens that do, 0 to 1.
         original_length: Tokens the model was trained on.
         group: Tokens of a group of shifted sparse attention; None for no groups.
     """

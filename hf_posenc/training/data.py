@@ -54,7 +54,7 @@ def read_texts(
         tokenizer: The model's.
         documents, eval_documents: As for ``finetune``.
         data: What of the documents counts, how much of a stream is read, and what is measured.
-        vocab_size: Of the model.
+        vocab_size: Vocabulary size of the model.
 
     Raises:
         ValueError: No documents, none that counts in the loss, or token ids that the model has no embedding for.
@@ -85,10 +85,10 @@ def make_blocks(
 
     Args:
         tokenizer: Its EOS ends each document.
-        texts: Of the run.
+        texts: Texts of the run.
         data: How blocks are made.
         stage: How long they are, how their positions run, and how many of them are read.
-        vocab_size: Of the model.
+        vocab_size: Vocabulary size of the model.
 
     Raises:
         ValueError: The texts are too short, or kinds of data (``task_mix``) do not suit them.

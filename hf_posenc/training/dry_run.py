@@ -37,7 +37,7 @@ def dry_run(
     the launch are checked, and so where no model can be built from a config, which loading it reports.
 
     Args:
-        name: Of the model on the Hub, or its folder.
+        name: Name of the model on the Hub, or its folder.
         config: The run.
         launch: How the processes of the run were started.
         attention: ``attn_implementation``; None leaves it to Transformers.

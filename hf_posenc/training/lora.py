@@ -22,7 +22,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings) -> Any:
 
     Args:
         model: The causal language model; it is changed in place.
-        settings: Of the adapters.
+        settings: Settings of the adapters.
 
     Raises:
         ValueError: No linear layer inside an attention module, by name.

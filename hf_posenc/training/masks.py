@@ -67,7 +67,7 @@ def finished_masks(config: PreTrainedConfig, embedded: torch.Tensor, position_id
 
     Args:
         config: The model's text config.
-        embedded: Of a batch's shape ``(batch, length, any)``, its dtype that of the masks.
+        embedded: Tensor ``(batch, length, any)``, which gives the masks their shape and dtype.
         position_ids: ``(batch, length)``.
     """
     from transformers import masking_utils

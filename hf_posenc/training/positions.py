@@ -29,9 +29,9 @@ class PositionSchedule:
         kind: ``full``, ``pose``, ``cream`` or ``random``.
         original_length: What the model was trained on.
         target_length: What it is extended to; positions stay below.
-        chunks: Of a document's part in a block, for ``pose``.
+        chunks: Chunks of a document's part in a block, for ``pose``.
         short_share: Share of the blocks that are read as windows of the original length; 0 to 1.
-        seed: Of what is drawn.
+        seed: Seed of what is drawn.
 
     Raises:
         ValueError: Nothing can be skipped, because the target is not longer than the original length.
@@ -61,7 +61,7 @@ class PositionSchedule:
 
         Args:
             index: In the order of training.
-            lengths: Of the documents, or parts of documents, in it.
+            lengths: Lengths of the documents, or parts of documents, in it.
             short: Whether it is read as short windows; None: as ``short_share`` says.
 
         Returns:

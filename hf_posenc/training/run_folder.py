@@ -97,8 +97,8 @@ def move_into_place(folder: Path, step: int, kept: int | None) -> None:
     Checkpoints of later steps belong to a continuation that is now another one.
 
     Args:
-        folder: Of the run.
-        step: Of the checkpoint.
+        folder: Folder of the run.
+        step: Step of the checkpoint.
         kept: How many checkpoints up to this step are kept, the last ones; None keeps all.
     """
     written = folder / PARTIAL / f"checkpoint-{step}"

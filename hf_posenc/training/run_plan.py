@@ -87,7 +87,7 @@ class StagePlan:
         seq_len: Tokens of a block.
         blocks_per_step: Blocks of an optimizer step, over all processes.
         max_steps: Optimizer steps.
-        seed: Of the order of documents and blocks, and of new weights.
+        seed: Seed of the order of documents and blocks, and of new weights.
         group: Tokens of a group of shifted sparse attention; None without it.
         wants_distances: The stage is to teach longer distances than the model knows.
         trainer: The keywords of TrainingArguments.
@@ -481,7 +481,7 @@ def why_not_flash(
         changes_attention: The method, or shifted sparse attention, changes the attention itself.
         bf16: The run computes in bfloat16.
         batch_size: Blocks in one forward pass.
-        kind: Of the position schedule.
+        kind: Kind of the position schedule.
         cp_size: Processes that share a sequence by context parallelism.
     """
     reasons = {

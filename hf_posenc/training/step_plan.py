@@ -10,7 +10,7 @@ class LoraSettings:
     """Adapters to train.
 
     Attributes:
-        rank: Of the adapters.
+        rank: Rank of the adapters.
         alpha: The output of the adapters is scaled by ``alpha / rank``.
         targets: Layers that get adapters: ``"attention"``, or ``"all-linear"`` as PEFT means it: all but the head.
         embeddings: The embedding and the norms are trained too.

@@ -29,7 +29,7 @@ class LossLog(TrainerCallback):
         path: The file.
         tokens_per_step: Tokens one optimizer step is trained on, over all devices.
         tokens_before: Tokens of earlier runs, counted on from.
-        kinds: Of a mixture the kind of data of each step, which its line says too, with the tokens in its loss.
+        kinds: For a mixture, the kind of data of each step; the line of a step has it, and the tokens in its loss.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class FinetuneResult:
         train_loss: Mean of the losses of its steps, nats per token.
         records: Perplexities of the model without its extension (``method`` is "none"), where it was the base model;
             then those of the extended model before and after, distinguished by ``tokens_trained``.
-        seconds: Of training, over all resumed parts.
+        seconds: Seconds of training, over all resumed parts.
     """
 
     output_dir: Path

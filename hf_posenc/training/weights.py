@@ -65,7 +65,7 @@ def unshard(model: nn.Module, before: _Kept, dtypes: Mapping[str, torch.dtype]) 
 
     Args:
         model: The model, in place; nothing happens to one that is not sharded but for its hooks.
-        before: Of ``remember_modules``, before training.
+        before: What ``remember_modules`` returned before training.
         dtypes: By parameter, the dtype to gather it in; those left out are gathered as they are.
 
     Raises:

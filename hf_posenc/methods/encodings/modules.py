@@ -44,10 +44,10 @@ class DistanceTable(AddedToLogits):
         """Make one.
 
         Args:
-            num_heads: Of the queries.
+            num_heads: Number of query heads.
             num_classes: Rows of the table.
             classify: From key position minus query position to a row.
-            std: Of the normal distribution it is drawn from.
+            std: Standard deviation of the normal distribution it is drawn from.
         """
         super().__init__()
         self.classify = classify

@@ -28,7 +28,7 @@ def sinusoidal_table(positions: torch.Tensor, width: int, base: float = 10000.0)
     Args:
         positions: Tokens before each, of any shape.
         width: Features, even.
-        base: Of the geometric series of wavelengths.
+        base: Base of the geometric series of wavelengths.
 
     Raises:
         ValueError: ``width`` is odd.
@@ -71,7 +71,7 @@ class SinusoidalTable(AddedToEmbeddings):
             width: Features of the embeddings.
             scale: What multiplies the table. In the paper embeddings have variance 1, and those of a Llama 0.02 ** 2:
                 unscaled, the table would drown them.
-            base: Of the geometric series of wavelengths.
+            base: Base of the geometric series of wavelengths.
         """
         super().__init__()
         sinusoidal_table(torch.zeros(1), width)  # raises on an odd width

@@ -28,7 +28,7 @@ def t5_buckets(
     Args:
         relative: Key position minus query position, int64.
         bidirectional: Whether keys after the query have the upper half of the buckets; else they are in bucket 0.
-        num_buckets: Of all.
+        num_buckets: Number of all buckets.
         max_distance: In tokens.
 
     Reference: Raffel et al. 2019, arXiv:1910.10683, section 2.1; ``_relative_position_bucket`` of its code.

@@ -25,7 +25,7 @@ class Question:
         needles: Which needles hold the answer, as indices in ``Puzzle.needles``. A question with one has its depth.
         ordered: Whether the order of the answers is the only right one; if not, teacher forcing says nothing.
         choices: Where the answer is one of a few, these: a model that writes several has answered with the first.
-        spare_tokens: Of a written answer, beyond those of the right one.
+        spare_tokens: Tokens that a written answer may have beyond those of the right one.
     """
 
     text: str
