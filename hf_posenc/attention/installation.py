@@ -66,7 +66,7 @@ def check_attention(rotary: RotaryModel, extension: Extension) -> Rotation:
 
 
 def refusal_of_family(rotary: RotaryModel) -> Refusal | None:
-    """Return why methods that run in attention are not for a model's family; None if they are."""
+    """Return the reason why methods that run in attention do not suit a model's family; None if they do."""
     config, model, found = rotary.text_config, rotary.model, rotary.rotary_modules
     name, family = config.model_type, family_of(config.model_type)
     if looks_ahead(rotary):
@@ -95,7 +95,7 @@ def looks_ahead(rotary: RotaryModel) -> bool:
 
 
 def refusal_of_settings(config: PreTrainedConfig) -> Refusal | None:
-    """Return why they are not for a model with these settings; None if they are."""
+    """Return the reason why they do not suit a model with these settings; None if they do."""
     name = config.model_type
     if declared_rope(config).get("rope_type") == "proportional":
         return Refusal(name, "unrotated_pairs")

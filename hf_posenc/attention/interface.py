@@ -195,6 +195,6 @@ def attending_by(configs: Sequence[Any], layers: Mapping[nn.Module, tuple[Any, s
 
 
 def count_layers(model: nn.Module, attention: PositionalAttention[Any]) -> int:
-    """Return how many attention layers of a model attend by it."""
+    """Return the number of attention layers of a model that attend by it."""
     found = (module.__dict__.get(_ATTENTION) for module in model.modules())
     return sum(entry is not None and entry[0] is attention and entry[1] == FULL for entry in found)

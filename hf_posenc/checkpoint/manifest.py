@@ -159,7 +159,7 @@ def find_manifest(source: str | Path, kwargs: Mapping[str, Any] | None = None) -
 
 
 def tokens_trained(source: str | Path) -> int | None:
-    """Return how many tokens a model was fine-tuned on, as its manifest says; 0 without a manifest, None if unknown."""
+    """Return the number of tokens of fine-tuning in a manifest; 0 without a manifest, None if unknown."""
     found = find_manifest(source)
     return 0 if found is None else found[0]["tokens_trained"]
 

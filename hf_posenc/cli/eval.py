@@ -147,7 +147,7 @@ def _usual(what: EvalArguments) -> EvalArguments:
 def compare_config(
     name: str, what: EvalArguments, prompts: RetrievalConfig, extension: ExtensionConfig, options: OptionArguments
 ) -> CompareConfig:
-    """Return what ``--method auto`` compares.
+    """Return the settings of a comparison by ``--method auto``.
 
     Raises:
         ValueError: Several lengths, or a flag that it has no use for.

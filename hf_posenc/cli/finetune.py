@@ -167,7 +167,7 @@ def run_finetune(
 
 
 def _read_chat_template(path: str | None) -> str | None:
-    """Return what a chat template's file holds.
+    """Return the content of a chat template's file.
 
     Raises:
         FileNotFoundError: The file does not exist.

@@ -68,7 +68,7 @@ def list_known(argv: Sequence[str]) -> None:
 
 
 def _explained(name: str, model: str | None, extension: ExtensionConfig, options: dict[str, Any]) -> str:
-    """Return what a method does to a model, or how an encoding works on it."""
+    """Return the effect of a method on a model, or the working of an encoding."""
     if extension.rope_scaling is not None:
         raise InvalidRequestError("--rope-scaling: give the method by its name, and how far by --factor.")
     from hf_posenc.explain.subject import read_subject

@@ -54,7 +54,7 @@ class Candidate:
 
 
 def kind_of(method: str, rule: Method | None = None) -> int:
-    """Return how hard a method, with its default options or those of ``rule``, is to serve.
+    """Return the difficulty of serving a method, with its default options or those of ``rule``.
 
     Returns:
         ``UNPATCHED`` to ``OTHER``.

@@ -130,7 +130,7 @@ _ADVANTAGE = {
 
 
 def _price(taken: str, rows: Mapping[str, Sequence[AnyRecord]]) -> list[str]:
-    """Return what short texts pay, and whether it ends before the requested length."""
+    """Return the cost for short texts, and whether the curve ends before the requested length."""
     if taken == "none":
         return []
     row = reach([*rows.get("none", ()), *rows[taken]])[-1]

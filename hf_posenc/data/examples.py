@@ -270,7 +270,7 @@ class ExampleTokenizer:
 
 
 def common_prefix(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many tokens, or characters, two rows of them begin with alike."""
+    """Return the number of equal tokens, or characters, at the beginning of two rows."""
     pairs = zip(one, other, strict=False)
     return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 

@@ -62,7 +62,7 @@ def _load(path: Path, where: str) -> PreTrainedModel:
 
 
 def held_by_modules(rotary: RotaryModel) -> list[str]:
-    """Return what each rotary module of the decoder holds, in words."""
+    """Return the contents of each rotary module of the decoder, in words."""
     try:
         modules, prefix = rotary.rotary_modules, rotary.prefix
     except ValueError:

@@ -75,7 +75,7 @@ def base_config(config: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[
 
 
 def check_base(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[Finding]:
-    """Return what was changed of the base model's positions since the folder was saved.
+    """Return the changes of the base model's positions since the folder was saved.
 
     Args:
         config: The config.json in the folder.
@@ -95,7 +95,7 @@ def check_base(config: Mapping[str, Any], base: Mapping[str, Any]) -> list[Findi
 
 
 def check_tokenizer_limit(limit: Any, manifest: Mapping[str, Any]) -> list[Finding]:
-    """Return what is wrong with a tokenizer's ``model_max_length``."""
+    """Return the findings about a tokenizer's ``model_max_length``."""
     target = manifest["context_length"]
     if not isinstance(limit, (int, float)) or limit >= target:
         return []

@@ -329,7 +329,7 @@ def _options(rope_type: str, parameters: Mapping[str, Any], factor: float, origi
 
 
 def yarn_temperature(parameters: Mapping[str, Any], factor: float) -> float:
-    """Return what a dict's yarn rule multiplies cos and sin by, as Transformers reads it: not ``attn_factor``."""
+    """Return the attention factor of a dict's yarn rule, as Transformers reads it: not ``attn_factor``."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -74,7 +74,7 @@ class InstalledEncoding:
         return None
 
     def layers(self, model: PreTrainedModel) -> int:
-        """Return how many attention layers apply it; 0 where it is added to the embeddings."""
+        """Return the number of attention layers that apply it; 0 where it is added to the embeddings."""
         return count_layers(model, self.applied_by) if isinstance(self.applied_by, EncodingAttention) else 0
 
     def remove(self, rotary: RotaryModel) -> None:
@@ -189,7 +189,7 @@ def refuse_adapter(base: nn.Module, advice: str) -> None:
 
 
 def _several_ropes(config: PreTrainedConfig, method: Method) -> Refusal | None:
-    """Return why the model's own RoPE cannot be installed: its layer types differ, and no value was given."""
+    """Return the refusal of the model's own RoPE where its layer types differ and no value was given; else None."""
     kinds = set(getattr(config, "layer_types", None) or ())
     own = [settings for kind, settings in config.rope_parameters.items() if kind in kinds]
     for name, unset in (("rope_theta", None), ("partial_rotary_factor", 1.0)):

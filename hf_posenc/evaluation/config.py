@@ -233,7 +233,7 @@ class KeyTokens:
 
 
 def short_step(short_context: int) -> int:
-    """Return how many tokens share one short context."""
+    """Return the number of tokens that share one short context."""
     return max(1, short_context // _SHARES)
 
 

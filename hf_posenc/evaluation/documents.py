@@ -271,7 +271,7 @@ def texts_of(
 
 
 def count_documents(run: Run, texts: Sequence[torch.Tensor], ids: Sequence[torch.Tensor], config: EvalConfig) -> int:
-    """Return how many documents a run's texts are made of."""
+    """Return the number of documents that a run's texts are made of."""
     return len(spread(ids, config.max_documents) if run.rule.shape == "stream" else texts)
 
 

@@ -154,7 +154,7 @@ class ExtendedLM(HFLM):  # type: ignore[misc]  # lm-eval may not be installed wh
         return int(super().max_length if length is None else length)
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm-eval writes about the model into its results, and how it is extended."""
+        """Return the facts that lm-eval writes about the model into its results, with the extension."""
         facts = {"version": __version__, **describe(self.model), "tokens_trained": self._tokens_trained}
         return {**super().get_model_info(), "hf_posenc": {**facts, "max_length": self.max_length}}
 

@@ -96,7 +96,7 @@ def window_losses(
 
 
 def default_batch_size(model: PreTrainedModel, window: int) -> int:
-    """Return how many windows of ``window`` tokens are fed together: 1 for long ones.
+    """Return the number of windows of ``window`` tokens that are fed together: 1 for long ones.
 
     On a CPU a few hundred tokens keep the cores busy, and more only leave the cache; a GPU wants thousands.
     """

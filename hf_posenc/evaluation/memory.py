@@ -63,7 +63,7 @@ class MemoryNeed:
 
 
 def default_logits_chunk(vocab_size: int) -> int:
-    """Return how many rows of logits exist at one time: 64 MiB of them in float32, at most 1024 rows."""
+    """Return the number of rows of logits that exist at one time: 64 MiB of them in float32, at most 1024 rows."""
     return max(1, min(DEFAULT_ROWS_PER_CHUNK, _LOGITS_BYTES // (_FLOAT32 * vocab_size)))
 
 

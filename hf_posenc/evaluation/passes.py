@@ -227,7 +227,7 @@ class ProgressFile:
 
 
 def default_bucket(original_length: int | None) -> int:
-    """Return how many positions share a bucket: a 32nd of the original length, at least 16; 256 where it is unknown."""
+    """Return the number of positions that share a bucket: a 32nd of the original length, at least 16; else 256."""
     return _WIDTH_WITHOUT_ORIGINAL if original_length is None else max(_NARROWEST, original_length // _STRETCHES)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def row_key(record: AnyRecord) -> tuple[object, ...]:
-    """Return what is equal among the records of one row, and of no other."""
+    """Return the key that all records of one row share, and no others."""
     options = json.dumps(record.options, sort_keys=True)
     who = (record.model, record.dtype, record.attn_implementation, record.label)
     return (*who, record.method, record.factor, options, record.tokens_trained)
@@ -44,7 +44,7 @@ def short_model_names(models: Iterable[str]) -> dict[str, str]:
 
 
 def training_words(record: AnyRecord, count: Callable[[int], str] = "{:,}".format) -> str:
-    """Return how much a row was trained, such as "after 1,000 tokens"; empty for a model as it was published.
+    """Return the amount of training of a row, such as "after 1,000 tokens"; empty for a model as it was published.
 
     Args:
         record: One of the row.

@@ -178,7 +178,7 @@ class Run:
         }
 
     def fed(self, num_tokens: int) -> int:
-        """Return how many of a document's first tokens the number depends on."""
+        """Return the number of a document's first tokens that the result depends on."""
         return self.context_length if self.rule.shape == "beginning" else num_tokens
 
     def scored(self, num_tokens: int) -> range:

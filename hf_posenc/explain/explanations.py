@@ -24,7 +24,7 @@ _PAIR_ROWS = 12  # of the small table of pairs, besides those where something be
 
 
 def explain_method(subject: Subject, extension: Extension) -> Explanation:
-    """Return what a method does to a model."""
+    """Return the effect of a method on a model."""
     spec, method, reach = extension.spec, extension.method, extension.context_length
     rule = PairRule(f"{method.name} x{method.factor:.4g}", spec, method, reach)
     title = f"{rule.name}: {length_name(spec.original_max_position_embeddings)} -> {length_name(reach)} tokens"

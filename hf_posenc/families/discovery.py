@@ -78,7 +78,7 @@ def _rotary_in_chunks_only(config: PreTrainedConfig) -> bool:
 
 
 def _refusal_of_layer_bases(config: PreTrainedConfig) -> Refusal | None:
-    """Return why a model with a base for each layer (Granite SWA) cannot be scaled; None if they are all one."""
+    """Return the refusal of a model whose layers have different bases (Granite SWA); None if the bases are equal."""
     full = [
         base for base, kind in zip(config.layer_rope_theta, config.layer_types, strict=True) if kind in FULL_ATTENTION
     ]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def unmasked_layers(rotary: RotaryModel) -> dict[str, int]:
-    """Return how many layers of a model no mask can keep packed documents apart in, by their kind.
+    """Return the number of layers, by kind, in which no mask can keep packed documents apart.
 
     By structure, whatever the weights are: the layer types that the config names, and of layers without such a name,
     or with that of attention, those that hold a convolution (Falcon-H1 of Transformers 5.0 names no types).

@@ -361,7 +361,7 @@ def _parameters(run: FitRun, start: Frequencies) -> RuleParameters:
 
 
 def _settings(config: FitConfig) -> dict[str, Any]:
-    """Return what decides the rule: all settings but those of the measurement."""
+    """Return the settings that decide the rule: all but those of the measurement."""
     left_out = (
         "seed",
         "seeds",

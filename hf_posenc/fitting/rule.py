@@ -93,7 +93,7 @@ class RuleParameters(nn.Module):
         return plain * torch.cat((kept, -self.log_divisors, rest)).exp()
 
     def attention_factor(self) -> torch.Tensor:
-        """Return what multiplies cos and sin, differentiable."""
+        """Return the factor of cos and sin, differentiable."""
         return self.log_factor.exp()
 
     def roughness(self) -> torch.Tensor:

@@ -77,6 +77,6 @@ def _split(ids: Sequence[torch.Tensor], target: int, max_texts: int, held_out: i
 
 
 def _missing(ids: Sequence[torch.Tensor], target: int, held_out: int) -> int:
-    """Return how many tokens the documents that are nearest to the target length lack, all together."""
+    """Return the number of tokens that the documents nearest to the target length lack, all together."""
     lengths = sorted((min(len(row), target) for row in ids), reverse=True)[: held_out + 1]
     return (held_out + 1) * target - sum(lengths)

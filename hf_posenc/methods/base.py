@@ -337,7 +337,7 @@ class AttentionMethod(Method):
         """Return up to how many tokens a text is read by the unpatched model."""
 
     def query_factors(self, spec: RopeSpec, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return what multiplies the queries at these positions, float64, same shape; None if that is nothing.
+        """Return the factors of the queries at these positions, float64, same shape; None if there are none.
 
         ``log_n``: ``max(1, ln(p + 1) / ln(original))`` (Su 2021, kexue.fm/archives/8823; used by ReRoPE's code).
         """
@@ -422,7 +422,7 @@ class DistanceMethod(AttentionMethod):
 
     @abc.abstractmethod
     def regions(self, spec: RopeSpec) -> Regions:
-        """Return which keys a query sees at which distance.
+        """Return the keys that a query sees, with their distances.
 
         Raises:
             ValueError: An option does not fit the model.

@@ -66,7 +66,7 @@ class DualChunkAttention(DistanceMethod):
         return f"Chunks are {self.regions(spec).chunk:,} tokens long."
 
     def query_factors(self, spec: RopeSpec, positions: torch.Tensor) -> torch.Tensor | None:
-        """Return what multiplies the queries; besides ``log_n``, ``sharpen``: ``(0.05 ln s + 1) ** 2``.
+        """Return the factors of the queries; besides ``log_n``, ``sharpen``: ``(0.05 ln s + 1) ** 2``.
 
         s is the query's own length / original, >= 1. The code of the paper (``chunkllama_attn_replace.py``) always
         does, and multiplies queries and keys by the root of it, with one s for all: the longest text its rotary module

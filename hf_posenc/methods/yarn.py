@@ -91,7 +91,7 @@ class Yarn(YarnOptions, StaticMethod):
         return plain / (share * self.factor + (1 - share))
 
     def _attention_factor(self) -> float:
-        """Return what multiplies cos and sin: given, DeepSeek's quotient, or ``0.1 ln(factor) + 1``.
+        """Return the factor of cos and sin: the given one, DeepSeek's quotient, or ``0.1 ln(factor) + 1``.
 
         Reference: arXiv:2309.00071, section 3.4, equation 22; DeepSeek-V2, arXiv:2405.04434, for the quotient.
         """

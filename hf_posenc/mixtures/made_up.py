@@ -34,7 +34,7 @@ _BETWEEN_GROUPS = "/_:+"  # no hyphen, as UUIDs have
 
 
 def longest_mark(seq_len: int) -> int:
-    """Return how many letters and digits a mark has at most: few in short blocks, which have to hold enough of them."""
+    """Return the largest number of letters and digits of a mark: few in short blocks, which need enough marks."""
     return max(6, min(_LONGEST_MARK, 3 * (seq_len // 200)))
 
 

@@ -19,7 +19,7 @@ from hf_posenc.utils.warning import warn_user
 
 
 def rope_parameters_of(model_type: str, label: str | None, method: Method, spec: RopeSpec) -> dict[str, Any]:
-    """Return how a method is written for a family: by its own name unless Transformers would read that otherwise."""
+    """Return the ``rope_parameters`` of a method, as longrope where Transformers would read its own otherwise."""
     if family_of(model_type).longrope_only and not method.needs_hf_posenc:
         return method.longrope_parameters(spec)
     return method.rope_parameters(spec, per_layer_type=label is not None)
@@ -118,7 +118,7 @@ def _plain_again(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
 
 
 def _without_scaling(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of ``rope_parameters`` is no part of a scaling."""
+    """Return the keys of ``rope_parameters`` that are no part of a scaling."""
     return {key: value for key, value in parameters.items() if key not in SCALING_KEYS}
 
 

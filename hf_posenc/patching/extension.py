@@ -47,7 +47,7 @@ SCALING_KEYS = frozenset(
 
 
 def rotary_width(head_dim: int, parameters: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many features of a head rotate in ``rope_parameters``, and how many of their pairs never do."""
+    """Return the number of features of a head that rotate in ``rope_parameters``, and of their pairs that never do."""
     share = parameters.get("partial_rotary_factor", 1.0)
     if parameters.get("rope_type") == "proportional":
         return head_dim, head_dim // 2 - int(share * head_dim // 2)

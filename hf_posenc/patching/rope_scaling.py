@@ -87,7 +87,7 @@ class RopeScalingDictionary:
 
 
 def read_rope_scaling(given: Mapping[str, Any] | str) -> RopeScalingDictionary:
-    """Return what a ``rope_scaling`` dictionary asks for.
+    """Return the request that a ``rope_scaling`` dictionary makes.
 
     Args:
         given: Such as ``{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}``; ``type`` is

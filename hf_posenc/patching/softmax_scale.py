@@ -50,7 +50,7 @@ def partial_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def live_scale(module: nn.Module) -> float:
-    """Return what an attention module multiplies its logits by before the softmax."""
+    """Return the factor by which an attention module multiplies its logits before the softmax."""
     return float(vars(module)["scaling"])
 
 
@@ -71,5 +71,5 @@ def expected_scale(module: nn.Module, method: Method | None) -> float:
 
 
 def attention_factor_of(extension: Extension) -> float:
-    """Return what an extension multiplies queries and keys by, each, wherever that happens."""
+    """Return the factor by which an extension multiplies queries and keys, each, wherever that happens."""
     return extension.method.frequencies(extension.spec)[1]

@@ -173,7 +173,7 @@ def check_rotary(
 
 
 def live_attention_factor(rotary: RotaryModel, module: nn.Module, prefix: str) -> float:
-    """Return what a rotary module multiplies cos and sin by, in texts up to the original length."""
+    """Return the factor by which a rotary module multiplies cos and sin, in texts up to the original length."""
     parameters: Any = module.config.rope_parameters  # type: ignore[union-attr]  # rotary modules have one
     names = family_of(rotary.model_type).attention_factor_names
     if names and parameters["rope_type"] != "default":  # its forward reads the config

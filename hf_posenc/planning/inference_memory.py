@@ -46,7 +46,7 @@ class KvCache:
 
 
 def kv_cache(config: PreTrainedConfig, num_tokens: int) -> KvCache:
-    """Return what Transformers' own cache of one sequence takes, in the config's dtype.
+    """Return the size of Transformers' own cache of one sequence, in the config's dtype.
 
     The cache is filled by a model without data, so windows, latent attention and layers that keep no keys count as
     they are. Of deep models a few layers are run (``for_all_layers``).
@@ -130,7 +130,7 @@ def predict_readings(
     gpu_memory: int | None = None,
     gpus: int = 1,
 ) -> tuple[Reading, ...]:
-    """Return what a text takes, for weights in 16 (or 32), 8 and 4 bits.
+    """Return the memory of a text, for weights in 16 (or 32), 8 and 4 bits.
 
     Args:
         config: The model's, in the dtype it computes in.
@@ -173,7 +173,7 @@ class _HeldWeights:
         self.name = dtype_name(dtype) if bits is None else f"{bits}-bit"
 
     def reading(self, length: int) -> Reading:
-        """Return what a text of ``length`` tokens takes."""
+        """Return the memory of a text of ``length`` tokens."""
         fed = min(READ_CHUNK, length)
         beside, cache = footprint(self._extension(length), length, fed), self.cache.at(length)
         need = predict_memory(self.shape, length, prefill_chunk=READ_CHUNK)

@@ -45,7 +45,7 @@ def possible_static_method(config: PreTrainedConfig, original: int | None, targe
 
 
 def why_not_staged(config: PreTrainedConfig, original: int | None, target: int) -> str | None:
-    """Return why ``patch_model`` refuses the method to read with without training; None if it does not.
+    """Return the reason why ``patch_model`` refuses the method to read with without training; None if it does not.
 
     Args:
         config, original, target: As for ``possible_static_method``, which accepts the model.

@@ -379,7 +379,7 @@ def _source(facts: CardFacts) -> str:
 
 
 def _without_hf_posenc(facts: CardFacts) -> str | None:
-    """Return what happens where hf_posenc does not load the model; None where it need not."""
+    """Return a sentence on loading the model without hf_posenc; None where this changes nothing."""
     if facts.is_adapter:
         return "PEFT alone puts the adapter on its base model without the extension, and the result reads wrong."
     if _is_whole_in_config(facts):

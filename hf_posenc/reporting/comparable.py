@@ -336,7 +336,7 @@ def counted_words(shares: Iterable[Share]) -> str:
 
 
 def rule_name(record: Record | RetrievalRecord) -> str:
-    """Return how a model was extended, such as ``yarn x4 (beta_fast=16)``."""
+    """Return the name of a model's extension, such as ``yarn x4 (beta_fast=16)``."""
     name = "unpatched" if record.method == "none" else f"{record.method} x{record.factor:g}"
     if said := named_options(record.method, record.options):
         values = {key: json.dumps(value).strip('"') for key, value in said.items()}
@@ -345,7 +345,7 @@ def rule_name(record: Record | RetrievalRecord) -> str:
 
 
 def _difference(records: Sequence[Record], name_of: Callable[[Record], str] = rule_name) -> str | None:
-    """Return why numbers cannot be in one table, in words: other text, another way, two runs of one row; or None.
+    """Return the reason why numbers cannot be in one table (other text, another way, two runs of one row), or None.
 
     Args:
         records: In order.
@@ -481,7 +481,7 @@ def _prompt_runs(records: Sequence[RetrievalRecord]) -> list[tuple[RetrievalReco
 
 
 def _prompt_difference(rows: Sequence[GridRow]) -> str | None:
-    """Return why rows cannot be in one table: not the same prompts at each length they share; or None."""
+    """Return the reason why rows cannot be in one table (not the same prompts at each length they share), or None."""
     first = rows[0].records[0]
     seen: dict[int, tuple[GridRow, dict[tuple[float | None, int, int], str]]] = {}
     names: set[str] = set()

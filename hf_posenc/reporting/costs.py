@@ -54,7 +54,7 @@ def cost_panel(found: Table | Grid, looks: Looks) -> Panel:
 
 
 def row_costs(row: Row | GridRow) -> dict[int, Cost]:
-    """Return what each length of a row took.
+    """Return the costs of each length of a row.
 
     Records of one pass carry the same time, to the last bit, which no two passes do.
     """

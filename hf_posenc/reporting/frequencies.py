@@ -83,7 +83,7 @@ class PairRule:
         return plain_frequencies(self.spec)
 
     def unseen(self) -> int | None:
-        """Return how many pairs reach angles they never had in training; None of a rule that changes distances.
+        """Return the number of pairs that reach unseen angles; None for a rule that changes distances.
 
         A pair that completed a rotation has had every angle; one that did not has had none beyond its last one.
         """
@@ -94,18 +94,18 @@ class PairRule:
         return sum(had < 1 and comes > had * (1 + _EPSILON) for had, comes in pairs)
 
     def shares(self) -> tuple[int, int, int]:
-        """Return how many of the rotated pairs are kept, in between, and stretched by the whole factor or more."""
+        """Return the numbers of rotated pairs that are kept, in between, and stretched by the whole factor or more."""
         found = [self.share_of(pair) for pair in range(len(self.stretch))]
         return found.count("kept"), found.count("blended"), found.count("stretched")
 
     def share_of(self, pair: int) -> str:
-        """Return which of these a rotated pair is: ``"kept"``, ``"blended"`` or ``"stretched"``."""
+        """Return the class of a rotated pair: ``"kept"``, ``"blended"`` or ``"stretched"``."""
         if self.stretch[pair] <= 1 + _SAME:
             return "kept"
         return "stretched" if self.stretch[pair] >= self.method.factor * (1 - _SAME) else "blended"
 
     def incomplete(self) -> tuple[int, int]:
-        """Return how many rotated pairs complete no rotation: in training, and under the rule within ``reach``."""
+        """Return the numbers of pairs that complete no rotation: in training, and under the rule within ``reach``."""
         rotated = self.spec.rotated_pairs
         reached = (self.frequencies[0][:rotated] * self.reach / (2 * math.pi)).tolist()
         return sum(rotations < 1 for rotations in self.rotations[:rotated]), sum(rotations < 1 for rotations in reached)

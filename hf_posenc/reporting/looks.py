@@ -61,7 +61,7 @@ def numbered_look(number: int, variant: int = 0) -> Look:
 
 
 def make_looks(records: Sequence[Record | RetrievalRecord]) -> Looks:
-    """Return how each row of a report is drawn in all of its charts, by ``row_key``.
+    """Return the look of each row of a report in all of its charts, by ``row_key``.
 
     The colour and the marker are the method's. Its rows (factors, options, models, labels) differ in their dashes. What
     was trained is bold with a filled marker, what was not is thin with a hollow one. Past eight rows of a method, half

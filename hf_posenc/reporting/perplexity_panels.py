@@ -174,7 +174,7 @@ def legend(table: Table) -> str:
 
 
 def _measured(table: Table) -> list[tuple[str, str]]:
-    """Return what has to be the same to measure these numbers again, as pairs of a name and a value."""
+    """Return the settings that measure these numbers again, as pairs of a name and a value."""
     first, longest = table.records[0], table.at_length(table.lengths[-1])
     strides = dict.fromkeys(f"{table.at_length(n).stride} at {length_name(n)}" for n in table.lengths)
     return [

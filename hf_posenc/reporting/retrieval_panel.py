@@ -146,7 +146,7 @@ def _depth_name(depths: Depths | None) -> str:
 
 
 def _measured(grid: Grid) -> list[tuple[str, str]]:
-    """Return what has to be the same to measure these numbers again, as pairs of a name and a value."""
+    """Return the settings that measure these numbers again, as pairs of a name and a value."""
     seeds = sorted({record.seed for record in grid.records})
     depths = f"Of the text before the needle: {', '.join(map(_depth_name, grid.depths))}."
     return [
@@ -161,7 +161,7 @@ def _measured(grid: Grid) -> list[tuple[str, str]]:
 
 
 def _prompts(grid: Grid) -> str:
-    """Return how many prompts there are at each length, or how many questions in how many texts."""
+    """Return the number of prompts at each length, or the numbers of questions and texts."""
     shares = {n: share for n in grid.lengths if (share := grid.rows[0].share("written", n)) is not None}
     return ", ".join(
         f"{one.counted.removesuffix(' prompts').removesuffix(' prompt')} at {length_name(n)}"

@@ -49,7 +49,7 @@ class Haystack:
         return Haystack(self.ids[start:stop], [at - start for at in self.ends[first:end]])
 
     def position_of(self, depth: float) -> int:
-        """Return how many tokens lie before a depth in percent: where the nearest sentence ends, if one is near."""
+        """Return the number of tokens before a depth in percent: to the end of the nearest sentence, if one is near."""
         exact = round(len(self.ids) * depth / 100)
         if exact in (0, len(self.ids)):
             return exact

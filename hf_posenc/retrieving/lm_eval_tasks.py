@@ -103,7 +103,7 @@ def write_task_files(names: Sequence[str], folder: Path) -> list[str]:
 
 
 def _ours(names: Sequence[str]) -> list[str]:
-    """Return which of our tasks are named, by themselves or by their groups."""
+    """Return those of our tasks that are named, by themselves or by their groups."""
     ours = expand_groups([name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)])
     for name in ours:
         get_task(name)

@@ -220,7 +220,7 @@ class _Prompting:
         return [known[run_key] for run_key in run_keys]
 
     def _num_tokens(self, text: _Text, questions: Sequence[int]) -> int:
-        """Return how many tokens are read."""
+        """Return the number of tokens that are read."""
         asked = sum(int(text.identities[question]["num_prompt_tokens"]) for question in questions)
         return asked if self.reads_anew else asked - (len(questions) - 1) * text.num_tokens
 

@@ -213,7 +213,7 @@ class PromptMaker:
         return best
 
     def _template(self) -> tuple[str, str]:
-        """Return what the chat template writes before and behind a user's text."""
+        """Return the words that the chat template writes before and behind a user's text."""
         messages = [{"role": "user", "content": _MARK}]
         # Without enable_thinking=False some models would think before the answer that is begun for them.
         options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
@@ -231,7 +231,7 @@ class PromptMaker:
         return self._leading_tokens() + self._ids(text)
 
     def _leading_tokens(self) -> list[int]:
-        """Return what the tokenizer puts before a text: BOS, or nothing."""
+        """Return the token ids that the tokenizer puts before a text: BOS, or none."""
         bare, full = self._ids("text"), self.tokenizer("text").input_ids
         start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
         return list(full[:start])

@@ -255,7 +255,7 @@ def _probe_length(folder: ExportFolder, server: ModelServer, wanted: int | None)
 
 
 def _rows(original: int, length: int) -> list[int]:
-    """Return how many tokens are read before each comparison: half of them past the original length, if that is."""
+    """Return the numbers of tokens that are read before each comparison: half past the original length, if possible."""
     half = _ROWS // 2
     parts = [(max(1, min(original, length) // 8), min(original, length))]
     parts += [(original + 1, length)] if length > original else []

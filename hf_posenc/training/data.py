@@ -118,7 +118,7 @@ def make_blocks(
 
 
 def num_held_out(num_documents: int) -> int:
-    """Return how many of several documents are held out: the last twentieth, one at least."""
+    """Return the number of documents that are held out: the last twentieth, one at least."""
     return max(1, round(num_documents / _HELD_OUT))
 
 

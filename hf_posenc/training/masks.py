@@ -61,7 +61,7 @@ _TAKES_ONE_MASK, _TAKES_A_MASK_PER_KIND = ("falcon",), ("gpt_oss",)
 
 
 def finished_masks(config: PreTrainedConfig, embedded: torch.Tensor, position_ids: torch.Tensor | None) -> Any:
-    """Return what to pass as ``attention_mask``, that keeps documents apart; None where the decoder does that itself.
+    """Return the ``attention_mask`` that keeps documents apart; None where the decoder does that itself.
 
     Transformers' own masks, for the attention implementation in use.
 

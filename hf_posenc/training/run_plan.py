@@ -383,7 +383,7 @@ def _window(model: ModelFacts, extension: Extension | None) -> int | None:
 
 
 def _plan_positions(config: FinetuneConfig, described: Mapping[str, Any], window: int | None) -> PositionSchedule:
-    """Return how positions run in the blocks of a run.
+    """Return the schedule of positions in the blocks of a run.
 
     Raises:
         InvalidRequestError: The schedule does not suit the model's method, its window, its lengths or a block's length.
@@ -472,7 +472,7 @@ def _check_trackers(report_to: str | list[str] | None) -> None:
 def why_not_flash(
     model: ModelFacts, *, changes_attention: bool, bf16: bool, batch_size: int, kind: str, cp_size: int
 ) -> str | None:
-    """Return why FlashAttention does not replace SDPA while the model is trained; None if it does.
+    """Return the reason why FlashAttention does not replace SDPA in training; None if it does.
 
     Transformers tells packed documents apart by their positions there, and only in a batch of one.
 
@@ -527,7 +527,7 @@ def _trainer_options(
 
 
 def _fixed_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a resumed run must share with the run it continues, JSON-able."""
+    """Return the settings that a resumed run must share with the run it continues, JSON-able."""
     fixed = {
         name: value
         for name, value in settings.items()
@@ -546,7 +546,7 @@ def _shown_settings(
     warmup_steps: float,
     bf16: bool,
 ) -> dict[str, Any]:
-    """Return what the model card says of the settings."""
+    """Return the settings that the model card shows."""
     usual = config.defaults()
     rarely_set = ["position_schedule", "pose_chunks", "short_share", "length_upsampling"]
     rarely_set += ["assistant_only_loss", "completion_only_loss"]
@@ -567,7 +567,7 @@ def _shown_settings(
 
 
 def _shorter(kind: str, method: str, device: str, bf16: bool) -> str:
-    """Return what would make a training shorter, in the words of the command line."""
+    """Return the flags that would make a training shorter."""
     ways = ["a smaller --token-budget"]
     if kind == FULL and method != "nope":
         ways.insert(0, "--position-schedule pose, whose blocks have the original length")

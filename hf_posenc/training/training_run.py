@@ -406,7 +406,7 @@ def _load_finished(model: Any, folder: Path) -> None:
 
 
 def _what_was_read(settings: Mapping[str, Any], blocks: TrainingBlocks) -> dict[str, Any]:
-    """Return which columns of the documents were read, and what of their tokens counted, where that is not all."""
+    """Return the columns of the documents that were read, and which tokens counted, where not all did."""
     columns = settings.get("text_field") or ()
     columns = [columns] if isinstance(columns, str) else columns
     counted = 100 * blocks.packed.counted.double().mean().item()

@@ -11,7 +11,7 @@ from hf_posenc.errors import InvalidRequestError
 
 
 def read_json(file: Path) -> Any:
-    """Return what is in a JSON file.
+    """Return the content of a JSON file.
 
     Raises:
         ValueError: It is damaged.

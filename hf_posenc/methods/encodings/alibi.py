@@ -19,7 +19,7 @@ from hf_posenc.utils.units import number_name
 
 
 def alibi_slopes(num_heads: int) -> torch.Tensor:
-    """Return what each head takes off a logit for a token of distance, float64 ``(num_heads,)``.
+    """Return the slopes: how much each head takes off a logit for a token of distance, float64 ``(num_heads,)``.
 
     ``2 ** (-8 (h + 1) / n)`` for n heads, a power of two. For other numbers, as the paper's code has it: those of the
     power of two below, then every other one of the power of two above.

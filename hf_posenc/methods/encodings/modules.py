@@ -14,7 +14,7 @@ class AddedToEmbeddings(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def forward(self, positions: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return what is added to ``like``, ``(rows, length, width)``, for int64 positions ``(rows, length)``."""
+        """Return the encoding to add to ``like``, ``(rows, length, width)``, for int64 positions ``(rows, length)``."""
 
 
 class AddedToLogits(nn.Module, abc.ABC):

@@ -108,7 +108,7 @@ class RopeOptions(Encoding):
     )
 
     def rotary_spec(self, spec: RopeSpec, head_dim: int) -> RopeSpec:
-        """Return what is rotated, where ``spec`` is the model's own.
+        """Return the pairs that are rotated, where ``spec`` is the model's own.
 
         Raises:
             ValueError: ``partial_rotary_factor`` rotates no even number of features of a head.

@@ -126,7 +126,7 @@ def has_words(text: str, words: str, ended: bool = False) -> bool:
 
 
 def num_written(text: str, answers: Sequence[str], choices: Sequence[str] = (), ended: bool = False) -> int:
-    """Return how many of the answers a text has; if they are one of some choices, only the first choice in it counts.
+    """Return the number of answers in a text; if they are one of some choices, only its first choice counts.
 
     BABILong too gives no point for a list of all places (arXiv:2406.10149, its published metric).
     """
