@@ -67,7 +67,7 @@ def check_attention(rotary: RotaryModel, extension: Extension) -> Rotation:
 
 def refusal_of_family(rotary: RotaryModel) -> Refusal | None:
     """Return the reason why methods that run in attention do not suit a model's family; None if they do."""
-    config, model, found = rotary.text_config, rotary.model, rotary.rotary_modules
+    config, model, rotary_modules = rotary.text_config, rotary.model, rotary.rotary_modules
     name, family = config.model_type, family_of(config.model_type)
     if looks_ahead(rotary):
         return Refusal(name, "not_causal")
@@ -77,8 +77,8 @@ def refusal_of_family(rotary: RotaryModel) -> Refusal | None:
         return Refusal(name, "latent_attention")
     if any(module.rpartition(".")[2] == "indexer" for module, _ in model.named_modules()):
         return Refusal(name, "indexer")
-    if len(found) != 1:
-        return Refusal(name, "rotary_module_per_layer", {"count": len(found)})
+    if len(rotary_modules) != 1:
+        return Refusal(name, "rotary_module_per_layer", {"count": len(rotary_modules)})
     layers = attention_layers(model)
     if not layers or not goes_through_interface(layers[0]):
         return Refusal(name, "no_attention_interface")

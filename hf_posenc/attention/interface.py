@@ -70,9 +70,9 @@ class PositionalAttention(abc.ABC, Generic[Seen]):
         for forward in self.forwards:
             if forward.is_of(position_ids, num_slots, states):
                 return forward
-        found = self.look_at(position_ids, num_slots, states)
-        self.forwards = [*self.forwards[1 - _KEPT_FORWARDS :], found]
-        return found
+        shared = self.look_at(position_ids, num_slots, states)
+        self.forwards = [*self.forwards[1 - _KEPT_FORWARDS :], shared]
+        return shared
 
     @abc.abstractmethod
     def look_at(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Seen:
@@ -164,8 +164,8 @@ def drop_attention(module: nn.Module) -> None:
 
 def attention_of(module: nn.Module) -> PositionalAttention[Any] | None:
     """Return what an attention layer attends by; None for Transformers' own."""
-    found = module.__dict__.get(_ATTENTION)
-    return found[0] if found else None
+    installed = module.__dict__.get(_ATTENTION)
+    return installed[0] if installed else None
 
 
 @contextmanager

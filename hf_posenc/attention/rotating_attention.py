@@ -88,9 +88,9 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             self.rotated.check(self.cache)
 
     def look_at(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> StagedForward:
-        found = StagedForward(position_ids, num_slots, states, self.stages)
-        self._warn_past_target(int(found.layout.row_positions.max()) + 1)
-        return found
+        staged = StagedForward(position_ids, num_slots, states, self.stages)
+        self._warn_past_target(int(staged.layout.row_positions.max()) + 1)
+        return staged
 
     def _warn_past_target(self, length: int) -> None:
         target = round(self.method.factor * self.spec.original_max_position_embeddings)
@@ -124,9 +124,9 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         key = (stages, start, stop, device, of_queries)
         if key not in forward.tables:
             positions = forward.layout.positions[:, start:stop].to(device)
-            found = [self.frequencies(stage, device) for stage in stages]
-            inv_freq = torch.stack([inv_freq for inv_freq, _ in found])
-            factors = torch.tensor([factor**2 if of_queries else 1.0 for _, factor in found], device=device)
+            frequencies = [self.frequencies(stage, device) for stage in stages]
+            inv_freq = torch.stack([inv_freq for inv_freq, _ in frequencies])
+            factors = torch.tensor([factor**2 if of_queries else 1.0 for _, factor in frequencies], device=device)
             tables = self.rotation_tables(positions, positions, inv_freq, factors)
             if sum(cos.numel() for cos, _ in (*forward.tables.values(), tables)) > KEPT_COSINES:
                 return tables
@@ -232,9 +232,9 @@ class RotatingAttention(PositionalAttention[StagedForward]):
             row_position = position - positions.gather(1, first.expand(positions.shape[0], 1))
             ends = rule.ends(num_slots)
             stage = torch.bucketize(row_position[:, 0], torch.tensor(ends, device=device), right=True)
-            found = [self.frequencies(index, device) for index in range(len(ends) + 1)]
-            inv_freq = torch.stack([inv_freq for inv_freq, _ in found])[stage]
-            factors = torch.tensor([factor**2 for _, factor in found], device=device)[stage]
+            frequencies = [self.frequencies(index, device) for index in range(len(ends) + 1)]
+            inv_freq = torch.stack([inv_freq for inv_freq, _ in frequencies])[stage]
+            factors = torch.tensor([factor**2 for _, factor in frequencies], device=device)[stage]
             ones = torch.ones_like(factors)
             key = self.rotation.rotate(key, self.rotation_tables(positions, positions, inv_freq, ones))
             query = self.rotation.rotate(query, self.rotation_tables(position, position, inv_freq, factors))

@@ -228,8 +228,8 @@ def _write_manifest(folder: Path, rotary: RotaryModel, manifest: dict[str, Any],
     if adapter:
         # PEFT itself warns of a key that it does not know, which is all that those without hf_posenc see.
         file, mark = folder / ADAPTER_CONFIG, {MARK: {key: manifest[key] for key in Extension.FACTS}}
-        said = json.loads(file.read_text(encoding="utf-8")) | mark
-        write_whole(file, json.dumps(said, indent=2, sort_keys=True) + "\n")
+        fields = json.loads(file.read_text(encoding="utf-8")) | mark
+        write_whole(file, json.dumps(fields, indent=2, sort_keys=True) + "\n")
     elif (folder / CONFIG).is_file():  # a checkpoint of sharded training has none
         _rewrite_config(folder / CONFIG, rotary, manifest)
     write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
@@ -330,14 +330,14 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
         RotaryMismatchError: The loaded model does not hold what the manifest says.
     """
     check_may_read(path, kwargs)
-    found = find_manifest(path, kwargs)
+    manifest_in_folder = find_manifest(path, kwargs)
     if (adapter := folder_with(path, (ADAPTER_CONFIG,), kwargs)) is not None:
-        return _load_adapter(path, adapter, None if found is None else found[0], base, kwargs)
-    if found is None:
+        return _load_adapter(path, adapter, None if manifest_in_folder is None else manifest_in_folder[0], base, kwargs)
+    if manifest_in_folder is None:
         raise MissingFileError(f"{path} has no {MANIFEST}: it was not written by save_extended. Use from_pretrained.")
     if base is not None:
         raise InvalidRequestError(f"{path} holds a whole model, not an adapter: it takes no base.")
-    manifest, folder = found
+    manifest, folder = manifest_in_folder
     if is_encoding(manifest):
         model = _load_encoded(path, folder, manifest, kwargs)
     else:

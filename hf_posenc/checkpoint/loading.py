@@ -162,8 +162,8 @@ def read_config(source: str | Path) -> PreTrainedConfig:
     check_path(path, str(source))
     if folder_with(source, (ADAPTER_CONFIG,)) is not None and folder_with(source, (CONFIG,)) is None:
         raise InvalidRequestError(f"{str(source)!r} is an adapter. Plan for its base model, with --lora.")
-    found = find_manifest(source)
-    if found is not None and is_encoding(manifest := found[0]):
+    manifest_in_folder = find_manifest(source)
+    if manifest_in_folder is not None and is_encoding(manifest := manifest_in_folder[0]):
         raise InvalidRequestError(
             f"{str(source)!r} was trained with {manifest['method']} instead of RoPE, so it has nothing to extend. "
             "Give a model with RoPE."
@@ -219,9 +219,9 @@ def check_path(path: Path, given: str) -> None:
     """Say what is wrong with a path before Transformers asks the Hub for it."""
     if path.is_dir():
         if not (path / CONFIG).is_file() and not (path / ADAPTER_CONFIG).is_file():
-            found = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
+            file_names = ", ".join(sorted(file.name for file in path.iterdir())[:8]) or "nothing"
             raise MissingFileError(
-                f"folder {given!r} has no {CONFIG}, so it is no Transformers checkpoint; it holds {found}."
+                f"folder {given!r} has no {CONFIG}, so it is no Transformers checkpoint; it holds {file_names}."
             )
     elif path.is_file():
         if path.suffix != ".gguf":

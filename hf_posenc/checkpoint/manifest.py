@@ -160,8 +160,8 @@ def find_manifest(source: str | Path, kwargs: Mapping[str, Any] | None = None) -
 
 def tokens_trained(source: str | Path) -> int | None:
     """Return the number of tokens of fine-tuning in a manifest; 0 without a manifest, None if unknown."""
-    found = find_manifest(source)
-    return 0 if found is None else found[0]["tokens_trained"]
+    manifest_in_folder = find_manifest(source)
+    return 0 if manifest_in_folder is None else manifest_in_folder[0]["tokens_trained"]
 
 
 def describe(source: nn.Module | PreTrainedConfig | str | Path) -> dict[str, Any]:
@@ -189,9 +189,9 @@ def _describe_folder(source: str | Path) -> dict[str, Any]:
     path = path.parent if path.name == CONFIG else path
     if not path.exists() and (str(source)[:1] in "./~" or str(source).count("/") > 1):
         raise MissingFileError(f"there is no file or folder {str(source)!r}.")
-    found = find_manifest(path if path.is_dir() else source)
-    if found is not None:
-        return {key: found[0][key] for key in Extension.FACTS}
+    manifest_in_folder = find_manifest(path if path.is_dir() else source)
+    if manifest_in_folder is not None:
+        return {key: manifest_in_folder[0][key] for key in Extension.FACTS}
     if (base := base_of_adapter(path if path.is_dir() else source)) is not None:
         if not base:
             raise InvalidRequestError(
@@ -231,13 +231,13 @@ def verify_model(
     """
     rotary = RotaryModel.of(model)
     if checkpoint is not None:
-        found = find_manifest(checkpoint, {"revision": revision, "subfolder": subfolder, "token": token})
-        if found is None:
+        manifest_in_folder = find_manifest(checkpoint, {"revision": revision, "subfolder": subfolder, "token": token})
+        if manifest_in_folder is None:
             raise MissingFileError(
                 f"{str(checkpoint)!r} has no {MANIFEST}, which would say how the model is extended. Give a folder that "
                 "save_extended wrote, or leave it out: verify_model(model) compares the model with its own config."
             )
-        manifest, folder = found
+        manifest, folder = manifest_in_folder
         check_described(*extension_in(rotary, manifest), str(folder / MANIFEST), str(checkpoint))
     return verify_loaded(rotary)
 

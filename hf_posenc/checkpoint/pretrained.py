@@ -61,10 +61,10 @@ def folder_with(source: str | Path, names: Sequence[str], kwargs: Mapping[str, A
 
     quietly: Any = {f"_raise_exceptions_for_{what}": False for what in _NO_ERRORS_FOR}
     try:
-        found = cached_files(str(source), list(names), **where, **quietly)
+        files = cached_files(str(source), list(names), **where, **quietly)
     except (OSError, ValueError):  # no name on the Hub
         return None
-    return Path(found[0]).parent if found else None
+    return Path(files[0]).parent if files else None
 
 
 def check_hub(name: str) -> None:
@@ -225,8 +225,8 @@ def _class_that_loads(name: str | None) -> Any:
 
 def model_class(name: str | None) -> type[PreTrainedModel] | None:
     """Return Transformers' model class of a name; None if it has none."""
-    found = getattr(transformers, name, None) if name else None
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+    loader = getattr(transformers, name, None) if name else None
+    return loader if isinstance(loader, type) and issubclass(loader, PreTrainedModel) else None
 
 
 def refuse_without_tokens(source: str | Path) -> None:
@@ -238,10 +238,10 @@ def refuse_without_tokens(source: str | Path) -> None:
     """
     if is_gguf(source):
         return
-    found = auto_class(source, {})
-    if found not in (AutoModelForCausalLM, AutoModelForImageTextToText):
+    loader = auto_class(source, {})
+    if loader not in (AutoModelForCausalLM, AutoModelForImageTextToText):
         raise InvalidRequestError(
-            f"{str(source)!r} holds a {found.__name__}, which predicts no tokens, so there is no perplexity, no text "
+            f"{str(source)!r} holds a {loader.__name__}, which predicts no tokens, so there is no perplexity, no text "
             "and no training on text. Give a causal language model; load_extended loads this one."
         )
 

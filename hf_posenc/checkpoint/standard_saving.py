@@ -195,13 +195,13 @@ def _extend_for_adapter(model: Any, source: Any, kwargs: dict[str, Any]) -> None
     if is_plain_loading():
         return
     base = _carrying_inside(model)
-    found = _find_manifest(source, kwargs) if _names_extension(source, kwargs) else None
-    if found is not None:
+    manifest_in_folder = _find_manifest(source, kwargs) if _names_extension(source, kwargs) else None
+    if manifest_in_folder is not None:
         from hf_posenc.checkpoint.extended import base_as_adapter_needs
 
-        base_as_adapter_needs(model, *found)
+        base_as_adapter_needs(model, *manifest_in_folder)
         if base is None:
-            _say_put_in(*found)
+            _say_applied(*manifest_in_folder)
     elif base is not None:
         from hf_posenc.patching.api import describe
 
@@ -226,7 +226,7 @@ def _names_extension(adapter: Any, kwargs: dict[str, Any]) -> bool:
     return MARK in json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
 
 
-def _say_put_in(manifest: dict[str, Any], folder: Path) -> None:
+def _say_applied(manifest: dict[str, Any], folder: Path) -> None:
     from hf_posenc.checkpoint.manifest import MANIFEST
 
     method, length = manifest["method"], manifest["context_length"]
@@ -264,9 +264,9 @@ def _wrap_model_loading(module: ModuleType) -> None:
         loaded = original(cls, *args, **kwargs)  # an adapter goes through load_adapter in it
         if source is not None and not is_plain_loading():
             model = loaded[0] if isinstance(loaded, tuple) else loaded
-            found = _find_manifest(source, kwargs) if _may_have_manifest(model, source) else None
-            if found is not None:
-                _apply(model, *found)
+            manifest_in_folder = _find_manifest(source, kwargs) if _may_have_manifest(model, source) else None
+            if manifest_in_folder is not None:
+                _apply(model, *manifest_in_folder)
             else:
                 _warn_if_lost(model, source)
         return loaded
@@ -314,7 +314,7 @@ def _apply(model: PreTrainedModel, manifest: dict[str, Any], folder: Path) -> No
         logger.warning("%s: %s, which %s says, was NOT applied: %s", folder, what, MANIFEST, error)
         return
     if is_patched(model):
-        _say_put_in(manifest, folder)
+        _say_applied(manifest, folder)
 
 
 def _warn_if_lost(model: PreTrainedModel, source: Any) -> None:

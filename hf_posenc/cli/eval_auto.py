@@ -102,7 +102,7 @@ def _rule(name: str, what: CompareConfig) -> list[Any]:
     from hf_posenc.comparing.candidates import ROPE_SCALING
     from hf_posenc.patching.rope_scaling import read_rope_scaling
 
-    said = {
+    given = {
         "context_length": int(what.context_length),
         "original_max_position_embeddings": what.original_max_position_embeddings,
         "sliding_window": what.sliding_window if what.sliding_window != "keep" else None,
@@ -112,8 +112,8 @@ def _rule(name: str, what: CompareConfig) -> list[Any]:
     if name == ROPE_SCALING and what.rope_scaling is not None:
         rule = ["--rope-scaling", what.rope_scaling]
         if read_rope_scaling(what.rope_scaling).factor is not None:
-            del said["context_length"]
-    flags = [(f"--{flag.replace('_', '-')}", value) for flag, value in said.items() if value is not None]
+            del given["context_length"]
+    flags = [(f"--{flag.replace('_', '-')}", value) for flag, value in given.items() if value is not None]
     return [*rule, *(word for pair in flags for word in pair)]
 
 

@@ -78,8 +78,8 @@ class Plan:
             f"perplexity of {texts} at {', '.join(map(length_name, self.lengths))}",
         ]
         if self.num_prompts:
-            at = ", ".join(map(length_name, self.retrieval_lengths))
-            lines.append(f"retrieval: {self.num_prompts} prompts a row, at {at}")
+            lengths = ", ".join(map(length_name, self.retrieval_lengths))
+            lines.append(f"retrieval: {self.num_prompts} prompts a row, at {lengths}")
         timed = " and ".join(map(str, self.timed))
         width = max(len(step.name) for step in self.steps)
         lines += ["", f"estimated time (from passes of {timed} tokens, linear + quadratic in the length):"]

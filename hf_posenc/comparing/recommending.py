@@ -84,9 +84,9 @@ def _longest(method: str, records: Sequence[AnyRecord]) -> Record:
 
 def _share(records: Sequence[AnyRecord]) -> Share | None:
     """Return the share of right answers at the longest length, of all tasks together; None without retrieval."""
-    found = [record for record in records if isinstance(record, RetrievalRecord)]
-    longest = max((one.context_length for one in found), default=0)
-    here = [one for one in found if one.context_length == longest]
+    retrievals = [record for record in records if isinstance(record, RetrievalRecord)]
+    longest = max((one.context_length for one in retrievals), default=0)
+    here = [one for one in retrievals if one.context_length == longest]
     each = [(one.score("forced"), one.score("written")) for one in here]
     scores = [written or 0.0 if forced is None else forced for forced, written in each]
     return share_interval(scores, [one.text for one in here]) if here else None

@@ -171,21 +171,22 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     """Return one message of a chat in the words of chat templates."""
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{where} is {_shown(message)}. A chat is a list of messages: {_A_CHAT}.")
-    said = {name: value for name, value in message.items() if value is not None}  # datasets adds None for missing ones
-    if "from" in said and "role" not in said:
-        speaker = said.pop("from")
+    # datasets adds None for missing fields.
+    fields = {name: value for name, value in message.items() if value is not None}
+    if "from" in fields and "role" not in fields:
+        speaker = fields.pop("from")
         if speaker not in _SPEAKERS:
             raise InvalidRequestError(f"{where} is {UnknownNameError('speaker', speaker, _SPEAKERS)}")
-        said = {"role": _SPEAKERS[speaker], **said}
-        if "value" in said:
-            said["content"] = said.pop("value")
-    if not isinstance(said.get("role"), str) or len(said) < 2:
+        fields = {"role": _SPEAKERS[speaker], **fields}
+        if "value" in fields:
+            fields["content"] = fields.pop("value")
+    if not isinstance(fields.get("role"), str) or len(fields) < 2:
         raise InvalidRequestError(
             f"{where} has {_names_of(message)}, but a message has a role and a content: {_A_CHAT}."
         )
-    if "content" in said:
-        said["content"] = with_plain_line_ends(_content(said["content"], where))
-    return said
+    if "content" in fields:
+        fields["content"] = with_plain_line_ends(_content(fields["content"], where))
+    return fields
 
 
 def _content(content: Any, where: str) -> str:
@@ -230,8 +231,8 @@ def _template_of(names: Sequence[str]) -> str:
 
 
 def _looks_like_a_chat(value: Any) -> bool:
-    one = value[0] if isinstance(value, list) and value else None
-    return isinstance(one, Mapping) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(first, Mapping) and ({"role", "content"} <= first.keys() or {"from", "value"} <= first.keys())
 
 
 def _names_of(row: Mapping[str, Any]) -> str:

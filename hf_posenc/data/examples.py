@@ -164,8 +164,8 @@ class ExampleTokenizer:
 
     def _of_the_assistant(self, document: Mapping[str, Any], messages: list[Any], where: str) -> MaskedTokens:
         if _GENERATION.search(self._template(document, where)):
-            found = self._applied(document, messages, where, return_assistant_tokens_mask=True)
-            tokens = MaskedTokens(torch.tensor(found["input_ids"]), torch.tensor(found["assistant_masks"]) == 1)
+            applied = self._applied(document, messages, where, return_assistant_tokens_mask=True)
+            tokens = MaskedTokens(torch.tensor(applied["input_ids"]), torch.tensor(applied["assistant_masks"]) == 1)
             if any(message["role"] == "assistant" for message in messages) and not tokens.counted.any():
                 raise InvalidRequestError(
                     f"{where}: the chat template's {{% generation %}} holds none of the assistant's turns. Mend the "
@@ -226,13 +226,13 @@ class ExampleTokenizer:
 
         For templates that render a turn otherwise once another follows, as Qwen3's, which thinks in the last one only.
         """
-        ids, at = tokens["input_ids"], 0
+        ids, start_of_next = tokens["input_ids"], 0
         counted = torch.zeros(len(ids), dtype=torch.bool)
         for message in messages:
-            start = text.index(message["content"], at)
-            at = start + len(message["content"])
+            start = text.index(message["content"], start_of_next)
+            start_of_next = start + len(message["content"])
             if message["role"] == "assistant":
-                end = tokens.char_to_token(at - 1) + 1
+                end = tokens.char_to_token(start_of_next - 1) + 1
                 counted[tokens.char_to_token(start) : end] = True
                 counted[end : end + 1] = end < len(ids) and ids[end] in self._special
         return MaskedTokens(torch.tensor(ids), counted)
@@ -263,9 +263,9 @@ class ExampleTokenizer:
         return with_fixed_date(self.tokenizer.get_chat_template(None, _tools(document, where)))
 
     def _warn_once(self, message: str) -> None:
-        kind = message.partition(": ")[2][:20]
-        if kind not in self._said:
-            self._said.add(kind)
+        message_kind = message.partition(": ")[2][:20]
+        if message_kind not in self._said:
+            self._said.add(message_kind)
             logger.warning("%s Only the first such document is reported.", message)
 
 

@@ -101,8 +101,8 @@ class DocumentStream:
 
     def __iter__(self) -> Iterator[Document]:
         columns = Columns(self.text_field, self.template)
-        found = _read(str(self.source), columns, self.split, self.config_name, streaming=not self.whole)
-        return (document for document in found if _holds_something(document))
+        rows = _read(str(self.source), columns, self.split, self.config_name, streaming=not self.whole)
+        return (document for document in rows if _holds_something(document))
 
     def all(self) -> list[Document]:
         """Return all of them.
@@ -210,10 +210,10 @@ def _read_rows(path: Path, columns: Columns) -> Iterator[Document]:
 def _one_object(text: str) -> dict[str, Any] | None:
     """Return the object that a whole file is, over any number of lines; None if it is a list, or an object a line."""
     try:
-        found = json.loads(text)
+        row = json.loads(text)
     except json.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) else None
+    return row if isinstance(row, dict) else None
 
 
 def _parsed(text: str, where: str) -> Any:

@@ -109,9 +109,9 @@ def source_of(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def serialization_name(text: Mapping[str, Any]) -> str:
-    found = [key for key in ("rope_parameters", "rope_scaling") if text.get(key)]
+    given_keys = [key for key in ("rope_parameters", "rope_scaling") if text.get(key)]
     words = {"rope_parameters": "rope_parameters (Transformers 5)", "rope_scaling": "rope_scaling (Transformers 4)"}
-    return " and ".join(words[key] for key in found) or "the base only, no rule"
+    return " and ".join(words[key] for key in given_keys) or "the base only, no rule"
 
 
 def canonical(text: Mapping[str, Any], known: Known) -> dict[str, Any]:

@@ -252,9 +252,9 @@ def _with_modules(diagnosis: Diagnosis, source: Any) -> Diagnosis:
 def _of_model(model: nn.Module) -> Diagnosis:
     rotary = RotaryModel(model)
     declared, holds, findings = look_at_modules(rotary)
-    said = ", ".join(f"{key} {value}" for key, value in declared.items() if value not in ({}, None))
+    declarations = ", ".join(f"{key} {value}" for key, value in declared.items() if value not in ({}, None))
     loaded = [("loaded", held) for held in held_by_modules(rotary)]
-    lines = (("declared", said or "nothing that can be read"), *loaded, ("holds", holds))
+    lines = (("declared", declarations or "nothing that can be read"), *loaded, ("holds", holds))
     return Diagnosis(type(rotary.model).__name__, rotary.model_type, lines, tuple(findings))
 
 

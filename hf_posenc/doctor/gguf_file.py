@@ -45,12 +45,12 @@ def look_at_gguf(
     findings += [finding for finding in meaning.findings if not finding.code.startswith(_OF_CONFIGS)]
     mendable = tensors in ([], [_DIVISORS])
     if tensors or config["rope_scaling"]:
-        said = [*(f"{key} {value}" for key, value in declared.items()), *tensors]
+        declarations = [*(f"{key} {value}" for key, value in declared.items()), *tensors]
         findings.append(
             Finding(
                 "gguf-dropped",
                 "error",
-                f"Transformers drops the scaling of a .gguf file ({', '.join(said)})",
+                f"Transformers drops the scaling of a .gguf file ({', '.join(declarations)})",
                 "It loads the model unscaled and says nothing.",
                 "Take the original safetensors checkpoint, or its weights with the config that --fix writes."
                 if mendable

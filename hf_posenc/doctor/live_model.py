@@ -76,8 +76,8 @@ def held_by_modules(rotary: RotaryModel) -> list[str]:
     words = []
     for name, module in modules.items():
         held = module.get_buffer(f"{prefix}inv_freq")
-        kind = str(held.dtype).removeprefix("torch.")
-        shown = kind if held.is_meta else f"{held[0]:.4g} to {held[-1]:.4g} radians per token, {kind}"
+        dtype = str(held.dtype).removeprefix("torch.")
+        shown = dtype if held.is_meta else f"{held[0]:.4g} to {held[-1]:.4g} radians per token, {dtype}"
         factor = live_attention_factor(rotary, module, rotary.prefix)
         words.append(f"{held.numel()} pairs in {name}, {shown}; cos and sin times {factor:.6g}{in_attention}")
     return words

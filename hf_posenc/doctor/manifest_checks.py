@@ -119,8 +119,10 @@ def look_at_adapter(path: Path) -> tuple[list[tuple[str, str]], list[Finding]]:
     base, limit = settings.get("base_model_name_or_path"), _read(path / TOKENIZER_CONFIG).get("model_max_length")
     manifest = read_manifest(path)
     if manifest is not None:
-        said = f"{manifest['method']} x{manifest['factor']:g}, {manifest['context_length']} tokens, in its manifest"
-        return [("declared", f"{said}, for {base}")], check_tokenizer_limit(limit, manifest)
+        in_manifest = (
+            f"{manifest['method']} x{manifest['factor']:g}, {manifest['context_length']} tokens, in its manifest"
+        )
+        return [("declared", f"{in_manifest}, for {base}")], check_tokenizer_limit(limit, manifest)
     if mark := read_mark(settings.get(MARK)):
         what = f"{ADAPTER_CONFIG} says it was trained with {mark['method']} x{mark['factor']:g}, and {MANIFEST} is gone"
         return [("declared", f"{mark['method']} x{mark['factor']:g}, for {base}")], [_lost(what)]

@@ -313,11 +313,11 @@ def _options(rope_type: str, parameters: Mapping[str, Any], factor: float, origi
     if rope_type == "llama3":
         return [(key, float(parameters[key])) for key in ("low_freq_factor", "high_freq_factor")]
     if rope_type == "longrope":
-        found: Any = parameters.get("attention_factor")
-        if found is None:
-            found = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        attention_factor: Any = parameters.get("attention_factor")
+        if attention_factor is None:
+            attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         lists = [(key, tuple(map(float, parameters[key]))) for key in ("short_factor", "long_factor")]
-        return [("attention_factor", round(float(found), 9)), *lists]
+        return [("attention_factor", round(float(attention_factor), 9)), *lists]
     if rope_type == Yarn.rope_type:
         return [
             ("attention_factor", round(yarn_temperature(parameters, factor), 9)),

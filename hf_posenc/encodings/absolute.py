@@ -62,9 +62,9 @@ def first_layer(model: PreTrainedModel, attention: str) -> nn.Module:
     Raises:
         ValueError: The name has no number in it.
     """
-    found = re.match(r"(.*?\.\d+)(\.|$)", attention)
-    if found is None:
+    match = re.match(r"(.*?\.\d+)(\.|$)", attention)
+    if match is None:
         raise InvalidRequestError(
             f"{type(model).__name__} has no numbered layers: what comes before the first is not known."
         )
-    return model.get_submodule(found[1])
+    return model.get_submodule(match[1])

@@ -158,14 +158,14 @@ def load_parameters(model: PreTrainedModel, path: Path) -> None:
         ValueError: They are not there, or of another size.
     """
     encoding: nn.Module = getattr(RotaryModel(model).decoder, MODULE)
-    found = {}
+    applied = {}
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118  # no dict: it has no other way to be read
                 if f".{MODULE}." in f".{name}":
-                    found[f".{name}".partition(f".{MODULE}.")[2]] = weights.get_tensor(name)
+                    applied[f".{name}".partition(f".{MODULE}.")[2]] = weights.get_tensor(name)
     try:
-        encoding.load_state_dict(found)
+        encoding.load_state_dict(applied)
     except RuntimeError as error:
         raise InvalidRequestError(f"{path} does not hold the parameters of its encoding: {error}") from error
 

@@ -115,8 +115,8 @@ class Reach:
         """Return how far it reads, what short texts pay, and what to do next; empty where no loss was measured."""
         if self.loss == NOT_MEASURED:
             return ""
-        found = f"{self.name}: {', '.join([_loss_words(self), *self.short_words()])}."
-        return " ".join([found, *self.next_step()])
+        sentence = f"{self.name}: {', '.join([_loss_words(self), *self.short_words()])}."
+        return " ".join([sentence, *self.next_step()])
 
     def judged_by(self) -> str:
         """Return what the verdict on the loss was judged by, in words; empty where there is none."""
@@ -306,14 +306,14 @@ def _loss_reach(own: Sequence[Record], base: Sequence[Record], reference: str) -
         tried[end] = [window for window in windows if window is not None]
     good = [end for end, windows in tried.items() if all(map(judge.is_no_worse, windows))]
     holds = at_original.end in good
-    at = max(good) if holds else at_original.end
-    excused, excess = judge.excused(tried[at][0]), judge.excess(tried[at][0])
+    length = max(good) if holds else at_original.end
+    excused, excess = judge.excused(tried[length][0]), judge.excess(tried[length][0])
     doubt, needed = "", None
     if excused > judge.most and excess <= excused:
         doubt, needed = _too_little_text(excused, max(one.n_tokens for one in (*own, *base)))
     return LossReach(
-        length=at if holds else None,
-        is_longest=at == max(tried),
+        length=length if holds else None,
+        is_longest=length == max(tried),
         by=curve.by if curve.by == plain.by else "perplexity by length",
         tolerance=100 * math.expm1(min(excused, judge.most)),
         change=100 * math.expm1(excess),
@@ -358,10 +358,10 @@ class _Judge:
 
 
 def _retrieval_reach(group: Sequence[AnyRecord], records: Sequence[AnyRecord]) -> list[RetrievalReach]:
-    found = [record for record in group if isinstance(record, RetrievalRecord)]
+    retrievals = [record for record in group if isinstance(record, RetrievalRecord)]
     return [
-        _task_reach([one for one in found if _prompted_alike(one) == alike], records)
-        for alike in dict.fromkeys(map(_prompted_alike, found))
+        _task_reach([one for one in retrievals if _prompted_alike(one) == alike], records)
+        for alike in dict.fromkeys(map(_prompted_alike, retrievals))
     ]
 
 

@@ -82,7 +82,7 @@ def window_losses(
         reset_dynamic_frequencies(model)
         scored = [torch.arange(window.score_from, window.end) for window in batch]
         scored = [positions[needed[positions]] for positions in scored]
-        found = _batch_losses(
+        batch_losses = _batch_losses(
             model,
             torch.stack([input_ids[window.start : window.end] for window in batch]),
             [positions - window.start for positions, window in zip(scored, batch, strict=True)],
@@ -90,7 +90,7 @@ def window_losses(
             logits_chunk,
             advance,
         )
-        losses[torch.cat(scored)] = torch.cat(found)
+        losses[torch.cat(scored)] = torch.cat(batch_losses)
         _refuse_overflow(model, losses, torch.cat(scored))
     return losses
 
@@ -155,8 +155,8 @@ def length_dependent_rope_types(model: PreTrainedModel) -> list[str]:
     These are Transformers' ``dynamic``, and ``longrope`` with two different lists: feeding more changes what the
     model computes at every earlier position, so that a long pass says nothing about shorter ones.
     """
-    found = {kind for module, kind, _ in _rotary_states(model) if "dynamic" in kind or _two_lists(module, kind)}
-    return sorted(found)
+    rope_types = {kind for module, kind, _ in _rotary_states(model) if "dynamic" in kind or _two_lists(module, kind)}
+    return sorted(rope_types)
 
 
 def reset_dynamic_frequencies(model: PreTrainedModel) -> None:
@@ -220,8 +220,8 @@ def _batch_losses(
         if rows:
             targets = torch.cat([ids[at] for ids, at in zip(input_ids, here, strict=True)])
             together = rows[0] if len(rows) == 1 else torch.cat(rows)
-            found = token_losses(model, together, targets, rows_at_once)
-            for row, part in zip(losses, torch.split(found, [len(at) for at in here]), strict=True):
+            losses_of_rows = token_losses(model, together, targets, rows_at_once)
+            for row, part in zip(losses, torch.split(losses_of_rows, [len(at) for at in here]), strict=True):
                 row.append(part)
         if advance is not None:
             advance(hidden.shape[0] * hidden.shape[1])

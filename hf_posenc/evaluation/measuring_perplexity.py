@@ -148,12 +148,12 @@ def perplexity(
         check_short_context(finder.short_context, longppl)
         identities = {}
         for run in runs:
-            found = facts | run.facts(count_documents(run, texts[run], ids, config), config.max_tokens)
-            found["text_hash"] = hash_token_ids(row[: run.fed(len(row))] for row in texts[run])
+            identity = facts | run.facts(count_documents(run, texts[run], ids, config), config.max_tokens)
+            identity["text_hash"] = hash_token_ids(row[: run.fed(len(row))] for row in texts[run])
             if run.protocol == "longppl":
-                found |= finder.facts(found["scored"])
+                identity |= finder.facts(identity["scored"])
             decides = with_evaluator if run.protocol == "longppl" else decisive
-            identities[run] = {**found, "run_key": make_run_key(found, decides)}
+            identities[run] = {**identity, "run_key": make_run_key(identity, decides)}
         bucket = position_bucket or default_bucket(original)
         path = None if output is None else Path(output)
         evaluation = Evaluation(finder, texts, bos_id, identities, seed, bucket, path, Processes(sharded))

@@ -129,8 +129,8 @@ class Evaluation:
         text = self.texts[one.runs[0]][portion.text]
         started = time.perf_counter()
         if one.runs[0].protocol == "longppl":
-            found = self.finder.find(text, portion.windows[0].end, advance)
-            totals, positions = [_key_totals(run, *found) for run in one.runs], [_NO_TOTALS for _ in one.runs]
+            key_losses = self.finder.find(text, portion.windows[0].end, advance)
+            totals, positions = [_key_totals(run, *key_losses) for run in one.runs], [_NO_TOTALS for _ in one.runs]
         else:
             losses = self._losses(one, text, portion, advance)
             totals = [_run_totals(run, portion.windows, losses, len(text)) for run in one.runs]

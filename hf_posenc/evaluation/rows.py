@@ -73,16 +73,17 @@ def refuse_extended(model: PreTrainedModel, name: str, on_scaled: str) -> None:
     Raises:
         ValueError: With what to do.
     """
-    found = describe(model)
-    if found["method"] in method_names("instead_of_rope"):
+    description = describe(model)
+    if description["method"] in method_names("instead_of_rope"):
         raise InvalidRequestError(
-            f"{name!r} holds {found['method']} instead of RoPE, and its weights suit no other rule. Take it "
+            f"{name!r} holds {description['method']} instead of RoPE, and its weights suit no other rule. Take it "
             "as it is: eval and lm-eval without --method."
         )
     if is_patched(model) and on_scaled != "replace":
         raise InvalidRequestError(
-            f"{name!r} is extended already ({found['method']}, factor {found['factor']:g}), and factors do not "
-            "multiply. Give the base model, or pass --on-scaled replace (eval without --method takes it as it is)."
+            f"{name!r} is extended already ({description['method']}, factor {description['factor']:g}), and factors "
+            "do not multiply. Give the base model, or pass --on-scaled replace (eval without --method takes it as "
+            "it is)."
         )
 
 

@@ -38,10 +38,10 @@ class Subject:
     @property
     def sentence(self) -> str:
         """What it is, in a line."""
-        one = self.config
+        config = self.config
         return (
-            f"{self.name}: {one.model_type}, {one.num_hidden_layers} layers of {one.hidden_size} features, "
-            f"{one.num_attention_heads} heads of {self.head_dim}, reads {length_name(self.length)} tokens"
+            f"{self.name}: {config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size} features, "
+            f"{config.num_attention_heads} heads of {self.head_dim}, reads {length_name(self.length)} tokens"
         )
 
     def shape(self, target: int) -> ModelShape:

@@ -185,9 +185,9 @@ def _cost_of_short_texts(folder: ExportFolder) -> str:
     same = ("context_length", "protocol", "text_hash", "n_tokens")
     perplexities: dict[tuple[Any, ...], dict[str, float]] = {}
     for record in records:
-        said = {key: record.get(key) for key in rule}
+        described = {key: record.get(key) for key in rule}
         for name, row in rows.items():
-            if row.items() <= said.items() and "perplexity" in record:  # not one of retrieval
+            if row.items() <= described.items() and "perplexity" in record:  # not one of retrieval
                 perplexities.setdefault(tuple(record[key] for key in same), {})[name] = record["perplexity"]
     pairs = {
         key[0]: found["own"] / found["unextended"] - 1

@@ -104,11 +104,11 @@ def _check_base(folder: ExportFolder, source: Path, reader: GGUFReader) -> None:
     """
     if reader.byte_order == "S":
         raise InvalidRequestError(f"{source.name} is in the other byte order than this machine's. Convert it again.")
-    said = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
-    if int(said.get("split.count", 1)) > 1:
+    metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("tokenizer.")}
+    if int(metadata.get("split.count", 1)) > 1:
         raise InvalidRequestError(
-            f"{source.name} is one of {said['split.count']} parts. Join them: llama-gguf-split --merge {source.name} "
-            "base.gguf"
+            f"{source.name} is one of {metadata['split.count']} parts. Join them: llama-gguf-split --merge "
+            f"{source.name} base.gguf"
         )
     arch, config = ARCHITECTURES[folder.model_type], folder.config
     rows = {tensor.name: int(tensor.shape[-1]) for tensor in reader.tensors if tensor.name == "token_embd.weight"}
@@ -120,15 +120,15 @@ def _check_base(folder: ExportFolder, source: Path, reader: GGUFReader) -> None:
         "attention.head_count_kv": config.get("num_key_value_heads") or config["num_attention_heads"],
     }
     wanted = {"general.architecture": arch, **{f"{arch}.{key}": value for key, value in sizes.items()}}
-    found = {key: said[key] for key in wanted if key in said}
-    wanted["rows of token_embd.weight"], found["rows of token_embd.weight"] = (
+    values = {key: metadata[key] for key in wanted if key in metadata}
+    wanted["rows of token_embd.weight"], values["rows of token_embd.weight"] = (
         config["vocab_size"],
         rows.get("token_embd.weight"),
     )
     differ = [
-        f"{key} is {found[key]} there and {value} in the folder"
+        f"{key} is {values[key]} there and {value} in the folder"
         for key, value in wanted.items()
-        if key in found and found[key] != value
+        if key in values and values[key] != value
     ]
     if differ:
         raise InvalidRequestError(f"{source.name} holds another model than {folder.path!r}: {'; '.join(differ)}.")

@@ -68,8 +68,8 @@ def metadata_of(folder: ExportFolder) -> dict[str, Any]:
             keys |= {"type": "longrope", "original_context_length": folder.original}
     else:
         keys = _scaling_keys(folder)
-    found = {f"{arch}.context_length": folder.context_length, f"{arch}.rope.freq_base": folder.spec.rope_theta}
-    return {**found, **{f"{arch}.rope.scaling.{key}": value for key, value in keys.items()}}
+    metadata = {f"{arch}.context_length": folder.context_length, f"{arch}.rope.freq_base": folder.spec.rope_theta}
+    return {**metadata, **{f"{arch}.rope.scaling.{key}": value for key, value in keys.items()}}
 
 
 def tensors_of(folder: ExportFolder) -> dict[str, list[float]]:
@@ -105,12 +105,12 @@ def _scaling_keys(folder: ExportFolder) -> dict[str, Any]:
     ``attn_factor`` multiplies what llama.cpp computes: ``0.1 ln(factor) + 1`` for yarn, else 1 (src/llama-context.cpp,
     where ``yarn_attn_factor`` is overwritten).
     """
-    rope, kind = folder.rope, folder.rope_type
-    if kind == "linear":
-        return {"type": kind, "factor": float(rope["factor"])}
-    if kind != Yarn.rope_type:  # plain rules are a base
+    rope, rope_type = folder.rope, folder.rope_type
+    if rope_type == "linear":
+        return {"type": rope_type, "factor": float(rope["factor"])}
+    if rope_type != Yarn.rope_type:  # plain rules are a base
         return {}
-    keys = {"type": kind, "factor": float(rope["factor"]), "original_context_length": folder.original}
+    keys = {"type": rope_type, "factor": float(rope["factor"]), "original_context_length": folder.original}
     keys |= {f"yarn_{beta}": float(rope[beta]) for beta in _BETAS if beta in rope}
     usual = 0.1 * math.log(rope["factor"]) + 1.0
     if not math.isclose(folder.attention_factor, usual, rel_tol=1e-9):
@@ -232,9 +232,9 @@ def _flags(folder: ExportFolder) -> list[str]:
     if "attn_factor" in keys:  # --yarn-attn-factor is overwritten with yarn
         override.append(f"{arch}.rope.scaling.attn_factor=float:{keys['attn_factor']}")
     if folder.rope_type == PLAIN:
-        said = ["--rope-freq-base", str(folder.spec.rope_theta)]
+        flags = ["--rope-freq-base", str(folder.spec.rope_theta)]
     else:
         names = {"type": "--rope-scaling", "factor": "--rope-scale", "original_context_length": "--yarn-orig-ctx"}
         names |= {"yarn_beta_fast": "--yarn-beta-fast", "yarn_beta_slow": "--yarn-beta-slow"}
-        said = [word for name, flag in names.items() if name in keys for word in (flag, str(keys[name]))]
-    return [*said, "--override-kv", ",".join(override)]  # given twice, the flag is deprecated
+        flags = [word for name, flag in names.items() if name in keys for word in (flag, str(keys[name]))]
+    return [*flags, "--override-kv", ",".join(override)]  # given twice, the flag is deprecated

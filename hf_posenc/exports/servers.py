@@ -32,8 +32,8 @@ def _lines(folder: ExportFolder, rope: dict[str, Any], start: list[str], length:
     """
     target = folder.context_length
     if folder.overrides:  # the file is the base model's
-        said = json.dumps({**folder.overrides, "rope_parameters": rope})
-        return [command(*start, folder.path, length, target, override, said)]
+        overrides = json.dumps({**folder.overrides, "rope_parameters": rope})
+        return [command(*start, folder.path, length, target, override, overrides)]
     own = [] if rope == folder.rope else [override, json.dumps({"rope_parameters": rope})]
     onto_base = json.dumps({"rope_parameters": rope, **folder.lengths})
     return [

@@ -73,12 +73,12 @@ class Family:
 @cache
 def family_of(model_type: str | None) -> Family:
     """Return what is known of a model type; for one that follows the convention, or is unknown, no exception."""
-    found: dict[str, Any] = {}
+    exceptions: dict[str, Any] = {}
     for kind, entry in _EXCEPTIONS["exceptions"].items():
         model_types = entry["model_types"]
         if model_type in model_types:
-            found[kind] = model_types[model_type] if isinstance(model_types, dict) else True
-    return Family(**found)
+            exceptions[kind] = model_types[model_type] if isinstance(model_types, dict) else True
+    return Family(**exceptions)
 
 
 @cache

@@ -57,12 +57,12 @@ class RotaryModel:
     def text_configs(self) -> list[PreTrainedConfig]:
         """Each distinct text config object that the model or one of its modules holds, the model's first."""
         first = self.text_config
-        found = {id(first): first}
+        configs = {id(first): first}
         for module in self.model.modules():
             config = module.__dict__.get("config")
             if type(config) is type(first):
-                found.setdefault(id(config), config)
-        return list(found.values())
+                configs.setdefault(id(config), config)
+        return list(configs.values())
 
     @property
     def model_type(self) -> str:
@@ -105,15 +105,15 @@ class RotaryModel:
             and isinstance(getattr(module, "rope_type", None), (str, dict))
             and hasattr(module, f"{prefix}attention_scaling")
         }
-        found = {
+        rotary_modules = {
             name: module for name, module in usual.items() if type(getattr(module, "config", None)) is type(config)
         }
-        if not found:
+        if not rotary_modules:
             raise Refusal(config.model_type, "no_rotary_module", {"class_name": type(self.model).__name__}).error()
-        if self.model.config.is_encoder_decoder and usual.keys() - found.keys():
-            names = ", ".join(sorted(usual.keys() - found.keys()))
+        if self.model.config.is_encoder_decoder and usual.keys() - rotary_modules.keys():
+            names = ", ".join(sorted(usual.keys() - rotary_modules.keys()))
             raise Refusal(config.model_type, "encoder_has_another_config", {"names": names}).error()
-        return found
+        return rotary_modules
 
     @property
     def rotary_module(self) -> nn.Module:

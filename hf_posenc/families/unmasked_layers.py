@@ -28,11 +28,11 @@ def unmasked_layers(rotary: RotaryModel) -> dict[str, int]:
     from torch import nn  # which `--help` would wait for
 
     types = getattr(rotary.text_config, "layer_types", None) or ()
-    found = Counter(layer_type for layer_type in types if layer_type not in MASKED_ATTENTION)
-    if not found:
+    layers = Counter(layer_type for layer_type in types if layer_type not in MASKED_ATTENTION)
+    if not layers:
         convolved = [any(isinstance(part, nn.Conv1d) for part in layer.modules()) for layer in _decoder_layers(rotary)]
-        found = Counter({"convolution": sum(convolved)})
-    return {kind: number for kind, number in found.items() if number}
+        layers = Counter({"convolution": sum(convolved)})
+    return {kind: number for kind, number in layers.items() if number}
 
 
 def in_words(unmasked: Mapping[str, int]) -> str:

@@ -149,22 +149,22 @@ class FitConfig:
         Raises:
             ValueError: One is unknown or named twice, or a weight is no number above 0.
         """
-        found: dict[str, float] = {}
+        weights: dict[str, float] = {}
         for word in self.objectives:
             name, equals, text = word.partition("=")
             if name not in OBJECTIVES:
                 raise UnknownNameError("objective", name, OBJECTIVES)
-            if name in found:
+            if name in weights:
                 raise InvalidRequestError(f"{argument('objectives')}: {name!r} is given twice.")
             try:
-                found[name] = check_number(f"the weight of {name}", float(text) if equals else 1.0, above=0)
+                weights[name] = check_number(f"the weight of {name}", float(text) if equals else 1.0, above=0)
             except ValueError as error:
                 raise InvalidRequestError(
                     f"{argument('objectives')} takes NAME or NAME=WEIGHT, such as needles=0.2, got {word!r}: {error}"
                 ) from error
-        if not found:
+        if not weights:
             raise InvalidRequestError(f"{argument('objectives')} is empty: give at least one of {OBJECTIVES}.")
-        return found
+        return weights
 
     def check(self) -> None:
         """Check what can be checked before a model is loaded.

@@ -128,15 +128,15 @@ def fit_method(
         folder.mkdir(parents=True, exist_ok=True)
         (options, steps, facts), *others = (_fit(run, config.seed + more) for more in range(config.seeds))
         rows, left_out = measure_rows(run, options)
-        left_out += spread_of_seeds(run, rows, [found for found, _, _ in others])
+        left_out += spread_of_seeds(run, rows, [numbers for numbers, _, _ in others])
         verdict = judge(rows) if rows else None
-        found = find_numbers(run, rows, options)
+        numbers = find_numbers(run, rows, options)
     if verdict is not None and left_out:
         verdict = Verdict(verdict.better, verdict.best, (*verdict.lines, *left_out))
     if config.take_best and verdict is not None and verdict.better is False:
         options = run.options_of(make_method(verdict.best, run.factor))
         facts |= {"instead": verdict.best}
-    return FitResult(options, verdict, rows, found, steps, facts, time.perf_counter() - began)
+    return FitResult(options, verdict, rows, numbers, steps, facts, time.perf_counter() - began)
 
 
 def texts_to_fit(
@@ -218,12 +218,12 @@ def _spec_to_fit(rotary: RotaryModel, config: FitConfig) -> RopeSpec:
         ValueError: It is extended already, or the target is none.
     """
     if is_patched(rotary) or declared_scaling(rotary.text_config) is not None:
-        found = describe(rotary)
+        description = describe(rotary)
         raise AlreadyExtendedError(
-            f"the model is extended already ({found['method']}, factor {found['factor']:g}), and a rule is fitted to "
-            "the model as it was trained: give the base model, or call unpatch_model first.",
-            found["method"],
-            found["factor"],
+            f"the model is extended already ({description['method']}, factor {description['factor']:g}), and a "
+            "rule is fitted to the model as it was trained: give the base model, or call unpatch_model first.",
+            description["method"],
+            description["factor"],
         )
     spec = plain_spec(rotary.text_config)
     original = int(config.original_max_position_embeddings or spec.original_max_position_embeddings)
@@ -392,15 +392,15 @@ def _record(run: FitRun, ids: torch.Tensor, at: int, facts: Mapping[str, Any]) -
     with warnings.catch_warnings(), quiet("hf_posenc.patching.api"):
         warnings.simplefilter("ignore")  # said when the rules were tried
         with extended_as(run.rotary.model, row):
-            found = record(run.rotary.model, ids, folder, queries, identity)
+            recording = record(run.rotary.model, ids, folder, queries, identity)
     if len(ids) == run.target:
-        run.pass_seconds = max(run.pass_seconds, found.facts["seconds"])
+        run.pass_seconds = max(run.pass_seconds, recording.facts["seconds"])
     text = f"text {at + 1} of {len(run.texts.fitted)}, {len(ids)} tokens"
     if known:
         logger.info("%s: read before", text)
     else:
-        logger.info("%s: read by %s in %s", text, config.teacher, duration_name(found.facts["seconds"]))
-    return found
+        logger.info("%s: read by %s in %s", text, config.teacher, duration_name(recording.facts["seconds"]))
+    return recording
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ def best_of_grid(
         objectives: By name, with their weights.
     """
     critical = critical_pair_of(run.spec, None)
-    found: dict[str, tuple[float, Frequencies]] = {}
+    candidates: dict[str, tuple[float, Frequencies]] = {}
     state = problem.generator.get_state()
     for name, fixed in (("ntk", None), ("yarn", None), ("ntk_rcd", {"beyond_critical": "constant"}), ("yarn_rcd", {})):
         choices = (
@@ -59,7 +59,7 @@ def best_of_grid(
                     loss += weight * sum(float(part) for part in objective.losses())
                 objective.load_state([])
             words = ", ".join(f"{key}={value:g}" for key, value in options.items() if key != "beyond_critical")
-            found[f"{name} ({words})" if words else name] = (loss, start)
+            candidates[f"{name} ({words})" if words else name] = (loss, start)
     problem.generator.set_state(state)
-    best = min(found, key=lambda one: found[one][0])
-    return best, found[best][1]
+    best = min(candidates, key=lambda one: candidates[one][0])
+    return best, candidates[best][1]

@@ -59,8 +59,8 @@ def hide_numbers(
         raise InvalidRequestError(f"{count} numbers need as many names, and there are {len(words)}: hide fewer.")
     names = rng.sample(words, count)
     numbers = [str(rng.randint(10 ** (_DIGITS - 1), 10**_DIGITS - 1)) for _ in names]
-    said = [f"\n{sentence.format(name=name, number=number)}" for name, number in zip(names, numbers, strict=True)]
-    written = [tokens(f"{one}.\n") for one in said]
+    sentences = [f"\n{sentence.format(name=name, number=number)}" for name, number in zip(names, numbers, strict=True)]
+    written = [tokens(f"{one}.\n") for one in sentences]
     kept = len(ids) - sum(map(len, written))
     if kept < 1:
         raise InvalidRequestError(
@@ -69,7 +69,7 @@ def hide_numbers(
     places = sorted(rng.randrange(kept) for _ in names)
     parts: list[int] = []
     done, hidden = 0, []
-    for place, one, ids_of_one, number in zip(places, said, written, numbers, strict=True):
+    for place, one, ids_of_one, number in zip(places, sentences, written, numbers, strict=True):
         parts += ids[done:place].tolist() + ids_of_one
         done = place
         whole, question = tokens(one), tokens(one.removesuffix(f" {number}"))

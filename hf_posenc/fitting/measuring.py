@@ -77,16 +77,16 @@ def measure_rows(run: FitRun, options: Mapping[str, Any]) -> tuple[dict[str, lis
     lengths = measured_lengths(run.original, run.target)
     rows: dict[str, dict[str, Any] | None] = {FITTED: run.config.request(FITTED, options)}
     rows |= {name: None if name == NO_METHOD else run.config.request(name) for name in run.config.compare}
-    found: dict[str, list[Record]] = {}
+    records: dict[str, list[Record]] = {}
     left_out = []
     for name, row in rows.items():
         short = row is None
-        rivals = len(found.keys() - {FITTED, NO_METHOD})
+        rivals = len(records.keys() - {FITTED, NO_METHOD})
         if rivals and not short and run.seconds_left < run.pass_seconds * len(run.texts.held_out):
             left_out.append(name)
             continue
         with _extended(run, row):
-            found[name] = perplexity(
+            records[name] = perplexity(
                 run.rotary.model,
                 [ids[: run.original] if short else ids for ids in run.texts.held_out],
                 [length for length in lengths if length <= run.original or not short],
@@ -96,9 +96,9 @@ def measure_rows(run: FitRun, options: Mapping[str, Any]) -> tuple[dict[str, lis
                 progress=not run.config.hide_progress,
             )
     if not left_out:
-        return found, []
+        return records, []
     budget = duration_name(run.config.budget or 0)
-    return found, [f"not compared, as the budget of {budget} is spent: {', '.join(left_out)}"]
+    return records, [f"not compared, as the budget of {budget} is spent: {', '.join(left_out)}"]
 
 
 def spread_of_seeds(
@@ -113,7 +113,7 @@ def spread_of_seeds(
     """
     if not rows or not others:
         return []
-    found = [rows[FITTED][-1].perplexity]
+    perplexities = [rows[FITTED][-1].perplexity]
     for options in others:
         with _extended(run, run.config.request(FITTED, options)):
             [record] = perplexity(
@@ -124,10 +124,12 @@ def spread_of_seeds(
                 output=run.folder / "seeds.jsonl",
                 progress=not run.config.hide_progress,
             )
-        found.append(record.perplexity)
-    spread = 100 * (max(found) / min(found) - 1)
-    values = ", ".join(f"{value:.2f}" for value in found)
-    return [f"{len(found)} fits with different seeds differ by {spread:.1f} % at {length_name(run.target)}: {values}"]
+        perplexities.append(record.perplexity)
+    spread = 100 * (max(perplexities) / min(perplexities) - 1)
+    values = ", ".join(f"{value:.2f}" for value in perplexities)
+    return [
+        f"{len(perplexities)} fits with different seeds differ by {spread:.1f} % at {length_name(run.target)}: {values}"
+    ]
 
 
 def find_numbers(
@@ -156,11 +158,11 @@ def find_numbers(
     except InvalidRequestError as error:  # a text too short for them
         logger.warning("nothing is hidden in the held-out text: %s", error)
         return {}
-    found = {}
+    scores = {}
     for name, row in asked.items():
         with _extended(run, row):
-            found[name] = NumbersFound(tuple(numbers_found(run.rotary.model, ids, hidden)), len(ids))
-    return found
+            scores[name] = NumbersFound(tuple(numbers_found(run.rotary.model, ids, hidden)), len(ids))
+    return scores
 
 
 @contextmanager

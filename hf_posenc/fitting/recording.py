@@ -42,8 +42,8 @@ class Recording:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """What was recorded, and the frequencies that keys and queries come rotated by."""
-        found: dict[str, Any] = json.loads((self.folder / _DONE).read_text(encoding="utf-8"))
-        return found
+        recorded: dict[str, Any] = json.loads((self.folder / _DONE).read_text(encoding="utf-8"))
+        return recorded
 
     @cached_property
     def inv_freq(self) -> torch.Tensor:
@@ -80,12 +80,12 @@ class Recording:
             stop: Only the keys and values of tokens before this one.
         """
         with safe_open(self.folder / _file(index), framework="pt") as file:
-            found = []
+            tensors = []
             for name in names:
                 part = file.get_slice(name)
                 cut = stop is not None and name in ("keys", "values")
-                found.append(part[:, :stop] if cut else part[:])
-            return found
+                tensors.append(part[:, :stop] if cut else part[:])
+            return tensors
 
     def _of_text(self, name: str) -> torch.Tensor:
         with safe_open(self.folder / "text.safetensors", framework="pt") as file:
@@ -132,12 +132,12 @@ class _Recorded:
         else:
             output, weights = self.attention.attend(module, query, key, value, mask, kind, kwargs)
         index: Any = module.layer_idx
-        at = self.query_positions.to(query.device)
+        positions = self.query_positions.to(query.device)
         tensors = {
             "keys": key[0],
             "values": value[0],
-            "queries": query[0].index_select(1, at),
-            "outputs": output[0].index_select(0, at),
+            "queries": query[0].index_select(1, positions),
+            "outputs": output[0].index_select(0, positions),
         }
         _write(tensors, self.folder / _file(index))
         return output, weights

@@ -29,8 +29,8 @@ _PROBE_EPSILONS = 8  # roundings of the last hidden states
 
 def rule_kind(module: nn.Module, rotary: RotaryModel) -> str:
     """Return ``FULL`` for a layer that a static rule extends; layers with a window too, where all share their RoPE."""
-    kind = layer_kind(module, rotary.text_config)
-    return FULL if kind == PASS and rotary.label is None and has_positions(module) else kind
+    layer = layer_kind(module, rotary.text_config)
+    return FULL if layer == PASS and rotary.label is None and has_positions(module) else layer
 
 
 class RuleAttention:
@@ -122,8 +122,8 @@ class RuleAttention:
         slots = torch.arange(stop, device=device)
         key = self.rotated(keys[None].to(device), slots, recording)
         kwargs = self.kwargs[index]
-        found = self._call(module, query, key, values[None].to(device), _seen(positions, stop, kwargs), kwargs)
-        return found[0], outputs[rows].to(device)
+        output = self._call(module, query, key, values[None].to(device), _seen(positions, stop, kwargs), kwargs)
+        return output[0], outputs[rows].to(device)
 
     def rotated(
         self, states: torch.Tensor, positions: torch.Tensor, recording: Recording | None, of_queries: bool = False
@@ -242,14 +242,16 @@ def reads_on_from_keys_and_values(model: Any) -> bool:
     rotary = RotaryModel.of(model)
     positions = torch.arange(_PROBE_TOKENS, device=rotary.device)[None]
     attention = _OwnValues(inner_name(str(rotary.text_config._attn_implementation)), positions)
-    found = []
+    outputs = []
     with attending_by(rotary.text_configs, _layers(rotary, attention)):
         for ids in (positions + 1, positions.flip(1) + _PROBE_TOKENS):  # they have the last token in common
             attention.calls.clear()
             body = decoder_body(rotary.model)
-            found.append(body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0, -1].float())
+            outputs.append(
+                body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state[0, -1].float()
+            )
             if max(attention.calls.values()) > 1:
                 return False
     # Experts are computed for several tokens at a time, which may round differently.
     rounding = _PROBE_EPSILONS * max(torch.finfo(rotary.model.dtype).eps, torch.finfo(torch.float32).eps)
-    return bool((found[0] - found[1]).norm() <= rounding * found[0].norm())
+    return bool((outputs[0] - outputs[1]).norm() <= rounding * outputs[0].norm())

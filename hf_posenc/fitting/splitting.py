@@ -40,13 +40,13 @@ def split_texts(ids: Sequence[torch.Tensor], target: int, max_texts: int, held_o
         ValueError: There are not enough of that length, and it says how many tokens are missing; or a text would be
             both.
     """
-    found = _split(ids, target, max_texts, held_out)
-    if any(torch.equal(one, other) for one in found.held_out for other in found.fitted):
+    texts = _split(ids, target, max_texts, held_out)
+    if any(torch.equal(one, other) for one in texts.held_out for other in texts.fitted):
         raise InvalidRequestError(
             "a text that is held out is the same as one that is fitted on, so that the measurement would say nothing "
             "about other texts: a document is given twice. Take it out."
         )
-    return found
+    return texts
 
 
 def _split(ids: Sequence[torch.Tensor], target: int, max_texts: int, held_out: int) -> Texts:

@@ -42,27 +42,33 @@ def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict | None:
     by_length = {name: {record.context_length: record for record in records} for name, records in rows.items()}
     ours = by_length[FITTED]
     target = max(ours)
-    rivals = {name: found for name, found in by_length.items() if name not in (FITTED, NO_METHOD)}
+    rivals = {name: interval for name, interval in by_length.items() if name not in (FITTED, NO_METHOD)}
     if not rivals:
         return None
-    at = length_name(target)
-    ratios = {name: paired_interval(ours[target], found[target]) for name, found in rivals.items()}
+    target_name = length_name(target)
+    ratios = {name: paired_interval(ours[target], interval[target]) for name, interval in rivals.items()}
     lower = [name for name, ratio in ratios.items() if ratio.value > 1 and not ratio.is_tie]
     best = max(lower or ratios, key=lambda name: ratios[name].value)  # of the lowest perplexity
     ties = [name for name, ratio in ratios.items() if ratio.is_tie]
     if lower:
-        better, lines = False, [f"{best} is better than the fitted rule at {at}: the fitted rule has {ratios[best]}"]
+        better, lines = (
+            False,
+            [f"{best} is better than the fitted rule at {target_name}: the fitted rule has {ratios[best]}"],
+        )
     elif ties:
         better = None
         differences = ", ".join(f"{ratios[name]} against {name}" for name in ties)
-        lines = [f"at {at} the fitted rule cannot be told apart from {', '.join(ties)}: {differences}"]
+        lines = [f"at {target_name} the fitted rule cannot be told apart from {', '.join(ties)}: {differences}"]
     else:
         better = True
-        lines = [f"the fitted rule is better than every compared rule at {at}: {ratios[best]} against {best}, the next"]
+        lines = [
+            f"the fitted rule is better than every compared rule at {target_name}: {ratios[best]} against {best}, "
+            "the next"
+        ]
     for length in sorted(set(ours) - {target}):
         name = min(rivals, key=lambda one: rivals[one][length].perplexity)
-        found = paired_interval(ours[length], rivals[name][length])
-        lines.append(f"at {length_name(length)}: {_against(found, name)}")
+        interval = paired_interval(ours[length], rivals[name][length])
+        lines.append(f"at {length_name(length)}: {_against(interval, name)}")
     unmodified = by_length.get(NO_METHOD, {})
     costs = [(length, paired_interval(ours[length], unmodified[length])) for length in sorted(unmodified)]
     if costs:

@@ -44,13 +44,13 @@ def read_fitted_rule(source: str | Path) -> dict[str, Any]:
             f"there is no fitted rule in {str(source)!r}. Give a folder that `hf-posenc fit` wrote, the {MANIFEST} in "
             "it, or a file that FitResult.save wrote."
         )
-    found = read_json(file)
-    if not isinstance(found, dict) or found.get("method") != "fitted" or not isinstance(found.get("options"), dict):
-        what = f"it holds method {found.get('method')!r}" if isinstance(found, dict) else "it holds a list or a number"
+    rule = read_json(file)
+    if not isinstance(rule, dict) or rule.get("method") != "fitted" or not isinstance(rule.get("options"), dict):
+        what = f"it holds method {rule.get('method')!r}" if isinstance(rule, dict) else "it holds a list or a number"
         raise InvalidRequestError(f"{str(file)!r} is no fitted rule: {what}.")
-    if lacking := [name for name in RULE if name not in found["options"]]:
+    if lacking := [name for name in RULE if name not in rule["options"]]:
         raise InvalidRequestError(f"{str(file)!r} is no fitted rule: it has no {', '.join(lacking)}.")
-    return {name: found["options"][name] for name in RULE}
+    return {name: rule["options"][name] for name in RULE}
 
 
 def _source(name: str, value: Any) -> str:

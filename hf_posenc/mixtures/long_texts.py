@@ -17,7 +17,7 @@ class LongTexts(Kind):
 
     def block(self, index: int) -> list[MaskedTokens]:
         packed = self.material.packed
-        passes, at = divmod(index, len(packed))
+        passes, position = divmod(index, len(packed))
         order = list(range(len(packed)))
         self.material.rng(f"{self.name} pass", passes).shuffle(order)
-        return packed.pieces(order[at])
+        return packed.pieces(order[position])

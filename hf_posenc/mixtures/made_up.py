@@ -109,7 +109,7 @@ class Marks:
 
 def _different(count: int, make: Callable[[], str]) -> list[str]:
     """Return as many different words, in the order in which they are made."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[make()] = None
-    return list(found)
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words[make()] = None
+    return list(words)

@@ -69,14 +69,14 @@ class NeedleDialogues(Dialogues):
     def turns(self, rng: Random, count: int) -> list[tuple[str, str]]:
         asked, longest = self.material.num_questions, longest_mark(self.material.seq_len)
         forms = (*_FORMS, (*_MARKED, lambda rng: Marks.of_any_form(rng, longest).one(rng)))
-        found = []
+        places = []
         for key in rng.choice((names, titles))(rng, 2 * asked):
             *form, make = rng.choice(forms)
             value = make(rng)
-            found.append([part.format(key=key, value=value) for part in form])
+            places.append([part.format(key=key, value=value) for part in form])
         text = self.material.tokenizer.decode(self.material.stretch(count, rng), skip_special_tokens=True)
-        hidden = _hide([sentence for sentence, _, _ in found], str(text).strip(), rng)
-        turns = [(question, answer) for _, question, answer in rng.sample(found, asked)]
+        hidden = _hide([sentence for sentence, _, _ in places], str(text).strip(), rng)
+        turns = [(question, answer) for _, question, answer in rng.sample(places, asked)]
         first, answer = turns[0]
         return [(f"Some remarks are mixed into this excerpt.\n\n{hidden}\n\n{first}", answer), *turns[1:]]
 
@@ -87,7 +87,7 @@ def _hide(sentences: list[str], text: str, rng: Random) -> str:
     parts, last = [], 0
     for depth, sentence in sorted((rng.randint(0, len(text)), sentence) for sentence in sentences):
         blank = text.find(" ", depth) + 1 or len(text)
-        at = max(last, next((end for end in ends if depth <= end <= depth + 200), blank))
-        parts += [text[last:at], sentence, " "]
-        last = at
+        place = max(last, next((end for end in ends if depth <= end <= depth + 200), blank))
+        parts += [text[last:place], sentence, " "]
+        last = place
     return "".join([*parts, text[last:]])

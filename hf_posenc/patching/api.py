@@ -202,9 +202,9 @@ def install_extension(
         write_config(config, extension)
         if extension.method.is_encoding:  # which save_pretrained alone must not lose
             mark_encoding(config.rope_parameters, rotary.label, extension.method.name)
-    said = extension_words(extension.describe())
+    words = extension_words(extension.describe())
     for name, module in modules.items():
-        write_rotary(module, values[name], said)
+        write_rotary(module, values[name], words)
     for name, module in attentions.items():
         module.__dict__["scaling"] = scales[name]
     rotary.record = record

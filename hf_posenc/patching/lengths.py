@@ -117,13 +117,13 @@ def original_length_of(
     """
     if mark and mark.get(ORIGINAL):
         return OriginalLength(int(mark[ORIGINAL]), MARK)
-    found: list[StatedLength] = []
+    statements: list[StatedLength] = []
     for tokens, by in _statements(values, parameters, head_dim, name or values.get("_name_or_path")):
-        if is_length(tokens) and int(tokens) not in {stated.tokens for stated in found}:
-            found.append(StatedLength(int(tokens), by))
-    if not found:
+        if is_length(tokens) and int(tokens) not in {stated.tokens for stated in statements}:
+            statements.append(StatedLength(int(tokens), by))
+    if not statements:
         return OriginalLength(None, "nothing: it is not recorded")
-    first, *others = found
+    first, *others = statements
     decided = is_scaled(parameters) or first.by != DECLARED or not others
     return OriginalLength(first.tokens, first.by, tuple(others), decided)
 
@@ -171,15 +171,15 @@ def _published(
     if is_scaled(parameters):
         method = method_of_rope_type(parameters["rope_type"])
         rule = {"method": "linear" if method is None else method.name, "factor": parameters.get("factor")}
-    found = {
+    published = {
         facts.trained_length: facts.name
         for facts in reversed(checkpoints().values())
         if values.get("model_type") in (facts.model_type, f"{facts.model_type}_text")
         and (facts.declared_length, facts.head_dim, facts.rope_theta, facts.scaled)
         == (values.get(DECLARED), head_dim, parameters.get("rope_theta"), rule)
     }
-    if len(found) == 1:
-        [(tokens, name)] = found.items()
+    if len(published) == 1:
+        [(tokens, name)] = published.items()
         yield tokens, f"published checkpoints of this shape, such as {name}"
 
 

@@ -62,9 +62,9 @@ class RopeScalingDictionary:
             **{key: self.options.get(key) for key in options},
         }
         if wrong := [name for name, value in given_values.items() if value != says[name]]:
-            found = " and ".join(f"{name} {given_values[name]!r}{_which_is_not(says[name])}" for name in wrong)
+            differences = " and ".join(f"{name} {given_values[name]!r}{_which_is_not(says[name])}" for name in wrong)
             raise InvalidRequestError(
-                f"{argument('rope_scaling')} says what the rule is, and {found} "
+                f"{argument('rope_scaling')} says what the rule is, and {differences} "
                 f"{'was' if len(wrong) == 1 else 'were'} given too: "
                 "give one of the two."
             )
@@ -101,9 +101,9 @@ def read_rope_scaling(given: Mapping[str, Any] | str) -> RopeScalingDictionary:
     given_values = _parsed(given)
     types = {str(given_values[key]) for key in _TYPE if given_values.get(key) is not None}
     if len(types) != 1:
-        found = f"has {' and '.join(sorted(types))} as its type" if types else "has no rope_type (or type)"
+        stated = f"has {' and '.join(sorted(types))} as its type" if types else "has no rope_type (or type)"
         raise InvalidRequestError(
-            f"{argument('rope_scaling')} {found}. One of {', '.join(_RULES)} is needed: {_EXAMPLE}."
+            f"{argument('rope_scaling')} {stated}. One of {', '.join(_RULES)} is needed: {_EXAMPLE}."
         )
     [rule] = types
     if rule not in _RULES:

@@ -36,17 +36,17 @@ def partial_attentions(model: PreTrainedModel) -> dict[str, nn.Module]:
     Raises:
         ValueError: There are none.
     """
-    found = {
+    attentions = {
         name: module
         for name, module in model.named_modules()
         if "layer_idx" in vars(module) and isinstance(vars(module).get("scaling"), float)
     }
-    if not found:
+    if not attentions:
         raise InvalidRequestError(
             f"temperature='logits': the attention of {type(model).__name__} has no scaling that could carry it. "
             "Leave temperature at 'rotary'."
         )
-    return found
+    return attentions
 
 
 def live_scale(module: nn.Module) -> float:

@@ -66,18 +66,18 @@ class Verification:
     @property
     def found(self) -> str:
         """What was compared, and how closely it agrees, in words."""
-        found = []
+        words = []
         if self.attention_layers:
-            found.append(f"run by {count(self.attention_layers, 'attention layer')}")
+            words.append(f"run by {count(self.attention_layers, 'attention layer')}")
         if self.modules:
             error = max(check.inv_freq_error for check in self.modules)
             held = "the model's own frequencies" if self.attention_layers else "the closed form"
             modules = {check.name for check in self.modules}
-            found.append(f"{count(len(modules), 'rotary module')} within {error:.1g} of {held}")
-        if not found:
+            words.append(f"{count(len(modules), 'rotary module')} within {error:.1g} of {held}")
+        if not words:
             added = get_method(self.extension["method"]).is_encoding
-            found = ["it is added to the embeddings" if added else "nothing, as there is no data yet"]
-        return ", ".join(found)
+            words = ["it is added to the embeddings" if added else "nothing, as there is no data yet"]
+        return ", ".join(words)
 
 
 def count(number: int, noun: str) -> str:
@@ -163,13 +163,13 @@ def check_rotary(
             f"{where}: the live frequencies are not those of {what}: relative difference {error:.3g}, allowed "
             f"{tolerance:.3g}. {_HINT}"
         )
-    found = live_attention_factor(rotary, module, prefix)
-    if not abs(found - attention_factor) <= _RTOL * abs(attention_factor):
+    live_factor = live_attention_factor(rotary, module, prefix)
+    if not abs(live_factor - attention_factor) <= _RTOL * abs(attention_factor):
         raise RotaryMismatchError(
-            f"{where}: the live attention factor is {found:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
+            f"{where}: the live attention factor is {live_factor:.6g}, {what} asks for {attention_factor:.6g}. {_HINT}"
         )
     output_error = _check_output(module, label, where, spec, original, attention_factor, tolerance)
-    return RotaryCheck(name, error, found, output_error, other)
+    return RotaryCheck(name, error, live_factor, output_error, other)
 
 
 def live_attention_factor(rotary: RotaryModel, module: nn.Module, prefix: str) -> float:

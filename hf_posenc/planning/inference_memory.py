@@ -141,15 +141,15 @@ def predict_readings(
         gpu_memory, gpus: Bytes of one device, and how many of them hold the layers; None: the longest text is not
             looked for.
     """
-    found = []
+    needs = []
     for bits in (None, 8, 4):
         weights = _HeldWeights(config, bits, cache, method, original)
         reading = weights.reading(target)
         if gpu_memory is not None:
             longest = weights.longest(LONGEST_FACTOR * target, gpu_memory, gpus)
             reading = dataclasses.replace(reading, longest=longest)
-        found.append(reading)
-    return tuple(found)
+        needs.append(reading)
+    return tuple(needs)
 
 
 class _HeldWeights:

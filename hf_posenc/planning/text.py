@@ -83,7 +83,7 @@ def _rent(plan: Plan) -> str:
     known = [option for option in plan.training_options if not option.at_least]
     at_length = [option for option in known if option.seq_len == plan.target and option.sharding is None]
     best, *full = (min(some, key=lambda option: option.needed) for some in (known, at_length) if some)
-    found = [_smallest(best), *(_smallest(option) for option in full if option is not best)]
+    options = [_smallest(best), *(_smallest(option) for option in full if option is not best)]
     for devices in SHARED_OVER:
         shared = [
             way
@@ -93,9 +93,9 @@ def _rent(plan: Plan) -> str:
         ways = [way for way in shared if way.sharding is not None and way.sharding.context_parallel]
         way = min(ways, key=lambda option: option.needed, default=None)
         if way is not None and way.smallest_gpu is not None:
-            found.append(_smallest(way))
+            options.append(_smallest(way))
             break
-    return f"To rent: {'; '.join(filter(None, found))}." if any(found) else "Nor does it fit one rented GPU."
+    return f"To rent: {'; '.join(filter(None, options))}." if any(options) else "Nor does it fit one rented GPU."
 
 
 def _smallest(option: TrainingOption) -> str:

@@ -126,16 +126,16 @@ def _read_card(folder: Path | None, hub_id: str | None, *, may_ask: bool) -> dic
 
 def _facts(card: dict[str, Any], hub_id: str | None, without: Container[str]) -> dict[str, Any]:
     """Return what of a card holds for models made from it too; a licence comes whole, its link one that leads there."""
-    found = {key: card[key] for key in ("language", "pipeline_tag") if card.get(key) and key not in without}
+    kept = {key: card[key] for key in ("language", "pipeline_tag") if card.get(key) and key not in without}
     if not isinstance(card.get("license"), str) or "license" in without:
-        return found
-    found |= {key: card[key] for key in _LICENSE if isinstance(card.get(key), str)}
-    link = found.get("license_link")
+        return kept
+    kept |= {key: card[key] for key in _LICENSE if isinstance(card.get(key), str)}
+    link = kept.get("license_link")
     if link is not None and "://" not in link:  # a file of that repository
-        del found["license_link"]
+        del kept["license_link"]
         if hub_id is not None:
-            found["license_link"] = f"https://huggingface.co/{hub_id}/blob/main/{link}"
-    return found
+            kept["license_link"] = f"https://huggingface.co/{hub_id}/blob/main/{link}"
+    return kept
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ def source_settings(documents: Any) -> dict[str, Any]:
     """Return where documents come from, by the names of ``read_documents``' arguments; nothing if they do not say."""
     if not isinstance(documents, DocumentStream):
         return {}
-    said = {"documents": str(documents.source), "text_field": documents.text_field, "split": documents.split}
-    return {**said, "config_name": documents.config_name, "template": documents.template}
+    facts = {"documents": str(documents.source), "text_field": documents.text_field, "split": documents.split}
+    return {**facts, "config_name": documents.config_name, "template": documents.template}
 
 
 def document_source(settings: Mapping[str, Any]) -> DocumentSource:
@@ -177,9 +177,9 @@ def document_source(settings: Mapping[str, Any]) -> DocumentSource:
         return DocumentSource(f"the novel `{name.removeprefix(NOVEL)}`, which is part of hf_posenc")
     path = Path(name).expanduser()
     if path.exists() or not is_repo_id(name):
-        kind = "the folder" if path.is_dir() else "the file"
-        return DocumentSource(f"{kind} `{path.resolve().name}`")
+        source_words = "the folder" if path.is_dir() else "the file"
+        return DocumentSource(f"{source_words} `{path.resolve().name}`")
     config_name, split = settings.get("config_name"), settings.get("split")
-    more = "".join(f", {kind} `{value}`" for kind, value in (("configuration", config_name), ("split", split)) if value)
+    more = "".join(f", {part} `{value}`" for part, value in (("configuration", config_name), ("split", split)) if value)
     link = f"[`{name}`](https://huggingface.co/datasets/{name})"
     return DocumentSource(f"the dataset {link}{more}", name, config_name, split)

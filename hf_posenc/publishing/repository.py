@@ -97,8 +97,8 @@ class Repository:
             "--exclude": leave_out,
             "--delete": CHECKPOINT_FILES,
         }
-        said = [word for flag, values in flags.items() for value in values for word in (flag, value)]
-        return shlex.join(["hf", "upload", self.repo_id, str(folder), ".", *said])
+        flag_words = [word for flag, values in flags.items() for value in values for word in (flag, value)]
+        return shlex.join(["hf", "upload", self.repo_id, str(folder), ".", *flag_words])
 
     def _has_card_of_others(self) -> bool:
         try:

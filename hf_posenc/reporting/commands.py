@@ -58,9 +58,9 @@ def make_commands(records: Sequence[Record | RetrievalRecord]) -> Commands:
 
 def command_panel(records: Sequence[Record | RetrievalRecord], report_command: str) -> Panel:
     """Return the panel of the commands, that of the report itself last."""
-    found = make_commands(records)
+    commands = make_commands(records)
     last = report_command or shlex.join(["hf-posenc", "report", _RESULTS])
-    every = [(_TYPED, found.typed), (_MADE, found.made), ("And the report:", (last,))]
+    every = [(_TYPED, commands.typed), (_MADE, commands.made), ("And the report:", (last,))]
     return Panel("commands", "Commands", [Code(words, lines) for words, lines in every if lines])
 
 

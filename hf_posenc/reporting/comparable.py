@@ -170,14 +170,14 @@ class Table(_Comparable):
     @cached_property
     def leaders(self) -> dict[int, tuple[Row, ...]]:
         """The row of the lowest perplexity of each column, and after it those that tie with it."""
-        found = {}
+        gaps = {}
         for length in self.lengths:
             first, *others = sorted(
                 (row for row in self.rows if length in row.records), key=lambda row: row.records[length].perplexity
             )
             lowest = first.records[length]
-            found[length] = (first, *(row for row in others if is_tie(row.records[length], lowest)))
-        return found
+            gaps[length] = (first, *(row for row in others if is_tie(row.records[length], lowest)))
+        return gaps
 
     def at_length(self, length: int) -> Record:
         """Return any record of a column; what they share is the same in all."""
@@ -366,12 +366,12 @@ def _difference(records: Sequence[Record], name_of: Callable[[Record], str] = ru
                         f"{words} differ: at {length} tokens ({record.protocol}), {name} is {getattr(other, name)!r} "
                         f"for {name_of(other)} and {getattr(record, name)!r} for {name_of(record)}"
                     )
-        one = rows.setdefault((*row_key(record), length), record)
-        if one.run_key != record.run_key:
+        first = rows.setdefault((*row_key(record), length), record)
+        if first.run_key != record.run_key:
             return (
                 f"it is another run of the same row: at {length} tokens ({record.protocol}) one has perplexity "
-                f"{one.perplexity:.6g} and the other {record.perplexity:.6g} on the same text, so weights, versions or "
-                "seed differ. --label or --model-name of hf-posenc eval (label= and model_name= of perplexity) tell "
+                f"{first.perplexity:.6g} and the other {record.perplexity:.6g} on the same text, so weights, versions "
+                "or seed differ. --label or --model-name of hf-posenc eval (label= and model_name= of perplexity) tell "
                 "them apart"
             )
     return None

@@ -66,11 +66,11 @@ def row_costs(row: Row | GridRow) -> dict[int, Cost]:
             for n, here in by_length.items()
         }
     longest = {record.seconds: length for length, record in row.records.items()}  # lengths rise
-    found = {}
+    costs = {}
     for length, record in row.records.items():
         other = longest[record.seconds]
-        found[length] = Cost(record.seconds, record.peak_memory_bytes, other if other != length else None)
-    return found
+        costs[length] = Cost(record.seconds, record.peak_memory_bytes, other if other != length else None)
+    return costs
 
 
 def seconds_name(seconds: float) -> str:

@@ -63,8 +63,8 @@ class PairRule:
         """``inv_freq``, float64 ``(num_pairs,)``, and ``attention_factor`` of a forward of ``reach`` tokens."""
         if isinstance(self.method, StagedMethod) and self.method.needs_hf_posenc:
             stages = Stages(self.spec, self.method)
-            found: Frequencies = stages.frequencies(int(stages.of(torch.tensor([self.reach - 1]))))
-            return found
+            frequencies: Frequencies = stages.frequencies(int(stages.of(torch.tensor([self.reach - 1]))))
+            return frequencies
         return self.method.frequencies(self.spec, self.reach)
 
     @cached_property
@@ -95,8 +95,8 @@ class PairRule:
 
     def shares(self) -> tuple[int, int, int]:
         """Return the numbers of rotated pairs that are kept, in between, and stretched by the whole factor or more."""
-        found = [self.share_of(pair) for pair in range(len(self.stretch))]
-        return found.count("kept"), found.count("blended"), found.count("stretched")
+        classes = [self.share_of(pair) for pair in range(len(self.stretch))]
+        return classes.count("kept"), classes.count("blended"), classes.count("stretched")
 
     def share_of(self, pair: int) -> str:
         """Return the class of a rotated pair: ``"kept"``, ``"blended"`` or ``"stretched"``."""

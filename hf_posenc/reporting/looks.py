@@ -69,7 +69,7 @@ def make_looks(records: Sequence[Record | RetrievalRecord]) -> Looks:
     """
     rows = {row_key(record): record for record in reversed(records)}
     numbers = _numbers(dict.fromkeys(record.method for record in records))
-    found: dict[tuple[object, ...], Look] = {}
+    looks: dict[tuple[object, ...], Look] = {}
     seen: dict[tuple[str, bool], int] = {}
     for key in dict.fromkeys(map(row_key, records)):
         method, trained = rows[key].method, rows[key].tokens_trained != 0
@@ -80,8 +80,8 @@ def make_looks(records: Sequence[Record | RetrievalRecord]) -> Looks:
             look = numbered_look(numbers[method], variant)
             usual = "full" if trained else "none"
         fill = (usual, "left", "right", "bottom", "top")[variant // len(DASHES) % 5]
-        found[key] = look._replace(bold=trained, fill=fill)
-    return found
+        looks[key] = look._replace(bold=trained, fill=fill)
+    return looks
 
 
 def _numbers(names: Collection[str]) -> dict[str, int]:
@@ -91,15 +91,15 @@ def _numbers(names: Collection[str]) -> dict[str, int]:
     in which nothing else has its colour it is the same.
     """
     known = METHOD_LOOKS
-    found = {name: known[name] for name in names if name in known}
+    named = {name: known[name] for name in names if name in known}
     for name in names:
-        if name in found or name == "none":
+        if name in named or name == "none":
             continue
-        free = set(range(len(COLOURS))) - {number % len(COLOURS) for number in found.values()}
+        free = set(range(len(COLOURS))) - {number % len(COLOURS) for number in named.values()}
         start = len(known) + zlib.crc32(name.encode()) % math.lcm(len(COLOURS), len(_MARKERS))
-        found[name] = next(
+        named[name] = next(
             number
             for number in itertools.count(start)
-            if number not in found.values() and (not free or number % len(COLOURS) in free)
+            if number not in named.values() and (not free or number % len(COLOURS) in free)
         )
-    return found
+    return named

@@ -212,13 +212,13 @@ class Losses:
         Tokens count, not buckets. At both ends the mean is over the part that was measured.
         """
         reach = buckets // 2
-        found = []
+        means = []
         for at in range(len(self.sums)):
             near = slice(max(0, at - reach), at + reach + 1)
             if self.tokens[at]:
                 mean = math.fsum(self.sums[near]) / sum(self.tokens[near])
-                found.append(((at + 0.5) * self.width, mean))
-        return found
+                means.append(((at + 0.5) * self.width, mean))
+        return means
 
     def means(self) -> list[tuple[int, float]]:
         """Return each bucket in which tokens were scored: where it begins, and the mean loss in nats."""

@@ -72,9 +72,9 @@ def read_haystack(tokenizer: PreTrainedTokenizerBase, documents: Sequence[str] |
         documents = [load_novel(name) for name in (HELD_OUT_NOVEL, *TRAIN_NOVELS)]
     key = (hash_tokenizer(tokenizer), hashlib.sha256("\0".join(documents).encode("utf-8", "surrogatepass")).digest())
     if key not in _LAST:
-        found = _tokenize(tokenizer, documents)
+        tokenized = _tokenize(tokenizer, documents)
         _LAST.clear()
-        _LAST[key] = found
+        _LAST[key] = tokenized
     return _LAST[key]
 
 

@@ -94,12 +94,12 @@ def write_task_files(names: Sequence[str], folder: Path) -> list[str]:
     Raises:
         ValueError: A name has our prefix, and is none of our tasks or groups.
     """
-    found = [name for name in names if not name.startswith(PREFIX)]
+    others = [name for name in names if not name.startswith(PREFIX)]
     for name in _ours(names):
         path = folder / f"{PREFIX}{name}.yaml"
         path.write_text(f"task: {PREFIX}{name}\nclass: !function {__name__}.{RetrievalTask.__name__}\n")
-        found.append(str(path))
-    return found
+        others.append(str(path))
+    return others
 
 
 def _ours(names: Sequence[str]) -> list[str]:

@@ -197,8 +197,8 @@ class _Prompting:
         todo = [(text, questions) for text, questions in zip(texts, missing, strict=True) if questions]
         left = sum(len(questions) for _, questions in todo)
         if left < len(run_keys):
-            found = len(run_keys) - left
-            logger.warning("%d of %d results are already in %s: not repeated.", found, len(run_keys), self.output)
+            done = len(run_keys) - left
+            logger.warning("%d of %d results are already in %s: not repeated.", done, len(run_keys), self.output)
         if self.reads_anew and left > len(todo):
             logger.warning(
                 "each of %d questions is read with its whole text, for the frequencies of rope_type %s change with the "
@@ -255,12 +255,12 @@ class _Prompting:
             advance=advance,
         )
         for prompt, at, reply in zip(prompts, questions, got, strict=True):
-            said = str(self.tokenizer.decode(reply.written))
+            written = str(self.tokenizer.decode(reply.written))
             record = RetrievalRecord(
                 **text.identities[at],
-                **_score(prompt, reply, said),
+                **_score(prompt, reply, written),
                 forced=str(self.tokenizer.decode(reply.choices)),
-                written=said,
+                written=written,
                 seconds=time.perf_counter() - started,
                 peak_memory_bytes=peak_memory(self.model.device),
             )
@@ -335,6 +335,6 @@ def _depths_and_seeds(
 def stop_ids_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end an answer, as the tokenizer and the generation config have them."""
     config = getattr(model, "generation_config", None)
-    found = getattr(config, "eos_token_id", None)
-    several = found if isinstance(found, list) else [found]
+    eos_token_id = getattr(config, "eos_token_id", None)
+    several = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     return frozenset(int(one) for one in (*several, tokenizer.eos_token_id) if one is not None)

@@ -147,13 +147,13 @@ class PromptMaker:
                 f"take {len(head) + hidden + end - answer}, the shortest text {least} and the answer up to "
                 f"{answer}{free}. Give a context length of at least {context_length - room + least}{advice}."
             )
-        at: list[int] = []
+        positions: list[int] = []
         depths: list[float] = []
         if puzzle.listing is not None:
             body = self._fill(puzzle.listing, room)
         else:
             text = self.haystack.cut(room, rng) if puzzle.lines is None else self._lines(puzzle.lines(), room)
-            body, at, depths = _hide(needles, text, _wanted_depths(puzzle, depth, rng))
+            body, positions, depths = _hide(needles, text, _wanted_depths(puzzle, depth, rng))
         text_ids = head + body
         return tuple(
             Prompt(
@@ -170,7 +170,7 @@ class PromptMaker:
                 choices=question.choices,
                 needle_places=tuple(
                     len(head) + position
-                    for index, position in enumerate(at)
+                    for index, position in enumerate(positions)
                     if len(tails) == 1 or index in question.needles
                 ),
             )
@@ -244,8 +244,8 @@ class PromptMaker:
             spans.append((len(text), len(text) + len(answer)))
             text += answer
         # Together, as a model that writes the answer itself would have it.
-        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        ids, offsets = found.input_ids, found.offset_mapping
+        encoding = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids, offsets = encoding.input_ids, encoding.offset_mapping
         split = next((at for at, (_, stop) in enumerate(offsets) if stop > len(begun)), len(offsets))
         self._check_is_read_back(ids[split:], question.answers)
         positions = tuple(

@@ -85,17 +85,17 @@ class Endpoint:
             ) from error
 
     def _refused(self, path: str, error: urllib.error.HTTPError) -> str:
-        said = ""
+        message = ""
         try:
-            said = error.read().decode(errors="replace")
-            answer = json.loads(said)
+            message = error.read().decode(errors="replace")
+            answer = json.loads(message)
             inner = answer.get("error", answer)
-            said = str(inner.get("message", said) if isinstance(inner, dict) else inner)
+            message = str(inner.get("message", message) if isinstance(inner, dict) else inner)
         except (ValueError, AttributeError, OSError, HTTPException):
             pass
         if error.code in (401, 403):
             return f"the server at {self.url} wants a key ({error.code}): give it with {argument('api_key')}."
-        return f"the server at {self.url} refuses {path} ({error.code}): {said.strip()[:_QUOTED]}"
+        return f"the server at {self.url} refuses {path} ({error.code}): {message.strip()[:_QUOTED]}"
 
     def _too_slow(self, path: str) -> str:
         return (

@@ -81,7 +81,7 @@ class LlamaServer(ModelServer):
         return None if answer is None else list(answer["tokens"])
 
     def log_probabilities(self, ids: list[int], rows: Sequence[int]) -> LogProbs:
-        found = []
+        answers = []
         # The cache keeps what the prompts have in common, so that the text is read once.
         common = {"n_predict": 1, "n_probs": _TOP, "temperature": 0.0, "post_sampling_probs": False}
         for row in rows:
@@ -89,8 +89,8 @@ class LlamaServer(ModelServer):
             steps = self.endpoint.post("/completion", body).get("completion_probabilities")
             if not steps or "top_logprobs" not in steps[0]:
                 raise InvalidRequestError(f"{self.title} gives no log-probabilities: update it (n_probs).")
-            found += [(row, int(one["id"]), float(one["logprob"])) for one in steps[0]["top_logprobs"]]
-        return LogProbs.of(found)
+            answers += [(row, int(one["id"]), float(one["logprob"])) for one in steps[0]["top_logprobs"]]
+        return LogProbs.of(answers)
 
 
 class OpenAIServer(ModelServer):
@@ -118,16 +118,16 @@ class OpenAIServer(ModelServer):
                 None if one is None else one.get(str(token), {}).get("logprob")
                 for one, token in zip(dictionaries, ids, strict=False)
             ]
-        found = [
+        answers = [
             (row, ids[row], float(scored[row])) for row in range(1, len(scored[: len(ids)])) if scored[row] is not None
         ]
-        if len(scored) < len(ids) or not found:
+        if len(scored) < len(ids) or not answers:
             raise InvalidRequestError(
                 f"{self.title} gives no log-probabilities for the tokens of a prompt (echo with logprobs, "
                 "prompt_logprobs), so that nothing can be compared. Those that do: vLLM, SGLang, llama-server. Serve "
                 "the same file or folder with one of these to check it."
             )
-        return LogProbs.of(found)
+        return LogProbs.of(answers)
 
     @staticmethod
     def _choice(answer: Any) -> dict[str, Any] | None:

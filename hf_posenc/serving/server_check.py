@@ -168,17 +168,17 @@ def check_server(
     live = {own_name: _live(model, folder, ids, answered, own_rule)}
     near = {UNSCALED: _Rule("linear", {}, factor=1.0), **_parts_of_rule(folder)}
     live |= {name: _live(model, folder, ids, answered, other) for name, other in near.items()}
-    found = _compare(answered, live, folder.original)
-    verdict, rule = judge(found, precision.limit)
+    comparison = _compare(answered, live, folder.original)
+    verdict, rule = judge(comparison, precision.limit)
     if verdict == "differs":
         for name in static_without_options():
             if name != folder.manifest["method"]:
                 with suppress(HfPosencError):  # a method that does not suit the model
                     label = f"{name} x{folder.manifest['factor']:g}"
                     live[label] = _live(model, folder, ids, answered, _Rule(name, {}))
-        found = _compare(answered, live, folder.original)
-        verdict, rule = judge(found, precision.limit)
-    sentence = _sentence(verdict, rule, found, precision)
+        comparison = _compare(answered, live, folder.original)
+        verdict, rule = judge(comparison, precision.limit)
+    sentence = _sentence(verdict, rule, comparison, precision)
     past = int((answered.rows > folder.original).sum())
     if not past:
         notes.append(
@@ -191,7 +191,7 @@ def check_server(
         f"probe: {len(ids)} tokens of a novel, {len(answered.values)} log-probabilities, {past} of them past the "
         f"original length of {folder.original} tokens; live model in {str(model.dtype).removeprefix('torch.')}",
     ]
-    return ServerCheck(verdict, rule, found, sentence, (*head, *_table(found), *notes, sentence))
+    return ServerCheck(verdict, rule, comparison, sentence, (*head, *_table(comparison), *notes, sentence))
 
 
 @dataclass(frozen=True)
@@ -233,13 +233,13 @@ def _tokenizer_notes(server: ModelServer, tokenizer: Any, text: str) -> list[str
     ours = tokenizer(start, add_special_tokens=False, verbose=False)["input_ids"]
     if theirs == ours:
         return []
-    at = next(
+    index = next(
         (i for i, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other),
         min(len(theirs), len(ours)),
     )
     return [
         f"warning: the server's tokenizer is another one: of a text it makes {len(theirs)} tokens and the folder's "
-        f"{len(ours)}, which differ from token {at} on. Texts will be read differently from what was compared."
+        f"{len(ours)}, which differ from token {index} on. Texts will be read differently from what was compared."
     ]
 
 
@@ -297,8 +297,8 @@ def _live(
         values = torch.empty(len(answered.rows), dtype=torch.float64)
         for part in row_chunks(len(values), _CHUNK):
             logits = head_logits(model, states[(answered.rows[part] - 1).to(states.device)])
-            said = logits.double().log_softmax(-1).cpu()
-            values[part] = said.gather(-1, answered.tokens[part, None])[:, 0]
+            log_probabilities = logits.double().log_softmax(-1).cpu()
+            values[part] = log_probabilities.gather(-1, answered.tokens[part, None])[:, 0]
     return values
 
 
@@ -306,13 +306,13 @@ def _compare(answered: LogProbs, live: Mapping[str, torch.Tensor], original: int
     """Return how far a server is from each rule; the first is the folder's own."""
     own = next(iter(live.values()))
     past = answered.rows > original
-    found = {}
+    distances = {}
     for name, values in live.items():
         apart = (answered.values - values).abs()
         share, error = (None, None) if values is own else share_of(answered, own, values)
         past_mean = float(apart[past].mean()) if past.any() else None
-        found[name] = Difference(float(apart.mean()), float(apart.max()), past_mean, share, error)
-    return found
+        distances[name] = Difference(float(apart.mean()), float(apart.max()), past_mean, share, error)
+    return distances
 
 
 def share_of(answered: LogProbs, own: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:

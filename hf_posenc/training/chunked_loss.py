@@ -115,10 +115,10 @@ def _add_gradients(
     with torch.enable_grad():
         part = rows.detach().requires_grad_()
         loss = loss_of(part.view_as(part), targets)  # no leaf: on one, the hooks of module trackers would fail here
-    of_rows, *found = torch.autograd.grad(loss, (part, *weights), allow_unused=True)
-    used = {at for at, new in enumerate(found) if new is not None}
+    of_rows, *of_weights = torch.autograd.grad(loss, (part, *weights), allow_unused=True)
+    used = {at for at, new in enumerate(of_weights) if new is not None}
     for at in used:
-        sums[at].add_(found[at])
+        sums[at].add_(of_weights[at])
     return of_rows, loss.detach().to(rows.device), used
 
 

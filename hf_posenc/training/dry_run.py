@@ -70,8 +70,8 @@ def _model_without_weights(name: str, attention: str | None) -> PreTrainedModel 
     path = Path(name).expanduser()
     if is_gguf(name) or base_of_adapter(name) is not None:
         return None
-    found = find_manifest(name)
-    manifest = None if found is None else found[0]
+    manifest_in_folder = find_manifest(name)
+    manifest = None if manifest_in_folder is None else manifest_in_folder[0]
     if manifest is not None and is_encoding(manifest):
         return None
     model = _build(str(path) if path.exists() else name, attention)

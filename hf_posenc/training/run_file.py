@@ -34,10 +34,10 @@ class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
     """YAML as Transformers and TRL read it, but 1e-4 is a number, as in YAML 1.2, and no key may be given twice."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        if len(found) < len(node.value):
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
             raise yaml.constructor.ConstructorError(None, None, "a key is given twice", node.start_mark)
-        return found
+        return mapping
 
 
 _YamlLoader.add_implicit_resolver(
@@ -82,23 +82,23 @@ def read_run(path: str | Path, known: Sequence[type]) -> dict[str, Any]:
     fields = {field.name for one in known for field in dataclasses.fields(one)} - (
         _NOT_IN_FILES - {"resume_from_checkpoint"}
     )
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in given.items():
         name = key.replace("-", "_")
-        if name in found:
+        if name in settings:
             raise InvalidRequestError(f"{path}: {name} is given twice.")
         if name == "options":
             if not isinstance(value, dict):
                 raise InvalidTypeError(
                     f"{path}: options must be a table of the method's options, [options] in TOML, got {value!r}."
                 )
-            found[name] = {option.replace("-", "_"): one for option, one in value.items()}
+            settings[name] = {option.replace("-", "_"): one for option, one in value.items()}
         elif name not in fields:
             rest = f" Options of the method are under options. Known: {', '.join(sorted(fields))}."
             raise InvalidRequestError(f"{path}: unknown key {key!r}.{did_you_mean(name, fields, most=2) or rest}")
         else:
-            found[name] = _value(value, hints[name], name, path)
-    return found
+            settings[name] = _value(value, hints[name], name, path)
+    return settings
 
 
 def write_run(path: Path, settings: Mapping[str, Any]) -> None:

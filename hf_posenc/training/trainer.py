@@ -289,9 +289,9 @@ def refuse_not_finite(model: nn.Module, step: int) -> None:
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     held = ((name, p.to_local() if isinstance(p, DTensor) else p) for name, p in trained)
     bad = next((name for name, values in held if not values.isfinite().all()), None)
-    found = [name for name in gather_object([bad]) if name is not None]
-    if found:
+    names = [name for name in gather_object([bad]) if name is not None]
+    if names:
         raise RunStoppedError(
-            f"weights are not finite after step {step}, {found[0]} first, so no checkpoint of it was written. "
+            f"weights are not finite after step {step}, {names[0]} first, so no checkpoint of it was written. "
             + ADVICE_NOT_FINITE
         )

@@ -151,8 +151,8 @@ def _gathered(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _hooks(module: nn.Module) -> dict[str, Any]:
     """Return each dict of hooks, and what it holds now."""
-    found = {name: value for name, value in vars(module).items() if name.endswith("hooks") and value is not None}
-    return {name: (value, value.copy()) for name, value in found.items()}
+    hooks = {name: value for name, value in vars(module).items() if name.endswith("hooks") and value is not None}
+    return {name: (value, value.copy()) for name, value in hooks.items()}
 
 
 def _shapes(module: nn.Module) -> dict[str, torch.Size]:

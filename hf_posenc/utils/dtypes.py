@@ -161,8 +161,8 @@ def checkpoint_dtype(source: str | Path) -> torch.dtype | None:
 def _named_dtype(values: Mapping[str, Any]) -> torch.dtype | None:
     sections = (values, values.get("text_config") or {})
     named = next((section[key] for section in sections for key in ("dtype", "torch_dtype") if section.get(key)), None)
-    found = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
-    return found if isinstance(found, torch.dtype) else None
+    dtype = getattr(torch, named.removeprefix("torch."), None) if isinstance(named, str) else named
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _first_dtype(folder: Path) -> torch.dtype | None:

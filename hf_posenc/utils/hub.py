@@ -71,10 +71,10 @@ def hub_errors(repo_id: str, done: str, advice: str = "") -> Iterator[None]:
     except Exception as error:
         # The client raises what an upload failed of as the cause of a RuntimeError that only names the file.
         reason = error.__cause__ if isinstance(error, RuntimeError) else error
-        found = _as_ours(reason, repo_id, f"{repo_id!r} cannot be {done}", f" {advice}" if advice else "")
-        if found is None:
+        known_error = _as_ours(reason, repo_id, f"{repo_id!r} cannot be {done}", f" {advice}" if advice else "")
+        if known_error is None:
             raise
-        raise found from error
+        raise known_error from error
 
 
 def _as_ours(error: BaseException | None, repo_id: str, cannot: str, end: str) -> HfPosencError | None:
@@ -106,14 +106,14 @@ def _as_ours(error: BaseException | None, repo_id: str, cannot: str, end: str) -
 
 def _refusal(error: HfHubHTTPError, cannot: str, repo_id: str, end: str) -> HubAccessError | HubUnreachableError:
     status = error.response.status_code
-    said = f"{status}: {error.server_message}" if error.server_message else str(status)
+    answer = f"{status}: {error.server_message}" if error.server_message else str(status)
     if status == 429 or status >= 500:
-        return HubUnreachableError(f"{cannot}: the Hub cannot serve it now ({said}). Try again later.{end}", repo_id)
-    reason = f"the Hub refuses ({said})."
+        return HubUnreachableError(f"{cannot}: the Hub cannot serve it now ({answer}). Try again later.{end}", repo_id)
+    reason = f"the Hub refuses ({answer})."
     if status == 401:
-        reason = f"the Hub does not accept the token ({said}). {_LOG_IN} that is valid."
+        reason = f"the Hub does not accept the token ({answer}). {_LOG_IN} that is valid."
     elif status == 403:
-        reason = f"the token may not do that ({said}). Take a token that may write there, or another OWNER/NAME."
+        reason = f"the token may not do that ({answer}). Take a token that may write there, or another OWNER/NAME."
     return HubAccessError(f"{cannot}: {reason}{end}", repo_id, status)
 
 

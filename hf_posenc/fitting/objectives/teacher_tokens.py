@@ -29,8 +29,8 @@ class TeacherTokens(Objective):
         recording = problem.recording()
         start = problem.place(len(recording.input_ids), block, self.config.short_share)
         rows = slice(start, start + block)
-        found = problem.block_logits(recording, recording.input_ids[None, rows], start)[0].log_softmax(-1)
+        log_probabilities = problem.block_logits(recording, recording.input_ids[None, rows], start)[0].log_softmax(-1)
         with torch.no_grad():
             hidden = recording.hidden[rows].to(problem.rotary.device)
             wanted = head_logits(problem.rotary.model, hidden).log_softmax(-1)
-        yield (wanted.exp() * (wanted - found)).sum(-1).mean()
+        yield (wanted.exp() * (wanted - log_probabilities)).sum(-1).mean()

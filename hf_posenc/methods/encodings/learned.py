@@ -84,6 +84,6 @@ class Learned(Encoding):
 def _untrained_cosines(positions: torch.Tensor, rows: int, width: int = 64) -> torch.Tensor:
     """Return the cosines of the rows of positions in an untrained table; nan where there is no row."""
     table = torch.randn(rows, width, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = torch.nn.functional.normalize(table, dim=-1)[positions.clamp(max=rows - 1)]
+    directions = torch.nn.functional.normalize(table, dim=-1)[positions.clamp(max=rows - 1)]
     has_row = positions < rows
-    return torch.where(has_row[:, None] & has_row, found @ found.T, torch.nan)
+    return torch.where(has_row[:, None] & has_row, directions @ directions.T, torch.nan)

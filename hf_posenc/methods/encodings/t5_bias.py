@@ -86,14 +86,14 @@ class T5Bias(Encoding):
 
     def numbers(self, model: ModelShape) -> Numbers:
         farthest = self.max_distance
-        found = self.buckets(-torch.arange(farthest + 1))
+        buckets = self.buckets(-torch.arange(farthest + 1))
         rows = []
-        for bucket in sorted(set(found.tolist())):
-            inside = torch.nonzero(found == bucket).flatten()
+        for bucket in sorted(set(buckets.tolist())):
+            inside = torch.nonzero(buckets == bucket).flatten()
             first, last = int(inside[0]), int(inside[-1])
             span = f"{first:,}" if first == last else f"{first:,} to {last:,}"
             rows.append([str(bucket), f"{first:,} and more" if last == farthest else span])
-        begins = int(torch.nonzero(found == found[-1])[0])
+        begins = int(torch.nonzero(buckets == buckets[-1])[0])
         one_direction = self.num_buckets // (2 if self.bidirectional else 1)
         later = " (and as many for later keys)" if self.bidirectional else ""
         sentences = [
@@ -106,8 +106,8 @@ class T5Bias(Encoding):
         return Numbers(sentences, ["bucket", "distances"], rows)
 
     def position_map(self, model: ModelShape) -> PositionMap:
-        found = self.buckets(-torch.arange(self.max_distance + 1))
-        begins = int(torch.nonzero(found == found[-1])[0])
+        buckets = self.buckets(-torch.arange(self.max_distance + 1))
+        begins = int(torch.nonzero(buckets == buckets[-1])[0])
         return PositionMap(
             "T5's bias",
             [("", lambda distances: self.buckets(-distances).double())],

@@ -97,9 +97,9 @@ class Xpos(RopeOptions):
         lengths = (spec.original_max_position_embeddings, model.target)
         rows = []
         for pair, tokens in enumerate((2 * math.pi / plain_frequencies(spec)[: spec.rotated_pairs]).tolist()):
-            one = float(decay[pair])
-            left = [f"{one ** (length / self.scale_base):.3g}" for length in lengths]
-            rows.append([str(pair), number_name(tokens), f"{one:.3f}", *left])
+            pair_decay = float(decay[pair])
+            left = [f"{pair_decay ** (length / self.scale_base):.3g}" for length in lengths]
+            rows.append([str(pair), number_name(tokens), f"{pair_decay:.3f}", *left])
         largest = float(decay[0] ** (-model.target / self.scale_base))  # of a small scale_base infinite
         sentences = [
             f"Each pair's part of the score shrinks by its decay once in {self.scale_base:g} tokens: the fastest by "

@@ -57,13 +57,13 @@ def expand_groups(names: Sequence[str]) -> list[str]:
     """
     if isinstance(names, str):
         raise InvalidTypeError(f"tasks must be a list of names; put a single one in a list: [{names!r}].")
-    found: dict[str, None] = {}
+    names_of_tasks: dict[str, None] = {}
     for name in dict.fromkeys(names):
         group = GROUPS.get(name)
-        found |= dict.fromkeys((name,) if group is None else group.tasks)
+        names_of_tasks |= dict.fromkeys((name,) if group is None else group.tasks)
         if group is not None and group.left_out:
             logger.warning("tasks of %s: %s", name, group.left_out)
-    return list(found)
+    return list(names_of_tasks)
 
 
 def get_task(name: str) -> Task:

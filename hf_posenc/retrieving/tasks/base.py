@@ -130,9 +130,9 @@ def num_written(text: str, answers: Sequence[str], choices: Sequence[str] = (), 
 
     BABILong too gives no point for a list of all places (arXiv:2406.10149, its published metric).
     """
-    found = [place for choice in choices if (place := _place(text, choice, ended)) is not None]
-    if found:
-        start, end = min(found)
+    places = [place for choice in choices if (place := _place(text, choice, ended)) is not None]
+    if places:
+        start, end = min(places)
         text = f"{text[start:end]}."
     return sum(has_words(text, answer, ended) for answer in answers)
 
@@ -153,8 +153,8 @@ def draw_keys(rng: Random, count: int) -> list[str]:
     most = len(vocabulary()) // 2
     if count > most:
         raise InvalidRequestError(f"{count} keys of two words are wanted, and there are words for {most}: ask less.")
-    found = rng.sample(vocabulary(), 2 * count)
-    return [f"{one}-{other}" for one, other in zip(found[::2], found[1::2], strict=True)]
+    words = rng.sample(vocabulary(), 2 * count)
+    return [f"{one}-{other}" for one, other in zip(words[::2], words[1::2], strict=True)]
 
 
 def draw_people(rng: Random, count: int) -> list[str]:

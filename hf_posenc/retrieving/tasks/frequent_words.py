@@ -21,10 +21,10 @@ def frequent_words(rng: Random, context_length: int, num_questions: int) -> Puzz
 
     Their counts fall with the square of their rank (zeta, alpha 2); the first is noise, "...".
     """
-    found: dict[str, None] = {}
-    while len(found) < max(context_length // _TOKENS_PER_CODED_WORD, _NUM_FREQUENT + 2):
-        found["".join(rng.choices(string.ascii_lowercase, k=6))] = None
-    ranked, seed = ["...", *found][:-1], rng.random()
+    words: dict[str, None] = {}
+    while len(words) < max(context_length // _TOKENS_PER_CODED_WORD, _NUM_FREQUENT + 2):
+        words["".join(rng.choices(string.ascii_lowercase, k=6))] = None
+    ranked, seed = ["...", *words][:-1], rng.random()
 
     def write(drawn: int) -> str:
         counts = (int(drawn / rank**2 / _ZETA_2) for rank in range(1, len(ranked) + 1))
