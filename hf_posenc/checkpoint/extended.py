@@ -42,7 +42,7 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.families.sliding_window import KEEP
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.api import describe, unextended_config, verify_model
-from hf_posenc.patching.carrying import carry_extension
+from hf_posenc.patching.carrying import carry_extension, prepare_libraries
 from hf_posenc.patching.extension import mark_encoding
 from hf_posenc.patching.lengths import MARK
 from hf_posenc.utils.console import without_weight_bars
@@ -330,6 +330,7 @@ def load_extended(path: str | Path, base: PreTrainedModel | None = None, **kwarg
         RotaryMismatchError: The loaded model does not hold what the manifest says.
     """
     check_may_read(path, kwargs)
+    prepare_libraries()  # PEFT's loading extends the base of an adapter
     manifest_in_folder = find_manifest(path, kwargs)
     if (adapter := folder_with(path, (ADAPTER_CONFIG,), kwargs)) is not None:
         return _load_adapter(path, adapter, None if manifest_in_folder is None else manifest_in_folder[0], base, kwargs)

@@ -22,16 +22,20 @@ def save_patched_models_by(save: Callable[..., Any], install: Callable[[], None]
 
     Args:
         save: Saves a patched model; it takes the model and ``save_pretrained``'s arguments.
-        install: Prepares other libraries; called for each patched model.
+        install: Prepares other libraries; further calls change nothing.
     """
     _registered[:] = [save, install]
 
 
+def prepare_libraries() -> None:
+    """Prepare other libraries for extended models, once in a process (``hf_posenc.install``)."""
+    _registered[1]()
+
+
 def carry_extension(model: PreTrainedModel) -> None:
     """Make a patched model's own ``save_pretrained`` write the extension too, until ``drop_extension``."""
-    save, install = _registered
-    install()
-    model.__dict__[SAVE] = functools.partial(save, model)
+    prepare_libraries()
+    model.__dict__[SAVE] = functools.partial(_registered[0], model)
 
 
 def carries_extension(model: PreTrainedModel) -> bool:

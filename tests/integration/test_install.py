@@ -96,6 +96,18 @@ def test_peft_imported_after_patching_saves_the_extension(base: Path, tmp_path: 
     assert describe(tmp_path / "adapter")["method"] == "yarn"
 
 
+_LOAD_ADAPTER = """
+import sys
+from hf_posenc import describe, load_extended
+print(describe(load_extended(sys.argv[1]))["method"])
+"""
+
+
+def test_an_adapter_is_loaded_with_its_extension_by_the_first_call_of_a_process(base: Path, tmp_path: Path) -> None:
+    run(_ADAPTER, str(base), str(tmp_path / "adapter"))
+    assert run(_LOAD_ADAPTER, str(tmp_path / "adapter")).split()[-1] == "yarn"
+
+
 _REFERENCE = """
 import sys
 from transformers import AutoModelForCausalLM
