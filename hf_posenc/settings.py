@@ -69,8 +69,12 @@ def setting(default: Any, check: Check | None, help: str, **metadata: Any) -> An
     return field(**made, metadata=_Metadata(help=help, check=check, **metadata))
 
 
-def check_settings(config: Any) -> None:
-    """Check every field of a dataclass that was made by ``setting``, and keep what the checks return.
+def check_settings(config: Any, named: Callable[[str], str] = argument) -> None:
+    """Check every field of a dataclass that has a check, and keep what the checks return.
+
+    Args:
+        config: The dataclass; it may be frozen.
+        named: Gives the name of a field in messages.
 
     Raises:
         ValueError, TypeError: A value is out of range or of the wrong type.
@@ -78,7 +82,7 @@ def check_settings(config: Any) -> None:
     for each in fields(config):
         check, value = each.metadata.get("check"), getattr(config, each.name)
         if check is not None and not (value is None and each.default is None):
-            object.__setattr__(config, each.name, check(argument(each.name), value))
+            object.__setattr__(config, each.name, check(named(each.name), value))
 
 
 def whole(least: int) -> Check:

@@ -20,7 +20,8 @@ import torch
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.explained import InPlaceOfRope
-from hf_posenc.methods.options import flag, one_of, option, tokens
+from hf_posenc.methods.options import one_of, option, tokens
+from hf_posenc.settings import check_settings, flag
 from hf_posenc.spec import RopeSpec, check_number
 
 if TYPE_CHECKING:
@@ -127,10 +128,7 @@ class Method(abc.ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "factor", check_factor(self.factor))
-        for name, field in self.option_fields().items():
-            value = getattr(self, name)
-            if value is not None or field.default is not None:
-                object.__setattr__(self, name, field.metadata["check"](name, value))
+        check_settings(self, named=str)
         self.check_options()
 
     def check_options(self) -> None:  # noqa: B027  # not abstract: most methods have nothing to check

@@ -9,8 +9,9 @@ import torch
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import PLAIN, DistanceMethod, Region, Regions, after, same, zero
-from hf_posenc.methods.options import flag, option, tokens
+from hf_posenc.methods.options import option, tokens
 from hf_posenc.methods.registry import register_method
+from hf_posenc.settings import flag
 from hf_posenc.spec import RopeSpec
 
 

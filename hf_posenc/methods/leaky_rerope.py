@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_posenc.methods.base import DistanceMethod, Regions, near_and_far
-from hf_posenc.methods.options import at_least_1, option, tokens
+from hf_posenc.methods.options import option, tokens
 from hf_posenc.methods.registry import register_method
 from hf_posenc.methods.rerope import default_window
+from hf_posenc.settings import number
 from hf_posenc.spec import RopeSpec
 
 
@@ -24,7 +25,7 @@ class LeakyReRope(DistanceMethod):
     window: int | None = option(
         None, tokens, "distance in tokens from which keys are far; default: half of the original length"
     )
-    leak: float = option(16.0, at_least_1, "tokens beyond the window that count as one")
+    leak: float = option(16.0, number(at_least=1), "tokens beyond the window that count as one")
 
     def regions(self, spec: RopeSpec) -> Regions:
         window, leak = self.window or default_window(spec), self.leak

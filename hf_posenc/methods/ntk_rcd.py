@@ -10,9 +10,10 @@ import torch
 
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, StaticMethod, plain_frequencies, plain_rope_parameters
-from hf_posenc.methods.options import at_least_1, one_of, option, pair
+from hf_posenc.methods.options import one_of, option, pair
 from hf_posenc.methods.registry import register_method
 from hf_posenc.methods.yarn import pair_of_rotations
+from hf_posenc.settings import number
 from hf_posenc.spec import RopeSpec
 
 
@@ -28,7 +29,9 @@ def critical_pair_option() -> Any:
 
 def scale_option() -> Any:
     """Return the option by which the critical pair is divided."""
-    return option(None, at_least_1, "what the frequency of the critical pair is divided by; default: the factor")
+    return option(
+        None, number(at_least=1), "what the frequency of the critical pair is divided by; default: the factor"
+    )
 
 
 def critical_pair_of(spec: RopeSpec, given: int | None) -> int:

@@ -1,15 +1,16 @@
-"""The kinds of values that options of methods take: each checks one, and says what came and what is allowed."""
+"""The kinds of values that options of methods take besides those of ``hf_posenc.settings``, each with its check."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hf_posenc.errors import InvalidRequestError, InvalidTypeError
+from hf_posenc.settings import Check, number
 from hf_posenc.spec import check_length, check_number
 
-Check = Callable[[str, Any], Any]
+positive = number(above=0)
 
 
 def option(default: Any, check: Check, help: str, *, in_names: bool = True) -> Any:
@@ -24,27 +25,12 @@ def option(default: Any, check: Check, help: str, *, in_names: bool = True) -> A
     return dataclasses.field(default=default, metadata={"check": check, "help": help, "in_names": in_names})
 
 
-def positive(name: str, value: Any) -> float:
-    """A finite number above 0."""
-    return check_number(name, value, above=0)
-
-
-def at_least_1(name: str, value: Any) -> float:
-    """A finite number of at least 1."""
-    return check_number(name, value, at_least=1)
-
-
-def above_1(name: str, value: Any) -> float:
-    """A finite number above 1."""
-    return check_number(name, value, above=1)
-
-
 def share(name: str, value: Any) -> float:
     """A number above 0 and up to 1."""
-    number = check_number(name, value, above=0)
-    if number > 1:
-        raise InvalidRequestError(f"{name} must be at most 1, got {number:g}.")
-    return number
+    checked = check_number(name, value, above=0)
+    if checked > 1:
+        raise InvalidRequestError(f"{name} must be at most 1, got {checked:g}.")
+    return checked
 
 
 def tokens(name: str, value: Any) -> int:
@@ -55,17 +41,10 @@ def tokens(name: str, value: Any) -> int:
 def pair(name: str, value: Any) -> int:
     """The index of a pair of features after the fastest one, which is pair 0."""
     hint = "It is the index of a pair of features; pair 0, the fastest, is always kept."
-    number = check_number(name, value, at_least=1, hint=hint)
-    if number != int(number):
+    checked = check_number(name, value, at_least=1, hint=hint)
+    if checked != int(checked):
         raise InvalidRequestError(f"{name} must be a whole number, the index of a pair of features, got {value!r}.")
-    return int(number)
-
-
-def flag(name: str, value: Any) -> bool:
-    """True or False."""
-    if not isinstance(value, bool):
-        raise InvalidTypeError(f"{name} must be True or False, got {value!r}.")
-    return value
+    return int(checked)
 
 
 def one_of(*allowed: str) -> Check:

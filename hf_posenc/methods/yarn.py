@@ -13,8 +13,9 @@ import torch
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Frequencies, Method, RotatedPart, StaticMethod, plain_frequencies
 from hf_posenc.methods.ntk_by_parts import BlendInTurns, beta_fast_option, beta_slow_option, by_parts_frequencies
-from hf_posenc.methods.options import flag, one_of, option, positive
+from hf_posenc.methods.options import one_of, option, positive
 from hf_posenc.methods.registry import register_method
+from hf_posenc.settings import flag
 from hf_posenc.spec import RopeSpec
 
 

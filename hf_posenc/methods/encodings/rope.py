@@ -13,8 +13,9 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import RotatesPairs
 from hf_posenc.methods.explained import ModelShape, PositionMap
-from hf_posenc.methods.options import flag, one_of, option, positive, share
+from hf_posenc.methods.options import one_of, option, positive, share
 from hf_posenc.methods.registry import register_method
+from hf_posenc.settings import flag
 from hf_posenc.spec import RopeSpec
 
 # Scores of equal vectors: the values of the first and the last colour of their maps.

@@ -15,8 +15,9 @@ from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import AddedToEmbeddings
 from hf_posenc.methods.encodings.rope import EQUAL_VECTORS, rope_score
 from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
-from hf_posenc.methods.options import above_1, option, positive
+from hf_posenc.methods.options import option, positive
 from hf_posenc.methods.registry import register_method
+from hf_posenc.settings import number
 from hf_posenc.utils.units import number_name
 
 
@@ -91,7 +92,7 @@ class Sinusoidal(Encoding):
     paper: ClassVar[str] = "Vaswani et al. 2017, arXiv:1706.03762, section 3.5"
     summary: ClassVar[str] = "Adds sines and cosines of each position to the embeddings; for training from scratch."
 
-    base: float = option(10000.0, above_1, "of the geometric series of wavelengths")
+    base: float = option(10000.0, number(above=1), "of the geometric series of wavelengths")
     embedding_scale: float | None = option(
         None, positive, "what multiplies the table; default: the initializer_range of the model"
     )

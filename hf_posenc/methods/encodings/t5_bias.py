@@ -13,8 +13,9 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Encoding, ModelSizes
 from hf_posenc.methods.encodings.modules import DistanceTable
 from hf_posenc.methods.explained import ModelShape, Numbers, PositionMap
-from hf_posenc.methods.options import flag, option, tokens
+from hf_posenc.methods.options import option, tokens
 from hf_posenc.methods.registry import register_method
+from hf_posenc.settings import flag
 
 
 def t5_buckets(
