@@ -207,9 +207,7 @@ def plan_run(
         eval_documents=config.eval_documents,
         eval_lengths=tuple(sorted({*(config.eval_lengths or default_lengths)})),
     )
-    extension = stages[0].extension
-    method = model.description["method"] if extension is None else extension.method.name
-    changes_attention = model.needs_hf_posenc if extension is None else extension.method.needs_hf_posenc
+    described, changes_attention = _as_trained(model, stages[0].extension)
     no_flash = why_not_flash(
         model,
         changes_attention=changes_attention or config.shifted_sparse_attention,
@@ -231,7 +229,7 @@ def plan_run(
         checks_first_loss=config.check_first_loss
         and not config.shifted_sparse_attention
         and config.neftune_noise_alpha is None,
-        shorter=_shorter(config.position_schedule, method, model.device, bf16),
+        shorter=_shorter(config.position_schedule, described["method"], model.device, bf16),
         resumes=config.resumes,
         checkpoint=config.named_checkpoint,
         hub=config.hub,
@@ -324,8 +322,7 @@ def _stage_configs(config: FinetuneConfig, model: ModelFacts) -> Iterator[Finetu
 def _plan_stage(config: FinetuneConfig, model: ModelFacts, launch: Launch, saved_to: Path, *, bf16: bool) -> StagePlan:
     """Return the plan of a stage whose settings ``_stage_configs`` made; ``saved_to`` is the folder of its model."""
     extension = choose_extension(config.request(), model)
-    described = model.description if extension is None else extension.describe()
-    changes_attention = model.needs_hf_posenc if extension is None else extension.method.needs_hf_posenc
+    described, changes_attention = _as_trained(model, extension)
     positions = _plan_positions(config, described, _window(model, extension))
     seq_len = config.seq_len or _usual_block(positions)
     refuse_conflicts(
@@ -373,6 +370,13 @@ def _plan_stage(config: FinetuneConfig, model: ModelFacts, launch: Launch, saved
         fixed=_fixed_settings(config.settings()),
         shown=_shown_settings(config, seq_len, max_steps, per_step, group, warmup_steps, bf16),
     )
+
+
+def _as_trained(model: ModelFacts, extension: Extension | None) -> tuple[Mapping[str, Any], bool]:
+    """Return the description of a model with the extension of a stage, and whether its rule is in its attention."""
+    if extension is None:
+        return model.description, model.needs_hf_posenc
+    return extension.describe(), extension.method.needs_hf_posenc
 
 
 def _window(model: ModelFacts, extension: Extension | None) -> int | None:

@@ -260,10 +260,10 @@ class Run:
         """
         after = self._measure()
         self._after += after
-        log = stage.folder / LOSS_LOG
+        log = from_main(lambda: read_log(stage.folder / LOSS_LOG))
+        self._logs.append(log)
         if is_new:
-            from_main(lambda: self._save(stage, after, read_log(log)))
-        self._logs.append(from_main(lambda: read_log(log)))
+            from_main(lambda: self._save(stage, after, log))
 
     def finish(self) -> FinetuneResult:
         """Push the trained model, if that was requested, and return what all stages gave together."""
