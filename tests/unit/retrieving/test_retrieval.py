@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_posenc import patch_model
-from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
 from hf_posenc.evaluation import perplexity, read_records
 from hf_posenc.evaluation.intervals import share_interval, student_quantile, wilson_interval
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
@@ -34,17 +34,6 @@ CHAT = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<eos>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    """The byte-level BPE of the tiny pretrained Llama."""
-    return AutoTokenizer.from_pretrained(tiny_model_path())
-
-
-@pytest.fixture(scope="module")
-def characters() -> PreTrainedTokenizerFast:
-    return make_tiny_tokenizer()
 
 
 def ask(model: Any, tokenizer: Any, lengths: list[int], **kwargs: Any) -> list[RetrievalRecord]:

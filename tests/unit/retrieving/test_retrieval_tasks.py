@@ -10,12 +10,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation.records import read_retrieval_records
-from hf_posenc.retrieving.haystack import read_haystack
 from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.retrieving.prompts import Prompt, PromptMaker
 from hf_posenc.retrieving.tasks import get_task, register_task, tasks
@@ -35,16 +34,6 @@ NUM_NEEDLES = {
     "niah_multiquery": 4,
     "vt": 5,
 }
-
-
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(tiny_model_path())
-
-
-@pytest.fixture(scope="module")
-def maker(words: PreTrainedTokenizerFast) -> PromptMaker:
-    return PromptMaker(words, read_haystack(words, [NOVEL]), "off")
 
 
 def make(maker: PromptMaker, task: str, length: int, seed: int, depth: float = 50) -> Prompt:

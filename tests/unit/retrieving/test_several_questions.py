@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_posenc import patch_model
-from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.assets import HELD_OUT_NOVEL, load_novel
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation.losses import reset_dynamic_frequencies
 from hf_posenc.evaluation.records import RetrievalRecord, read_retrieval_records
-from hf_posenc.retrieving.haystack import read_haystack
 from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.retrieving.prompts import PromptMaker
 from hf_posenc.retrieving.scoring import Asked, needs_its_own_pass, replies
@@ -28,7 +27,7 @@ from hf_posenc.retrieving.tasks.base import PEOPLE, Puzzle, Question
 from model_types import rotary_types, sharp_model, sharpened
 from oracles import Oracle, solve
 from task_solvers import OF_FEW, UNUSED
-from tiny_llama import make_tiny_llama, make_tiny_tokenizer
+from tiny_llama import make_tiny_llama
 from tiny_models import make_model
 
 NOVEL = load_novel(HELD_OUT_NOVEL)[2000:60_000]
@@ -53,21 +52,6 @@ NEEDLE = (
     r"User: Write a|(?:" + "|".join(PEOPLE) + ") "
 )
 OWN_PASS = ("length-dependent", "scope=sequence")
-
-
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(tiny_model_path())
-
-
-@pytest.fixture(scope="module")
-def maker(words: PreTrainedTokenizerFast) -> PromptMaker:
-    return PromptMaker(words, read_haystack(words, [NOVEL]), "off")
-
-
-@pytest.fixture(scope="module")
-def characters() -> PreTrainedTokenizerFast:
-    return make_tiny_tokenizer()
 
 
 def ask(model: Any, tokenizer: Any, lengths: list[int], **kwargs: Any) -> list[RetrievalRecord]:

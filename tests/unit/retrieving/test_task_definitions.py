@@ -55,16 +55,6 @@ FUNCTION_WORDS = frozenset(
 )
 
 
-@pytest.fixture(scope="module")
-def words() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(tiny_model_path())
-
-
-@pytest.fixture(scope="module")
-def maker(words: PreTrainedTokenizerFast) -> PromptMaker:
-    return PromptMaker(words, read_haystack(words, [NOVEL]), "off")
-
-
 def make(maker: PromptMaker, task: str, length: int, seed: int, num_questions: int = 1) -> tuple[Prompt, ...]:
     depth = 50 if tasks()[task].has_depth and num_questions == 1 else None
     return maker.make(task, length, depth, seed, num_questions)
