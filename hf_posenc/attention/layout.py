@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from hf_posenc.attention.attention_kernels import Spans, Tile
 from hf_posenc.attention.inner import REAL, UNWRITTEN
 from hf_posenc.attention.rotation import Tables
 from hf_posenc.attention.staged import Stages
 from hf_posenc.errors import InvalidRequestError
+from hf_posenc.methods.base import Region
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,14 @@ class Layout:
     def bases(self) -> tuple[int, ...]:
         """The position of slot 0 of each row."""
         return tuple(int(position) for position in self.positions[:, 0])
+
+    @cached_property
+    def has_gaps(self) -> bool:
+        """Whether padding lies between the real tokens of some row."""
+        if self.real is None:
+            return False
+        spans = zip(self.real, self.starts, self.stops, strict=True)
+        return not all(bool(row[start:stop].all()) for row, start, stop in spans)
 
     def has_documents(self) -> bool:
         """Return whether positions start anew somewhere between the real tokens of a row."""
@@ -191,18 +201,30 @@ class StagedForward(Forward):
         runs: (first slot, slot past the last, stage) of each stretch of real queries in one stage, of each row; empty
             where the rule has no stages.
         tables: cos and sin made so far.
+        factors: What multiplies queries, made so far.
         masks: Masks made so far.
+        spans: Which keys the queries see of each region that has any, where the rule has regions.
+        tiles: The same as tiles, by the first position and one past the last of a document's queries.
     """
 
     rule: Stages | None
     runs: list[list[tuple[int, int, int]]] = field(init=False)
     tables: dict[Any, Tables] = field(default_factory=dict)
+    factors: dict[Any, torch.Tensor | None] = field(default_factory=dict)
     masks: dict[Any, Any] = field(default_factory=dict)
+    spans: list[tuple[Region, Spans]] = field(default_factory=list)
+    tiles: dict[tuple[int, int], list[list[Tile]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         stages = () if self.rule is None else self.rule.of(self.layout.row_positions)
         self.runs = [_runs(self.layout, of_row, row) for row, of_row in enumerate(stages)]
+
+    def real_on(self, device: torch.device) -> torch.Tensor | None:
+        """Return which key slots are real, bool ``(rows, num_keys)``, copied once; None if there is no padding."""
+        if self.layout.real is not None and device not in self.masks:
+            self.masks[device] = self.layout.real.to(device, non_blocking=True)
+        return self.masks.get(device)
 
     @cached_property
     def row_stages(self) -> tuple[int, ...] | None:

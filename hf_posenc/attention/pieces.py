@@ -1,7 +1,6 @@
 """One layer's attention in pieces: queries of one stage against the keys before them, rotated by that stage.
 
-A piece is one call of the inner attention, or several of a CPU's flash kernel, whose results are weighed by their
-logsumexp, so that no scores are kept.
+A piece is one call of the inner attention, or of a kernel for queries that are the last of their keys.
 """
 
 from __future__ import annotations
@@ -12,91 +11,13 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from hf_posenc.attention.attention_kernels import Extras, attend_to_all_before, can_tile
 from hf_posenc.attention.inner import inner_attention, piece_mask
 from hf_posenc.attention.layout import StagedForward
 from hf_posenc.attention.rotation import RotatedKeys, Rotation, Tables
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.base import DistanceMethod, StagedMethod
 from hf_posenc.spec import RopeSpec
-
-# Output ``(batch, heads, num_queries, head_dim)`` and logsumexp ``(batch, heads, num_queries)`` of a call.
-Part = tuple[torch.Tensor, torch.Tensor]
-# What is added to the logit of a key that is not seen. Not minus infinity, of which the kernel says logsumexp 0.
-_UNSEEN = -1e30
-
-
-def can_attend_in_parts(query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether ``attend_part`` applies: on a CPU, without gradients, whose kernel says its logsumexp."""
-    needs_gradient = torch.is_grad_enabled() and (query.requires_grad or keys.requires_grad or value.requires_grad)
-    alike = query.dtype == keys.dtype == value.dtype and value.shape[-1] == query.shape[-1]
-    return query.device.type == "cpu" and not needs_gradient and alike
-
-
-def attend_part(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    value: torch.Tensor,
-    scaling: float | None,
-    seen: torch.Tensor | None = None,
-    is_causal: bool = False,
-) -> Part:
-    """Attend to some of the keys.
-
-    Args:
-        query: ``(batch, heads, num_queries, head_dim)``.
-        keys: ``(batch, kv_heads, num_keys, head_dim)``.
-        value: The same shape.
-        scaling: Multiplies the logits; None for ``head_dim ** -0.5``.
-        seen: Bool ``(num_queries, num_keys)``; None for all. A query may see none here.
-        is_causal: Each query sees the keys up to its own; there are as many keys as queries.
-    """
-    attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    batch, heads, count, _ = query.shape
-    groups = heads // keys.shape[1]
-    if is_causal:
-        keys, value = (states.repeat_interleave(groups, dim=1) for states in (keys, value))
-        output, lse = attend(query, keys, value, 0.0, True, scale=scaling)
-        return output, lse
-    # Queries that share a head's keys are just more queries, so that no key is repeated.
-    stacked = query.reshape(batch, keys.shape[1], groups * count, -1)
-    mask = None
-    if seen is not None:
-        zeros = torch.zeros(seen.shape, dtype=torch.promote_types(query.dtype, torch.float32))
-        mask = zeros.masked_fill(~seen, _UNSEEN).repeat(groups, 1)
-    output, lse = attend(stacked, keys, value, 0.0, False, attn_mask=mask, scale=scaling)
-    return output.reshape(query.shape), lse.reshape(batch, heads, count)
-
-
-def merged(parts: list[Part]) -> torch.Tensor:
-    """Return the attention to all keys of some parts, of the same queries; each sees a key in one part at least."""
-    if len(parts) == 1:
-        return parts[0][0]
-    shares = torch.stack([lse for _, lse in parts]).softmax(0)[..., None]  # of each part, in the softmax over all
-    output = parts[0][0] * shares[0]
-    for (part, _), share in zip(parts[1:], shares[1:], strict=True):
-        output += part * share
-    return output.to(parts[0][0].dtype)
-
-
-def attend_in_two_parts(
-    query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor, scaling: float | None
-) -> torch.Tensor:
-    """Attend with queries that are the last of their keys: to all keys before them, and among themselves.
-
-    Args:
-        query: ``(batch, heads, num_queries, head_dim)``.
-        keys: ``(batch, kv_heads, num_keys, head_dim)``, more than there are queries.
-        value: The same shape.
-        scaling: Multiplies the logits; None for ``head_dim ** -0.5``.
-
-    Returns:
-        ``(batch, num_queries, heads, head_dim)``.
-    """
-    border = keys.shape[2] - query.shape[2]
-    before = attend_part(query, keys[:, :, :border], value[:, :, :border], scaling)
-    among = attend_part(query, keys[:, :, border:], value[:, :, border:], scaling, is_causal=True)
-    return merged([before, among]).transpose(1, 2).contiguous()
-
 
 Output = tuple[torch.Tensor, torch.Tensor | None]
 # Queries of one inner call that needs a mask, so that none is [length, length].
@@ -171,39 +92,52 @@ class Pieces:
         return float(self.kwargs.get("scaling") or self.query.shape[-1] ** -0.5)
 
     @property
-    def dropout(self) -> float:
-        """The share of weights to drop."""
-        return float(self.kwargs.get("dropout") or 0.0)
+    def extras(self) -> Extras:
+        """What else changes the weights; sdpa has no cap, and Transformers 5.0 leaves it out there."""
+        return Extras(
+            self.kwargs.get("softcap") if self.attention.inner != "sdpa" else None,
+            self.dense,
+            self.kwargs.get("s_aux"),
+            float(self.kwargs.get("dropout") or 0.0),
+        )
 
     @property
     def cache_layer(self) -> Any:
         """The layer of the KV cache; None without one, and of a cache that moves its layers off the device."""
         return None if getattr(self.attention.cache, "offloading", False) else self.attention.cache_layer(self.module)
 
-    def capped(self, scores: torch.Tensor) -> torch.Tensor:
-        """Cap logits softly, as Gemma 2 does; sdpa cannot, and Transformers 5.0 leaves it out there."""
-        cap = self.kwargs.get("softcap") if self.attention.inner != "sdpa" else None
-        return scores if cap is None else (scores / cap).tanh() * cap
-
-    def tempered(self, query: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def tempered(
+        self, query: torch.Tensor, positions: torch.Tensor, slots: slice, row: int | None = None
+    ) -> torch.Tensor:
         """Multiply queries by the rule's factors at their positions in the row or document.
 
         Args:
             query: ``(batch, heads, num_queries, head_dim)``.
-            positions: int64 ``(num_queries,)`` or ``(rows, num_queries)``.
+            positions: int64 ``(num_queries,)`` or ``(rows, num_queries)``, on the CPU.
+            slots: Those of the queries; with ``row`` they name what is made once for all layers.
+            row: The row of the layout, None for all.
         """
-        factors = self.attention.method.query_factors(self.attention.spec, positions)
-        if factors is None:
-            return query
-        shape = (1, 1, -1, 1) if factors.dim() == 1 else (len(factors), 1, -1, 1)
-        return (query * factors.view(shape).to(query.device, torch.float32)).to(query.dtype)
+        made, key = self.forward.factors, (row, slots.start, slots.stop, query.device)
+        if key not in made:
+            factors = self.attention.method.query_factors(self.attention.spec, positions)
+            if factors is not None:
+                shape = (1, 1, -1, 1) if factors.dim() == 1 else (len(factors), 1, -1, 1)
+                factors = factors.view(shape).float().to(query.device, non_blocking=True)
+            made[key] = factors
+        return query if (factors := made[key]) is None else (query * factors).to(query.dtype)
 
-    def at(self, row: int, slots: slice, to_positions: torch.Tensor, like: torch.Tensor) -> Tables:
-        """Return what rotates the states of a row's slots on to positions ``(length,)``, which may be fractions."""
-        positions = self.forward.layout.positions[row : row + 1, slots].to(like.device)
-        inv_freq, factor = self.attention.frequencies(0, like.device)
-        factors = torch.full((1,), factor, device=like.device)
-        return self.attention.rotation_tables(positions, to_positions[None].to(like.device), inv_freq[None], factors)
+    def to_positions(self, slots: slice, positions: torch.Tensor, device: torch.device) -> Tables:
+        """Return what rotates the states of some slots on, from where the model rotated them.
+
+        Args:
+            slots: Which.
+            positions: To which positions, ``(rows, length)``, which may be fractions.
+            device: Where the states are.
+        """
+        given = self.forward.layout.positions[:, slots].to(device, non_blocking=True)
+        inv_freq, factor = self.attention.frequencies(0, device)
+        factors = torch.full((len(given),), factor, device=device)
+        return self.attention.rotation_tables(given, positions.to(device, non_blocking=True), inv_freq[None], factors)
 
     def dense_rows(self, index: slice, few: slice) -> torch.Tensor | None:
         """Return a mask's rows for some queries, bool or added to the logits; None if the mask is plainly causal."""
@@ -220,11 +154,10 @@ class Pieces:
         layout = self.forward.layout
         first, stop = layout.first_query, layout.num_keys
         query = self._rotated(self.query, stages, first, stop, of_queries=True)
-        query = self.tempered(query, layout.row_positions[:, first:stop])
+        query = self.tempered(query, layout.row_positions[:, first:stop], slice(first, stop))
         keys = self._rotated_keys(stages, stop)
         if self.dense is None and any(stages) and first and query.shape[2] > 1:
-            real = None if layout.real is None else layout.real.to(query.device)
-            return self._in_chunks(query, keys, self.value, real, None)
+            return self._in_chunks(query, keys, self.value, self.forward.real_on(query.device), None)
         return self._call(query, keys, self.value, self._whole_mask())
 
     def by_stage(self) -> Output:
@@ -253,11 +186,10 @@ class Pieces:
             stages = (stage,) * len(layout.positions)
             few = query[:, :, begin - first : end - first]
             rotated = self._rotated(few, stages, begin, end, index, of_queries=True)
-            rotated = self.tempered(rotated, layout.row_positions[row, begin:end])
+            rotated = self.tempered(rotated, layout.row_positions[row, begin:end], slice(begin, end), row)
             keys = self._rotated_keys(stages, end) if alone else self._rotated(self.key[index], stages, 0, end, index)
-            real = None if layout.real is None else layout.real[row : row + 1, start:end].to(query.device)
-            if real is not None and bool(real.all()):
-                real = None
+            real = self.forward.real_on(query.device) if layout.has_gaps else None
+            real = None if real is None else real[row : row + 1, start:end]
             mask = None if dense is None else dense[:, :, begin - first : end - first, start:end]
             done.append(self._in_chunks(rotated, keys[:, :, start:], value[:, :, start:end], real, mask))
         if not done:  # nothing but padding
@@ -277,8 +209,10 @@ class Pieces:
         """Attend a stretch of queries that are the last of their keys, without a mask of all of them at once."""
         num_queries, offset = query.shape[2], keys.shape[2] - query.shape[2]
         is_plain, inner = dense is None and real is None, self.attention.inner
-        if is_plain and offset > 0 and self.can_split(query, keys, value):
-            return attend_in_two_parts(query, keys, value, self.scaling), None
+        if is_plain and offset > 0 and num_queries > 1 and self._is_plain_sdpa():
+            output = attend_to_all_before(query, keys, value, self.scaling)
+            if output is not None:
+                return output, None
         step = QUERY_CHUNK if inner == "sdpa" and (offset or not is_plain) else num_queries
         module = self.module
         if step < num_queries and keys.shape[1] < query.shape[1]:
@@ -297,10 +231,14 @@ class Pieces:
             done.append(self._call(part, keys[:, :, :stop], value[:, :, :stop], mask, module))
         return done[0] if len(done) == 1 else _joined(done, 0, 0, 0, keys.shape[2])
 
-    def can_split(self, query: torch.Tensor, keys: torch.Tensor, value: torch.Tensor) -> bool:
-        """Return whether attention to some of the keys and to others can be two calls; training keeps to one."""
-        usual = self.attention.inner == "sdpa" and self.kwargs.get("s_aux") is None and not self.module.training
-        return usual and query.shape[2] > 1 and can_attend_in_parts(query, keys, value)
+    def _is_plain_sdpa(self) -> bool:
+        """Return whether the inner attention is sdpa with nothing but scaled logits and a softmax."""
+        return self.attention.inner == "sdpa" and self.extras.sinks is None and not self.extras.dropout
+
+    def can_tile(self) -> bool:
+        """Return whether attention can be computed tile by tile."""
+        plain = self.dense is None and not self.forward.layout.has_gaps and self._is_plain_sdpa()
+        return plain and self.query.shape[2] > 1 and can_tile(self.query, self.key, self.value)
 
     def _whole_mask(self) -> Any:
         if self.dense is not None:
@@ -308,9 +246,12 @@ class Pieces:
         layout = self.forward.layout
         key = (self.attention.inner, self.query.dtype, self.query.device)
         if key not in self.forward.masks:
-            real = None if layout.real is None else layout.real.to(self.query.device)
             self.forward.masks[key] = piece_mask(
-                self.attention.inner, self.query.shape[2], layout.num_keys, real, self.query
+                self.attention.inner,
+                self.query.shape[2],
+                layout.num_keys,
+                self.forward.real_on(self.query.device),
+                self.query,
             )
         return self.forward.masks[key]
 

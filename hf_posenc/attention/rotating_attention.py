@@ -105,7 +105,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         if stage == 0 or self.stages is None:
             return self.plain.to(device), 1.0
         inv_freq, attention_factor = self.stages.frequencies(stage)
-        return inv_freq.to(device, torch.float32), attention_factor
+        return inv_freq.float().to(device, non_blocking=True), attention_factor
 
     def tables(
         self,
@@ -123,10 +123,11 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         """
         key = (stages, start, stop, device, of_queries)
         if key not in forward.tables:
-            positions = forward.layout.positions[:, start:stop].to(device)
+            positions = forward.layout.positions[:, start:stop].to(device, non_blocking=True)
             frequencies = [self.frequencies(stage, device) for stage in stages]
             inv_freq = torch.stack([inv_freq for inv_freq, _ in frequencies])
-            factors = torch.tensor([factor**2 if of_queries else 1.0 for _, factor in frequencies], device=device)
+            factors = torch.tensor([factor**2 if of_queries else 1.0 for _, factor in frequencies])
+            factors = factors.to(device, non_blocking=True)
             tables = self.rotation_tables(positions, positions, inv_freq, factors)
             if sum(cos.numel() for cos, _ in (*forward.tables.values(), tables)) > KEPT_COSINES:
                 return tables

@@ -120,3 +120,39 @@ def test_a_compiled_model_reads_the_same(key: str, device: torch.device) -> None
 def test_other_families(family: str, key: str, device: torch.device) -> None:
     found, exact = (patched(sharp_model(family).to(where), key) for where in (device, "cpu"))
     assert logits_error(found, exact, TEXT) < ALLOWED[torch.float32]
+
+
+@pytest.mark.parametrize("key", ["yarn", "dynamic_yarn", "dca", "rerope"])
+def test_packed_documents_are_each_alone(key: str, device: torch.device) -> None:
+    model, exact = model_of(key, torch.float32, device), exact_model(key, torch.float32)
+    rows = [TEXT, TEXT[:, :150]]
+    positions = torch.cat([torch.arange(row.shape[1]) for row in rows])[None].to(device)
+    with torch.no_grad():
+        packed = model(torch.cat(rows, dim=1).to(device), position_ids=positions, use_cache=False).logits[0]
+    for found, row in zip((packed[:200], packed[200:]), rows, strict=True):
+        assert error(found, logits(exact, row)[0]) < ALLOWED[torch.float32]
+
+
+@pytest.mark.parametrize("key", ["yarn", "dynamic_yarn", "dca", "self_extend"])
+def test_no_layer_but_the_first_waits_for_the_device(key: str, cuda_only: torch.device) -> None:
+    """What depends on positions is read once, in the first layer; the others only start kernels."""
+    model, ids = model_of(key, torch.bfloat16, cuda_only), TEXT.to(cuda_only)
+    layer = model.model.layers[1].self_attn
+
+    def read() -> None:
+        cache = DynamicCache(config=model.config)
+        try:
+            model(ids, use_cache=False)
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with torch.no_grad():
+        read()  # kernels are compiled
+        layer.register_forward_pre_hook(lambda *args: torch.cuda.set_sync_debug_mode("error"))
+        layer.register_forward_hook(lambda *args: torch.cuda.set_sync_debug_mode("default"))
+        read()
+        layer.register_forward_pre_hook(lambda *args: bool(ids.any()))
+        with pytest.raises(RuntimeError, match="synchroniz"):  # what is looked for can be found
+            read()

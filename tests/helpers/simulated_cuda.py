@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_posenc.attention import attention_kernels as kernels
+
 CUDA = torch.device("cuda", 0)  # with its number: without one PyTorch asks the device that is not there
 _CPU = torch.device("cpu")
 _MOVES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -78,13 +80,22 @@ def simulated_cuda() -> Iterator[torch.device]:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is then a copy from the CPU
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters become of another class
     torch.cuda._lazy_init = lambda: None
+    bias, why_not_flex = kernels.causal_lower_right, kernels.why_not_flex
+    kernels.causal_lower_right = _causal_mask
+    kernels.why_not_flex = lambda *args: "its kernels are compiled for a device that is there"
     try:
         with _Simulation():
             yield CUDA
     finally:
+        kernels.causal_lower_right, kernels.why_not_flex = bias, why_not_flex
         torch.cuda._lazy_init = starts
         torch.__future__.set_swap_module_params_on_conversion(swaps)
         torch._C._set_only_lift_cpu_tensors(lifts)
+
+
+def _causal_mask(num_queries: int, num_keys: int) -> torch.Tensor:
+    """Return what PyTorch's ``causal_lower_right`` stands for; a class of its own cannot be made in a dispatch mode."""
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=CUDA).tril(num_keys - num_queries)
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

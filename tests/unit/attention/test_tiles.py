@@ -11,10 +11,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention_models import IDS, sharp_model
 from distance_rules import RULES, by_hand, patched_model
 from hf_posenc import patch_model
-from hf_posenc.attention import installation, regional
+from hf_posenc.attention import attention_kernels as kernels
+from hf_posenc.attention import installation
 from hf_posenc.attention.interface import attention_of
-from hf_posenc.attention.pieces import Pieces, attend_part
-from hf_posenc.attention.regional import query_blocks, region_tiles
+from hf_posenc.attention.pieces import Pieces
+from hf_posenc.attention.regional import key_ranges, query_blocks
 from tiny_models import logits, token_ids
 
 N = 331  # a multiple of no chunk, window, group or block below
@@ -26,22 +27,23 @@ def calls(monkeypatch: Any) -> list[dict[str, Any]]:
     """What the calls of the kernel are about, but for those of patch_model's own check."""
     found: list[dict[str, Any]] = []
 
-    def attend(query: Any, keys: Any, value: Any, scaling: Any, seen: Any = None, is_causal: bool = False) -> Any:
-        found.append({"queries": query.shape[2], "keys": keys.shape[2], "seen": seen, "is_causal": is_causal})
-        return attend_part(query, keys, value, scaling, seen, is_causal)
+    def attend(query: Any, keys: Any, value: Any, scaling: Any, tile: Any) -> Any:
+        found.append({"queries": query.shape[2], "keys": keys.shape[2], "tile": tile})
+        return kernel(query, keys, value, scaling, tile)
 
-    monkeypatch.setattr(regional, "attend_part", attend)
+    kernel = kernels._cpu_kernel
+    monkeypatch.setattr(kernels, "_cpu_kernel", attend)
     monkeypatch.setattr(installation, "check_installed", lambda *args: None)
     return found
 
 
 def by_the_reference(monkeypatch: Any) -> None:
-    monkeypatch.setattr(Pieces, "can_split", lambda *args: False)
+    monkeypatch.setattr(Pieces, "can_tile", lambda self: False)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rule", ["self_extend", "dca"])
-def test_each_pair_is_in_one_tile_of_its_region(rule: str, block: int, monkeypatch: Any) -> None:
+def test_each_pair_is_in_one_range_of_its_region(rule: str, block: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("hf_posenc.attention.regional.BLOCK", block)
     distances = attention_of(patched_model(rule).model.layers[0].self_attn).distances
     for first, last in ((0, N), (11, 200), (163, 164), (95, 330)):
@@ -50,10 +52,10 @@ def test_each_pair_is_in_one_tile_of_its_region(rule: str, block: int, monkeypat
         for region in distances.regions:
             count = torch.zeros(last, last, dtype=torch.int64)
             for low, high in blocks:
-                for tile in region_tiles(region, low, high):
-                    seen = torch.ones(high - low, tile.end - tile.begin) if tile.seen is None else tile.seen
-                    assert not tile.is_causal or (tile.begin, tile.end, tile.seen) == (low, high, None)
-                    count[low:high, tile.begin : tile.end] += (seen.tril() if tile.is_causal else seen).long()
+                for keys in key_ranges(region, low, high):
+                    seen = torch.ones(high - low, keys.end - keys.begin) if keys.seen is None else keys.seen
+                    assert not keys.is_causal or (keys.begin, keys.end, keys.seen) == (low, high, None)
+                    count[low:high, keys.begin : keys.end] += (seen.tril() if keys.is_causal else seen).long()
             for q in range(first, last):
                 begin, end = int(region.begin(torch.tensor(q))), int(region.end(torch.tensor(q)))
                 assert count[q].tolist() == [int(begin <= key < end) for key in range(last)]
@@ -64,7 +66,7 @@ def test_each_pair_is_in_one_tile_of_its_region(rule: str, block: int, monkeypat
 @pytest.mark.parametrize("rule", RULES)
 def test_tiles_give_the_definition(rule: str, block: int, monkeypatch: Any, calls: list[dict[str, Any]]) -> None:
     monkeypatch.setattr("hf_posenc.attention.regional.BLOCK", block)
-    monkeypatch.delattr(regional, "_few")
+    monkeypatch.delattr(kernels, "_few_at_a_time")
     model, found = patched_model(rule), []
     model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: found.append(output[0]))
     ids = IDS[:, :N]
@@ -75,12 +77,12 @@ def test_tiles_give_the_definition(rule: str, block: int, monkeypatch: Any, call
 
 def test_dca_needs_three_calls_a_chunk_and_no_mask(calls: list[dict[str, Any]]) -> None:
     logits(patched_model("dca"), IDS[:, :N])
-    assert all(call["seen"] is None for call in calls)
+    assert all(call["tile"].seen is None for call in calls)
     chunks = [40] * 8 + [11]
     expected = [(chunks[0], chunks[0], True), (40, 40, True), (40, 40, False)]
     for number, size in enumerate(chunks[2:], start=2):
         expected += [(size, size, True), (size, 40, False), (size, 40 * (number - 1), False)]
-    assert [(call["queries"], call["keys"], call["is_causal"]) for call in calls] == 2 * expected  # two layers
+    assert [(call["queries"], call["keys"], call["tile"].is_causal) for call in calls] == 2 * expected  # two layers
 
 
 class _Largest(TorchDispatchMode):
@@ -111,8 +113,14 @@ def test_nothing_is_length_by_length(rule: str, monkeypatch: Any) -> None:
             hidden = model(ids, use_cache=False).last_hidden_state
         return seen.numel, hidden
 
+    def largest_of_training() -> int:
+        with _Largest() as seen:
+            model(ids, use_cache=False).last_hidden_state.sum().backward()
+        return seen.numel
+
     tiled, found = largest()
     assert tiled < length**2 // 8
+    assert largest_of_training() < length**2 // 8
     by_the_reference(monkeypatch)
     in_pytorch, expected = largest()
     assert in_pytorch > length**2 // 4  # what is looked for can be found
@@ -133,9 +141,9 @@ def test_rows_of_one_length(rule: str, calls: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("tiled", [True, False])
 def test_tables_are_made_once_a_forward(rule: str, tiled: bool, monkeypatch: Any) -> None:
     made: list[int] = []
-    at, model = Pieces.at, patched_model(rule)
-    monkeypatch.setattr(Pieces, "at", lambda self, *args: made.append(len(args[2])) or at(self, *args))
-    monkeypatch.setattr(regional, "_SCORES", N * 7)
+    make, model = Pieces.to_positions, patched_model(rule)
+    monkeypatch.setattr(Pieces, "to_positions", lambda self, *args: made.append(args[1].numel()) or make(self, *args))
+    monkeypatch.setattr(kernels, "_SCORES", N * 7)
     if not tiled:
         by_the_reference(monkeypatch)
     logits(model, IDS[:, :N])
@@ -148,20 +156,6 @@ class TestNotTaken:
 
     def expected(self, rule: str = "dca") -> torch.Tensor:
         return logits(patched_model(rule), IDS[:, :N])
-
-    def test_with_gradients(self, calls: list[dict[str, Any]]) -> None:
-        expected = self.expected()
-        calls.clear()
-        found = patched_model("dca")(IDS[:, :N], use_cache=False).logits
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-        assert found.requires_grad
-        assert not calls
-
-    def test_in_training_mode(self, calls: list[dict[str, Any]]) -> None:
-        expected = self.expected("rerope")
-        calls.clear()
-        torch.testing.assert_close(logits(patched_model("rerope").train(), IDS[:, :N]), expected, atol=1e-5, rtol=0)
-        assert not calls
 
     @pytest.mark.parametrize("rule", RULES)
     def test_with_eager_attention(self, rule: str, calls: list[dict[str, Any]]) -> None:
