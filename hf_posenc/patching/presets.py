@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import InvalidRequestError
@@ -98,9 +99,17 @@ class Preset:
             )
 
 
+def _patches() -> Traversable:
+    """Return ``patches/``: in the package where that is installed, beside it in a checkout that is on the path."""
+    try:
+        return files("hf_posenc.patches")
+    except ModuleNotFoundError:
+        return files("hf_posenc").joinpath("..", "patches")
+
+
 def _families() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each file of ``patches/`` and what it holds."""
-    for file in sorted(files("hf_posenc.patches").iterdir(), key=lambda entry: entry.name):
+    for file in sorted(_patches().iterdir(), key=lambda entry: entry.name):
         if file.name.endswith(".toml"):
             yield file.name, tomllib.loads(file.read_text(encoding="utf-8"))
 

@@ -97,10 +97,10 @@ def packed_weights(model: PreTrainedModel) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("method", ["yarn", "dynamic_yarn", "dca"])
 def test_4_bit_weights_are_patched_and_come_back(
-    method: str, tmp_path: Path, tiny_llama: Any, device: torch.device
+    method: str, tmp_path: Path, tiny_llama: Any, cuda_only: torch.device
 ) -> None:
     tiny_llama().to(torch.bfloat16).save_pretrained(tmp_path / "base")
-    model, ids = in_4_bits(tmp_path / "base", device), IDS[:, :150].to(device)
+    model, ids = in_4_bits(tmp_path / "base", cuda_only), IDS[:, :150].to(cuda_only)
     weights, plain = packed_weights(model), logits(model, ids)
     assert weights
     patch_model(model, method, 4)
@@ -108,7 +108,7 @@ def test_4_bit_weights_are_patched_and_come_back(
     found = logits(model, ids)
     assert not torch.equal(found, plain)
     save_extended(model, tmp_path / "saved")
-    loaded = load_extended(tmp_path / "saved").to(device)
+    loaded = load_extended(tmp_path / "saved").to(cuda_only)
     assert torch.equal(logits(loaded, ids), found)
     unpatch_model(model)
     assert torch.equal(logits(model, ids), plain)

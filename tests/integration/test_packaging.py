@@ -79,6 +79,26 @@ def test_wheel_works_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
             assert run.stdout.startswith(str(tmp_path / "site"))
 
 
+def test_presets_are_read_in_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
+    for name in ("hf_posenc", "patches"):
+        shutil.copytree(
+            ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.xz", "*.safetensors")
+        )
+    program = (
+        "import sys; "
+        "sys.meta_path[:] = [one for one in sys.meta_path if '__editable__' not in repr(one)]; "
+        "from hf_posenc.cli.main import main; "
+        "import hf_posenc; print(hf_posenc.__file__); "
+        "main(['list', 'presets'])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.startswith(str(tmp_path)), run.stderr
+    assert "deepseek-v2-yarn-40x" in run.stdout
+
+
 _METRIC = """
 import socket
 

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from gpu.exact import in_float64
 from torch.nn.attention.flex_attention import flex_attention
 
-from attention_models import IDS, left_padded
+from attention_models import IDS, left_padded, sharp_model
 from distance_rules import RULES, by_hand, patched_model
+from hf_posenc import patch_model, verify_model
 from hf_posenc.attention import attention_kernels as kernels
 from hf_posenc.attention.attention_kernels import (
     Extras,
@@ -238,3 +240,11 @@ def test_a_call_of_one_query_needs_no_mask(monkeypatch: Any) -> None:
     expected = exact(query, keys, value, torch.ones(1, N).bool(), None, None)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
     assert not made
+
+
+@pytest.mark.parametrize("method", ["dynamic_yarn", "dynamic", "dca", "rerope"])
+def test_a_model_in_float64_is_taken(method: str) -> None:
+    """Its angles are float32, so its layers equal those of before by that dtype's rounding, not by float64's."""
+    model = patch_model(in_float64(sharp_model("Llama")), method, 4)
+    verify_model(model)
+    assert logits(model, IDS[:, :200]).dtype == torch.float64
