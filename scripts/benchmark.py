@@ -7,10 +7,9 @@
     python scripts/benchmark.py training --tokens 8192  # a training step against plain Trainer's: memory and speed
     python scripts/benchmark.py retrieval --tokens 16384  # questions that share a text against a prefill for each
     python scripts/benchmark.py longest   # the longest training block in a memory, ours and plain, as predicted
-    python scripts/benchmark.py gpu       # on a CUDA device, bfloat16: patched and staged, decoding with each rule
-    python scripts/benchmark.py all       # but retrieval, longest and gpu
+    python scripts/benchmark.py all       # but retrieval and longest
 
-Prints one JSON line for each ratio, then a table.
+scripts/gpu_check measures what a GPU is needed for. Prints one JSON line for each ratio, then a table.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from benchmark_evaluation import benchmark_evaluation, print_comparison
 from benchmark_retrieval import benchmark_retrieval
-from benchmark_staged import DISTANCE_RULES, benchmark_staged
+from benchmark_staged import benchmark_staged
 from benchmark_training import benchmark_training, longest_ratio
 from hf_posenc import extend_config, patch_model
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
@@ -65,11 +64,10 @@ def main() -> None:
     if args.what in ("training", "all"):
         results += benchmark_training(args.model, args.dtype, args.tokens, max(2, args.rounds // 10))
     if args.what == "retrieval":
-        results.append(benchmark_retrieval(args.model, args.dtype, args.tokens, args.questions, args.prefills))
+        model = load_model(args.model, dtype=args.dtype)
+        results.append(benchmark_retrieval(*model, args.tokens, args.questions, args.prefills))
     if args.what == "longest":
         results.append(longest_ratio(args.model, args.dtype == "bfloat16", args.memory, args.train_longest))
-    if args.what == "gpu":
-        results += benchmark_on_gpu(args)
     for result in results:
         print(json.dumps(result))
     print_table(results)
@@ -80,7 +78,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "what", choices=("curve", "patched", "staged", "evaluation", "training", "retrieval", "longest", "gpu", "all")
+        "what", choices=("curve", "patched", "staged", "evaluation", "training", "retrieval", "longest", "all")
     )
     parser.add_argument("--model", default=str(tiny_model_path()), help="name, folder or .gguf; the tiny model")
     parser.add_argument("--dtype", default="float32")
@@ -246,21 +244,6 @@ def alternate(one: Callable[[], object], other: Callable[[], object], rounds: in
         "seconds_native": statistics.median(b for _, b in times),
         "rounds": rounds,
     }
-
-
-# ---- gpu --------------------------------------------------------------------------------------------------------
-
-
-def benchmark_on_gpu(args: argparse.Namespace) -> list[Result]:
-    """Compare static, staged and distance methods with native attention on the GPU, in bfloat16."""
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmark.py gpu needs a CUDA device, and PyTorch sees none.")
-    args.dtype, args.tokens = "bfloat16", 4096
-    decoding = ("dynamic_yarn", *DISTANCE_RULES)
-    return [
-        *benchmark_patched(args),
-        *benchmark_staged(torch.bfloat16, args.rounds // 2, alternate, facts, decoding),
-    ]
 
 
 # ---- shared -----------------------------------------------------------------------------------------------------

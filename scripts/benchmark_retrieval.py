@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from hf_posenc.checkpoint.loading import load_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.retrieving.haystack import read_haystack
 from hf_posenc.retrieving.measuring_retrieval import stop_ids_of
@@ -19,17 +20,22 @@ Result = dict[str, Any]
 GOAL = 20.0  # at 100 questions of 16k tokens
 
 
-def benchmark_retrieval(name: str, dtype: str, num_tokens: int, num_questions: int, num_prefills: int) -> Result:
+def benchmark_retrieval(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    num_tokens: int,
+    num_questions: int,
+    num_prefills: int,
+) -> Result:
     """Put all questions to one text, and some of them each with a prefill of its own; time and compare both.
 
     Args:
-        name: Of the model.
-        dtype: What it computes in.
+        model: Reads and answers.
+        tokenizer: That of the model.
         num_tokens: Of a prompt with its longest answer.
         num_questions: Of the text.
         num_prefills: Questions that are put alone, evenly spread; their mean time stands for all.
     """
-    model, tokenizer = load_model(name, dtype=dtype)
     prompts = PromptMaker(tokenizer, read_haystack(tokenizer, None)).make("passkey", num_tokens, None, 0, num_questions)
     alone = [prompts[at * num_questions // num_prefills] for at in range(num_prefills)]
 

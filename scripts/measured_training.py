@@ -196,9 +196,10 @@ def _train(
 
 def _random_model(config: PreTrainedConfig, load_in_4bit: bool) -> Any:
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", config_dtype(config)
-    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
+    with torch.device("cpu" if load_in_4bit else device):
+        model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
     if not load_in_4bit:
-        return model.to(device)
+        return model
     with tempfile.TemporaryDirectory() as folder, without_weight_bars():  # weights are quantised as they are loaded
         model.save_pretrained(folder)
         model = load_weights(folder, dtype=dtype, device_map={"": device}, **in_4bit(dtype))

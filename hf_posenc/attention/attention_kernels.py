@@ -10,6 +10,7 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -526,7 +527,7 @@ def _few(
     batch, heads = queries[0].shape[:2]
     kv_heads, count = value.shape[1], few.stop - few.start
     dense = None if extras.dense is None else extras.dense[:, :, few]
-    scores, values = [], []
+    scores, ranges = [], []
     for query, key, each in zip(queries, keys, spans, strict=True):
         if (bounds := each.bounds(few)) is None:
             continue
@@ -540,15 +541,23 @@ def _few(
         elif dense is not None:
             block = block + dense[..., low:high].float()
         scores.append(block if seen is None else block.masked_fill(~seen, _UNSEEN))
-        values.append(value[:, :, low:high])
+        ranges.append((low, high))
     if extras.sinks is not None:
         scores.append(extras.sinks.float().view(1, -1, 1, 1).expand(batch, heads, count, 1))
-        values.append(torch.zeros_like(value[:, :, :1]))
     weights = torch.cat(scores, dim=-1).softmax(-1).to(value.dtype)
+    if extras.sinks is not None:
+        weights = weights[..., :-1]
     if extras.dropout:
         weights = dropout(weights, extras.dropout)
-    output = _stacked(weights, kv_heads) @ torch.cat(values, dim=2)
+    output = _stacked(weights, kv_heads) @ _joined(value, ranges)
     return output.view(batch, heads, count, -1).transpose(1, 2)
+
+
+def _joined(value: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Return the values of some ranges of keys, one after another; without a copy if each begins where one ends."""
+    if all(end == begin for (_, end), (begin, _) in pairwise(ranges)):
+        return value[:, :, ranges[0][0] : ranges[-1][1]]
+    return torch.cat([value[:, :, low:high] for low, high in ranges], dim=2)
 
 
 def _seen(spans: Spans, few: slice, low: int, high: int, device: torch.device) -> torch.Tensor | None:

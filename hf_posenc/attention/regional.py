@@ -105,7 +105,9 @@ def _spans(pieces: Pieces, rule: Regions) -> list[tuple[Region, Spans]]:
         (region, Spans(region.begin(positions) + start_slots, region.end(positions) + start_slots, real))
         for region in rule.regions
     ]
-    return [(region, each) for region, each in spans if each.bounds(slice(0, positions.shape[1])) is not None]
+    every = slice(0, positions.shape[1])
+    seen = [(bounds, region, each) for region, each in spans if (bounds := each.bounds(every)) is not None]
+    return [(region, each) for _, region, each in sorted(seen, key=lambda entry: entry[0])]  # the farthest keys first
 
 
 def _by_tiles(pieces: Pieces, rule: Regions, queries: list[torch.Tensor], keys: list[torch.Tensor]) -> torch.Tensor:

@@ -79,9 +79,9 @@ def test_dca_needs_three_calls_a_chunk_and_no_mask(calls: list[dict[str, Any]]) 
     logits(patched_model("dca"), IDS[:, :N])
     assert all(call["tile"].seen is None for call in calls)
     chunks = [40] * 8 + [11]
-    expected = [(chunks[0], chunks[0], True), (40, 40, True), (40, 40, False)]
-    for number, size in enumerate(chunks[2:], start=2):
-        expected += [(size, size, True), (size, 40, False), (size, 40 * (number - 1), False)]
+    expected = [(40, 40, True), (40, 40, False), (40, 40, True)]
+    for number, size in enumerate(chunks[2:], start=2):  # the farthest keys first
+        expected += [(size, 40 * (number - 1), False), (size, 40, False), (size, size, True)]
     assert [(call["queries"], call["keys"], call["tile"].is_causal) for call in calls] == 2 * expected  # two layers
 
 
