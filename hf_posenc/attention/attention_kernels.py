@@ -526,45 +526,46 @@ def _few(
     """Attend with the queries of a range of indices; ``(batch, num_queries, heads, head_dim)``."""
     batch, heads = queries[0].shape[:2]
     kv_heads, count = value.shape[1], few.stop - few.start
-    dense = None if extras.dense is None else extras.dense[:, :, few]
-    scores, ranges = [], []
+    scores, visible, ranges = [], [], []
     for query, key, each in zip(queries, keys, spans, strict=True):
         if (bounds := each.bounds(few)) is None:
             continue
         low, high = bounds
-        stacked = _stacked(query[:, :, few], kv_heads)
-        block = (stacked @ key[:, :, low:high].transpose(2, 3)).float() * scaling
-        block = extras.capped(block.view(batch, heads, count, high - low))
-        seen = _seen(each, few, low, high, value.device)
-        if dense is not None and dense.dtype == torch.bool:
-            seen = dense[..., low:high] if seen is None else seen & dense[..., low:high]
-        elif dense is not None:
-            block = block + dense[..., low:high].float()
-        scores.append(block if seen is None else block.masked_fill(~seen, _UNSEEN))
+        block = _stacked(query[:, :, few], kv_heads) @ key[:, :, low:high].transpose(2, 3)
+        scores.append(block.view(batch, heads, count, high - low))
         ranges.append((low, high))
+        visible.append(each)
+    logits = extras.capped(_cat(scores).float() * scaling)
+    if count > 1 or len(spans[0].begins) > 1 or spans[0].real is not None:  # otherwise the ranges are its own
+        seen = [_seen(each, few, *bounds, value.device) for each, bounds in zip(visible, ranges, strict=True)]
+        logits = logits.masked_fill(~_cat(seen), _UNSEEN)
+    if extras.dense is not None:
+        dense = _of_ranges(extras.dense[:, :, few], ranges, dim=3)
+        logits = logits.masked_fill(~dense, _UNSEEN) if dense.dtype == torch.bool else logits + dense.float()
     if extras.sinks is not None:
-        scores.append(extras.sinks.float().view(1, -1, 1, 1).expand(batch, heads, count, 1))
-    weights = torch.cat(scores, dim=-1).softmax(-1).to(value.dtype)
+        logits = _cat([logits, extras.sinks.float().view(1, -1, 1, 1).expand(batch, heads, count, 1)])
+    weights = logits.softmax(-1).to(value.dtype)
     if extras.sinks is not None:
         weights = weights[..., :-1]
     if extras.dropout:
         weights = dropout(weights, extras.dropout)
-    output = _stacked(weights, kv_heads) @ _joined(value, ranges)
+    output = _stacked(weights, kv_heads) @ _of_ranges(value, ranges, dim=2)
     return output.view(batch, heads, count, -1).transpose(1, 2)
 
 
-def _joined(value: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Return the values of some ranges of keys, one after another; without a copy if each begins where one ends."""
+def _cat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=-1)
+
+
+def _of_ranges(states: torch.Tensor, ranges: Sequence[tuple[int, int]], dim: int) -> torch.Tensor:
+    """Return the states of some ranges of keys, one after another; without a copy if each begins where one ends."""
     if all(end == begin for (_, end), (begin, _) in pairwise(ranges)):
-        return value[:, :, ranges[0][0] : ranges[-1][1]]
-    return torch.cat([value[:, :, low:high] for low, high in ranges], dim=2)
+        return states.narrow(dim, ranges[0][0], ranges[-1][1] - ranges[0][0])
+    return torch.cat([states.narrow(dim, low, high - low) for low, high in ranges], dim=dim)
 
 
-def _seen(spans: Spans, few: slice, low: int, high: int, device: torch.device) -> torch.Tensor | None:
-    """Return which keys from ``low`` to ``high`` some queries see, bool ``(rows, 1, queries, keys)``; None for all."""
-    is_one = spans.begins.shape[0] == 1 and few.stop - few.start == 1
-    if is_one and spans.real is None:  # the bounds are its own
-        return None
+def _seen(spans: Spans, few: slice, low: int, high: int, device: torch.device) -> torch.Tensor:
+    """Return which keys from ``low`` to ``high`` some queries see, bool ``(rows, 1, num_queries, high - low)``."""
     begins, ends, real = spans.on(device)
     key = torch.arange(low, high, device=device)
     seen = (key >= begins[:, few, None]) & (key < ends[:, few, None])

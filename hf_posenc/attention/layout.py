@@ -46,6 +46,11 @@ class Layout:
         return (self.positions - first[:, None]).clamp(min=0)
 
     @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest row or document so far."""
+        return int(self.row_positions.max()) + 1
+
+    @cached_property
     def bases(self) -> tuple[int, ...]:
         """The position of slot 0 of each row."""
         return tuple(int(position) for position in self.positions[:, 0])

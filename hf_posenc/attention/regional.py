@@ -80,7 +80,7 @@ def attend_by_distance(pieces: Pieces, rule: Regions) -> Output:
         The output ``(batch, num_queries, heads, head_dim)``, and None: no weights are kept.
     """
     layout = pieces.forward.layout
-    if int(layout.row_positions.max()) < rule.plain_until:
+    if layout.longest <= rule.plain_until:
         return pieces.whole((0,) * len(layout.positions))
     if not pieces.forward.spans:
         pieces.forward.spans = _spans(pieces, rule)

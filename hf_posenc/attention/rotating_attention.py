@@ -89,7 +89,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
 
     def look_at(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> StagedForward:
         staged = StagedForward(position_ids, num_slots, states, self.stages)
-        self._warn_past_target(int(staged.layout.row_positions.max()) + 1)
+        self._warn_past_target(staged.layout.longest)
         return staged
 
     def _warn_past_target(self, length: int) -> None:
@@ -199,7 +199,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         if kind == PASS:
             return pieces.untouched()
         plain_until = self.method.plain_until(self.spec)
-        if dense is not None and int(forward.layout.row_positions.max()) >= plain_until and forward.looks_ahead(dense):
+        if dense is not None and forward.layout.longest > plain_until and forward.looks_ahead(dense):
             raise InvalidRequestError(
                 f"the attention mask lets tokens see later ones, as those of an image or of a prefix do, and method "
                 f"{self.method.name!r} has no rule for later tokens past {plain_until} tokens. A static method "
