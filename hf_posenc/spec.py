@@ -80,5 +80,5 @@ class RopeSpec:
 
     @property
     def rotated_pairs(self) -> int:
-        """Those that are rotated."""
+        """The rotated pairs."""
         return self.num_pairs - self.unrotated_pairs

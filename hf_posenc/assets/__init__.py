@@ -1,11 +1,11 @@
-"""What the demo and the tests run on: a tiny pretrained model and six novels, inside the package."""
+"""The models and texts of the demo and the tests: a tiny pretrained model and six novels, inside the package."""
 
 from __future__ import annotations
 
 import lzma
 from pathlib import Path
 
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import UnknownNameError
 
 _HERE = Path(__file__).parent
 
@@ -29,6 +29,5 @@ def load_novel(name: str) -> str:
     """
     path = _HERE / "austen" / f"{name}.txt.xz"
     if not path.is_file():
-        known = ", ".join(sorted((*TRAIN_NOVELS, HELD_OUT_NOVEL)))
-        raise InvalidRequestError(f"unknown novel {name!r}. Known: {known}.")
+        raise UnknownNameError("novel", name, sorted((*TRAIN_NOVELS, HELD_OUT_NOVEL)))
     return lzma.decompress(path.read_bytes()).decode("utf-8")

@@ -386,14 +386,14 @@ class Spans:
 
 
 def _indices(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return how many key blocks each query block has, and their indices first: int32, with a dimension for heads."""
+    """Return the number of key blocks of each query block, and their indices: int32, with a dimension for heads."""
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], order.int()[:, None]
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What else changes the weights.
+    """Further influences on the weights.
 
     Attributes:
         softcap: Logits are capped softly at it, as in Gemma 2.
@@ -565,7 +565,7 @@ def _of_ranges(states: torch.Tensor, ranges: Sequence[tuple[int, int]], dim: int
 
 
 def _seen(spans: Spans, few: slice, low: int, high: int, device: torch.device) -> torch.Tensor:
-    """Return which keys from ``low`` to ``high`` some queries see, bool ``(rows, 1, num_queries, high - low)``."""
+    """Return a mask of the keys ``low`` to ``high`` of some queries, bool ``(rows, 1, num_queries, high - low)``."""
     begins, ends, real = spans.on(device)
     key = torch.arange(low, high, device=device)
     seen = (key >= begins[:, few, None]) & (key < ends[:, few, None])

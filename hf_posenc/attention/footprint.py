@@ -1,4 +1,4 @@
-"""What a method that runs in attention keeps in memory beside the model's own activations and KV cache."""
+"""The memory of a method that runs in attention, beside the model's own activations and KV cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEPT_COSINES = 2**25
 
 @dataclass(frozen=True)
 class Footprint:
-    """What is kept while the last tokens of a text are fed.
+    """The memory in use while the last tokens of a text are fed.
 
     Attributes:
         cosines: float32 numbers, and as many sines, from the first layer to the last.
@@ -28,7 +28,7 @@ class Footprint:
 
 
 def footprint(extension: Extension | None, num_tokens: int, fed: int) -> Footprint:
-    """Return what a rule keeps; nothing where it is plain RoPE.
+    """Return the memory that a rule needs beside the model's own; none for plain RoPE.
 
     Args:
         extension: What the model was patched with; only methods that run in attention keep anything.

@@ -39,7 +39,7 @@ AHEAD = "a layer attends to later tokens (is_causal is False), and the method is
 
 @dataclass
 class InstalledAttention:
-    """What replacing the attention changed, to undo it."""
+    """The changes made by replacing the attention, to undo them."""
 
     attention: RotatingAttention
     implementation: str
@@ -47,7 +47,7 @@ class InstalledAttention:
 
 
 def check_attention(rotary: RotaryModel, extension: Extension) -> Rotation:
-    """Return how this model rotates queries and keys; nothing is changed.
+    """Return the way in which this model rotates queries and keys. Nothing is changed.
 
     Raises:
         ValueError: Its attention cannot be replaced; with the reason.
@@ -130,7 +130,7 @@ def _code(module: nn.Module) -> dict[str, Any]:
 
 
 def _rotation(rotary: RotaryModel) -> Rotation | None:
-    """Return how a family rotates; as Llama where its code cannot be called, which the probe then finds out."""
+    """Return a family's way of rotating; Llama's if its code cannot be called, which the probe then notices."""
     module, label, prefix = rotary.rotary_module, rotary.label, rotary.prefix
     config: Any = module.config
     try:
@@ -211,7 +211,7 @@ def remove_attention(rotary: RotaryModel, installed: InstalledAttention) -> None
 
 
 def attention_problem(rotary: RotaryModel, installed: InstalledAttention) -> str | None:
-    """Return what of the attention is no longer in place; None if all is."""
+    """Return the part of the attention that is no longer in place; None if all of it is."""
     config = rotary.text_config
     if config._attn_implementation != PREFIX + installed.implementation:
         return f"the attention implementation is {config._attn_implementation!r}"
@@ -244,7 +244,7 @@ def attends_to_text(layer: nn.Module) -> bool:
 
 
 def layer_kind(module: nn.Module, config: PreTrainedConfig) -> str:
-    """Return what a rule is to an attention layer: ``FULL``, ``PASS`` or ``CROSS`` of ``interface``."""
+    """Return the relation of a rule to an attention layer: ``FULL``, ``PASS`` or ``CROSS`` of ``interface``."""
     if not attends_to_text(module):
         return CROSS
     return FULL if reads_whole_context(module, config) and has_positions(module) else PASS

@@ -26,7 +26,7 @@ Seen = TypeVar("Seen", bound=Forward)
 
 
 class PositionalAttention(abc.ABC, Generic[Seen]):
-    """What a model attends by, with the state of one forward at a time."""
+    """An attention implementation of a model, with the state of one forward at a time."""
 
     def __init__(self, inner: str) -> None:
         """Make one.
@@ -66,7 +66,7 @@ class PositionalAttention(abc.ABC, Generic[Seen]):
         self.forwards = []
 
     def read(self, position_ids: torch.Tensor, num_slots: int, states: torch.Tensor | None) -> Seen:
-        """Return what this forward's layers share, the same object for all that see the same slots."""
+        """Return the object that this forward's layers share; it is the same for all layers that see the same slots."""
         for forward in self.forwards:
             if forward.is_of(position_ids, num_slots, states):
                 return forward
@@ -163,7 +163,7 @@ def drop_attention(module: nn.Module) -> None:
 
 
 def attention_of(module: nn.Module) -> PositionalAttention[Any] | None:
-    """Return what an attention layer attends by; None for Transformers' own."""
+    """Return the object by which an attention layer attends; None for Transformers' own attention."""
     installed = module.__dict__.get(_ATTENTION)
     return installed[0] if installed else None
 

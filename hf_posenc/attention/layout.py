@@ -158,7 +158,7 @@ def _positions_before(
 
 @dataclass
 class Forward:
-    """What the layers of one forward share.
+    """The data that the layers of one forward share.
 
     Attributes:
         position_ids: As the layers get them.
@@ -199,7 +199,7 @@ class Forward:
 
 @dataclass
 class StagedForward(Forward):
-    """What the layers of one forward share where queries and keys are rotated further.
+    """The data that the layers of one forward share, if queries and keys are rotated further.
 
     Attributes:
         rule: In which stage a query is; None where the rule has no stages.
@@ -226,7 +226,7 @@ class StagedForward(Forward):
         self.runs = [_runs(self.layout, of_row, row) for row, of_row in enumerate(stages)]
 
     def real_on(self, device: torch.device) -> torch.Tensor | None:
-        """Return which key slots are real, bool ``(rows, num_keys)``, copied once; None if there is no padding."""
+        """Return a mask of the real key slots, bool ``(rows, num_keys)``, copied once; None if there is no padding."""
         if self.layout.real is not None and device not in self.masks:
             self.masks[device] = self.layout.real.to(device, non_blocking=True)
         return self.masks.get(device)

@@ -28,7 +28,7 @@ _ALL = slice(None)
 
 
 class Rotations(Protocol):
-    """What pieces need of the attention that a model attends by (``RotatingAttention``)."""
+    """The attributes that pieces need of the attention that a model attends by (``RotatingAttention``)."""
 
     inner: str
     cache: Any
@@ -88,12 +88,12 @@ class Pieces:
 
     @property
     def scaling(self) -> float:
-        """What multiplies the logits."""
+        """The factor of the logits."""
         return float(self.kwargs.get("scaling") or self.query.shape[-1] ** -0.5)
 
     @property
     def extras(self) -> Extras:
-        """What else changes the weights; sdpa has no cap, and Transformers 5.0 leaves it out there."""
+        """The further influences on the weights; sdpa has no cap, and Transformers 5.0 leaves it out there."""
         return Extras(
             self.kwargs.get("softcap") if self.attention.inner != "sdpa" else None,
             self.dense,
@@ -127,7 +127,7 @@ class Pieces:
         return query if (factors := made[key]) is None else (query * factors).to(query.dtype)
 
     def to_positions(self, slots: slice, positions: torch.Tensor, device: torch.device) -> Tables:
-        """Return what rotates the states of some slots on, from where the model rotated them.
+        """Return the cos and sin that rotate the states of some slots further, from where the model rotated them.
 
         Args:
             slots: Which.

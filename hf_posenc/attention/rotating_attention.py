@@ -116,7 +116,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         device: torch.device,
         of_queries: bool,
     ) -> Tables:
-        """Return what rotates a range of slots on, each row to its stage.
+        """Return the cos and sin that rotate a range of slots further, each row to its stage.
 
         The temperature is in the tables of queries, squared, and not in those of keys: pairs that rotate as before are
         then left alone, bit for bit.
@@ -141,7 +141,7 @@ class RotatingAttention(PositionalAttention[StagedForward]):
         inv_freq: torch.Tensor,
         factors: torch.Tensor,
     ) -> Tables:
-        """Return what rotates states on, from where the model rotated them to where a rule wants them.
+        """Return the cos and sin that rotate states from where the model rotated them to where a rule wants them.
 
         Args:
             positions: ``(rows, length)``, by which the model rotated, at its plain frequencies.

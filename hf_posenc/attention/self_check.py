@@ -61,7 +61,7 @@ class _PlainRegions(DistanceMethod):
 
 @dataclass(frozen=True)
 class Before:
-    """What a model computed before its attention was replaced.
+    """The outputs of a model before its attention was replaced.
 
     Attributes:
         layers: The attention layers whose keys are those of the text.
@@ -77,7 +77,7 @@ class Before:
 
 
 def read_before(rotary: RotaryModel, layers: Sequence[nn.Module], num_tokens: int) -> Before | None:
-    """Return what ``check_installed`` compares with; None for a model on the meta device.
+    """Return the outputs that ``check_installed`` compares with; None for a model on the meta device.
 
     Args:
         rotary: The model, whose attention is its own.
@@ -212,7 +212,7 @@ def _rotates_back(attention: RotatingAttention, rotated: torch.Tensor, unrotated
 
 @torch.no_grad()
 def probe(model: PreTrainedModel, num_tokens: int) -> torch.Tensor | None:
-    """Return what a model makes of a few tokens, to see that it reads a short text as before; None on meta."""
+    """Return a model's output for a few tokens, to see that it reads a short text as before; None on meta."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return None
     modes = {module: module.training for module in model.modules()}

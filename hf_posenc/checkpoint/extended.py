@@ -262,7 +262,7 @@ def partial_of(path: Path) -> Path:
 
 
 def _config_values(rotary: RotaryModel, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return what the text config on disk has otherwise than the live one."""
+    """Return the values of the text config on disk that differ from the live one's."""
     mark = mark_from(manifest)
     if not needs_hf_posenc(manifest):
         return mark

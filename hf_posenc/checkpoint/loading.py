@@ -117,7 +117,7 @@ def load_model(
 
 
 def choose_dtype_of(source: str | Path, dtype: str | torch.dtype, device: str | torch.device | None) -> DtypeChoice:
-    """Return what a model of a name, folder or ``.gguf`` file computes in; see ``choose_dtype``.
+    """Return the dtype in which a model of a name, folder or ``.gguf`` file computes; see ``choose_dtype``.
 
     Raises:
         OSError: There is no config.

@@ -127,12 +127,12 @@ def _refuse_stale(file: Path, manifest: dict[str, Any]) -> None:
 
 
 def mark_from(manifest: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return what the text config beside a manifest says of the extension, by its key."""
+    """Return the note on the extension in the text config beside a manifest, by its key."""
     return {MARK: {key: manifest[key] for key in (*Extension.FACTS, "rope_theta", "base_model")}}
 
 
 def mark_of(file: Path) -> dict[str, Any] | None:
-    """Return what a config.json or adapter_config.json says of an extension, None if nothing or it cannot be read."""
+    """Return the note on an extension in a config.json or adapter_config.json; None if none can be read."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -243,7 +243,7 @@ def verify_model(
 
 
 def extension_in(rotary: RotaryModel, manifest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a live model runs, and what a manifest says of the same."""
+    """Return the extension that a live model runs, and a manifest's description of the same model."""
     held, extension = describe_loaded(rotary), extension_of(rotary)
     expected = {key: manifest[key] for key in Extension.FACTS}
     if extension is not None:

@@ -194,7 +194,7 @@ def _from_pretrained(source: str | Path, **kwargs: Any) -> PreTrainedModel:
 
 
 def auto_class(source: str | Path, kwargs: dict[str, Any]) -> Any:
-    """Return what loads a checkpoint as the class that was saved: a classifier with its head, a vision tower with it.
+    """Return the class that loads a checkpoint as it was saved: a classifier with its head, a vision tower with it.
 
     Args:
         source: What ``from_pretrained`` takes.
@@ -282,7 +282,7 @@ def open_gguf(path: Path) -> GGUFReader:
 
 
 def gguf_rope(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return what a ``.gguf`` file declares under ``rope.scaling.``, and the names of its tensors of divisors.
+    """Return the values of a ``.gguf`` file under ``rope.scaling.``, and the names of its tensors of divisors.
 
     Raises:
         ImportError: The gguf package is not installed.

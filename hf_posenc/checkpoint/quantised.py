@@ -41,7 +41,7 @@ def check_4bit(name_or_path: str | Path, lora: bool) -> None:
 
 
 def in_4bit(dtype: torch.dtype | str) -> dict[str, Any]:
-    """Return what ``from_pretrained`` takes to quantise as QLoRA does (arXiv:2305.14314, section 3)."""
+    """Return the arguments of ``from_pretrained`` that quantise as QLoRA does (arXiv:2305.14314, section 3)."""
     settings = BitsAndBytesConfig(  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

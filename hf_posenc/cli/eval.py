@@ -36,7 +36,7 @@ _OUTPUT = ("output", "label", "model_name")
 
 @dataclass
 class EvalArguments(OutputConfig, EvalConfig):
-    """What is measured, and where the results go."""
+    """The measurement, and the files of the results."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = (
         "context_lengths",

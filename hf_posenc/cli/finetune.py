@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FinetuneModelArguments(ModelArguments):
-    """How the model is loaded."""
+    """The options of loading the model."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ()
 
@@ -45,7 +45,7 @@ class FinetuneModelArguments(ModelArguments):
 
 @dataclass
 class TrainingDocumentArguments(DocumentArguments):
-    """Where the texts to train on come from."""
+    """The source of the texts to train on."""
 
     streaming: bool = field(
         default=False,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class FitArguments:
-    """What is fitted, how, and for how long."""
+    """The options of a fit: the rule, the way and the time."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ("output",)
 

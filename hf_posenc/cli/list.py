@@ -182,7 +182,7 @@ def tasks_text(width: int) -> str:
 
 
 def families_text(width: int) -> str:
-    """Return which model types can be extended by which methods, and the others by the reason why not."""
+    """Return the model types that can be extended, by method, and the others by the reason why not."""
     from hf_posenc.families.family_data import attention_capabilities, capabilities, table_version
 
     table, attention = capabilities(), attention_capabilities()
@@ -259,7 +259,7 @@ _COLUMNS = ("", "trained", "declares", "rotary", "theta", "window", "scaled")
 
 
 def checkpoints_text(width: int) -> str:
-    """Return what is known of published checkpoints: a table in tokens, at most 120 columns, and the sources."""
+    """Return the known facts of published checkpoints: a table in tokens, at most 120 columns, and the sources."""
     known = list(published.checkpoints().values())
     header, *lines = aligned([_COLUMNS, *map(_cells, known)], left=(0, 5, 6))
     shown = []

@@ -22,7 +22,7 @@ _TASKS = ("--tasks", "-t")
 
 @dataclass
 class HarnessArguments:
-    """How the model is extended."""
+    """The extension of the model."""
 
     method: str | None = field(
         default=None,

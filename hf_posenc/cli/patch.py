@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PatchArguments:
-    """How the model is extended."""
+    """The extension of the model."""
 
     method: str | None = field(
         default=None,

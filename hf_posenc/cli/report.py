@@ -14,7 +14,7 @@ from hf_posenc.utils.files import writable_folder
 
 @dataclass
 class ReportArguments:
-    """Where a report goes."""
+    """The file of a report."""
 
     output_dir: str = field(default="report", metadata={"help": "folder for report.html, report.md and the plots"})
     title: str = field(

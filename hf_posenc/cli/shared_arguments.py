@@ -36,7 +36,7 @@ MODEL = {"model": "name on the Hub, folder or .gguf file"}
 
 @dataclass
 class ModelArguments:
-    """How the model is loaded."""
+    """The options of loading the model."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ("dtype", "device")
 
@@ -57,7 +57,7 @@ class ModelArguments:
 
 @dataclass
 class OptionArguments:
-    """How the model is extended."""
+    """The extension of the model."""
 
     option: list[str] = field(
         default_factory=list,
@@ -71,7 +71,7 @@ class OptionArguments:
 
 @dataclass
 class DocumentArguments:
-    """Where the texts come from."""
+    """The source of the texts."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ("documents", "text_field")
 
@@ -120,7 +120,7 @@ class DocumentArguments:
         return DocumentStream(self._named(), **self._of_dataset(), whole=True).all()
 
     def stream(self) -> DocumentStream:
-        """Return what reads them one by one, each when it is needed.
+        """Return an iterable that reads them one by one, each when it is needed.
 
         Raises:
             OSError, ValueError: As for ``examples``.
@@ -146,7 +146,7 @@ class DocumentArguments:
 
 @dataclass
 class PublishArguments:
-    """Where the model is published."""
+    """The repository in which the model is published."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ("push_to_hub",)
 
@@ -389,7 +389,7 @@ _METAVARS = {
 
 
 def _metavar(action: argparse.Action) -> str:
-    """Return what stands for the value of a flag: its kind, or the last word of the flag's name."""
+    """Return the placeholder for the value of a flag: its kind, or the last word of the flag's name."""
     if getattr(action.type, "__name__", "") == "string_to_bool":  # HfArgumentParser's type of a bool or None
         return "{true,false}"
     return next(

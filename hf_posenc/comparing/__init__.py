@@ -1,1 +1,1 @@
-"""Which method suits a model and a text: candidates, what they cost, and which to take."""
+"""The method that suits a model and a text: candidates, their costs, and the choice."""

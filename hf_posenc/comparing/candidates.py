@@ -1,4 +1,4 @@
-"""Which methods suit a model without training, found by trying them on it, and why the others do not."""
+"""The methods that suit a model without training, found by trying them on it, and the reasons against the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What will be measured, how long each row takes, what a time budget leaves out, and the measurement itself."""
+"""The rows that will be measured, the time of each, the rows that a budget leaves out, and the measurement itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be measured.
+    """A planned measurement.
 
     Attributes:
         original: The original length, in tokens.

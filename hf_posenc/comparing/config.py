@@ -1,4 +1,4 @@
-"""What methods are compared on, and for how long; imports no PyTorch, so that help answers at once."""
+"""The text, the tasks and the time of a comparison of methods; imports no PyTorch, so that help answers at once."""
 
 from __future__ import annotations
 

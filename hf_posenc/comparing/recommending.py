@@ -1,4 +1,4 @@
-"""Which row to take, from the numbers alone: what is within the noise ties, and of what ties the simplest is taken."""
+"""The choice of a row from the numbers alone: rows within the noise tie, and of these the simplest is taken."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_posenc.utils.units import length_name
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to take.
+    """The recommended row.
 
     Attributes:
         method: Its name, or that of another row; "none" for the model as it is.

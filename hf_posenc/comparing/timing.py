@@ -1,4 +1,4 @@
-"""How long a pass takes by its length: short passes are timed, and the law by which they grow does the rest."""
+"""The time of a pass by its length: short passes are timed, and the law by which they grow gives the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DECODED = 8
 
 @dataclass(frozen=True)
 class Cost:
-    """What a pass over n tokens costs, in seconds or floating-point operations: ``linear * n + quadratic * n ** 2``."""
+    """The cost of a pass over n tokens, in seconds or operations: ``linear * n + quadratic * n ** 2``."""
 
     linear: float
     quadratic: float
@@ -70,7 +70,7 @@ def fit(work: Cost, short: tuple[int, float], long: tuple[int, float]) -> Cost:
 
 @dataclass(frozen=True)
 class Timings:
-    """What was timed: the cost of each row, and seconds of one token written by the unpatched model.
+    """The measured times: the cost of each row, and of one token written by the unpatched model.
 
     ``lengths`` are the tokens of the two timed passes.
     """

@@ -1,4 +1,4 @@
-"""What a row of a dataset holds: a text, a chat, or a prompt with its answer; and what to write where it is none."""
+"""The content of a dataset's row: a text, a chat, or a prompt with its answer; and the advice for one without."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _A_CHAT = '[{"role": "user", "content": "..."}, {"role": "assistant", "content":
 
 @dataclass(frozen=True)
 class Columns:
-    r"""Which columns of a row are read.
+    r"""The columns of a row that are read.
 
     Attributes:
         text_field: One column, of texts or of chats; two, prompt and answer, joined as they are; None for the first
@@ -150,7 +150,7 @@ def _value(row: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def _text(row: Mapping[str, Any], name: str, where: str) -> str:
-    """Return what a template's column is filled in with: texts, and numbers as they are written."""
+    """Return the text that replaces a template's column: texts, and numbers as they are written."""
     value = row.get(name)
     if isinstance(value, (int, float)):
         return str(value)

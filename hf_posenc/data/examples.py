@@ -238,7 +238,7 @@ class ExampleTokenizer:
         return MaskedTokens(torch.tensor(ids), counted)
 
     def _applied(self, document: Mapping[str, Any], messages: list[Any], where: str, **options: Any) -> Any:
-        """Return what the chat template makes of messages: tokens, or with ``tokenize=False`` their text."""
+        """Return the result of the chat template for some messages: tokens, or with ``tokenize=False`` their text."""
         template, tools = self._template(document, where), _tools(document, where)
         if options.get("tokenize", True):
             options |= {"return_dict": True, "tokenizer_kwargs": {"verbose": False}}

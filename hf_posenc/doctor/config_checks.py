@@ -1,4 +1,4 @@
-"""What a config.json means and what is wrong with its rotary settings, a check each: JSON in, facts out."""
+"""The meaning of a config.json and the problems of its rotary settings, a check each: JSON in, facts out."""
 
 from __future__ import annotations
 
@@ -440,7 +440,7 @@ CHECKS = (
 
 @dataclass(frozen=True)
 class ConfigMeaning:
-    """What a config.json means.
+    """The meaning of a config.json.
 
     Attributes:
         model_type: The family.
@@ -467,7 +467,7 @@ class ConfigMeaning:
 
 
 def read_meaning(config: Mapping[str, Any], known: Known | None = None) -> ConfigMeaning:
-    """Return what a config.json means and what is wrong with it.
+    """Return the meaning of a config.json and the problems in it.
 
     Args:
         config: Its JSON, in any serialization.

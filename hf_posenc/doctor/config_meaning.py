@@ -1,4 +1,4 @@
-"""What a config.json says about its positions: other programs' words put into Transformers'. JSON in, facts out."""
+"""The positions of a config.json: other programs' words translated into Transformers'. JSON in, facts out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OTHER_KEYS = SCALING_KEYS | {"rope_theta", "partial_rotary_factor", "mrope_sect
 
 @dataclass(frozen=True)
 class Known:
-    """What the user knows and a config cannot say.
+    """The facts that the user knows and a config cannot state.
 
     Attributes:
         original: Original length, in tokens.
@@ -59,7 +59,7 @@ class Known:
 
 @dataclass(frozen=True)
 class ConfigFacts:
-    """What the checks look at.
+    """The facts that the checks read.
 
     Attributes:
         text: The JSON of the text config.
@@ -200,7 +200,7 @@ def meant(facts: ConfigFacts) -> Rope | None:
 
 
 def target_length(facts: ConfigFacts) -> int | None:
-    """Return what ``max_position_embeddings`` should be: factor x original, or what the config says."""
+    """Return the right value of ``max_position_embeddings``: factor x original, or the config's own."""
     mark, length, rope_type = (
         facts.text.get(MARK),
         facts.text.get("max_position_embeddings"),

@@ -49,7 +49,7 @@ from hf_posenc.utils.files import read_json, write_whole
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What was found.
+    """The result of a diagnosis.
 
     Attributes:
         source: What was looked at.

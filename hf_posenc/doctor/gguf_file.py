@@ -1,4 +1,4 @@
-"""What a .gguf file declares of its positions, next to what Transformers loads from it."""
+"""The positions that a .gguf file declares, next to those that Transformers loads from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far information reaches whatever the positions say: sliding windows and chunks, of the layers that are rotary."""
+"""The reach of information, whatever the positions are: sliding windows and chunks of the layers that are rotary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rotary modules of a loaded model really hold, against what its config says."""
+"""The content of the rotary modules of a loaded model, compared with its config."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def against_meaning(rotary: RotaryModel, rope: Rope | None) -> list[Finding]:
 
 
 def look_at_modules(rotary: RotaryModel) -> tuple[dict[str, Any], str, list[Finding]]:
-    """Return what a model's config declares, whether its modules hold it, in words, and what is wrong."""
+    """Return the rule that a model's config declares, whether its modules hold it, in words, and the problems."""
     findings = list(_check_modules(rotary))
     declared: dict[str, Any] = {}
     try:

@@ -110,7 +110,7 @@ UNLIMITED = 1e9  # Transformers writes 1e30 for a tokenizer without a limit
 
 
 def look_at_adapter(path: Path) -> tuple[list[tuple[str, str]], list[Finding]]:
-    """Return what an adapter's folder declares, by topic, and what is wrong with it.
+    """Return the statements of an adapter's folder, by topic, and the problems in it.
 
     Raises:
         ValueError: Its manifest is damaged.

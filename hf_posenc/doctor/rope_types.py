@@ -1,4 +1,4 @@
-"""What Transformers reads of each ``rope_type`` in ``rope_parameters``, besides the keys of ``Method.rope_keys``."""
+"""The keys that Transformers reads of each ``rope_type`` besides those of ``Method.rope_keys``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RopeType:
-    """How Transformers reads one ``rope_type``.
+    """The way in which Transformers reads one ``rope_type``.
 
     Attributes:
         needed_keys: Keys that it cannot do without.
@@ -31,5 +31,5 @@ _ROPE_TYPES = {
 
 
 def rope_type_of(name: str | None) -> RopeType:
-    """Return how a ``rope_type`` is read; one that needs nothing where it is another one."""
+    """Return the way in which a ``rope_type`` is read; an unknown one is read as one that needs nothing."""
     return _ROPE_TYPES.get(str(name), RopeType())

@@ -1,4 +1,4 @@
-"""How versions of Transformers read the rotary settings of a config.json: JSON in, facts out, nothing is loaded.
+"""The rotary settings that versions of Transformers read from a config.json: JSON in, facts out, nothing is loaded.
 
 Checked against Transformers 4.57.6, 5.0.0 and 5.23.0 (``tests/integration/test_doctor_versions.py``). Version 4 reads
 the base from the top level and the rule from ``rope_scaling``. Version 5 takes ``rope_scaling`` if it is there, whole,
@@ -144,7 +144,7 @@ def top_level(config: Mapping[str, Any], key: str) -> Any:
 
 
 def read_by(version: str, config: Mapping[str, Any]) -> Rope | None:
-    """Return what a version of Transformers makes of the text part of a config.json.
+    """Return the positions that a version of Transformers reads from the text part of a config.json.
 
     Args:
         version: One of ``VERSIONS``.

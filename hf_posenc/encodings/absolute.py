@@ -15,7 +15,7 @@ from hf_posenc.methods.encodings.modules import AddedToEmbeddings
 
 
 class AbsolutePositions:
-    """What the hooks of a model with absolute positions share."""
+    """The data that the hooks of a model with absolute positions share."""
 
     def __init__(self, encoding: AddedToEmbeddings) -> None:
         self.encoding = encoding

@@ -24,7 +24,7 @@ Output = tuple[torch.Tensor, torch.Tensor | None]
 
 @dataclass
 class BiasedForward(Forward):
-    """What the layers of one forward share; ``biases`` are those made so far."""
+    """The data that the layers of one forward share; ``biases`` are those made so far."""
 
     biases: dict[Any, torch.Tensor] = field(default_factory=dict)
 
@@ -141,7 +141,7 @@ def _seen(mask: torch.Tensor) -> bool:
 
 
 def _causal(layout: Layout, begin: int, end: int, stop: int) -> torch.Tensor:
-    """Return which keys before slot ``stop`` the queries in slots ``begin`` to ``end`` see, bool, (rows, 1, ., .)."""
+    """Return a mask of the keys before ``stop`` for the queries ``begin`` to ``end``, bool, (rows, 1, ., .)."""
     slots = torch.arange(stop)
     seen = (slots <= torch.arange(begin, end)[:, None])[None, None]
     return seen if layout.real is None else seen & layout.real[:, None, None, :stop]

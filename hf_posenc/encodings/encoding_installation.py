@@ -42,7 +42,7 @@ _PROBE_TOKENS = 5
 
 @dataclass
 class InstalledEncoding:
-    """What putting an encoding in changed, to undo it.
+    """The changes made by installing an encoding, to undo them.
 
     Attributes:
         encoding: The module, with its parameters.
@@ -57,7 +57,7 @@ class InstalledEncoding:
     hooks: list[RemovableHandle]
 
     def problem(self, rotary: RotaryModel) -> str | None:
-        """Return what of it is no longer in place; None if all is."""
+        """Return the part of the encoding that is no longer in place; None if all of it is."""
         config = rotary.text_config
         if getattr(rotary.decoder, MODULE, None) is not self.encoding:
             return f"the decoder has lost its {MODULE}"

@@ -1,4 +1,4 @@
-"""How perplexity is measured: these settings, their defaults and help texts are declared only here.
+"""The settings of perplexity: their defaults and help texts are declared only here.
 
 Imports no PyTorch, so that the command line can show its help and refuse mistakes at once.
 """
@@ -23,7 +23,7 @@ _SHARES = 4  # a short context serves a quarter as many tokens
 
 @dataclass
 class EvalConfig:
-    """What is measured, and how.
+    """The settings of a measurement.
 
     The names are those of ``perplexity``. Each help text is the documentation.
     """
@@ -178,7 +178,7 @@ class EvalConfig:
 
 @dataclass
 class OutputConfig:
-    """Where results go, and under which names."""
+    """The files of the results, and their names."""
 
     output: str | None = field(
         default=None, metadata={"help": "append results to this .jsonl file, and skip those that it holds"}
@@ -203,7 +203,7 @@ def check_at_least_one(name: str, value: int | None) -> None:
 
 @dataclass(frozen=True)
 class KeyTokens:
-    """How ``longppl`` finds the tokens that need the long context.
+    """The settings by which ``longppl`` finds the tokens that need the long context.
 
     Attributes:
         evaluator: The model that chooses them, with the same tokenizer; None lets the measured one choose, so that

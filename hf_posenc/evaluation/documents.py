@@ -1,4 +1,4 @@
-"""Which token ids are scored: the same texts at every length of a protocol, and hashes that say which they were."""
+"""The token ids that are scored: the same texts at every length of a protocol, and hashes that identify them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def to_token_ids(
         ValueError: No document, or an id outside the model's vocabulary.
     """
     if isinstance(documents, (str, torch.Tensor)) or (len(documents) > 0 and isinstance(documents[0], int)):
-        raise InvalidTypeError("documents must be a list of texts or of rows of token ids; put a single one in a list.")
+        raise InvalidTypeError(
+            "documents must be a list of texts or of rows of token ids. Put a single document into a list."
+        )
     if len(documents) == 0:
         raise InvalidRequestError("documents is empty: there is nothing to measure on.")
     ids = [_one_row(document, tokenizer) for document in documents]

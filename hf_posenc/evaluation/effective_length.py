@@ -1,4 +1,4 @@
-"""How far a model reads and retrieves, row by row: its effective context, and what short texts pay for it."""
+"""The length that a model reads and retrieves, row by row: its effective context, and the cost of short texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PROTOCOLS = ("truncated", "last_k", "sliding_window")
 
 @dataclass(frozen=True)
 class LossReach:
-    """How far the loss holds.
+    """The length up to which the loss holds.
 
     Attributes:
         length: The longest length at which it is no worse, in tokens; None if it is worse at the original already.
@@ -53,7 +53,7 @@ class LossReach:
 
 @dataclass(frozen=True)
 class OwnLevel:
-    """What a model retrieves at the longest length up to the original: ``of`` is "unpatched" or "itself"."""
+    """The retrieval of a model at the longest length up to the original: ``of`` is "unpatched" or "itself"."""
 
     share: float
     length: int
@@ -62,7 +62,7 @@ class OwnLevel:
 
 @dataclass(frozen=True)
 class RetrievalReach:
-    """How far one task is retrieved, and the share of right answers there.
+    """The length up to which one task is retrieved, and the share of right answers there.
 
     Attributes:
         task: Its name, and how many questions of a text if several.
@@ -112,14 +112,14 @@ class Reach:
         return f"{self.name}: {', '.join([*parts, *self.short_words()])}"
 
     def loss_sentence(self) -> str:
-        """Return how far it reads, what short texts pay, and what to do next; empty where no loss was measured."""
+        """Return the length that it reads, the cost of short texts and the next step; empty if no loss was measured."""
         if self.loss == NOT_MEASURED:
             return ""
         sentence = f"{self.name}: {', '.join([_loss_words(self), *self.short_words()])}."
         return " ".join([sentence, *self.next_step()])
 
     def judged_by(self) -> str:
-        """Return what the verdict on the loss was judged by, in words; empty where there is none."""
+        """Return the basis of the verdict on the loss, in words; empty if there is no verdict."""
         loss = self.loss
         if isinstance(loss, str):
             return ""
@@ -129,7 +129,7 @@ class Reach:
         return f"{how}, against itself: no unpatched row" if loss.reference == "itself" else how
 
     def next_step(self) -> list[str]:
-        """Return what to do next, as a sentence; nothing where nothing is left to do or the loss was not judged."""
+        """Return the next step, as a sentence; empty if nothing is left to do or the loss was not judged."""
         loss = self.loss
         if isinstance(loss, str):
             return []
@@ -148,7 +148,7 @@ class Reach:
         return []
 
     def short_words(self) -> list[str]:
-        """Return what short texts pay, without a full stop; nothing for the unpatched row."""
+        """Return the cost of short texts, without a full stop; empty for the unpatched row."""
         if self.is_unpatched:
             return []
         if self.short_cost is None or self.short_length is None:
@@ -157,12 +157,12 @@ class Reach:
         return [f"short texts ({length_name(self.short_length)}) {'cost' if cost >= 0 else 'gain'} {abs(cost):.1f} %"]
 
     def retrieval_sentences(self) -> list[str]:
-        """Return how far it retrieves, in a sentence for each task that was measured."""
+        """Return the length at which it retrieves, in a sentence for each task that was measured."""
         return [f"{self.name}: {_retrieval_words(found)}." for found in self.retrieval]
 
 
 def reach(records: Sequence[AnyRecord]) -> list[Reach]:
-    """Return how far each row reaches, the unpatched first, then in order of appearance.
+    """Return the length that each row reads, the unpatched row first, then in order of appearance.
 
     The loss reaches N tokens if two means are no worse than that of the unpatched model on the same text over the
     second half of its original length: the mean over the last eighth before N, and that over all from the original
@@ -254,7 +254,7 @@ def _reach_of(group: Sequence[AnyRecord], records: Sequence[AnyRecord], models: 
 
 
 def _target(record: AnyRecord) -> int | None:
-    """Return how far the row was extended to read; None where that is not more than it was trained on, or not known."""
+    """Return the length that the row was extended to; None if that is unknown or not more than it was trained on."""
     original = record.original_max_position_embeddings
     return round(original * record.factor) if original is not None and record.factor > 1 else None
 
@@ -339,7 +339,7 @@ def _too_little_text(excused: float, n_tokens: int) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class _Judge:
-    """What losses are held against: the usual one, and how much the mean over some tokens varies with the text."""
+    """The standard for losses: the usual loss, and the variation of the mean over some tokens with the text."""
 
     usual: Segment
     spread: float

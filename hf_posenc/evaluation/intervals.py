@@ -1,4 +1,4 @@
-"""How sure a number is: bootstrap intervals of perplexities and of what two differ by, Wilson's of a share."""
+"""The certainty of a number: bootstrap intervals of perplexities and of their differences, Wilson's of a share."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ class Share:
 
     @property
     def counted(self) -> str:
-        """What it is a share of: prompts, each with a text of its own, or questions in some texts."""
+        """The units of the share: prompts, each with a text of its own, or questions in some texts."""
         if self.n_texts == self.n_questions:
             return "1 prompt" if self.n_questions == 1 else f"{self.n_questions} prompts"
         return f"{self.n_questions} questions in {self.n_texts} text{'' if self.n_texts == 1 else 's'}"
 
     @property
     def is_over(self) -> str:
-        """What the interval is over: what would differ if it were measured again."""
+        """The units of the interval: those that would differ if it were measured again."""
         if self.n_texts == self.n_questions:
             return "prompts"
         return "the questions of one text" if self.n_texts == 1 else "texts"

@@ -26,7 +26,7 @@ _LOGITS_BYTES = 64 * 2**20  # of one chunk in float32; more rows at a time gain 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What decides the memory: sizes of a decoder layer, and bytes of one number and of all weights and buffers."""
+    """The sizes that decide the memory: of a decoder layer, of one number, and of all weights and buffers in bytes."""
 
     weight_bytes: int
     number_bytes: int

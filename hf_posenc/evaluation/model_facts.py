@@ -1,4 +1,4 @@
-"""What a record says besides its number: which model, which texts, which software; and the keys made of these."""
+"""The facts of a record besides its number: the model, the texts, the software; and the keys made of these."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def hash_weights(model: PreTrainedModel) -> str:
 
 
 def _checksums(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return what changes with any change of a tensor's bits: its sums by row and by column, and what fills no row.
+    """Return sums that change with any bit of a tensor: by row and by column, and of the values that fill no row.
 
     The bytes are laid out in rows and read as 32-bit numbers, summed without overflow. A change that leaves all sums
     as they were would have to be made for it: four numbers at least, at the corners of a rectangle.

@@ -104,7 +104,7 @@ class Evaluation:
         return len(portions)
 
     def portions(self, one: Pass) -> list[Portion]:
-        """Return what of a pass is done at one go, in order."""
+        """Return the portions of a pass, each computed at one time, in order."""
         return one.portions([len(text) for text in self.texts[one.runs[0]]])
 
     def fed(self, one: Pass) -> list[list[Window]]:
@@ -200,7 +200,7 @@ class ProgressFile:
             self._finished[entry["pass"], entry["document"]] = Finished(runs, entry["seconds"])
 
     def get(self, key: str, document: int) -> Finished | None:
-        """Return what is known of a document, None if it is still to do."""
+        """Return the results that are known of a document; None if it is still to do."""
         return self._finished.get((key, document))
 
     def add(self, key: str, document: int, finished: Finished) -> None:
@@ -248,7 +248,7 @@ def _position_totals(losses: torch.Tensor, first: int, width: int) -> Totals:
 
 
 def _run_totals(run: Run, windows: Sequence[Window], losses: Sequence[torch.Tensor], num_tokens: int) -> Totals:
-    """Return what one number needs to know of a text, or of one portion of a stream.
+    """Return the part of a text, or of one portion of a stream, that one number needs.
 
     Args:
         run: The number.

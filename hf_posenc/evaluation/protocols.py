@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import UnknownNameError
 
 ProtocolName = Literal[
     "truncated",
@@ -177,7 +177,7 @@ def rule_of(name: str) -> Rule:
     for known, rule in RULES.items():
         if known == name:
             return rule
-    raise InvalidRequestError(f"unknown protocol {name!r}. Known: {', '.join(PROTOCOLS)}.")
+    raise UnknownNameError("protocol", name, PROTOCOLS)
 
 
 def in_words(

@@ -1,4 +1,4 @@
-"""What was measured, with everything that says how: one line of JSON for a perplexity, or for a retrieval prompt."""
+"""The measured result with all its conditions: one line of JSON for a perplexity, or for a retrieval prompt."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ class RetrievalRecord(JsonRecord):
 
     @property
     def text(self) -> str:
-        """What tells its text from others: questions of one text are right or wrong together more than by chance."""
+        """The key of its text: questions of one text are right or wrong together more than by chance."""
         return self.shared_text or self.text_hash
 
     def score(self, by: str = "forced") -> float | None:

@@ -1,4 +1,4 @@
-"""Which windows are read and which tokens of them are scored, as pure functions of numbers: no model, no PyTorch."""
+"""The windows that are read and the tokens of them that are scored, as functions of numbers: no model, no PyTorch."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Run:
         return range(first, self.fed(num_tokens))
 
     def windows(self, num_tokens: int) -> list[Window]:
-        """Return what to feed of a document or stream of ``num_tokens`` tokens, and what each window scores."""
+        """Return the windows of a document or stream of ``num_tokens`` tokens, and the tokens that each scores."""
         shape, length = self.rule.shape, self.context_length
         if shape == "beginning":
             return [Window(0, length, self.scored(num_tokens).start)]
@@ -308,7 +308,7 @@ def _stride(window: int, stride: int | None) -> int:
 
 @dataclass(frozen=True)
 class Portion:
-    """What is done at one go, and remembered when done: windows of one text."""
+    """A portion of the work, remembered when it is done: windows of one text."""
 
     text: int
     windows: tuple[Window, ...]
@@ -326,7 +326,7 @@ class Pass:
     runs: tuple[Run, ...]
 
     def windows(self, num_tokens: int) -> list[Window]:
-        """Return what to feed of a document of ``num_tokens`` tokens."""
+        """Return the windows of a document of ``num_tokens`` tokens."""
         if self.runs[0].rule.shape != "beginning":
             return self.runs[0].windows(num_tokens)
         return [Window(0, max(run.context_length for run in self.runs), 1)]

@@ -1,1 +1,1 @@
-"""What a method does to a model, and how an encoding works, in words, numbers and pictures."""
+"""The effect of a method on a model, and an encoding's way of working, in words, numbers and pictures."""

@@ -1,4 +1,4 @@
-"""What a method does to a model, and how an encoding works on it, as sections of words and numbers."""
+"""The effect of a method on a model, and an encoding's way of working on it, as sections of words and numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def explain_method(subject: Subject, extension: Extension) -> Explanation:
 
 
 def explain_encoding(subject: Subject, method: Method, target: int) -> Explanation:
-    """Return how an encoding works, and what it is on a model.
+    """Return an explanation of an encoding, in general and on a model.
 
     Args:
         subject: The model.
@@ -96,7 +96,7 @@ def partial_sentence(head_dim: int, spec: RopeSpec) -> list[str]:
 
 
 def pair_sentences(rule: PairRule) -> list[str]:
-    """Return what a model's pairs are, and what a rule makes of them."""
+    """Return sentences on a model's pairs, and on the effect of a rule on them."""
     spec, original = rule.spec, rule.spec.original_max_position_embeddings
     tokens, (never, _) = wavelengths(spec), rule.incomplete()
     unrotated = f" {spec.unrotated_pairs} more pairs are never rotated." if spec.unrotated_pairs else ""
@@ -119,7 +119,7 @@ def pair_sentences(rule: PairRule) -> list[str]:
 
 
 def rule_sentences(rule: PairRule) -> list[str]:
-    """Return what a rule that changes frequencies makes of the pairs, and of the logits."""
+    """Return sentences on the effect of a rule that changes frequencies, on the pairs and on the logits."""
     kept, blended, stretched = rule.shares()
     slowest = rule.stretch[-1]
     by = "stopped" if math.isinf(slowest) else f"stretched by {slowest:.4g}"
@@ -204,7 +204,7 @@ def _pairs(count: int, one: str, more: str) -> str:
 
 
 def _frequencies(rule: PairRule) -> Section:
-    """Return what becomes of the pairs, at the target where the rule depends on the length."""
+    """Return the frequencies of the pairs, at the target if the rule depends on the length."""
     spec, method = rule.spec, rule.method
     sentences = rule_sentences(rule)
     if method.latent_temperature != 1:

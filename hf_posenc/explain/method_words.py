@@ -14,7 +14,7 @@ from hf_posenc.methods.base import Method
 
 @dataclass(frozen=True)
 class MethodWords:
-    """What the file of a method says; line ends in it count as blanks.
+    """The words in the file of a method; line ends in it count as blanks.
 
     Attributes:
         explanation: What the method does and why that helps; of an encoding, how positions enter.

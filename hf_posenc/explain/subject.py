@@ -1,4 +1,4 @@
-"""What something is explained on: a model's numbers, from its config alone."""
+"""The subject of an explanation: a model's numbers, from its config alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Subject:
 
     @property
     def sentence(self) -> str:
-        """What it is, in a line."""
+        """A description of it in one line."""
         config = self.config
         return (
             f"{self.name}: {config.model_type}, {config.num_hidden_layers} layers of {config.hidden_size} features, "

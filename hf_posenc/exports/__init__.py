@@ -1,4 +1,4 @@
-"""What other stacks need to run a checkpoint of ``save_extended``, or why they cannot."""
+"""The commands and files with which other stacks run a checkpoint of ``save_extended``, or why they cannot."""
 
 from hf_posenc.exports.gguf_copy import export_gguf
 from hf_posenc.exports.llama_cpp import gguf_metadata, gguf_tensors

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says, as far as a server reads it."""
+"""The content of a checkpoint's folder, as far as a server reads it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ExportFolder:
 
     @property
     def attention_factor(self) -> float:
-        """What multiplies cos and sin."""
+        """The factor of cos and sin."""
         if self.rope_type == Yarn.rope_type:
             return self.method.frequencies(self.spec)[1]
         return float(self.rope["attention_factor"]) if self.rope_type == "longrope" else 1.0
@@ -174,7 +174,7 @@ def notes_for_servers(folder: ExportFolder) -> list[str]:
 
 
 def _cost_of_short_texts(folder: ExportFolder) -> str:
-    """Return what a rule costs below the original length, from the records that ``fit`` or ``finetune`` left."""
+    """Return the cost of a rule below the original length, from the records that ``fit`` or ``finetune`` left."""
     lines = folder.results.read_text(encoding="utf-8").splitlines() if folder.results.is_file() else []
     try:
         records = [json.loads(line) for line in lines if line.strip()]

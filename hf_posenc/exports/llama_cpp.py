@@ -59,7 +59,7 @@ def gguf_tensors(path: str | Path) -> dict[str, list[float]]:
 
 
 def metadata_of(folder: ExportFolder) -> dict[str, Any]:
-    """Return what ``gguf_metadata`` does, of a folder that is read already."""
+    """Return the result of ``gguf_metadata``, of a folder that is read already."""
     check_file(folder)
     arch = ARCHITECTURES[folder.model_type]
     if needs_tensors(folder):
@@ -73,7 +73,7 @@ def metadata_of(folder: ExportFolder) -> dict[str, Any]:
 
 
 def tensors_of(folder: ExportFolder) -> dict[str, list[float]]:
-    """Return what ``gguf_tensors`` does, of a folder that is read already."""
+    """Return the result of ``gguf_tensors``, of a folder that is read already."""
     check_file(folder)
     if not needs_tensors(folder):
         return {}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import InvalidRequestError, UnknownNameError
 from hf_posenc.exports.folder import ExportFolder, check_rule, notes_for_servers, read_folder
 from hf_posenc.exports.llama_cpp import ARCHITECTURES, LLAMA_SERVER, READ, llama_cpp, ollama
 from hf_posenc.exports.nearest import as_static, refuse_attention_rule, what_is_lost
@@ -35,7 +35,7 @@ class Stack:
 
     @property
     def checked(self) -> str:
-        """How the claims were checked, for people."""
+        """The way in which the claims were checked, for people."""
         by_running = "" if self.ran is None else f" and by running {self.ran}"
         return f"checked against the source of {self.title} {self.read}{by_running}"
 
@@ -114,12 +114,12 @@ def export_command(path: str | Path, stack: str, as_method: str | None = None) -
     """
     known = STACKS.get(stack.lower())
     if known is None:
-        raise InvalidRequestError(f"unknown stack {stack!r}. Known: {', '.join(STACKS)}.")
+        raise UnknownNameError("stack", stack, STACKS, key=stack.lower())
     return command_for(known, read_folder(path), as_method)
 
 
 def command_for(known: Stack, folder: ExportFolder, as_method: str | None = None) -> str:
-    """Return what ``export_command`` does, of a folder that is read already.
+    """Return the result of ``export_command``, of a folder that is read already.
 
     Raises:
         ValueError: As for ``export_command``.

@@ -1,1 +1,1 @@
-"""What model families have in common, and their exceptions."""
+"""The conventions of model families, and their exceptions."""

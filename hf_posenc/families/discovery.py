@@ -1,4 +1,4 @@
-"""What the config of a model says of its rotary embedding, by convention; and which families are refused."""
+"""The rotary embedding in the config of a model, by convention; and the families that are refused."""
 
 from __future__ import annotations
 

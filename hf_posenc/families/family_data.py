@@ -1,4 +1,4 @@
-"""What is known of model families, from two data files: their exceptions, and which are refused.
+"""The known facts of model families, from two data files: their exceptions, and the refused ones.
 
 ``exceptions.toml`` is written by hand: what a family does otherwise than Transformers' convention, and why.
 ``families.json`` is written by ``tests/helpers/model_types.py``: what became of each model type of Transformers.
@@ -26,7 +26,7 @@ MASKED_ATTENTION = frozenset(_EXCEPTIONS["masked_attention"]["layer_types"])
 
 @dataclass(frozen=True)
 class Family:
-    """What a model family does otherwise than the convention; reasons and sources are in ``exceptions.toml``.
+    """The exceptions of a model family from the convention; reasons and sources are in ``exceptions.toml``.
 
     Attributes:
         refused: The code of the reason why it cannot be extended, whatever its config says; None if it can.
@@ -72,7 +72,7 @@ class Family:
 
 @cache
 def family_of(model_type: str | None) -> Family:
-    """Return what is known of a model type; for one that follows the convention, or is unknown, no exception."""
+    """Return the known facts of a model type; without exceptions if it follows the convention, or is unknown."""
     exceptions: dict[str, Any] = {}
     for kind, entry in _EXCEPTIONS["exceptions"].items():
         model_types = entry["model_types"]

@@ -18,7 +18,7 @@ _RECORD = "_hf_posenc_patch"
 
 
 def prefix_of(label: str | None) -> str:
-    """Return what a layer type puts before the names of its buffers, such as ``full_attention_``; empty for None."""
+    """Return the prefix of a layer type's buffers, such as ``full_attention_``; empty for None."""
     return "" if label is None else f"{label}_"
 
 
@@ -44,7 +44,7 @@ class RotaryModel:
 
     @classmethod
     def of(cls, model: Any) -> RotaryModel:
-        """Return what was looked at already as it is, and look at anything else; errors as ``RotaryModel``'s."""
+        """Return a ``RotaryModel`` as it is, and make one of anything else; errors as ``RotaryModel``'s."""
         return model if isinstance(model, RotaryModel) else cls(model)
 
     @property
@@ -81,7 +81,7 @@ class RotaryModel:
 
     @property
     def prefix(self) -> str:
-        """What that layer type puts before the names of its buffers."""
+        """The prefix of the names of that layer type's buffers."""
         return prefix_of(self.label)
 
     @cached_property

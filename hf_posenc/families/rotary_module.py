@@ -106,7 +106,7 @@ def _write(module: nn.Module, saved: SavedRotary) -> None:
 
 
 def instantiate(module: nn.Module, config: PreTrainedConfig) -> SavedRotary:
-    """Return what Transformers itself puts into a rotary module of this class when it is built from ``config``.
+    """Return the buffers that Transformers itself makes in a rotary module of this class, built from ``config``.
 
     Raises:
         ValueError: It cannot build one.

@@ -36,7 +36,7 @@ def unmasked_layers(rotary: RotaryModel) -> dict[str, int]:
 
 
 def in_words(unmasked: Mapping[str, int]) -> str:
-    """Return what ``unmasked_layers`` found as the subject of a sentence: "18 of its layers (linear_attention)"."""
+    """Return the result of ``unmasked_layers`` as the subject of a sentence: "18 of its layers (linear_attention)"."""
     return f"{sum(unmasked.values())} of its layers ({', '.join(unmasked)})"
 
 

@@ -1,4 +1,4 @@
-"""What is fitted, how, and for how long; imports no PyTorch, so that help answers at once."""
+"""The settings of a fit: the rule, the way and the time; imports no PyTorch, so that help answers at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OBJECTIVES = tuple(sorted(one.name for one in pkgutil.iter_modules([str(_FOLDER)
 
 @dataclass
 class FitConfig:
-    """What is fitted, how, and for how long."""
+    """The settings of a fit: the rule, the way and the time."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = (
         "context_length",

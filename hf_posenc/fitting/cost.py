@@ -1,4 +1,4 @@
-"""What a fit needs, before anything is computed: memory at its peak, and room on disk for the recordings."""
+"""The needs of a fit, before anything is computed: memory at its peak, and room on disk for the recordings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FLOAT32 = 4
 
 @dataclass(frozen=True)
 class FitCost:
-    """What a fit needs.
+    """The needs of a fit.
 
     Attributes:
         teacher: Bytes of memory while the teacher reads a text; None where no objective needs one.
@@ -86,7 +86,7 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, teacher: Exten
 
 
 def teacher_extension(rotary: RotaryModel, config: FitConfig) -> Extension | None:
-    """Return what the teacher's model is patched with; None for the unextended model.
+    """Return the extension of the teacher's model; None for the unextended model.
 
     Raises:
         ValueError: The teacher is not for this model.
@@ -98,7 +98,7 @@ def teacher_extension(rotary: RotaryModel, config: FitConfig) -> Extension | Non
 
 
 def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, output: str) -> str:
-    """Return what a fit of a loaded model will need, for people.
+    """Return the needs of a fit of a loaded model, in words.
 
     Args:
         model: Not extended.

@@ -25,7 +25,7 @@ _AVERAGED = 0.25  # of the steps: the rule is the mean over the last ones, whose
 
 @dataclass(frozen=True)
 class Step:
-    """What a step measured: the objectives' losses, and the seconds it took."""
+    """The measurements of a step: the objectives' losses, and its seconds."""
 
     losses: dict[str, float]
     seconds: float

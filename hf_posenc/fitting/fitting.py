@@ -61,7 +61,7 @@ _FEWEST_STEPS = 20
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a fit found.
+    """The result of a fit.
 
     Attributes:
         options: Those of the method ``fitted``: ``patch_model(model, "fitted", **result.options)``; with
@@ -153,7 +153,7 @@ def texts_to_fit(
 def _checked(
     rotary: RotaryModel, tokenizer: PreTrainedTokenizerBase | None, documents: Sequence[Document], config: FitConfig
 ) -> tuple[RopeSpec, Texts, Rotation]:
-    """Return what the model was trained with, the texts, and how the family rotates, after all checks."""
+    """Return the model's RoPE as it was trained, the texts, and the family's way of rotating, after all checks."""
     config.check()
     spec = _spec_to_fit(rotary, config)
     if tokenizer is None and "needles" in config.weights():
@@ -212,7 +212,7 @@ def _check_start(spec: RopeSpec, config: FitConfig) -> None:
 
 
 def _spec_to_fit(rotary: RotaryModel, config: FitConfig) -> RopeSpec:
-    """Return what the model was trained with.
+    """Return the RoPE that the model was trained with.
 
     Raises:
         ValueError: It is extended already, or the target is none.
@@ -236,7 +236,7 @@ def _spec_to_fit(rotary: RotaryModel, config: FitConfig) -> RopeSpec:
 
 
 def _rotation(rotary: RotaryModel, config: FitConfig) -> Rotation:
-    """Return how a family rotates queries and keys.
+    """Return a family's way of rotating queries and keys.
 
     Raises:
         ValueError: Its attention cannot be replaced; with the reason.

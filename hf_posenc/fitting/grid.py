@@ -1,4 +1,4 @@
-"""Where a fit begins: the best of a small grid of published two-number rules, forward only."""
+"""The first rule of a fit: the best of a small grid of published two-number rules, forward only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a fitted rule and published ones make of held-out texts: perplexity at all lengths, and hidden numbers."""
+"""The results of fitted and published rules on held-out texts: perplexity at all lengths, and hidden numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SHORTEST = 512  # tokens, of the first measured length
 
 @dataclass(frozen=True)
 class NumbersFound:
-    """How many numbers hidden in one text of the target length a model found.
+    """The count of numbers hidden in one text of the target length that a model found.
 
     Attributes:
         scores: 1 or 0 for each number.

@@ -1,4 +1,4 @@
-"""What the objectives of a fit share: the model, the rule, the texts, and the recordings of a teacher."""
+"""The data that the objectives of a fit share: the model, the rule, the texts, and the recordings of a teacher."""
 
 from __future__ import annotations
 

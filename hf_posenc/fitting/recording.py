@@ -31,7 +31,7 @@ _DONE = "recording.json"
 
 @dataclass(frozen=True)
 class Recording:
-    """What was recorded of one document.
+    """A recording of one document.
 
     Attributes:
         folder: Where it is.
@@ -41,7 +41,7 @@ class Recording:
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What was recorded, and the frequencies that keys and queries come rotated by."""
+        """The settings of the recording, and the frequencies by which keys and queries come rotated."""
         recorded: dict[str, Any] = json.loads((self.folder / _DONE).read_text(encoding="utf-8"))
         return recorded
 
@@ -52,7 +52,7 @@ class Recording:
 
     @property
     def attention_factor(self) -> float:
-        """What queries and keys come multiplied by, each."""
+        """The factor of queries and of keys as they come."""
         return float(self.facts["attention_factor"])
 
     @cached_property
@@ -67,7 +67,7 @@ class Recording:
 
     @cached_property
     def hidden(self) -> torch.Tensor:
-        """What the teacher's head gets, ``(num_tokens, hidden_size)``."""
+        """The input of the teacher's head, ``(num_tokens, hidden_size)``."""
         return self._of_text("hidden")
 
     def layer(self, index: int, *names: str, stop: int | None = None) -> list[torch.Tensor]:

@@ -34,7 +34,7 @@ def rule_kind(module: nn.Module, rotary: RotaryModel) -> str:
 
 
 class RuleAttention:
-    """What every attention layer of an unpatched model attends by while its rule is fitted.
+    """The attention of every layer of an unpatched model while its rule is fitted.
 
     Attributes:
         recording: What comes before the tokens that are fed; None for nothing.
@@ -185,7 +185,7 @@ class RuleAttention:
 
 
 def _seen(positions: torch.Tensor, num_keys: int, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return which keys queries at ``positions`` may see, bool ``(num_queries, num_keys)``."""
+    """Return a mask of the keys that queries at ``positions`` may see, bool ``(num_queries, num_keys)``."""
     slots = torch.arange(num_keys, device=positions.device)
     seen = slots <= positions[:, None]
     window = kwargs.get("sliding_window")

@@ -19,7 +19,7 @@ from hf_posenc.spec import RopeSpec
 
 @dataclass
 class FitRun:
-    """What the stages of a fit share.
+    """The data that the stages of a fit share.
 
     Attributes:
         rotary: The model, unpatched between the stages.
@@ -64,7 +64,7 @@ class FitRun:
 
     @property
     def seconds_left(self) -> float:
-        """What is left of the budget; infinite without one."""
+        """The rest of the budget in seconds; infinite without one."""
         budget = self.config.budget
         return float("inf") if budget is None else budget - (time.perf_counter() - self.began)
 

@@ -1,4 +1,4 @@
-"""Which texts a rule is fitted on, and which are kept apart to measure it."""
+"""The texts on which a rule is fitted, and those that are kept apart to measure it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ FITTED = "fitted"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the measurement says.
+    """The conclusion from the measurement.
 
     Attributes:
         better: Whether the fitted rule is better than every compared one at the target length; False if one of these

@@ -1,4 +1,4 @@
-"""What a method is: the four kinds, and what everything else asks of one.
+"""The base classes of methods: the four kinds, and the interface that all other code uses.
 
 A method is one class in one file of this folder, registered with ``@register_method``. An instance is the method at a
 factor, with its options, which are the fields of the dataclass. The method in words, for people, is the file
@@ -82,7 +82,7 @@ def plain_rope_parameters(spec: RopeSpec) -> dict[str, Any]:
 
 
 class RotatedPart(Enum):
-    """What an attention rotates, which decides where a temperature can be applied."""
+    """The rotated part of an attention, which decides where a temperature can be applied."""
 
     WHOLE_HEADS = auto()  # cos and sin reach whole logits
     PART_OF_HEADS = auto()  # cos and sin reach a part of each logit
@@ -169,7 +169,7 @@ class Method(abc.ABC):
 
     @property
     def latent_temperature(self) -> float:
-        """What queries and keys of multi-head latent attention are multiplied by, each, in the softmax scale."""
+        """The factor of queries and of keys of multi-head latent attention, each, in the softmax scale."""
         return 1.0
 
     @property
@@ -186,7 +186,7 @@ class Method(abc.ABC):
 
     @property
     def ramp_scale(self) -> float:
-        """What a pair is divided by at the end of the ramp."""
+        """The divisor of a pair at the end of the ramp."""
         return self.factor
 
     @property
@@ -465,7 +465,7 @@ def near_and_far(window: int, query: Positions, key: Positions, name: str) -> Re
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What an encoding is made for.
+    """The sizes of the model for which an encoding is made.
 
     Attributes:
         spec: What the model was trained with.
@@ -548,5 +548,5 @@ class Extension:
         }
 
     def mark(self) -> dict[str, Any]:
-        """Return what the config of an extended model says of the extension, to whoever has only the config."""
+        """Return the note on the extension in a model's config, for programs that have only the config."""
         return {**self.describe(), "rope_theta": self.spec.rope_theta}

@@ -1,4 +1,4 @@
-"""What a method that takes RoPE's place says of itself: words, numbers on a model, and a map of queries and keys."""
+"""The description of a method that replaces RoPE: words, numbers on a model, and a map of queries and keys."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What an encoding is on a model.
+    """The numbers of an encoding on a model.
 
     Attributes:
         sentences: In order.
@@ -71,7 +71,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class PositionMap:
-    """What an encoding makes of a query and a key, for heat maps of queries by keys.
+    """The result of an encoding for a query and a key, for heat maps of queries by keys.
 
     Attributes:
         title: Names the encoding.
@@ -101,9 +101,9 @@ class InPlaceOfRope:
     plain_at_factor_1: ClassVar[bool] = False
 
     def numbers(self, model: ModelShape) -> Numbers | None:
-        """Return what it is on a model of this shape; None for nothing of its own."""
+        """Return its numbers on a model of this shape; None if it has none of its own."""
         return None
 
     def position_map(self, model: ModelShape) -> PositionMap | None:
-        """Return what heat maps of it show; None for none."""
+        """Return the values that heat maps of it show; None if it has no heat map."""
         return None

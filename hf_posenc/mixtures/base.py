@@ -1,4 +1,4 @@
-"""What a kind of training data is: it makes a block of tokens from the block's number alone."""
+"""The base class of a kind of training data: it makes a block of tokens from the block's number alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_QUESTIONS = 64  # each is rendered by the chat template together with all 
 
 @dataclass(frozen=True)
 class Material:
-    """What kinds of data are made from.
+    """The material from which kinds of data are made.
 
     Attributes:
         tokenizer: The model's.
@@ -52,7 +52,7 @@ class Material:
         return max(1, min(_MOST_QUESTIONS, self.seq_len // _TOKENS_PER_QUESTION))
 
     def rng(self, name: str, index: int) -> Random:
-        """Return what the block ``index`` of a kind is drawn from."""
+        """Return the random generator of the block ``index`` of a kind."""
         return Random(f"{name} {index} {self.seed}")
 
     def stretch(self, num_tokens: int, rng: Random) -> torch.Tensor:

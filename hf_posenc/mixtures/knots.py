@@ -20,7 +20,7 @@ _LEAST_CHUNK = 8  # tokens
 
 
 class _Tags(NamedTuple):
-    """What ties the chunks of a document: for each cut the tag behind it and the one before what goes on; the list."""
+    """The tags that join the chunks of a document: for each cut the tag behind it and that before its continuation."""
 
     behind: list[MaskedTokens]
     before: list[MaskedTokens]

@@ -11,7 +11,7 @@ from hf_posenc.mixtures.base import Kind
 
 @register_kind
 class LongTexts(Kind):
-    """What a run without ``task_mix`` is trained on: no block comes twice before all came once."""
+    """The training data of a run without ``task_mix``: no block comes twice before all came once."""
 
     name: ClassVar[str] = "text"
 

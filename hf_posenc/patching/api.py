@@ -412,13 +412,13 @@ def needs_hf_posenc(model: nn.Module | RotaryModel) -> bool:
 
 
 def extension_of(model: nn.Module | RotaryModel) -> Extension | None:
-    """Return what a model was patched with, or what its config declares; None for a plain model."""
+    """Return the extension that a model was patched with or that its config declares; None for a plain model."""
     rotary = RotaryModel.of(model)
     return patched_extension(rotary) or declared_scaling(rotary.text_config)
 
 
 def rule_of(model: nn.Module | RotaryModel) -> Extension | None:
-    """Return what a model was patched with, else what its config says of positions; see ``rule_in_config``."""
+    """Return the rule that a model was patched with, else that of its config; see ``rule_in_config``."""
     rotary = RotaryModel.of(model)
     return patched_extension(rotary) or rule_in_config(rotary.text_config)
 

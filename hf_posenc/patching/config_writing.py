@@ -1,4 +1,4 @@
-"""How an extension is written into a config: ``rope_parameters`` in Transformers' words, lengths, windows, the note."""
+"""The writing of an extension into a config: ``rope_parameters`` in Transformers' words, lengths, windows, the note."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a config says of its rotary embedding: how it was trained, and how it is extended."""
+"""The rotary embedding of a config: as it was trained, and as it is extended."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _scaling_in(config: PreTrainedConfig, parameters: Mapping[str, Any], label: 
 
 
 def other_layer_types(config: PreTrainedConfig) -> dict[str, Extension]:
-    """Return what a config says of the layer types that are not extended, by layer type: scaled or ``Unscaled``.
+    """Return the rules of the layer types that a config does not extend, by layer type: scaled or ``Unscaled``.
 
     Raises:
         ValueError: A ``rope_type`` is none that hf_posenc knows.
@@ -126,12 +126,12 @@ def layer_types_words(scaled: Mapping[str, Extension]) -> str:
 
 
 def mark_on(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """Return what a text config says of its extension; see ``read_mark``."""
+    """Return the note on its extension in a text config; see ``read_mark``."""
     return read_mark(getattr(config, MARK, None))
 
 
 def read_mark(found: Any) -> dict[str, Any] | None:
-    """Return what a config says under ``MARK``; None if it is not what we write there."""
+    """Return the value of ``MARK`` in a config; None if it is not one that we write."""
     return dict(found) if isinstance(found, Mapping) and all(key in found for key in Extension.FACTS) else None
 
 
@@ -169,12 +169,12 @@ def mark_encoding(parameters: dict[str, Any], label: str | None, method: str) ->
 
 
 def plain_spec(config: PreTrainedConfig) -> RopeSpec:
-    """Return what an unscaled config says the model was trained with."""
+    """Return the RoPE that the model of an unscaled config was trained with."""
     return _spec(config, declared_rope(config), original_length(config).tokens or config.max_position_embeddings)
 
 
 def original_length(config: PreTrainedConfig) -> OriginalLength:
-    """Return what a text config says that the model was trained on; see ``original_length_of``."""
+    """Return the trained length that a text config declares; see ``original_length_of``."""
     values = {**vars(config), "model_type": config.model_type, DECLARED: getattr(config, DECLARED, None)}
     return original_length_of(values, declared_rope(config), head_dim_of(config), mark=mark_on(config))
 
@@ -195,7 +195,7 @@ def has_frequencies(config: PreTrainedConfig) -> bool:
 
 
 def rule_in_config(config: PreTrainedConfig) -> Extension | None:
-    """Return what a text config says of positions: a scaling, or ``Unscaled`` where it is plain.
+    """Return the rule for positions in a text config: a scaling, or ``Unscaled`` if it is plain.
 
     None for models whose positions hf_posenc cannot change, such as those without a rotary embedding.
     """

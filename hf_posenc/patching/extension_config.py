@@ -1,4 +1,4 @@
-"""How far a model is extended: the one place where these settings, their defaults and help texts are declared."""
+"""The extension's target: the one place where these settings, their defaults and help texts are declared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_METHOD = "none"  # the model as it is
 
 @dataclass
 class ExtensionConfig:
-    """How the model is extended.
+    """The extension of the model.
 
     The names are those of ``patch_model``. The help text of a field is its documentation.
     """
@@ -59,7 +59,7 @@ class ExtensionConfig:
 
 @dataclass
 class ExtensionRequest(ExtensionConfig):
-    """What a model is to be extended by, and how far: the arguments of ``patch_model`` as one object.
+    """The request for an extension: the arguments of ``patch_model`` as one object.
 
     It is complete and checked, as far as that goes without a model, when it is made: what ``preset`` or
     ``rope_scaling`` says is in ``method``, ``factor``, ``original_max_position_embeddings`` and ``options``.

@@ -99,7 +99,7 @@ def original_length_of(
     mark: Mapping[str, Any] | None = None,
     name: str | None = None,
 ) -> OriginalLength:
-    """Return what a model was trained on, by the most specific statement.
+    """Return the length that a model was trained on, by the most specific statement.
 
     The order is: what ``patch_model`` noted; for a scaled config the length that its rule starts from; what is known of
     a published checkpoint of this name; the original length of another part of the config, such as
@@ -166,7 +166,7 @@ def _statements(
 def _published(
     values: Mapping[str, Any], parameters: Mapping[str, Any], head_dim: int | None
 ) -> Iterator[tuple[int, str]]:
-    """Yield what published checkpoints of a config's shape and rule were trained on, if they agree."""
+    """Yield the trained length of published checkpoints of a config's shape and rule, if they agree."""
     rule = None
     if is_scaled(parameters):
         method = method_of_rope_type(parameters["rope_type"])

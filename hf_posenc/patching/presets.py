@@ -21,7 +21,7 @@ from hf_posenc.families.sliding_window import KEEP, window_of_all_layers
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is known of a published checkpoint.
+    """The known facts of a published checkpoint.
 
     Attributes:
         name: On the Hugging Face Hub.
@@ -81,7 +81,7 @@ class Preset:
     sliding_window: int | None = None
 
     def window_for(self, config: PreTrainedConfig, requested: str | int) -> str | int:
-        """Return what becomes of a window that every layer has: as requested, or as the checkpoints had it."""
+        """Return the value for a window that every layer has: as requested, or as the checkpoints had it."""
         if requested == KEEP and self.sliding_window and window_of_all_layers(config):
             return self.sliding_window
         return requested
@@ -129,7 +129,7 @@ def checkpoints() -> dict[str, Checkpoint]:
 
 
 def known_checkpoint(name: str) -> Checkpoint | None:
-    """Return what is known of a checkpoint, by its name on the Hub (upper or lower case); None if nothing is.
+    """Return the known facts of a checkpoint, by its name on the Hub (upper or lower case); None if there are none.
 
     For a loaded model the name is ``config._name_or_path``.
     """

@@ -1,4 +1,4 @@
-"""What ``patch_model`` leaves on a model: one record, from which everything is undone.
+"""The record that ``patch_model`` leaves on a model: everything is undone from it.
 
 The record is the attribute ``_hf_posenc_patch`` of the ``PreTrainedModel`` (``RotaryModel.record``). Besides it a
 patched model carries, each taken away again by ``unpatch_model``:
@@ -48,7 +48,7 @@ def restore_config(config: PreTrainedConfig, values: Mapping[str, Any]) -> None:
 
 @dataclass
 class PatchRecord:
-    """What was put into a model, and what it had before.
+    """The changes that were made in a model, and its values before them.
 
     Attributes:
         extension: The method with its lengths.

@@ -31,7 +31,7 @@ from hf_posenc.utils.warning import warn_user
 
 
 def _base_spec(config: PreTrainedConfig, declared: Extension | None, original: int | None, on_scaled: str) -> RopeSpec:
-    """Return what the model was trained with, before any scaling it carries; refuse what cannot be known."""
+    """Return the RoPE that the model was trained with, before any scaling; refuse a model of which it is unknown."""
     if declared is None and on_scaled == "refuse" and (others := scaled_layer_types(config)):
         first = next(iter(others.values())).method
         raise AlreadyExtendedError(
@@ -76,7 +76,7 @@ def _target(original: int, factor: float | None, context_length: int | None, def
 
 
 def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
-    """Return what a request means for a model's text config; nothing is changed. Errors as ``patch_model``."""
+    """Return the extension that a request means for a text config. It changes nothing; errors as ``patch_model``."""
     if request.model_values:
         check_model_values(request.model_values, declared_rope(config))
     window: str | int = request.sliding_window
@@ -103,7 +103,7 @@ def resolve(config: PreTrainedConfig, request: ExtensionRequest) -> Extension:
 
 
 def rotated_part(config: PreTrainedConfig, spec: RopeSpec) -> RotatedPart:
-    """Return what the attention of a model with this text config rotates."""
+    """Return the features that the attention of a model with this text config rotates."""
     family = family_of(config.model_type)
     if family.latent_attention:
         return RotatedPart.PART_OF_LATENT_HEADS

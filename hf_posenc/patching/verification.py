@@ -46,7 +46,7 @@ class RotaryCheck:
 
 @dataclass(frozen=True)
 class Verification:
-    """What ``verify_model`` found; it raises instead if something differs.
+    """The result of ``verify_model``, which raises instead if something differs.
 
     Attributes:
         extension: Method, factor, options, original and target length.
@@ -65,7 +65,7 @@ class Verification:
 
     @property
     def found(self) -> str:
-        """What was compared, and how closely it agrees, in words."""
+        """The compared values and the closeness of their agreement, in words."""
         words = []
         if self.attention_layers:
             words.append(f"run by {count(self.attention_layers, 'attention layer')}")

@@ -1,4 +1,4 @@
-"""What a longer context costs, and which method, recipe and training option to take, before any weights are loaded."""
+"""The costs of a longer context, and the method, recipe and training option to take, before any weights are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which method and recipe to take: a short table of rules, the first that applies decides."""
+"""The choice of method and recipe: a short table of rules, the first that applies decides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEWEST_STEPS = 200
 
 @dataclass(frozen=True)
 class Situation:
-    """What the rules look at.
+    """The facts that the rules read.
 
     Attributes:
         model_type: The family.
@@ -72,7 +72,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to do.
+    """The advised choice.
 
     Attributes:
         method: One of ``available_methods``; ``"none"`` to leave the model as it is.
@@ -177,7 +177,7 @@ _RULES = (
 
 
 def advise(situation: Situation) -> Advice:
-    """Return what the first rule that applies says, and what else is worth knowing."""
+    """Return the advice of the first rule that applies, and other facts worth knowing."""
     s = situation
     rule = next(rule for rule in _RULES if rule.holds(s))
     words = {

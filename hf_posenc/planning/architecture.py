@@ -1,4 +1,4 @@
-"""What a model is, from its config alone."""
+"""The facts of a model, from its config alone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ATTENDING = ("full_attention", *_WINDOWED)
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a plan needs to know of a model.
+    """The facts of a model that a plan needs.
 
     Attributes:
         name: As it was given.

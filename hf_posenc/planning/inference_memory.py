@@ -1,4 +1,4 @@
-"""What reading a length takes: the weights in 16, 8 and 4 bits, the KV cache, and the work in chunks."""
+"""The costs of reading a length: the weights in 16, 8 and 4 bits, the KV cache, and the work in chunks."""
 
 from __future__ import annotations
 

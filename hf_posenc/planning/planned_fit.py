@@ -1,4 +1,4 @@
-"""What ``hf-posenc fit`` with its default settings takes, from the config alone."""
+"""The costs of ``hf-posenc fit`` with its default settings, from the config alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BACKWARD_ATTENTION = 2.5  # of the forward; as for training
 
 @dataclass(frozen=True)
 class PlannedFit:
-    """What fitting a rule takes on one device.
+    """The costs of fitting a rule on one device.
 
     Attributes:
         memory: Bytes at the peak, the weights included.

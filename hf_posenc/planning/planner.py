@@ -1,4 +1,4 @@
-"""What a target length costs, and which method and recipe to take: from the config alone."""
+"""The costs of a target length, and the method and recipe to take: from the config alone."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from hf_posenc.utils.units import MemorySize
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a longer context costs.
+    """The costs of a longer context.
 
     Attributes:
         model: What it is.

@@ -1,4 +1,4 @@
-"""Which of the methods that a plan can advise ``patch_model`` takes for a model, from its config alone."""
+"""The methods that a plan can advise and that ``patch_model`` takes for a model, from its config alone."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def why_not_staged(config: PreTrainedConfig, original: int | None, target: int) 
 
 
 def _extension(config: PreTrainedConfig, method: str, original: int | None, target: int) -> Extension:
-    """Return what ``patch_model`` makes of a method, an earlier scaling replaced."""
+    """Return the extension that ``patch_model`` makes of a method, with an earlier scaling replaced."""
     known = original if original is None or original > 0 else None  # families without positions have -1
     request = ExtensionRequest.of(
         method=method, context_length=target, original_max_position_embeddings=known, on_scaled="replace"

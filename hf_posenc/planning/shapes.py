@@ -79,7 +79,7 @@ def layer_repeat(config: PreTrainedConfig) -> int:
 def for_all_layers(
     config: PreTrainedConfig, measure: Callable[[PreTrainedConfig], Mapping[Name, float]]
 ) -> dict[Name, float]:
-    """Return what ``measure`` finds, of deep models by two runs of a few layers, as each repeat of them adds the same.
+    """Return the result of ``measure``, for deep models from two runs of a few layers, which repeat.
 
     One and two repeats are enough where all layers are alike; where they are not, the first can differ from those
     after.

@@ -194,7 +194,7 @@ def _commands(plan: Plan) -> list[str]:
 def finetune_words(
     model: str, target: int, method: str = DEFAULT_METHOD, sliding_window: str | int = KEEP
 ) -> list[str]:
-    """Return how the command of each way begins; texts and folder are left to be named."""
+    """Return the first words of the command of each way; the user adds texts and the folder."""
     files = ["--documents", "TEXTS", "--output-dir", "OUT"]
     words = ["hf-posenc", "finetune", model, *files, "--context-length", str(int(target))]
     if method != DEFAULT_METHOD:

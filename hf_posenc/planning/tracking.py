@@ -81,7 +81,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTo
             self.peaks[self.phase] = self.parts.copy()
 
     def _kind(self, tensor: torch.Tensor) -> str:
-        """Return what a tensor is for, by its shape; only the parts depend on it, not their sum."""
+        """Return the purpose of a tensor, by its shape; it decides only the parts, not their sum."""
         shape = tensor.shape
         if "backward" in self.phase and tensor.dim() <= 2 and tensor.numel() in self.trained_sizes:
             return GRADIENTS

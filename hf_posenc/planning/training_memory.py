@@ -1,4 +1,4 @@
-"""How much memory a training step will take, part by part, before any weights are loaded.
+"""The memory of a training step, part by part, before any weights are loaded.
 
 The step itself is run, by the code that trains, on tensors that have a shape and no data: what is kept for the
 backward pass, what is recomputed, and when it is freed, is then what really happens, for any family.
@@ -116,7 +116,7 @@ def predict_training_memory(
 def least_training_memory(
     config: PreTrainedConfig, step: StepPlan, seq_len: int, *, load_in_4bit: bool = False
 ) -> TrainingMemory:
-    """Return what a step takes at least, from sizes alone: no step is run, so this is a tenth of the work.
+    """Return the least memory of a step, from sizes alone: no step is run, so this is a tenth of the work.
 
     Beside weights and optimizer states a step holds all gradients at its end, and after the forward pass the input of
     every layer, which the backward pass starts from with gradient checkpointing or without. The larger is counted.

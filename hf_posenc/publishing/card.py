@@ -46,7 +46,7 @@ _OF_A_FIT = ("teacher", "teacher_options", "objectives", "documents", "tokens", 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card tells.
+    """The facts of a card.
 
     Attributes:
         description: What ``hf_posenc.patching.api.describe`` says of the model.
@@ -160,7 +160,7 @@ def _facts_of(
     records: Sequence[Record] = (),
     run: TrainedRun | None = None,
 ) -> CardFacts:
-    """Return what a card tells of a model, PEFT-wrapped or not, that was saved with a manifest."""
+    """Return the facts that a card needs of a model, PEFT-wrapped or not, that was saved with a manifest."""
     rotary = RotaryModel(model)
     return CardFacts(
         describe(rotary),
@@ -270,7 +270,7 @@ def _template() -> jinja2.Template:
 
 
 def _tables(facts: CardFacts) -> list[Table]:
-    """Return what was measured in tables of comparable rows; of a run, none where it measured no short text."""
+    """Return the measurements in tables of comparable rows; of a run, no rows if it measured no short text."""
     if facts.run is None:
         return make_tables(facts.records) if facts.records else []
     return sort_tables([*facts.run.unextended, *facts.run.before, *facts.run.after])[0]
@@ -309,7 +309,7 @@ def _task(facts: CardFacts) -> str | None:
 
 
 def _eval_results(facts: CardFacts, run: TrainedRun) -> list[EvalResult]:
-    """Return what the Hub shows: of a dataset that is there, and of the trained model only."""
+    """Return the results that the Hub shows: of a dataset that exists, and of the trained model only."""
     source = run.documents
     return [
         EvalResult(
@@ -368,7 +368,7 @@ def _protocol(record: Record) -> str:
 
 
 def _place(facts: CardFacts) -> str:
-    """Return what names the model for our commands, which read main branches: its name on the Hub, or a placeholder."""
+    """Return the model's name for our commands, which read main branches: its name on the Hub, or a placeholder."""
     return facts.repo_id if facts.repo_id is not None and facts.revision is None else _FOLDER
 
 
@@ -400,7 +400,7 @@ def _is_whole_in_config(facts: CardFacts) -> bool:
 
 
 def _servers(facts: CardFacts, folder: Path, here: Path) -> list[dict[str, str | None]]:
-    """Return what vLLM and llama.cpp run the model with, or why they cannot; nothing of an adapter or a classifier."""
+    """Return the commands of vLLM and llama.cpp for the model, or why they cannot; empty for adapters."""
     if facts.is_adapter or facts.auto_class not in _TASKS:
         return []
     saved = read_folder(folder)

@@ -1,4 +1,4 @@
-"""Where the model and the documents of a run came from, as far as a model card may say it."""
+"""The origin of the model and the documents of a run, as far as a model card may state it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LICENSE = ("license", "license_name", "license_link")
 
 @dataclass(frozen=True)
 class BaseModel:
-    """What is known of the model that was extended.
+    """The known facts of the model that was extended.
 
     Attributes:
         name: For people: on the Hub, else of its folder; empty for one that was made in the program.
@@ -96,7 +96,7 @@ def _id_of_snapshot(folder: Path) -> str | None:
 
 
 def _made_from(folder: Path, card: dict[str, Any]) -> list[str]:
-    """Return what a folder says it was made from: by our manifest, its config, its card."""
+    """Return the origin that a folder states: by our manifest, its config, its card."""
     said: list[Any] = []
     for file, key in ((MANIFEST, "base_model"), (CONFIG, "_name_or_path")):
         try:
@@ -125,7 +125,7 @@ def _read_card(folder: Path | None, hub_id: str | None, *, may_ask: bool) -> dic
 
 
 def _facts(card: dict[str, Any], hub_id: str | None, without: Container[str]) -> dict[str, Any]:
-    """Return what of a card holds for models made from it too; a licence comes whole, its link one that leads there."""
+    """Return the facts of a card that hold for models made from it too; a licence with its link."""
     kept = {key: card[key] for key in ("language", "pipeline_tag") if card.get(key) and key not in without}
     if not isinstance(card.get("license"), str) or "license" in without:
         return kept
@@ -140,7 +140,7 @@ def _facts(card: dict[str, Any], hub_id: str | None, without: Container[str]) ->
 
 @dataclass(frozen=True)
 class DocumentSource:
-    """Where documents came from.
+    """The origin of documents.
 
     Attributes:
         words: For people, without the path of a file.

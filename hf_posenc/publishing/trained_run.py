@@ -1,4 +1,4 @@
-"""What a model card tells of the fine-tuning run that ended with a model."""
+"""The facts of the fine-tuning run that ended with a model, for its model card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_posenc.publishing.provenance import DocumentSource
 
 
 class TrainedStage(NamedTuple):
-    """What a model was trained on to one target length.
+    """The training of a model to one target length.
 
     Attributes:
         context_length: The target, in tokens.
@@ -50,7 +50,7 @@ class TrainedRun:
     after: Sequence[Record]
 
     def words(self, tokens: int) -> str:
-        """Return how much the model was trained, which was trained on ``tokens`` tokens over all runs."""
+        """Return the amount of training in words, of a model that was trained on ``tokens`` tokens over all runs."""
         before_run = tokens - sum(stage.tokens for stage in self.stages)
         earlier = f" ({before_run:,} of them in earlier runs)" if before_run else ""
         staged = f" in {len(self.stages)} stages, the last" if len(self.stages) > 1 else ""
@@ -58,7 +58,7 @@ class TrainedRun:
 
     @property
     def measured_texts(self) -> str:
-        """What the perplexities were measured on, in words."""
+        """The texts on which the perplexities were measured, in words."""
         if self.held_out:
             return f"the last part of {self.documents.words}, held out from training"
         return "texts given apart from what it was trained on"

@@ -98,7 +98,7 @@ def _make_panels(records: Sequence[Record | RetrievalRecord], command: str) -> l
 
 
 def _verdict_panel(records: Sequence[Record | RetrievalRecord]) -> Panel:
-    """Return how far each row reads and retrieves, a sentence each; of what was not measured it says nothing."""
+    """Return a sentence for each row on the length that it reads and retrieves, as far as it was measured."""
     rows = reach(records)
     parts = {
         "How far it reads": [(row.name, sentence) for row in rows if (sentence := row.loss_sentence())],

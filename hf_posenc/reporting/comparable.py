@@ -61,7 +61,7 @@ class _NamedRow:
 
 @dataclass(frozen=True)
 class Row(_NamedRow):
-    """What was measured of it, by context length."""
+    """The measurements of a row, by context length."""
 
     records: dict[int, Record]
 
@@ -94,7 +94,7 @@ def depths_of(record: RetrievalRecord) -> Depths | None:
 
 @dataclass(frozen=True)
 class GridRow(_NamedRow):
-    """What came back for its prompts."""
+    """The results of its prompts."""
 
     records: tuple[RetrievalRecord, ...]
 
@@ -153,7 +153,7 @@ class Table(_Comparable):
         return same[0] if len(same) == 1 else None
 
     def change(self, row: Row, length: int) -> float | None:
-        """Return how far a row is above the unpatched one at a length up to the original, in percent."""
+        """Return the difference of a row from the unpatched one at a length up to the original, in percent."""
         base = self.baseline(row)
         original = row.first.original_max_position_embeddings
         if base is None or base is row or original is None or length > original:
@@ -197,12 +197,12 @@ class Grid(_Comparable):
 
     @cached_property
     def depths(self) -> list[Depths | None]:
-        """Where the needles of prompts are; None alone where they are in parts all over the text."""
+        """The depths of prompts' needles; None alone if they are in parts all over the text."""
         return sorted(set(map(depths_of, self.records)), key=lambda depths: depths or (-1.0, -1.0))
 
     @property
     def scorings(self) -> list[str]:
-        """How the task was scored; where answers may come in any order, teacher forcing says nothing."""
+        """The scorings of the task; if answers may come in any order, teacher forcing is no measure."""
         return [by for by in BY if any(record.score(by) is not None for record in self.rows[0].records)]
 
 
@@ -331,7 +331,7 @@ def share_name(share: Share | None) -> str:
 
 
 def counted_words(shares: Iterable[Share]) -> str:
-    """Return what shares are of and what their intervals are over: ``4 prompts (interval over prompts)``."""
+    """Return the units of shares and of their intervals: ``4 prompts (interval over prompts)``."""
     return " or ".join(dict.fromkeys(f"{share.counted} (interval over {share.is_over})" for share in shares))
 
 
@@ -414,7 +414,7 @@ def group_rows(records: Sequence[AnyRecord]) -> list[tuple[str, str, list[AnyRec
 
 
 def _namer(records: Sequence[AnyRecord]) -> Callable[[Record | RetrievalRecord], str]:
-    """Return what names the row of one of these records: its rule, its label, and what rows differ in besides."""
+    """Return a function that names the row of one of these records: its rule, its label, and further differences."""
     differing = [
         name for name in ("model", "dtype", "attn_implementation") if len({getattr(one, name) for one in records}) > 1
     ]

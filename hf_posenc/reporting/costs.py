@@ -22,7 +22,7 @@ _PROMPT = "Mean seconds of a prompt, read and answered twice: teacher-forced and
 
 @dataclass(frozen=True)
 class Cost:
-    """What one pass took; ``other`` is the longer length whose pass gave this one too, else None."""
+    """The time and memory of one pass; ``other`` is the longer length whose pass gave this one too, else None."""
 
     seconds: float
     peak_bytes: int

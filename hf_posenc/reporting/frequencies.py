@@ -1,4 +1,4 @@
-"""What methods do to each rotary pair, by their closed forms: as numbers, as a chart, and as a report's panel."""
+"""The effect of methods on each rotary pair, by their closed forms: as numbers, as a chart, and as a report's panel."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HEADS = ("method", "angles never trained", "at", "kept", "between", "stretched 
 
 @dataclass(frozen=True)
 class PairRule:
-    """What a method does to each rotary pair of a model.
+    """The effect of a method on each rotary pair of a model.
 
     Attributes:
         name: Name of the row of the model.
@@ -74,7 +74,7 @@ class PairRule:
 
     @cached_property
     def stretch(self) -> list[float]:
-        """How many times longer the wavelength of each rotated pair becomes."""
+        """The factor by which the wavelength of each rotated pair becomes longer."""
         rotated = self.spec.rotated_pairs
         return (self._plain[:rotated] / self.frequencies[0][:rotated]).tolist()
 

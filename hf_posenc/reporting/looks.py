@@ -1,4 +1,4 @@
-"""How lines are drawn: a method has one colour and one marker in every chart of every report, a row its own dashes."""
+"""The look of lines: a method has one colour and one marker in every chart of every report, a row its own dashes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ METHOD_LOOKS = {name: number for number, name in enumerate(_METHODS)}
 
 
 class Look(NamedTuple):
-    """How a line is drawn; a bold one is of a model that was trained. ``fill`` is matplotlib's ``fillstyle``."""
+    """The look of a line; a bold one is of a model that was trained. ``fill`` is matplotlib's ``fillstyle``."""
 
     colour: str
     marker: str

@@ -1,4 +1,4 @@
-"""What pages are made of: panels of blocks, written as one HTML page that loads nothing from a server, and as Markdown.
+"""The parts of pages: panels of blocks, written as one HTML page that loads nothing from a server, and as Markdown.
 
 The HTML, the style sheet, the script and the Markdown are the templates beside this module, with a macro for each kind
 of block. All of the page can be read without its script, which only sorts the tables.
@@ -32,7 +32,7 @@ class Block:
 
     @property
     def drawings(self) -> dict[str, Drawing]:
-        """What is written beside the page, by the names of files."""
+        """The drawings that are written beside the page, by the names of files."""
         return {}
 
 

@@ -81,7 +81,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What a chart shows.
+    """The content of a chart.
 
     Attributes:
         title: Above it.
@@ -117,7 +117,7 @@ class Drawing:
 
     @property
     def files(self) -> dict[str, bytes]:
-        """What is written beside the page, by suffix."""
+        """The files that are written beside the page, by suffix."""
         return {".png": self.png, ".svg": self.svg}
 
 

@@ -1,4 +1,4 @@
-"""Which retrieval is measured: these settings, their defaults and help texts are declared only here."""
+"""The settings of retrieval: their defaults and help texts are declared only here."""
 
 from __future__ import annotations
 

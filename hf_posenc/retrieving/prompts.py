@@ -24,7 +24,7 @@ _LINES_AT_ONCE = 64  # of those a text is filled with, to the tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """What is fed and what should come back: one question of a text.
+    """A prompt and its right answer: one question of a text.
 
     Attributes:
         task: Name of the task.

@@ -1,4 +1,4 @@
-"""What a model answers to questions of a text: its choice at every token of the right answer, and what it writes.
+"""A model's answers to questions of a text: its choice at every token of the right answer, and its written text.
 
 A text is fed once. Its questions are fed side by side after it, under a mask by which each sees the text and itself; or
 one after the other, each going on from the text's KV cache, which is put back after it.
@@ -51,7 +51,7 @@ class Asked:
 
     @property
     def num_rows(self) -> int:
-        """How many tokens are fed after the text to score the right answer."""
+        """The number of tokens that are fed after the text to score the right answer."""
         return len(self.question_ids) + len(self.answer_ids) - 1
 
     def finished(self, written: list[int], stop_ids: Collection[int]) -> list[int] | None:
@@ -162,7 +162,7 @@ def _groups(asked: Sequence[Asked], most_rows: int) -> Iterator[list[Asked]]:
 
 
 class _Fork:
-    """What a cache holds now, to be put back after others have added to it."""
+    """The present state of a cache, to be restored after others have added to it."""
 
     def __init__(self, cache: DynamicCache) -> None:
         self.cache = cache

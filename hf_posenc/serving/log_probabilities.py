@@ -136,7 +136,7 @@ class OpenAIServer(ModelServer):
 
 
 def find_server(endpoint: Endpoint, model: str | None = None) -> ModelServer:
-    """Return what answers at an address.
+    """Return the server that answers at an address.
 
     Args:
         endpoint: The address.

@@ -1,4 +1,4 @@
-"""Which rule a running server computes, by its log-probabilities and those of the live model under several rules."""
+"""The rule that a running server computes, by its log-probabilities and those of the live model under several rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hf_posenc.utils.units import aligned
 
 @dataclass(frozen=True)
 class Precision:
-    """How far a server that runs the right rule may be from the live model, by the numbers it computes in.
+    """The largest distance of a server that runs the right rule from the live model, by the numbers it computes in.
 
     Attributes:
         words: For people.
@@ -61,7 +61,7 @@ UNSCALED = "unscaled"
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a server is from the live model under one rule.
+    """The distance of a server from the live model under one rule.
 
     Attributes:
         mean: Mean absolute difference of the log-probabilities, in nats.
@@ -81,7 +81,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ServerCheck:
-    """What a server was found to run.
+    """The rule that a server was found to run.
 
     Attributes:
         verdict: ``"agrees"``, ``"unscaled"``, ``"another"`` (known) rule, ``"differs"`` from all, or ``"undecided"``.
@@ -204,7 +204,7 @@ class _Rule:
 
 
 def _parts_of_rule(folder: ExportFolder) -> dict[str, _Rule]:
-    """Return what is left of a rule where a server does not read all of it."""
+    """Return the parts of a rule that remain if a server does not read all of it."""
     manifest, rules = folder.manifest, {}
     takes = get_method(manifest["method"])
     if manifest["options"] and not takes.needs_options:
@@ -290,7 +290,7 @@ def _with_rule(model: PreTrainedModel, folder: ExportFolder, rule: _Rule | None)
 def _live(
     model: PreTrainedModel, folder: ExportFolder, ids: list[int], answered: LogProbs, rule: _Rule | None
 ) -> torch.Tensor:
-    """Return what the live model says where a server answered, float64 ``(n,)`` on the CPU."""
+    """Return the live model's log-probabilities at the places where a server answered, float64 ``(n,)`` on the CPU."""
     with _with_rule(model, folder, rule):
         hidden = decoder_body(model)(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
         states = hidden.last_hidden_state[0]
@@ -303,7 +303,7 @@ def _live(
 
 
 def _compare(answered: LogProbs, live: Mapping[str, torch.Tensor], original: int) -> dict[str, Difference]:
-    """Return how far a server is from each rule; the first is the folder's own."""
+    """Return the distance of a server from each rule; the first is the folder's own."""
     own = next(iter(live.values()))
     past = answered.rows > original
     distances = {}

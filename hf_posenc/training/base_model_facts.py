@@ -1,4 +1,4 @@
-"""What a plan needs to know of the model that is trained: plain values, from a loaded model or one without weights."""
+"""The facts of the trained model that a plan needs: plain values, from a loaded model or one without weights."""
 
 from __future__ import annotations
 

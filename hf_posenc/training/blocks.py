@@ -225,7 +225,7 @@ class MixedBlocks(TrainingBlocks):
 
 @dataclass(frozen=True)
 class PackingSummary:
-    """What becomes of the tokens in a run. What is not read is counted, and so is padding.
+    """The use of the tokens in a run. Tokens that are not read are counted, and so is padding.
 
     Attributes:
         num_documents: Documents packed, each as often as it is read in a pass.

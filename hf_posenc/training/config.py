@@ -406,7 +406,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         }
 
     def request(self) -> ExtensionRequest:
-        """Return how the model is extended; of a run in stages, in the last one.
+        """Return the request for the model's extension; of a run in stages, that of the last one.
 
         Raises:
             ValueError, TypeError: As ``ExtensionRequest``.
@@ -420,7 +420,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
 
     @property
     def step(self) -> StepPlan:
-        """How an optimizer step computes."""
+        """The settings of an optimizer step."""
         adapters = LoraSettings(self.lora_rank, self.lora_alpha, self.lora_targets, self.lora_embeddings)
         return StepPlan(
             batch_size=self.per_device_train_batch_size,
@@ -454,7 +454,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         return None if named in (None, "true") else Path(str(named)).expanduser()
 
     def target_stages(self) -> list[Stage]:
-        """Return what ``stages`` says: each word is ``LENGTH:BUDGET``, or ``LENGTH`` for equal shares of the budget.
+        """Return the parsed ``stages``: each word is ``LENGTH:BUDGET``, or ``LENGTH`` for equal shares of the budget.
 
         Raises:
             TypeError: It is not a list of words.
@@ -585,7 +585,7 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
 
 
 def _word_or_name(given: str | bool | None) -> str | None:
-    """Return what a field holds that takes True, False or a name: None for no, "true", or the name."""
+    """Return the value of a field that takes True, False or a name: None for no, "true", or the name."""
     text = str(given).lower()  # a flag is a word
     if text in ("true", "false", "none"):
         return "true" if text == "true" else None

@@ -235,7 +235,7 @@ def to_token_ids(
     """
     if isinstance(documents, (str, torch.Tensor, MaskedTokens, Mapping)):
         raise InvalidTypeError(
-            "documents must be a list of texts, rows or token id tensors; put a single one in a list."
+            "documents must be a list of texts, rows or token id tensors. Put a single document into a list."
         )
     tokenize = ExampleTokenizer(
         tokenizer, assistant_only_loss=assistant_only_loss, completion_only_loss=completion_only_loss

@@ -31,7 +31,7 @@ _ADVICE = (
 
 
 def choose_extension(request: ExtensionRequest, model: ModelFacts) -> Extension | None:
-    """Return what a model is to be extended by; None where it is trained as it is.
+    """Return the extension that a model is to get; None if it is trained as it is.
 
     Raises:
         InvalidRequestError: The model is extended already in another way than requested, or does not say what it was

@@ -1,4 +1,4 @@
-"""How accelerate's launcher started this process: what shards, over how many processes, and along what."""
+"""The start of this process by accelerate's launcher: the kind of sharding, the number of processes, and the groups."""
 
 from __future__ import annotations
 

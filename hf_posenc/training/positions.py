@@ -15,7 +15,7 @@ FULL, POSE, CREAM, RANDOM = "full", "pose", "cream", "random"
 
 @dataclass(frozen=True)
 class PositionSchedule:
-    """How positions run in the blocks of a run. All lengths are in tokens.
+    """The positions in the blocks of a run. All lengths are in tokens.
 
     Only positions skip: the text of a block runs on, so that a pass reads each token once and no document need be
     longer than a block. PoSE draws the text of each chunk apart (in later text of the document), and reports that

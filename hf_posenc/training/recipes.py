@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lengths(NamedTuple):
-    """What a recipe chooses by.
+    """The lengths by which a recipe chooses.
 
     Attributes:
         original: Tokens the model was trained on.

@@ -51,7 +51,7 @@ _LIGER |= {"rms_norm": True, "swiglu": True, "geglu": True}
 
 @dataclass(frozen=True)
 class DataPlan:
-    """How documents become blocks, and what is measured.
+    """The making of blocks from documents, and the measurement.
 
     Attributes:
         assistant_only_loss, completion_only_loss: What of chats and prompts counts in the loss.

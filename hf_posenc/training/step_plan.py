@@ -1,4 +1,4 @@
-"""How an optimizer step computes: what its memory and its operations depend on, beside the model and the blocks."""
+"""The settings of an optimizer step: its memory and operations depend on them, beside the model and the blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoraSettings:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How an optimizer step computes.
+    """The settings of an optimizer step.
 
     Attributes:
         batch_size: Blocks in one forward pass, on each device.

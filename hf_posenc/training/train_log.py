@@ -87,7 +87,7 @@ class LossLog(TrainerCallback):
 
 
 class Console(ProgressCallback):
-    """How far the training is, and the losses of some steps; without Trainer's final summary.
+    """The progress of the training, and the losses of some steps; without Trainer's final summary.
 
     That one's mean loss covers only the steps since the last resume.
 

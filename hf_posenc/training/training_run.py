@@ -49,7 +49,7 @@ _NOT_PUSHED = ["checkpoint-*", "checkpoints.partial/*", "stage-*", "_*"]
 
 @dataclass(frozen=True)
 class FinetuneResult:
-    """What a run gave.
+    """The result of a run.
 
     Attributes:
         output_dir: The trained model, its card, logs and checkpoints.

@@ -48,7 +48,7 @@ _Kept = dict[nn.Module, tuple[type[nn.Module], dict[str, Any], dict[str, torch.S
 
 
 def remember_modules(model: nn.Module) -> _Kept:
-    """Return what an engine changes of each module and never puts back: class, hooks and the shapes of parameters.
+    """Return the attributes of modules that an engine changes and never restores: class, hooks, shapes of parameters.
 
     FSDP2 gives modules another class and hooks that gather their weights, accelerate's context parallelism a hook that
     drops attention masks.

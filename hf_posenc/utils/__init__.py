@@ -1,1 +1,1 @@
-"""What several packages need and no one of them owns: files, processes, dtypes, units, output on the console."""
+"""The tools that several packages need: files, processes, dtypes, units, output on the console."""

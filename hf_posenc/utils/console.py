@@ -1,4 +1,4 @@
-"""What commands show while they work: how far they are, how long it will take here, and no bars of other libraries."""
+"""The output of commands while they work: their progress, the time that is left, and no bars of other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dtype a model computes in on this machine, and which one its checkpoint is stored in.
+"""The dtype in which a model computes on this machine, and the one in which its checkpoint is stored.
 
 A CPU without instructions for bfloat16 converts every operand of every product: a training step of the tiny model takes
 twelve times as long in bfloat16 as in float32 on a CPU with AVX2 alone. So ``"auto"`` is what the hardware computes.
@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_posenc.errors import InvalidRequestError
+from hf_posenc.errors import UnknownNameError
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def is_half(model: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class DtypeChoice:
-    """What a model computes in.
+    """The dtype in which a model computes.
 
     Attributes:
         dtype: What ``from_pretrained`` is to be given; ``"auto"`` where that is left to the checkpoint.
@@ -108,7 +108,7 @@ def computes_natively(dtype: torch.dtype, device: str | torch.device | None = No
 
 
 def slow_dtype_advice(model: PreTrainedModel) -> str:
-    """Return what to write against a dtype that a model's device has to emulate, before other advice; else ""."""
+    """Return the advice against a dtype that a model's device has to emulate, before other advice; else ""."""
     if computes_natively(model.dtype, model.device):
         return ""
     return f"--dtype float32 ({dtype_name(model.dtype)} is emulated here), "
@@ -130,7 +130,7 @@ def parse_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
         return dtype
     resolved = getattr(torch, dtype, None)
     if not isinstance(resolved, torch.dtype) or not resolved.is_floating_point:
-        raise InvalidRequestError(f"unknown dtype {dtype!r}. Known: auto, checkpoint, float32, bfloat16, float16.")
+        raise UnknownNameError("dtype", dtype, (AUTO, CHECKPOINT, "float32", "bfloat16", "float16"))
     return resolved
 
 
@@ -226,7 +226,7 @@ def round_to_stored(model: PreTrainedModel) -> None:
 
 
 def _kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
-    """Return what the names of parameters match that are float32 beside weights of a half precision.
+    """Return the patterns of the names of parameters that are float32 beside weights of a half precision.
 
     Those are the adapters of LoRA, and what Transformers keeps so when it loads a checkpoint in that precision.
     """

@@ -34,7 +34,7 @@ def writable_folder(output: str | Path) -> Path:
     existing = next(path for path in (whole, *whole.parents) if os.path.exists(path))
     if not existing.is_dir():
         raise InvalidRequestError(
-            f"{str(existing)!r} is a file, so {str(output)!r} cannot be a folder. Give another to write to."
+            f"{str(output)!r} cannot be a folder, because {str(existing)!r} is a file. Give another path to write to."
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise InvalidRequestError(

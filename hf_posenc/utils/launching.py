@@ -60,7 +60,7 @@ def config_file(name: str) -> Path:
 
 
 def launch_words(launch: LaunchArguments, command: str, argv: Sequence[str]) -> list[str] | None:
-    """Return what starts ``hf-posenc COMMAND ARGV`` as requested; None if this process is to go on itself.
+    """Return the command that starts ``hf-posenc COMMAND ARGV`` as requested; None if this process is to go on itself.
 
     Raises:
         ValueError: An unknown configuration, or a flag of the launcher without one.

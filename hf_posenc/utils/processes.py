@@ -1,4 +1,4 @@
-"""What the processes of one distributed run must agree on, and how they share work: torchrun, accelerate, mpirun."""
+"""The agreement of the processes of one distributed run, and their shared work: torchrun, accelerate, mpirun."""
 
 from __future__ import annotations
 

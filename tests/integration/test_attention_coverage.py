@@ -172,10 +172,10 @@ def test_a_family_that_turns_in_a_way_of_its_own_is_found_out(monkeypatch: pytes
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     plain = logits(model, IDS)
     monkeypatch.setattr(installation, "family_of", lambda model_type: Family())
-    with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
+    with pytest.raises(RotaryMismatchError, match="rotate queries"):
         patch_in_attention(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)
-    with pytest.raises(ValueError, match="it rotates queries and keys in a way of its own"):
+    with pytest.raises(ValueError, match="rotates queries"):
         patch_in_attention(tiny_model("nanochat"), "dynamic_yarn", 4, **REQUEST)
 
 
@@ -208,7 +208,7 @@ def test_a_later_layer_that_does_not_turn_is_found_out(monkeypatch: pytest.Monke
     model = cohere_whose_last_layer_has_no_positions()
     plain = logits(model, IDS)
     monkeypatch.setattr(installation, "layer_kind", lambda module, config: FULL)
-    with pytest.raises(RotaryMismatchError, match="does not rotate queries and keys in the usual way"):
+    with pytest.raises(RotaryMismatchError, match="rotate queries"):
         patch_in_attention(model, "dynamic_yarn", 4, **REQUEST)
     assert torch.equal(logits(model, IDS), plain)
 
@@ -221,5 +221,5 @@ def test_layers_that_are_not_given_positions_do_not_recompute_them_wrongly() -> 
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
     loss = model(IDS, labels=IDS, use_cache=False).loss
-    with pytest.raises(ValueError, match="gradient checkpointing and torch\\.compile cannot be used with this rule"):
+    with pytest.raises(ValueError, match=r"torch\.compile"):
         loss.backward()

@@ -80,7 +80,7 @@ def test_the_longest_block_is_the_last_that_fits(benchmark: ModuleType, monkeypa
     assert (result["longest_ours"], result["longest_plain"], result["ratio"]) == (3072, 1024, 3)
     assert result["peak_mib_ours"] == 1
     assert "peak_mib_ours" not in benchmark.longest_ratio("x", False, 6 * 512 + 7, train=False)
-    with pytest.raises(SystemExit, match="not enough for a block of 512"):
+    with pytest.raises(SystemExit, match="512"):
         benchmark.longest("plain", "x", False, 1000)
 
 

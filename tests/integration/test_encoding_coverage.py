@@ -123,7 +123,7 @@ def test_layer_types_with_a_rope_each_are_all_stilled(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match=r"alibi .*hf_posenc\.load_extended"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     frequencies["model.rotary_emb.sliding_attention_inv_freq"][0] = 1e-3
-    with pytest.raises(RotaryMismatchError, match=r"still rotates queries and keys \(sliding_attention_inv_freq\)"):
+    with pytest.raises(RotaryMismatchError, match=r"\(sliding_attention_inv_freq\)"):
         verify_model(model)
     unpatch_model(model)
     assert_same_state(before, state(model))
@@ -137,9 +137,9 @@ def test_layer_types_that_turn_otherwise_want_one_value() -> None:
     config = tiny_config(config_class_of("laguna"))
     config.layer_types = ["sliding_attention", "full_attention"]
     model = tiny_model("laguna", config)
-    with pytest.raises(ValueError, match=r"of rope_theta 10000\.0, 500000\.0, and all would get one: give rope_theta"):
+    with pytest.raises(ValueError, match=r"rope_theta 10000\.0, 500000\.0,.*rope_theta"):
         patch_model(model, "rope")
-    with pytest.raises(ValueError, match=r"of partial_rotary_factor 0\.5, 1\.0, and all would get one"):
+    with pytest.raises(ValueError, match=r"partial_rotary_factor 0\.5, 1\.0,"):
         patch_model(model, "xpos", rope_theta=1e4)
     patch_model(model, "rope", rope_theta=1e4, partial_rotary_factor=0.5)
     ours = logits(model, IDS)
@@ -184,7 +184,7 @@ def test_sinusoids_are_what_enters_the_first_layer(model_type: str) -> None:
     model = sharp_model(model_type)
     before, plain = state(model), logits(model, IDS)
     if model_type in NOTHING_ADDED:
-        with pytest.raises((RotaryMismatchError, ValueError), match="Take 'alibi' or another"):
+        with pytest.raises((RotaryMismatchError, ValueError), match="'alibi'"):
             patch_in_attention(model, "sinusoidal", 1, **REQUEST)
         assert_same_state(state(model), before)
         assert torch.equal(logits(model, IDS), plain)

@@ -99,5 +99,5 @@ def test_a_single_process_talks_to_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert join_processes("auto") is False
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"device 'auto' with several processes: each takes its own GPU"):
+    with pytest.raises(ValueError, match=r"'auto'.*GPU"):
         join_processes("auto")

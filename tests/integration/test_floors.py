@@ -69,7 +69,7 @@ def test_tools_stay_at_the_pinned_versions(project: dict[str, Any], floors: dict
 
 @pytest.mark.parametrize("requirement", ["torch", "torch==2.7", "torch<3", "torch>2", "torch!=2.8"])
 def test_a_dependency_without_a_lower_bound_is_an_error(requirement: str) -> None:
-    with pytest.raises(ValueError, match=f"'{re.escape(requirement)}' has no lower bound of the form name>=version"):
+    with pytest.raises(ValueError, match=f"'{re.escape(requirement)}'.*name>=version"):
         lower_bounds(["numpy>=2", requirement])
     assert lower_bounds(["lm-eval>=0.4.13,<0.5"]) == {"lm-eval": "0.4.13"}
 

@@ -121,17 +121,17 @@ def test_a_recording_of_some_jobs_is_compared_by_them_alone(tmp_path: Path) -> N
     with pytest.raises(ValueError, match="other jobs"):
         compare(before, after)
     assert len(compare(before, after, only=["llama"])) == 4  # the empty list, its length, and the two records
-    with pytest.raises(ValueError, match="has no job calls"):
+    with pytest.raises(ValueError, match="job calls"):
         compare(before, after, only=["calls"])
 
 
 def test_recordings_of_two_machines_and_unfinished_ones_are_refused(tmp_path: Path) -> None:
     before, other = recording(tmp_path / "before"), recording(tmp_path / "after", machine="another")
-    with pytest.raises(ValueError, match="other versions or another machine"):
+    with pytest.raises(ValueError, match="another machine"):
         compare(before, other)
     assert main(["compare", str(before), str(other)]) == 2
     (other / "about.json").unlink()
-    with pytest.raises(ValueError, match="not a finished recording"):
+    with pytest.raises(ValueError, match="finished recording"):
         compare(before, other)
-    with pytest.raises(ValueError, match="is not a checkout"):
+    with pytest.raises(ValueError, match="a checkout"):
         golden.record(tmp_path, tmp_path / "out", [], 1)

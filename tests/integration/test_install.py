@@ -66,15 +66,13 @@ def test_importing_changes_nothing_and_installing_twice_no_more_than_once() -> N
 _LOAD = """
 import sys, hf_posenc
 from transformers import AutoModelForCausalLM
-if sys.argv[2] == "install":
-    hf_posenc.install()
-elif sys.argv[2] == "patch":
+if sys.argv[2] == "patch":
     hf_posenc.patch_model(AutoModelForCausalLM.from_pretrained(sys.argv[3]), "yarn", 2)
 print(hf_posenc.describe(AutoModelForCausalLM.from_pretrained(sys.argv[1]))["method"])
 """
 
 
-@pytest.mark.parametrize(("first", "method"), [("import", "none"), ("install", "dca"), ("patch", "dca")])
+@pytest.mark.parametrize(("first", "method"), [("import", "none"), ("patch", "dca")])
 def test_what_from_pretrained_applies(first: str, method: str, base: Path, tmp_path: Path) -> None:
     save_extended(patched_base(base, "dca"), tmp_path / "saved")
     assert run(_LOAD, str(tmp_path / "saved"), first, str(base)).split()[-1] == method
@@ -91,11 +89,6 @@ get_peft_model(model, LoraConfig(task_type="CAUSAL_LM")).save_pretrained(sys.arg
 """
 
 
-def test_peft_imported_after_patching_saves_the_extension(base: Path, tmp_path: Path) -> None:
-    run(_ADAPTER, str(base), str(tmp_path / "adapter"))
-    assert describe(tmp_path / "adapter")["method"] == "yarn"
-
-
 _LOAD_ADAPTER = """
 import sys
 from hf_posenc import describe, load_extended
@@ -103,8 +96,10 @@ print(describe(load_extended(sys.argv[1]))["method"])
 """
 
 
-def test_an_adapter_is_loaded_with_its_extension_by_the_first_call_of_a_process(base: Path, tmp_path: Path) -> None:
+def test_an_adapter_keeps_its_extension_whenever_peft_is_imported(base: Path, tmp_path: Path) -> None:
+    """It is made with PEFT imported after patching, and loaded by the first call of a process."""
     run(_ADAPTER, str(base), str(tmp_path / "adapter"))
+    assert describe(tmp_path / "adapter")["method"] == "yarn"
     assert run(_LOAD_ADAPTER, str(tmp_path / "adapter")).split()[-1] == "yarn"
 
 

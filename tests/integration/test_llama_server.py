@@ -123,6 +123,7 @@ def test_verify_tells_the_rule_of_a_server(
     assert "1.00 ± 0.00 of the way" in printed
 
 
+@pytest.mark.slow
 def test_verify_tells_a_lost_attention_factor_and_a_rule_that_it_does_not_know(
     base: Path, tokenizer, tmp_path: Path
 ) -> None:

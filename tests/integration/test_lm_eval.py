@@ -215,9 +215,7 @@ def test_a_folder_brings_its_rule(checkpoint: Path, tasks: Path, tmp_path: Path)
     assert answers(loaded) == answers(run("hf", tasks, "long", pretrained=str(saved)))
     window = ORIGINAL * FACTOR
     assert answers(loaded) != answers(run("hf", tasks, "long", pretrained=str(checkpoint), max_length=window))
-    with pytest.raises(
-        ValueError, match=r"is extended already \(dynamic_yarn, factor 4\), and factors do not multiply"
-    ):
+    with pytest.raises(ValueError, match=r"\(dynamic_yarn,.*4\),"):
         run("hf_posenc", tasks, "long", pretrained=str(saved), method="yarn", factor=2)
     request = {"method": "yarn", "factor": 2, "on_scaled": "replace"}
     replaced = run("hf_posenc", tasks, "long", pretrained=str(saved), **request)
@@ -276,7 +274,7 @@ def test_a_loaded_model_is_taken_as_it_is(checkpoint: Path, tasks: Path) -> None
     assert lm.max_length == 256
     expected = run("hf_posenc", tasks, "long", pretrained=str(checkpoint), method="yarn", factor=FACTOR)
     assert answers(run(lm, tasks, "long")) == answers(expected)
-    with pytest.raises(ValueError, match="call patch_model on it yourself"):
+    with pytest.raises(ValueError, match="patch_model"):
         ExtendedLM(model, method="yarn")
 
 
@@ -322,7 +320,7 @@ def test_the_command(
     assert saved["config"]["hf_posenc"]["version"] == hf_posenc.__version__
     assert saved["config"]["model_args"]["method"] == "dynamic_yarn"
     assert main(["lm-eval", str(checkpoint), "--device", "cpu", "--tasks", "no_such_task"]) == 2
-    assert "Tasks not found: no_such_task" in capsys.readouterr().err
+    assert "no_such_task" in capsys.readouterr().err
 
 
 def test_lm_evals_own_command_knows_the_model_once_it_is_imported(

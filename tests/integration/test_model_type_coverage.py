@@ -176,7 +176,7 @@ def test_saved_and_loaded_by_plain_transformers(model_type: str, tmp_path: Path)
     loaded = load_extended(path).eval()
     assert torch.equal(logits(loaded, IDS), wanted)
     assert describe(loaded) == describe(model)
-    with pytest.raises(ValueError, match=f"already scaled: {method}, factor 4"):
+    with pytest.raises(ValueError, match=f"{method},.*4"):
         patch_model(loaded, method, 4)
 
 
@@ -191,7 +191,7 @@ def test_packed_documents_are_apart_where_every_layer_has_a_mask(model_type: str
     """What the types of the layers say of packing is what the gradient of the outputs says."""
     rotary = RotaryModel(tiny_model(model_type))
     if unmasked_layers(rotary):
-        with pytest.raises(RunStoppedError, match="its outputs have a gradient there"):
+        with pytest.raises(RunStoppedError, match="gradient there"):
             probe_isolation(rotary)
     else:
         assert probe_isolation(rotary) <= 1e-6

@@ -120,6 +120,7 @@ print(METRIC, result["perplexities"])
 """
 
 
+@pytest.mark.slow
 def test_evaluate_loads_the_metric_of_the_wheel_without_network_or_litter(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")

@@ -62,9 +62,9 @@ def test_it_is_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert "toy (or toy_rope)" in capsys.readouterr().out
     assert main(["list", "methods", "toy", "--model", str(tiny_model_path())]) == 0
     assert "Each pair is stretched by its number." in capsys.readouterr().out
-    with pytest.raises(TypeError, match=r"takes no option 'beta_fast'.*It takes: power"):
+    with pytest.raises(TypeError, match="'beta_fast'"):
         registry.make_method("toy", 2, {"beta_fast": 3})
-    with pytest.raises(TypeError, match=r"takes no option 'power' \(toy does\)"):
+    with pytest.raises(TypeError, match=r"'power' \(toy"):
         registry.make_method("linear", 2, {"power": 3})
 
 
@@ -101,6 +101,7 @@ def test_it_is_exported(stack: str, tiny_llama: Callable[..., LlamaForCausalLM],
     assert str(tmp_path / "saved") in command
 
 
+@pytest.mark.slow
 def test_it_is_measured_and_stands_in_a_report(tmp_path: Path) -> None:
     """In a process of its own, as a user starts it."""
     text = tmp_path / "text.txt"

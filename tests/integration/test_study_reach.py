@@ -58,6 +58,7 @@ def test_the_rows_are_known_and_called_differently(script: ModuleType) -> None:
     assert mixed == set(script.KINDS) | {"knots"}  # all its columns have a loss
 
 
+@pytest.mark.slow
 def test_wrong_rows_and_lengths_stop_before_anything_is_loaded(
     script: ModuleType, tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,19 +70,20 @@ def test_wrong_rows_and_lengths_stop_before_anything_is_loaded(
         script.select(known, ["yran", "mix", "dca"])
     monkeypatch.setattr(script, "load_model", pytest.fail)
     monkeypatch.setattr(sys, "argv", ["study_reach.py", "--output-dir", str(tmp_path / "study"), "--samples", "0"])
-    with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"1,.*0"):
         script.main()
-    with pytest.raises(ValueError, match="'passkey' does not fit into 32 tokens"):
+    with pytest.raises(ValueError, match=r"'passkey'.*32"):
         script.Study(tmp_path / "study", replace(small, far=(32,)))
-    with pytest.raises(ValueError, match="2 questions of one text were requested, and task 'cwe' has one"):
+    with pytest.raises(ValueError, match=r"2.*'cwe'"):
         script.Study(tmp_path / "study", replace(small, far=(2000,), tasks=("passkey", "cwe")))
     assert not list(tmp_path.iterdir())
     study = script.Study(tmp_path / "study", replace(small, token_budget=2 * 512))
     study.check_trainings(script.select(known, ["ntk", "plain text"]))
-    with pytest.raises(ValueError, match=r"no step of 2 is left for knots=0\.3: give a token_budget of 1536 tokens"):
+    with pytest.raises(ValueError, match=r"2.*knots=0\.3:.*token_budget.*1536"):
         study.check_trainings(script.select(known, ["ntk", "task mix"]))
 
 
+@pytest.mark.slow
 def test_what_is_measured_and_trained_is_not_repeated(
     script: ModuleType, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,14 +58,14 @@ def test_every_error_raised_on_purpose_is_one_of_them() -> None:
 
 
 def test_fields_of_an_unknown_name() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown method 'yran'\. Did you mean 'yarn'\?") as caught:
+    with pytest.raises(UnknownNameError, match=r"'yran'\..*'yarn'\?") as caught:
         patch_model(make_tiny_llama(), "yran")
     assert (caught.value.kind, caught.value.name) == ("method", "yran")
     assert {row["name"] for row in available_methods()} <= set(caught.value.known)
 
 
 def test_fields_of_an_unknown_option() -> None:
-    with pytest.raises(UnknownOptionError, match="takes no option") as caught:
+    with pytest.raises(UnknownOptionError, match="no option") as caught:
         patch_model(make_tiny_llama(), "linear", 4, beta_fast=16)
     assert (caught.value.method, caught.value.option, caught.value.known) == ("linear", "beta_fast", ())
     assert "yarn" in caught.value.methods

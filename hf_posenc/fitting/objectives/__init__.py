@@ -1,4 +1,4 @@
-"""What a fit lowers, by name: the objectives of this folder, one file for each."""
+"""The objectives of a fit, by name: one file of this folder for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an objective is: a loss on samples that it draws itself, differentiable in the rule."""
+"""The base class of objectives: a loss on samples that it draws itself, differentiable in the rule."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Objective(abc.ABC):
         """
 
     def state(self) -> list[int]:
-        """Return what the next sample depends on besides the generator, for a fit that goes on later."""
+        """Return the values besides the generator that decide the next sample, for a fit that goes on later."""
         return []
 
     def load_state(self, state: list[int]) -> None:  # noqa: B027  # most have none

@@ -36,7 +36,7 @@ def xpos_decay(num_pairs: int, gamma: float = 0.4) -> torch.Tensor:
 def xpos_score(
     distance: torch.Tensor, num_pairs: int, base: float = 10000.0, scale_base: float = 512.0
 ) -> torch.Tensor:
-    """Return what ``rope_score`` does, of xPos: each pair's cosine has shrunk by its decay.
+    """Return the result of ``rope_score`` for xPos: each pair's cosine has shrunk by its decay.
 
     Reference: Sun et al. 2022, arXiv:2212.10554, section 3.2, equation 8.
     """

@@ -42,7 +42,7 @@ def register_task(
 
 
 def tasks_and_groups() -> Mapping[str, Task | Group]:
-    """Return what ``--tasks`` takes, by name: the registry itself and the groups."""
+    """Return the values of ``--tasks``, by name: the registry itself and the groups."""
     both: list[Any] = [GROUPS, tasks()]  # which are listed from the last
     return ChainMap(*both)
 
@@ -56,7 +56,7 @@ def expand_groups(names: Sequence[str]) -> list[str]:
         TypeError: A name is given by itself.
     """
     if isinstance(names, str):
-        raise InvalidTypeError(f"tasks must be a list of names; put a single one in a list: [{names!r}].")
+        raise InvalidTypeError(f"tasks must be a list of names. Put a single name into a list: [{names!r}].")
     names_of_tasks: dict[str, None] = {}
     for name in dict.fromkeys(names):
         group = GROUPS.get(name)

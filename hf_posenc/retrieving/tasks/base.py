@@ -95,7 +95,7 @@ class Task:
 
     @property
     def summary(self) -> str:
-        """What is hidden and asked: the first line of the docstring of ``make``."""
+        """A description of the hidden facts and the question: the first line of the docstring of ``make``."""
         return (self.make.__doc__ or "").strip().partition("\n")[0]
 
 

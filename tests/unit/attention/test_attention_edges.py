@@ -121,13 +121,13 @@ def test_positions_changed_in_place_are_read_again() -> None:
 class TestRefusals:
     def test_prefix_tuning(self) -> None:
         tuned = get_peft_model(make_model("Llama"), PrefixTuningConfig(num_virtual_tokens=8, task_type="CAUSAL_LM"))
-        with pytest.raises(ValueError, match="those of prefix tuning were trained as they are"):
+        with pytest.raises(ValueError, match="prefix tuning"):
             patch_model(tuned, "dynamic_yarn", 4)
 
     def test_attention_that_looks_ahead(self) -> None:
         model = make_model("Llama")
         model.config.is_causal = False
-        with pytest.raises(ValueError, match="its attention looks ahead"):
+        with pytest.raises(ValueError, match="attention looks"):
             patch_model(model, "dynamic_yarn", 4)
 
     def test_packed_documents_with_flash_attention(self) -> None:
@@ -135,19 +135,19 @@ class TestRefusals:
         attention_of(model.model.layers[0].self_attn).inner = "flash_attention_2"
         model.config._attn_implementation = "hf_posenc_flash_attention_2"
         positions = torch.cat([torch.arange(90), torch.arange(60)])[None]
-        with pytest.raises(ValueError, match="FlashAttention tells packed documents apart by position_ids"):
+        with pytest.raises(ValueError, match=r"FlashAttention.*position_ids"):
             model(SHORT, position_ids=positions, use_cache=False)
 
     def test_frequencies_or_hooks_that_are_gone(self) -> None:
         model = patched_model()
         attention = attention_of(model.model.layers[0].self_attn)
         attention.plain.mul_(2)
-        with pytest.raises(RotaryMismatchError, match="the frequencies it rotates by are not the model's"):
+        with pytest.raises(RotaryMismatchError, match="the frequencies"):
             verify_model(model)
         attention.plain.div_(2)
         verify_model(model)
         model.model._forward_pre_hooks.clear()
-        with pytest.raises(RotaryMismatchError, match="a hook of the decoder is gone"):
+        with pytest.raises(RotaryMismatchError, match="the decoder"):
             verify_model(model)
 
 

@@ -91,7 +91,7 @@ def test_the_simulation_holds_values_and_gradients(cuda: torch.device) -> None:
     assert weight.cpu().tolist() == [7.0, 2.0, 3.0]
     assert weight.device == CUDA
     assert not weight.is_meta
-    with pytest.raises(MixedDevicesError, match=r"got tensors of cuda:0 and of the CPU, of shape \(3,\)"):
+    with pytest.raises(MixedDevicesError, match=r"cuda:0.*CPU,.*\(3,\)"):
         weight + torch.arange(3)
 
 
@@ -101,7 +101,7 @@ def test_a_tensor_left_on_the_cpu_is_found(cuda: torch.device, monkeypatch: pyte
     monkeypatch.setattr(
         "hf_posenc.attention.rotating_attention.angles_at", lambda *args: angles_at(*args) + torch.arange(8.0)
     )
-    with pytest.raises(MixedDevicesError, match=r"aten.add.Tensor got tensors of cuda:0 and of the CPU"):
+    with pytest.raises(MixedDevicesError, match=r"aten.add.Tensor.*cuda:0.*CPU"):
         logits(model, SHORT.to(cuda))
 
 

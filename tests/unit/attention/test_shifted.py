@@ -343,11 +343,11 @@ def test_what_cannot_be_grouped_is_refused_while_training() -> None:
     model = sharp_model("Llama").train()
     ids = IDS[:, :12]
     with shifted_sparse_attention(model, 4):
-        with pytest.raises(ValueError, match="a mask of the caller's or of the model's own"):
+        with pytest.raises(ValueError, match="model's own"):
             model(ids, attention_mask=torch.ones(12, 12).tril().bool()[None, None], use_cache=False)
         cache = DynamicCache(config=model.config)
         model(ids, past_key_values=cache)
-        with pytest.raises(ValueError, match=r"12 queries came with 24 keys\. Pass use_cache=False"):
+        with pytest.raises(ValueError, match=r"12.*24.*use_cache=False"):
             model(ids, past_key_values=cache)
 
 
@@ -360,5 +360,5 @@ def test_a_window_that_no_config_tells_of_is_refused(monkeypatch: pytest.MonkeyP
 
     with shifted_sparse_attention(model, 4):
         monkeypatch.setattr(modeling_llama, "create_causal_mask", windowed)
-        with pytest.raises(ValueError, match="has a window, or looks ahead"):
+        with pytest.raises(ValueError, match="looks ahead"):
             model(IDS[:, :12], use_cache=False)

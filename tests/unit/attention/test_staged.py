@@ -244,15 +244,15 @@ class TestRefusals:
     def test_a_change_of_attention_after_patching(self) -> None:
         model = staged()
         model.set_attn_implementation("eager")
-        with pytest.raises(RotaryMismatchError, match="the attention implementation is 'eager'"):
+        with pytest.raises(RotaryMismatchError, match="'eager'"):
             verify_model(model)
-        with pytest.raises(ValueError, match="changed to 'eager' after patch_model"):
+        with pytest.raises(ValueError, match=r"'eager'.*patch_model"):
             logits(model, IDS)
 
     def test_a_rotary_module_that_turns_again(self) -> None:
         model = staged()
         model.model.rotary_emb.inv_freq.fill_(1.0)
-        with pytest.raises(RotaryMismatchError, match="by other frequencies than the model's, which the attention"):
+        with pytest.raises(RotaryMismatchError, match="other frequencies"):
             verify_model(model)
 
     @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ class TestRefusals:
 
     def test_a_window_on_every_layer(self) -> None:
         model = make_model("Mistral", sliding_window=256)
-        with pytest.raises(ValueError, match="every layer has a sliding window"):
+        with pytest.raises(ValueError, match="sliding window"):
             patch_model(model, "dynamic_yarn", 4)
         with patched(model, "dynamic_yarn", 4, sliding_window="off"):
             assert model.config.sliding_window is None
@@ -281,20 +281,20 @@ class TestRefusals:
         model = staged()
         cache = DynamicCache(config=model.config)
         in_chunks(model, IDS[:, :70], [70], cache)
-        with pytest.raises(ValueError, match="must follow one another without gaps"):
+        with pytest.raises(ValueError, match="another without"):
             model(IDS[:, 70:73], past_key_values=cache, position_ids=torch.tensor([[70, 72, 73]]))
 
     def test_config_alone_cannot_say_it(self) -> None:
         from hf_posenc import extend_config
 
-        with pytest.raises(ValueError, match="no config can say method 'dynamic_yarn'"):
+        with pytest.raises(ValueError, match="'dynamic_yarn'"):
             extend_config(LlamaConfig(), "dynamic_yarn", 4)
 
 
 def test_a_text_past_the_target_is_read_and_said_once() -> None:
     model = patch_model(sharp_model("Llama"), "dynamic", 2, stage=32)
     logits(model, IDS[:, :128])
-    with pytest.warns(UserWarning, match="130 tokens, and dynamic was requested for 128: the method continues"):
+    with pytest.warns(UserWarning, match=r"130.*128:"):
         longer = logits(model, IDS[:, :130])
     assert torch.equal(logits(model, IDS[:, :130]), longer)
     torch.testing.assert_close(longer, logits(staged(rule="dynamic"), IDS[:, :130]), atol=0, rtol=0)

@@ -217,7 +217,7 @@ def test_a_merged_model_replaces_its_adapter(tmp_path: Path) -> None:
 def test_a_file_in_the_way_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = extended(tmp_path)
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="is a file, so"):
+    with pytest.raises(ValueError, match="file, so"):
         save_extended(model, tmp_path / "file")
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -226,7 +226,7 @@ def test_a_file_in_the_way_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_only_extended_models_are_saved(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="not extended: call patch_model first"):
+    with pytest.raises(ValueError, match="patch_model"):
         save_extended(make_model("Llama"), tmp_path / "model")
     model = patch_model(make_model("Llama"), "yarn", 4)
     model.model.rotary_emb.inv_freq[0] = 2.0
@@ -238,7 +238,7 @@ def test_only_extended_models_are_saved(tmp_path: Path) -> None:
 def test_a_scaled_model_of_unknown_original_length_is_not_saved(tmp_path: Path) -> None:
     rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
     model = make_model("Llama", rope_parameters=rope)
-    with pytest.raises(ValueError, match="does not say what length it was trained on"):
+    with pytest.raises(ValueError, match="what length"):
         save_extended(model, tmp_path / "model")
     patch_model(model, "linear", 4, original_max_position_embeddings=16, on_scaled="replace")
     loaded = load_extended(save_extended(model, tmp_path / "model"))
@@ -258,14 +258,14 @@ def test_a_checkpoint_without_or_with_a_damaged_manifest(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="is damaged"):
         load_extended(path)
     (path / MANIFEST).write_text('{"format": 1}')
-    with pytest.raises(ValueError, match="it has no method, factor"):
+    with pytest.raises(ValueError, match="method, factor"):
         load_extended(path)
     changed = {**manifest, "method": "linear", "options": {}}
     (path / MANIFEST).write_text(json.dumps(changed))
-    with pytest.raises(ValueError, match="another model was saved into the folder since"):
+    with pytest.raises(ValueError, match="another model"):
         load_extended(path)
     (path / MANIFEST).write_text(json.dumps({**changed, "format": 1}))  # whose config says nothing to hold it against
-    with pytest.raises(ValueError, match="method is 'yarn', the manifest says 'linear'"):
+    with pytest.raises(ValueError, match=r"'yarn',.*'linear'"):
         load_extended(path)
 
 
@@ -276,7 +276,7 @@ def test_an_edited_config_is_found(tmp_path: Path) -> None:
         config[key]["factor"] = 8.0
     config["max_position_embeddings"] = 512
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RotaryMismatchError, match="not those of yarn"):
+    with pytest.raises(RotaryMismatchError, match="not those"):
         load_extended(path)
 
 
@@ -301,9 +301,9 @@ def test_an_adapter_carries_its_extension(tmp_path: Path, wrap_first: bool) -> N
     # On a base that is extended in another way it refuses.
     shutil.rmtree(tmp_path / "base")
     save_extended(patch_model(make_model("Llama"), "linear", 2), tmp_path / "base")
-    with pytest.raises(ValueError, match="does not carry the manifest's extension"):
+    with pytest.raises(ValueError, match="manifest's extension"):
         load_extended(path)
-    with pytest.raises(ValueError, match="holds a whole model, not an adapter"):
+    with pytest.raises(ValueError, match="whole model,"):
         load_extended(tmp_path / "base", base=model)
 
 

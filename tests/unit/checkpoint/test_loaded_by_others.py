@@ -141,7 +141,7 @@ def test_a_window_and_a_base_that_only_the_manifest_has_are_compared(tmp_path: P
     # The base of a saved model was changed by hand: load_extended put its rule on other frequencies, and said nothing.
     rope = {"rope_type": "default", "rope_theta": 5e5}
     edit_config(folder, rope_parameters=rope, rope_theta=5e5)
-    with pytest.raises(InvalidRequestError, match=r"rope_theta is 500000\.0, the manifest says 10000\.0"):
+    with pytest.raises(InvalidRequestError, match=r"rope_theta.*500000\.0,.*10000\.0"):
         load_extended(folder)
 
 

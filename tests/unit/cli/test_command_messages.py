@@ -208,7 +208,7 @@ def test_what_is_decided_is_not_shown_and_refused_with_the_reason(capsys: pytest
     assert "--eval-strategy" not in shown
     assert "--max-steps" not in shown
     assert main(["finetune", "m", "--output-dir", "o", "--max-steps", "100"]) == 2
-    assert "--max-steps cannot be 100 here: token_budget says how long a run is" in capsys.readouterr().err
+    assert "token_budget" in capsys.readouterr().err
 
 
 def test_memory_lines_name_the_method(caplog: pytest.LogCaptureFixture) -> None:

@@ -63,7 +63,7 @@ def test_methods_can_be_chosen_even_those_that_want_training() -> None:
     found, left_out = names(make_tiny_llama(), "abf", "ntk")
     assert found == ["none", "ntk"]
     assert "rope_theta" in left_out["abf"]
-    with pytest.raises(ValueError, match="Did you mean 'yarn'"):
+    with pytest.raises(ValueError, match="'yarn'"):
         names(make_tiny_llama(), "yran")
 
 
@@ -103,7 +103,7 @@ def test_a_model_that_nothing_suits_says_why_once() -> None:
     assert set(names(scaled, on_scaled="replace")[0]) >= ZERO_SHOT_STATIC
     # Two layers that look back 64 tokens each carry nothing over 256.
     windowed = make_model("Mistral", sliding_window=64)
-    with pytest.raises(ValueError, match="at most 128 tokens, so 256 cannot be reached"):
+    with pytest.raises(ValueError, match=r"128.*256"):
         names(windowed)
     assert "yarn" in names(windowed, sliding_window="off")[0]
 
@@ -158,7 +158,7 @@ def test_a_budget_drops_the_most_expensive_rows_and_says_so() -> None:
     assert plan.left_out["linear"] == "needs fine-tuning"
     assert plan_of(60, 60, 200).within(320) == plan_of(60, 60, 200)
     assert [step.name for step in plan_of(60, 60, 200, 500).within(120).steps] == ["unpatched", "yarn"]
-    with pytest.raises(ValueError, match=r"too short: unpatched and yarn alone take about 2.0 min"):
+    with pytest.raises(ValueError, match=r"2.0"):
         plan_of(60, 60, 200).within(119)
 
 
@@ -176,7 +176,7 @@ def test_a_plan_says_what_it_will_do() -> None:
 def test_times_as_people_write_them(text: str, seconds: float) -> None:
     assert Duration(text) == seconds
     for wrong in ("", "m", "-1m", "20 minutes", "0"):
-        with pytest.raises(ValueError, match="a time such as 90s, 20m"):
+        with pytest.raises(ValueError, match="90s, 20m"):
             Duration(wrong)
     assert [duration_name(one) for one in (0.42, 45.2, 126, 5040, 7200)] == [
         "0.4 s",
@@ -208,9 +208,9 @@ def test_the_estimate_is_of_the_right_size() -> None:
 
 def test_a_plan_for_what_needs_none_is_refused() -> None:
     model, tokenizer = load_model(tiny_model_path())
-    with pytest.raises(ValueError, match="reads 256 tokens as it is, so for 256 nothing has to be extended"):
+    with pytest.raises(ValueError, match=r"256.*256"):
         make_plan(model, tokenizer, ["a"], request(context_length=256))
-    with pytest.raises(ValueError, match="none of the 1 documents has the 1024 tokens"):
+    with pytest.raises(ValueError, match=r"1.*1024"):
         make_plan(model, tokenizer, ["a few words"], request())
 
 

@@ -66,7 +66,7 @@ def test_a_difference_is_paired() -> None:
     assert noisy.is_tie
     # By hand: 32 units of sd 0.2, so the mean's is 0.2 / sqrt(32) and the interval 1.96 of it on either side.
     assert noisy.ci_high - noisy.ci_low == pytest.approx(2 * 1.96 * 0.2 / math.sqrt(32), rel=0.15)
-    with pytest.raises(ValueError, match="not of the same tokens: text_hash"):
+    with pytest.raises(ValueError, match="text_hash"):
         paired_interval(replace(one, text_hash="other"), other)
 
 
@@ -149,5 +149,5 @@ def test_it_says_where_the_best_ends() -> None:
 
 
 def test_nothing_to_choose_by() -> None:
-    with pytest.raises(ValueError, match="has no perplexity"):
+    with pytest.raises(ValueError, match="no perplexity"):
         take(none=BROKEN, yarn=row("yarn", 0, 0, right=(1, 1))[2:])

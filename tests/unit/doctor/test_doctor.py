@@ -245,7 +245,7 @@ def test_row_28_an_adapter_carries_nothing(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
     diagnosis = diagnose(tmp_path)
     assert [f.code for f in diagnosis.findings] == ["bare-adapter"]
-    with pytest.raises(ValueError, match=r"no config\.json to correct"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         write_mended(diagnosis, tmp_path / "out")
 
 

@@ -100,7 +100,7 @@ def test_the_input_is_replaced_only_with_a_backup(tmp_path: Path, capsys: pytest
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "config.json.bak"]
     after = file.read_bytes()
     assert main(["doctor", str(tmp_path), "--fix", str(file)]) == 2
-    assert "config.json.bak' is there already" in capsys.readouterr().err
+    assert "config.json.bak'" in capsys.readouterr().err
     assert file.read_bytes() == after
     (tmp_path / "other.json").write_text("{}")
     assert main(["doctor", str(tmp_path), "--fix", str(tmp_path / "other.json")]) == 2

@@ -169,7 +169,7 @@ def test_generate_is_the_same_with_and_without_a_cache(key: str) -> None:
 def test_learned_table_ends() -> None:
     model = encoded("learned")
     logits(model, token_ids(64))
-    with pytest.raises(ValueError, match="position 64 is past the end of the learned table, which has 64"):
+    with pytest.raises(ValueError, match=r"64.*64"):
         logits(model, token_ids(65))
     longer = patch_model(make_model("Llama"), "learned", context_length=80)
     assert logits(longer, token_ids(80)).isfinite().all()
@@ -189,7 +189,7 @@ def test_biases_go_with_their_forward() -> None:
 def test_compiled_static_cache_beside_windows_is_refused() -> None:
     model = encoded("t5_bias", "Gemma2")
     cache = StaticCache(config=model.config, max_cache_len=64)
-    with pytest.raises(ValueError, match="does not hand on its static cache"):
+    with pytest.raises(ValueError, match="static cache"):
         in_chunks(torch.compile(model, backend="eager"), IDS[:1], [20, 1], cache)
 
 
@@ -254,7 +254,7 @@ def test_saved_loaded_and_refused_by_plain_transformers(key: str, tmp_path: Path
     again = load_extended(tmp_path / "saved")
     assert torch.equal(logits(again, IDS), expected)
     assert "positional_encoding" not in caplog.text
-    with pytest.raises(KeyError, match=f"{ENCODINGS[key][0]} takes the place of RoPE.*hf_posenc.load_extended"):
+    with pytest.raises(KeyError, match=f"{ENCODINGS[key][0]}.*RoPE.*hf_posenc.load_extended"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
@@ -265,7 +265,7 @@ def test_adapter_that_would_lose_the_table_is_refused(tmp_path: Path) -> None:
         if key == "alibi":  # it has no parameters to lose
             save_extended(model, tmp_path / key)
             continue
-        with pytest.raises(ValueError, match=r"does not hold the parameters.*positional_encoding\.table\.weight"):
+        with pytest.raises(ValueError, match=r"positional_encoding\.table\.weight"):
             save_extended(model, tmp_path / key)
         assert not list(tmp_path.iterdir())
 
@@ -282,7 +282,7 @@ def test_commands_that_read_configs_say_that_there_is_no_rope(command: str, tmp_
     save_extended(encoded("alibi"), tmp_path / "saved")
     words = ["methods", "yarn", "--model"] if command == "list" else []
     assert main([command, *words, str(tmp_path / "saved"), "--context-length", "256"]) == 2
-    assert "was trained with alibi instead of RoPE, so it has nothing to extend" in capsys.readouterr().err
+    assert "RoPE," in capsys.readouterr().err
 
 
 def test_copies_and_pickles_keep_the_encoding() -> None:
@@ -297,7 +297,7 @@ def test_copies_and_pickles_keep_the_encoding() -> None:
 def test_verify_finds_what_was_taken_out() -> None:
     model = encoded("alibi")
     model.set_attn_implementation("eager")
-    with pytest.raises(RotaryMismatchError, match="alibi is no longer in place: the attention implementation"):
+    with pytest.raises(RotaryMismatchError, match="attention implementation"):
         verify_model(model)
     model = encoded("learned")
     del model.model.positional_encoding
@@ -333,7 +333,7 @@ def test_mistakes_change_nothing(method: str, options: dict[str, Any], message: 
 
 def test_xpos_says_when_its_numbers_are_too_large() -> None:
     model = encoded("xpos")
-    with pytest.raises(ValueError, match=r"larger numbers than torch\.float32"):
+    with pytest.raises(ValueError, match=r"torch\.float32"):
         logits(model, token_ids(1500))
     assert in_chunks(model, token_ids(1500), [300]).isfinite().all()
 
@@ -354,5 +354,5 @@ def test_compiled_forwards_are_not_made_anew(key: str) -> None:
 
 def test_flex_attention_takes_no_bias() -> None:
     model = make_model("Llama", attn_implementation="flex_attention")
-    with pytest.raises(ValueError, match="a bias cannot be added in 'flex_attention'"):
+    with pytest.raises(ValueError, match="'flex_attention'"):
         patch_model(model, "alibi")

@@ -96,9 +96,9 @@ def test_a_shift_that_all_units_share_is_clear_although_the_units_differ(tiny_ll
 
 def test_only_the_same_tokens_make_a_pair(tiny_llama):
     record, other = (measure(tiny_llama(), random_documents(count)) for count in (6, 7))
-    with pytest.raises(ValueError, match="not of the same tokens: text_hash differs"):
+    with pytest.raises(ValueError, match="text_hash"):
         paired_interval(record, other)
-    with pytest.raises(ValueError, match=r"average differs \('tokens' and 'windows'\)"):
+    with pytest.raises(ValueError, match=r"\('tokens'.*'windows'\)"):
         paired_interval(record, replace(record, average="windows"))
     with pytest.raises(ValueError, match="unit_tokens differs"):
         paired_interval(record, replace(record, unit_tokens=[1]))
@@ -115,5 +115,5 @@ def test_records_of_other_key_tokens_tie_where_their_own_intervals_meet():
 def test_a_line_without_units_is_no_record():
     values = json.loads(make_record().to_json())
     del values["unit_nll"]
-    with pytest.raises(ValueError, match="it has no unit_nll"):
+    with pytest.raises(ValueError, match="unit_nll"):
         Record.from_values(values)

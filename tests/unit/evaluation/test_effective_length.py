@@ -298,6 +298,7 @@ def test_each_task_is_told_and_written_answers_count_where_their_order_is_free()
     assert "retrieves to at least 256 (niah_multivalue >= 85 %; there 100 % right" in line
 
 
+@pytest.mark.slow
 def test_eval_ends_with_how_far_each_row_reaches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["eval", str(tiny_model_path()), "--documents", "novel:persuasion", "--context-lengths", "128", "256"]
     argv += ["1k", "--cut", "--max-documents", "32", "--method", "none", "yarn", "--factor", "4", "--hide-progress"]

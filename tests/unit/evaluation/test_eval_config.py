@@ -37,9 +37,9 @@ def test_perplexity_takes_a_config_or_its_fields(tiny_llama: Callable[..., Llama
     by_fields = perplexity(model, texts, [32, 64], **settings, progress=False)
     by_config = perplexity(model, texts, EvalConfig(LENGTHS_32, ["sliding_window"], stride=16), progress=False)
     assert [field.nll_sum for field in by_fields] == [one.nll_sum for one in by_config]
-    with pytest.raises(InvalidTypeError, match=r"there is no setting 'strde'\. Did you mean 'stride'\?"):
+    with pytest.raises(InvalidTypeError, match=r"'strde'\..*'stride'\?"):
         perplexity(model, texts, [32], strde=16)
-    with pytest.raises(InvalidTypeError, match="an EvalConfig says how to measure: leave stride out"):
+    with pytest.raises(InvalidTypeError, match="EvalConfig"):
         perplexity(model, texts, EvalConfig(LENGTHS_32), stride=16)
 
 

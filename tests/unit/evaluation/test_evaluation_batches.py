@@ -60,5 +60,5 @@ def test_short_windows_share_a_forward_and_long_ones_do_not(tiny_llama: Make) ->
     perplexity(model, [document], [64], "sliding_window", stride=8, max_tokens=200, progress=False, batch_size=5)
     hook.remove()
     assert [tuple(shape) for shape in shapes[2:]] == [(5, 64), (5, 64), (5, 64), (3, 64)]
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"batch_size.*1,.*0"):
         perplexity(model, [document], [64], batch_size=0)

@@ -122,11 +122,11 @@ def test_the_short_context_fits_the_model(tiny_llama: Make, texts: list[list[int
     assert KeyTokens().alpha == -KeyTokens().beta == 2.0
     assert short_windows(20, 8) == [Window(start, start + 10, start + 8) for start in (2, 4, 6, 8, 10)]
     assert short_windows(13, 8) == [Window(2, 12, 10), Window(4, 13, 12)]
-    with pytest.raises(ValueError, match=r"short context of 32 to 39 tokens, so context lengths must be more than 40"):
+    with pytest.raises(ValueError, match=r"32.*39.*40"):
         measure(tiny_llama(), texts, [40, 50], short_context=None)
-    with pytest.raises(ValueError, match="short_context must be at least 1 token, got 0"):
+    with pytest.raises(ValueError, match=r"short_context.*1.*0"):
         measure(tiny_llama(), texts, [40], short_context=0)
-    with pytest.raises(ValueError, match="outside the model's vocabulary"):
+    with pytest.raises(ValueError, match="model's vocabulary"):
         measure(tiny_llama(), texts, [40], evaluator=tiny_llama(vocab_size=100))
 
 
@@ -144,11 +144,11 @@ def test_the_command_loads_the_model_that_chooses(
     assert [record.key_tokens["chosen_by"] for record in records] == [str(tmp_path / "judge")] * 2
     assert (records[0].key_tokens["alpha"], records[0].key_tokens["beta"]) == (0.02, -5.0)
     assert main([*argv, *flags]) == 2
-    assert "--evaluator is for --protocol longppl" in capsys.readouterr().err
+    assert "--evaluator" in capsys.readouterr().err
     assert main([*argv[:-2], "--protocol", "longppl", "--short-context", "16", "--alpha", "50"]) == 2
-    assert "longppl found no key token in these documents" in capsys.readouterr().err
+    assert "these documents" in capsys.readouterr().err
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens("new")
     tokenizer.save_pretrained(tmp_path / "judge")
     assert main([*argv, "--protocol", "longppl", *flags]) == 2
-    assert "has another tokenizer than the measured model" in capsys.readouterr().err
+    assert "another tokenizer" in capsys.readouterr().err

@@ -126,7 +126,7 @@ def test_another_bucket_is_measured_and_older_records_are_read(tiny_llama, tmp_p
     old = {name: value for name, value in vars(first).items() if not name.startswith("position")}
     path.write_text(json.dumps(old) + "\n")
     assert read_records(path) == [replace(first, position_bucket=None, position_nll=[], position_tokens=[])]
-    with pytest.raises(ValueError, match="position_bucket must be at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"position_bucket.*1,.*0"):
         measure(model, documents, [20], position_bucket=0)
 
 
@@ -186,11 +186,11 @@ def test_no_gradients_are_kept(tiny_llama, protocol):
 def test_short_documents_are_left_out_of_every_length(tiny_llama):
     model = tiny_llama()
     documents = [*random_documents(2, 40), random_documents(1, 30, seed=5)[0]]
-    with pytest.warns(UserWarning, match="1 of 3 documents have less than the 40 tokens"):
+    with pytest.warns(UserWarning, match=r"1.*3.*40"):
         records = measure(model, documents, [10, 40])
     assert [record.num_documents for record in records] == [2, 2]
     assert records[0].nll_sum == pytest.approx(measure(model, documents[:2], [10])[0].nll_sum, rel=1e-6)
-    with pytest.raises(ValueError, match=r"none of the 3 documents has the 64 tokens .* longest has 40"):
+    with pytest.raises(ValueError, match=r"3.*64.*40"):
         measure(model, documents, [64])
 
 
@@ -211,30 +211,30 @@ def test_bos_is_a_token_of_the_context(tiny_llama):
     by_hand = measure(model, [torch.cat([torch.tensor([0]), ids])], [10])[0]
     assert (record.bos, by_hand.bos) == ("prepended", "none")
     assert (record.nll_sum, record.n_tokens) == (by_hand.nll_sum, 9)
-    with pytest.raises(ValueError, match="already starts with BOS"):
+    with pytest.raises(ValueError, match="BOS"):
         measure(model, [[0, *ids.tolist()]], [10], bos="prepended")
-    with pytest.raises(ValueError, match="bos must be None or 'prepended', got 'yes'"):
+    with pytest.raises(ValueError, match=r"'prepended',.*'yes'"):
         measure(model, [ids], [10], bos="yes")
 
 
 def test_texts_need_a_list_a_tokenizer_and_the_right_vocabulary(tiny_llama):
     model = tiny_llama()
-    with pytest.raises(TypeError, match="put a single one in a list"):
+    with pytest.raises(TypeError, match="single one"):
         measure(model, "one text", [8])
-    with pytest.raises(TypeError, match="put a single one in a list"):
+    with pytest.raises(TypeError, match="single one"):
         measure(model, torch.arange(10), [8])
-    with pytest.raises(TypeError, match="put a single one in a list"):
+    with pytest.raises(TypeError, match="single one"):
         measure(model, [1, 2, 3], [2])
     with pytest.raises(TypeError, match="need tokenizer="):
         measure(model, ["one text"], [8])
     for outside in (500, 128, -100):
-        with pytest.raises(ValueError, match=f"token id {outside} is outside the model's vocabulary, 0 to 127"):
+        with pytest.raises(ValueError, match=f"{outside}.*0.*127"):
             measure(model, [[1] * 8 + [outside]], [8])
-    with pytest.raises(TypeError, match=r"whole numbers, got torch\.float32"):
+    with pytest.raises(TypeError, match=r"torch\.float32"):
         measure(model, [[1.5] * 8], [8])
-    with pytest.raises(ValueError, match="nothing to measure"):
+    with pytest.raises(ValueError, match="nothing to"):
         measure(model, [], [8])
-    with pytest.raises(ValueError, match="prefill_chunk must be at least 1"):
+    with pytest.raises(ValueError, match=r"prefill_chunk.*1"):
         measure(model, [[1] * 8], [8], prefill_chunk=0)
 
 
@@ -278,7 +278,7 @@ def test_the_model_is_left_as_it_was_and_dropout_is_off(tiny_llama):
 def test_overflowing_losses_are_an_error(tiny_llama):
     model = tiny_llama()
     torch.nn.init.constant_(model.model.norm.weight, float("inf"))
-    with pytest.raises(ValueError, match=r"logits that are not finite, in float32"):
+    with pytest.raises(ValueError, match="float32"):
         measure(model, random_documents(), [8])
 
 
@@ -299,7 +299,7 @@ def longrope_llama(tiny_llama):
 def test_length_dependent_frequencies_get_a_pass_per_length(tiny_llama, make, caplog):
     documents = random_documents()
     records = measure(make(tiny_llama), documents, [12, 24, 40], ["truncated", "last_k"], last_k=2)
-    assert "one pass for each context length" in caplog.text
+    assert "context length" in caplog.text
     curve = []
     for length in (12, 24, 40):
         model, total = make(tiny_llama), 0.0  # fresh, so nothing remembers another length
@@ -314,7 +314,7 @@ def test_length_dependent_frequencies_get_a_pass_per_length(tiny_llama, make, ca
     mixed = measure(model, documents, [20, 40], ["truncated", "sliding_window"], stride=5)[2]
     alone = measure(make(tiny_llama), documents, [20], "sliding_window", stride=5, max_tokens=40)[0]
     assert (mixed.context_length, mixed.nll_sum) == (20, alone.nll_sum)  # the pass over 40 tokens left nothing behind
-    with pytest.raises(ValueError, match="prefill_chunk cannot be used with rope_type"):
+    with pytest.raises(ValueError, match=r"prefill_chunk.*rope_type"):
         measure(model, documents, [40], prefill_chunk=8)
 
 
@@ -341,6 +341,6 @@ def test_records_say_how_they_were_measured(tiny_llama, tmp_path):
 
 def test_a_document_between_the_longest_length_and_max_tokens_makes_no_piece(tiny_llama):
     rows = [torch.arange(1, 16), torch.arange(1, 26)]  # 15 and 25 tokens; pieces have 20
-    with pytest.warns(UserWarning, match="1 of 2 documents have less than the 20 tokens"):
+    with pytest.warns(UserWarning, match=r"1.*2.*20"):
         record = perplexity(tiny_llama(), rows, [10], "sliding_window", stride=5, max_tokens=20, cut=True)[0]
     assert (record.num_documents, record.n_tokens) == (1, 19)

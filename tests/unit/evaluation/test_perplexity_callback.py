@@ -168,21 +168,21 @@ def test_a_model_that_accelerate_wrapped_in_autocast_is_measured_as_it_is(tmp_pa
 
 def test_mistakes_are_found_before_training(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, metric_for_best_model="eval_perplexity_128")
-    with pytest.raises(ValueError, match="none of the 4 documents has the 4096 tokens"):
+    with pytest.raises(ValueError, match=r"4.*4096"):
         PerplexityCallback(trainer, HELD_OUT, [4096])
-    with pytest.raises(TypeError, match="there is no setting 'output'"):
+    with pytest.raises(TypeError, match="'output'"):
         PerplexityCallback(trainer, HELD_OUT, LENGTHS, output="r.jsonl")
-    with pytest.raises(ValueError, match="one of truncated, last_k, sliding_window, got 'yarn'"):
+    with pytest.raises(ValueError, match=r"last_k, sliding_window,.*'yarn'"):
         PerplexityCallback(trainer, HELD_OUT, LENGTHS, protocol="yarn")
     with pytest.raises(ValueError, match="last_k"):
         PerplexityCallback(trainer, HELD_OUT, LENGTHS, protocol="last_k")  # 256 of 32 tokens
-    with pytest.raises(TypeError, match="documents given as texts need tokenizer="):
+    with pytest.raises(TypeError, match="tokenizer="):
         PerplexityCallback(trainer, ["a text"], LENGTHS)
     trainer.add_callback(PerplexityCallback(trainer, HELD_OUT, LENGTHS))
-    with pytest.raises(ValueError, match=r"keep the worst model\. Pass TrainingArguments\(greater_is_better=False\)"):
+    with pytest.raises(ValueError, match=r"TrainingArguments\(greater_is_better=False\)"):
         trainer.train()
     trainer.is_fsdp_enabled = True
-    with pytest.raises(ValueError, match="which FSDP and ZeRO-3 do not leave there"):
+    with pytest.raises(ValueError, match=r"FSDP.*ZeRO-3"):
         PerplexityCallback(trainer, HELD_OUT, LENGTHS)
 
 

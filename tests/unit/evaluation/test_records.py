@@ -108,13 +108,13 @@ def test_a_record_without_its_key_is_refused(tiny_llama: Callable[..., LlamaForC
     values = json.loads(record.to_json())
     assert Record.from_json(json.dumps({**values, "unknown": 1})) == record
     del values["run_key"]
-    with pytest.raises(ValueError, match="it has no run_key"):
+    with pytest.raises(ValueError, match="run_key"):
         Record.from_json(json.dumps(values))
 
 
 def test_output_that_cannot_be_written_is_found_before_any_work(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"is a folder\. Give a file, such as results\.jsonl"):
+    with pytest.raises(ValueError, match=r"results\.jsonl"):
         perplexity(None, [[1, 2, 3]], [2], output=tmp_path)  # type: ignore[arg-type]  # not even looked at
-    with pytest.raises(ValueError, match="file' is not a folder"):
+    with pytest.raises(ValueError, match="file' is"):
         perplexity(None, [[1, 2, 3]], [2], output=tmp_path / "file" / "new" / "r.jsonl")  # type: ignore[arg-type]  # not even looked at

@@ -168,7 +168,7 @@ def test_mlx_runs_longrope_with_its_own_attention_factor_only(tmp_path: Path) ->
     assert mlx_reads(AutoConfig.from_pretrained(path), {"rope_theta": 1e4, **scaling})[1] == pytest.approx(factor)
     options = {"short_factor": divisors, "long_factor": divisors, "attention_factor": 1.25}
     path, _ = extended(tmp_path / "given", "longrope", **options)
-    with pytest.raises(ValueError, match=r"mlx-lm cannot express attention_factor 1\.25.*--to gguf writes every"):
+    with pytest.raises(ValueError, match=r"mlx-lm.*attention_factor 1\.25.*--to"):
         export_command(path, "mlx")
 
 
@@ -300,14 +300,14 @@ def test_divisors_are_for_the_llama_architecture_only(method: str, tmp_path: Pat
         assert gguf_metadata(path)["qwen2.rope.scaling.type"] == "yarn"
     else:
         for stack in ("llama.cpp", "ollama"):
-            with pytest.raises(ValueError, match=r"llama3 for model_type 'qwen2'.*for the llama architecture only"):
+            with pytest.raises(ValueError, match=r"llama3.*model_type 'qwen2'"):
                 export_command(path, stack)
 
 
 def test_yarn_with_its_own_betas_is_flags_for_qwen_and_no_file(tmp_path: Path) -> None:
     path, _ = extended(tmp_path / "model", "yarn", family="Qwen2", beta_fast=8.0)
     assert flag(commands(path, "llama.cpp")[1], "--yarn-beta-fast") == "8.0"
-    with pytest.raises(ValueError, match=r"cannot express yarn, beta_fast=8\.0 for model_type 'qwen2'"):
+    with pytest.raises(ValueError, match=r"beta_fast=8\.0.*model_type 'qwen2'"):
         gguf_metadata(path)
 
 
@@ -329,19 +329,19 @@ def test_yarn_with_deepseeks_pair(tmp_path: Path) -> None:
 
 def test_families_and_rules_that_were_not_checked_or_move_are_refused(tmp_path: Path) -> None:
     unchecked, _ = extended(tmp_path / "unchecked", "yarn", family="Olmo2")
-    with pytest.warns(UserWarning, match="one scale per forward"):
+    with pytest.warns(UserWarning, match="per forward"):
         moving, _ = extended(tmp_path / "moving", "dynamic", scope="sequence")
     for stack in STACKS:
-        with pytest.raises(ValueError, match="model_type 'olmo2' has not been checked"):
+        with pytest.raises(ValueError, match="model_type 'olmo2'"):
             export_command(unchecked, stack)
         with pytest.raises(ValueError, match="dynamic rule"):
             export_command(moving, stack)
-    with pytest.raises(ValueError, match="model_type 'olmo2' has not been checked"):
+    with pytest.raises(ValueError, match="model_type 'olmo2'"):
         gguf_metadata(unchecked)
     mixtral, _ = extended(tmp_path / "mixtral", "yarn", family="Mixtral")
     assert commands(mixtral, "vllm")
     for stack in ("sglang", "mlx"):
-        with pytest.raises(ValueError, match="drops part of them"):
+        with pytest.raises(ValueError, match="drops part"):
             export_command(mixtral, stack)
 
 
@@ -422,7 +422,7 @@ def test_an_edited_config_is_refused(tmp_path: Path) -> None:
     for edit in ({"rope_parameters": {**config["rope_parameters"], "factor": 8.0}}, {"max_position_embeddings": 64}):
         (path / "config.json").write_text(json.dumps({**config, **edit}))
         for read in (lambda: export_command(path, "vllm"), lambda: gguf_metadata(path)):
-            with pytest.raises(ValueError, match="does not carry the rule"):
+            with pytest.raises(ValueError, match="not carry"):
                 read()
 
 
@@ -465,7 +465,7 @@ def test_the_command_line_prints_or_says_why_not(tmp_path: Path, capsys: pytest.
         error = capsys.readouterr().err
         assert error.startswith("hf-posenc: error: ")
         assert message in error
-    with pytest.raises(ValueError, match=r"unknown stack 'triton'\. Known: vllm, sglang, llama\.cpp, tgi, mlx"):
+    with pytest.raises(ValueError, match=r"'triton'\..*llama\.cpp,"):
         export_command(path, "triton")
     assert (*STACKS, "gguf") == KNOWN_TO_THE_PARSER
 

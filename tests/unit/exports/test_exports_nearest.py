@@ -123,7 +123,7 @@ def test_a_scaled_base_is_told_from_an_edited_one(tmp_path: Path) -> None:
     torch.testing.assert_close(read[0], live_frequencies("yarn")[0], rtol=1e-6, atol=0)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 256}))
-    with pytest.raises(ValueError, match=r"is not the base model's any more.*edited since"):
+    with pytest.raises(ValueError, match="base model's"):
         export_command(path, "vllm", as_method="yarn")
 
 

@@ -57,7 +57,7 @@ def test_alpha_is_a_larger_base(model_type: str, tmp_path: Path) -> None:
     assert "alpha" not in model.config.rope_parameters  # another program would multiply by it again
     assert torch.equal(logits(unpatch_model(model), token_ids(60)), before)
     assert model.config.rope_parameters == held
-    with pytest.warns(UserWarning, match="one scale per forward"):
+    with pytest.warns(UserWarning, match="per forward"):
         extended = extend_config(model.config, "dynamic", 2, scope="sequence")
     assert AutoModelForCausalLM.from_config(extended).model.rotary_emb.rope_type == "dynamic"
 
@@ -132,13 +132,13 @@ def test_an_unknown_rule_is_called_unknown() -> None:
     model = make_tiny_llama()
     model.model.rotary_emb = _OwnRotary(model.config)
     for attempt in (verify_model, patch_model):
-        with pytest.raises(UnsupportedModelError, match="in a way that hf_posenc does not know") as raised:
+        with pytest.raises(UnsupportedModelError, match="hf_posenc") as raised:
             attempt(model)
         assert raised.value.code == "unknown_frequencies"
     (finding,) = diagnose(model).findings
     assert (finding.code, finding.severity) == ("not-compared", "note")
     model.model.rotary_emb.inv_freq.mul_(0.9)  # somebody changed it
-    with pytest.raises(RuntimeError, match="reload the model"):
+    with pytest.raises(RuntimeError, match="reload the"):
         verify_model(model)
 
 
@@ -147,11 +147,11 @@ def test_an_unknown_softmax_scale_is_called_unknown() -> None:
     config = tiny_config(config_class_of("deepseek_v3"))
     config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4, "mscale_all_dim": 1.0}
     model = tiny_model("deepseek_v3", config)
-    with pytest.raises(UnsupportedModelError, match="live softmax scale") as raised:
+    with pytest.raises(UnsupportedModelError, match="softmax scale") as raised:
         verify_model(model)
     assert raised.value.code == "unknown_frequencies"
     model.model.layers[0].self_attn.scaling *= 2
-    with pytest.raises(RuntimeError, match="reload the model"):
+    with pytest.raises(RuntimeError, match="reload the"):
         verify_model(model)
 
 

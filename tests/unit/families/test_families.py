@@ -65,7 +65,7 @@ def test_a_temperature_reaches_the_features_that_never_turn() -> None:
 
 def test_longrope_takes_a_number_for_each_pair_that_turns(tmp_path: Path) -> None:
     model = tiny_model("lfm3")
-    with pytest.raises(ValueError, match="long_factor must hold 4 numbers"):
+    with pytest.raises(ValueError, match=r"long_factor.*4"):
         patch_model(model, "longrope", 4, **REQUEST, long_factor=[2.0] * 8)
     assert_patched_saved_and_undone(model, tmp_path / "model", "longrope", long_factor=[1.0, 2.0, 3.0, 4.0])
 
@@ -90,7 +90,7 @@ def test_gemma_4_assistants_are_refused_by_their_config(model_type: str) -> None
     text = tiny_config(config_class_of(f"{model_type}_text")).to_dict()
     alone = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 2}
     config = config_class_of(f"{model_type}_assistant")(text_config={**text, **alone})
-    with pytest.raises(ValueError, match="all its layers read the keys of the model it drafts for"):
+    with pytest.raises(ValueError, match="layers read"):
         extend_config(config, "linear", 4)
 
 
@@ -139,10 +139,10 @@ def test_a_base_that_layers_have_or_not(model_type: str, method: str, tmp_path: 
 
 def test_bases_that_differ_by_layer_are_refused() -> None:
     model = tiny("granite_swa", layer_rope_theta=[5000.0, 10000.0])
-    with pytest.raises(ValueError, match=r"different bases \(layer_rope_theta: 5000, 10000\), and Transformers puts"):
+    with pytest.raises(ValueError, match=r"\(layer_rope_theta: 5000, 10000\),"):
         patch_model(model, "yarn", 4)
     model = tiny("granite_swa", layer_rope_theta=[10000.0, 0])
-    with pytest.raises(ValueError, match="full-attention layers have no positions"):
+    with pytest.raises(ValueError, match="full-attention"):
         patch_model(model, "yarn", 4)
 
 
@@ -162,7 +162,7 @@ def test_deepseek_v4_scales_what_reads_the_whole_context_compressed(tmp_path: Pa
 def test_llama_4_in_chunks_smaller_than_the_text(tmp_path: Path) -> None:
     # A query's temperature grows every 16 tokens.
     options = {"attention_chunk_size": 32, "floor_scale": 16, "num_key_value_heads": 4}
-    with pytest.raises(ValueError, match=r"layers in chunks \(of 32 tokens\) are rotary, and they never look out"):
+    with pytest.raises(ValueError, match=r"\(of 32"):
         patch_model(tiny("llama4_text", **options), "yarn", 4)
     layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 1]}
     model = tiny("llama4_text", **options, **layers)
@@ -174,7 +174,7 @@ def test_llama_4_in_chunks_smaller_than_the_text(tmp_path: Path) -> None:
 
 
 def test_cohere_2_moe_whose_first_layers_read_everything_and_turn(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="only its layers with a sliding window are rotary"):
+    with pytest.raises(ValueError, match="sliding window"):
         patch_model(tiny_model("cohere2_moe"), "yarn", 4)
     layers = {"layer_types": ["full_attention", "sliding_attention"], "mlp_layer_types": ["dense", "sparse"]}
     assert_patched_saved_and_undone(tiny("cohere2_moe", **layers), tmp_path / "model", "yarn")

@@ -301,7 +301,7 @@ def test_weights_that_are_not_finite(tmp_path: Path, settings: dict[str, Any], m
     model = make_model("Llama")
     model.get_decoder().layers[0].self_attn.v_proj.weight.data[0, 0] = float("nan")
     refused(tmp_path, model, message, **settings)
-    with pytest.raises(ValueError, match=r"output .* is not a number \(NaN\)"):
+    with pytest.raises(ValueError, match=r"\(NaN\)"):
         patch_model(model, "dca", 4)
     assert model.config._attn_implementation == "sdpa"
 
@@ -351,7 +351,7 @@ def test_a_budget_that_is_too_short(tmp_path: Path) -> None:
         ({"steps": 5}, "5 steps need"),
         ({"steps": 50, "seeds": 2, "held_out": 1}, "20 steps for each of 2 seeds and the measurement of 3 rules need"),
     ):
-        with pytest.raises(ValueError, match=rf"a budget of .* is too short: {message}"):
+        with pytest.raises(ValueError, match=f"{message}"):
             fit_method(sharp_model("Llama"), None, documents, small(budget=0.001, **settings), work_dir=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["teacher-0"]
 

@@ -59,9 +59,9 @@ def test_every_number_is_where_it_is_said(words: PreTrainedTokenizerFast, novel:
 
 
 def test_too_many_numbers(words: PreTrainedTokenizerFast, novel: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match=r"100 numbers take \d+ tokens, and the text has 500: hide fewer"):
+    with pytest.raises(ValueError, match=r"100.*\d+.*500:"):
         hide_numbers(words, novel[:500], 100, Random(1))
-    with pytest.raises(ValueError, match=r"100000 numbers need as many names, and there are \d+: hide fewer"):
+    with pytest.raises(ValueError, match=r"100000.*\d+:"):
         hide_numbers(words, novel, 100_000, Random(1))
 
 

@@ -196,22 +196,22 @@ def test_bad_options(method: str, options: dict[str, Any], error: type[Exception
 
 
 def test_what_does_not_fit_the_model() -> None:
-    with pytest.raises(ValueError, match="beyond_critical must be one of rising, constant, got 'flat'"):
+    with pytest.raises(ValueError, match=r"beyond_critical.*'flat'"):
         make_method("ntk_rcd", 4, {"beyond_critical": "flat"})
     unrotated = dataclasses.replace(LLAMA3, unrotated_pairs=32)
-    with pytest.raises(ValueError, match="at most 31, the slowest pair of this model that rotates"):
+    with pytest.raises(ValueError, match="31,"):
         make_method("ntk_rcd", 4, {"critical_pair": 40}).frequencies(unrotated)
     for method in ("ntk_rcd", "yarn_rcd"):
-        with pytest.raises(ValueError, match="needs at least two pairs"):
+        with pytest.raises(ValueError, match="least two"):
             make_method(method, 4).frequencies(RopeSpec(2, 1e4, 64))
 
 
 def test_yarn_rcd_where_a_temperature_cannot_be_said() -> None:
     latent = tiny_model("deepseek_v3")
-    with pytest.raises(ValueError, match=r"multi-head latent attention: .* Take yarn; or give attention_factor"):
+    with pytest.raises(ValueError, match=r"multi-head.*attention_factor"):
         patch_model(latent, "yarn_rcd", 4, **REQUEST)
     patch_model(latent, "yarn_rcd", 4, attention_factor=1.0, **REQUEST)
     made = make_method("yarn_rcd", 4).temperature_for(RotatedPart.HEADS_AND_VALUES)
     assert made.frequencies(LLAMA3)[1] == 1
-    with pytest.raises(ValueError, match="rotates its values with its keys"):
+    with pytest.raises(ValueError, match="rotates its"):
         make_method("yarn_rcd", 4, {"attention_factor": 1.2}).temperature_for(RotatedPart.HEADS_AND_VALUES)

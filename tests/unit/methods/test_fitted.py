@@ -93,7 +93,7 @@ def test_a_longer_target_is_refused(tmp_path: Path, request_: dict[str, int]) ->
     model = sharp_model("Llama")
     before = logits(model, IDS)
     length = request_.get("context_length", 512)
-    with pytest.raises(ValueError, match=f"fitted for 256 tokens, and {length} were requested"):
+    with pytest.raises(ValueError, match=f"256.*{length}"):
         patch_model(model, "fitted", source=write(tmp_path / "rule.json"), **request_)
     assert torch.equal(logits(model, IDS), before)
 
@@ -126,7 +126,7 @@ def test_a_rule_of_other_heads_is_refused(tmp_path: Path) -> None:
 def test_no_such_file(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "none", tmp_path / "empty"):
-        with pytest.raises(OSError, match=r"there is no fitted rule in .*hf-posenc fit"):
+        with pytest.raises(OSError, match="hf-posenc"):
             patch_model(sharp_model("Llama"), "fitted", source=path)
 
 
@@ -152,7 +152,7 @@ def test_files_that_hold_no_rule(tmp_path: Path, content: str, message: str) -> 
 
 def test_another_methods_folder(tmp_path: Path) -> None:
     save_extended(patch_model(make_model("Llama"), "yarn", 4), tmp_path / "yarn")
-    with pytest.raises(ValueError, match="is no fitted rule: it holds method 'yarn'"):
+    with pytest.raises(ValueError, match="'yarn'"):
         patch_model(make_model("Llama"), "fitted", source=tmp_path / "yarn")
 
 
@@ -172,17 +172,17 @@ def test_rules_of_damaged_numbers(tmp_path: Path, changes: dict[str, Any], messa
 
 def test_source_and_numbers_at_once(tmp_path: Path) -> None:
     path = write(tmp_path / "rule.json")
-    with pytest.raises(ValueError, match="give source or attention_factor, not both"):
+    with pytest.raises(ValueError, match="attention_factor,"):
         patch_model(make_model("Llama"), "fitted", source=path, attention_factor=1.0)
 
 
 def test_neither_source_nor_numbers() -> None:
-    with pytest.raises(ValueError, match="method 'fitted' needs source"):
+    with pytest.raises(ValueError, match="'fitted'"):
         patch_model(make_model("Llama"), "fitted", 4)
 
 
 def test_a_source_that_is_no_path() -> None:
-    with pytest.raises(TypeError, match="source must be a folder"):
+    with pytest.raises(TypeError, match="source must"):
         patch_model(make_model("Llama"), "fitted", 4, source=3)
 
 

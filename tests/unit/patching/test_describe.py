@@ -58,14 +58,14 @@ def test_the_tokenizers_limit_goes_with_the_model(caplog: pytest.LogCaptureFixtu
 
 def test_what_is_no_tokenizer_is_refused_before_anything_is_changed() -> None:
     model = make_tiny_llama()
-    with pytest.raises(TypeError, match="tokenizer must be a tokenizer or a processor, got object"):
+    with pytest.raises(TypeError, match="processor, got"):
         patch_model(model, "yarn", 4, tokenizer=object())  # type: ignore[arg-type]
     assert describe(model)["method"] == "none"
 
 
 def test_a_refused_request_leaves_the_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = make_tiny_tokenizer()
-    with pytest.raises(ValueError, match="factor must be >= 1"), caplog.at_level(logging.INFO, "hf_posenc"):
+    with pytest.raises(ValueError, match=">= 1"), caplog.at_level(logging.INFO, "hf_posenc"):
         patch_model(make_tiny_llama(), "yarn", 0.5, tokenizer=tokenizer)
     assert tokenizer.model_max_length == 64
     assert said(caplog) == []
@@ -113,7 +113,7 @@ def test_describe_takes_a_model_a_config_or_a_folder(tmp_path: Path) -> None:
     adapter = get_peft_model(patch_model(model, "linear", 2), LoraConfig(task_type="CAUSAL_LM"))
     adapter.save_pretrained(str(tmp_path / "adapter"))
     assert describe(tmp_path / "adapter")["method"] == describe(adapter)["method"] == "linear"
-    with pytest.raises(TypeError, match="expected a Transformers model"):
+    with pytest.raises(TypeError, match="Transformers model"):
         describe(3)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="nowhere"):
         describe(tmp_path / "nowhere")

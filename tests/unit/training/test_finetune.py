@@ -250,7 +250,7 @@ def test_names_of_what_lora_trains(tiny_llama: Build):
     model = tiny_llama()
     assert attention_linears(model) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     assert norm_names(model) == ["input_layernorm", "norm", "post_attention_layernorm"]
-    with pytest.raises(ValueError, match=r"no nn\.Linear inside a module named"):
+    with pytest.raises(ValueError, match=r"nn\.Linear"):
         attention_linears(nn.Sequential(nn.Linear(2, 2)))
 
 
@@ -259,8 +259,8 @@ def test_the_probe_and_the_packing_are_logged(
 ):
     with caplog.at_level(logging.INFO, logger="hf_posenc"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path, token_budget=2 * SEQ, eval_documents=0))
-    assert "packed documents are isolated (attn_implementation 'sdpa', 2 blocks per step)" in caplog.text
-    assert "are not trained on: the token budget ends before them" in caplog.text
+    assert "(attn_implementation 'sdpa', 2" in caplog.text
+    assert "token budget" in caplog.text
 
 
 @pytest.mark.slow

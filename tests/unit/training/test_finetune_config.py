@@ -150,7 +150,7 @@ def test_a_run_goes_on_from_the_checkpoint_that_is_named(tmp_path: Path, tiny_ll
     first = losses(run)
     named = config(run, save_steps=4, resume_from_checkpoint=str(run / "checkpoint-4"), **chosen)
     (run / "checkpoint-4" / "trainer_state.json").rename(tmp_path / "trainer_state.json")
-    with pytest.raises(ValueError, match=r"checkpoint-4 is no checkpoint: it has no trainer_state\.json"):
+    with pytest.raises(ValueError, match=r"checkpoint-4.*trainer_state\.json"):
         finetune(tiny_llama(), tokenizer, documents, named)
     (tmp_path / "trainer_state.json").rename(run / "checkpoint-4" / "trainer_state.json")
     (run / "train_log.jsonl").write_text("")  # so that what is written again shows where it went on

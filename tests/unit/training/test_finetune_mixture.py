@@ -42,7 +42,7 @@ def test_a_resumed_run_is_the_same_and_says_what_it_read(base: Path, tmp_path: P
     run(base, tmp_path / "straight")
     with killed_at(6):
         run(base, tmp_path / "killed")
-    with pytest.raises(ValueError, match=r"task_mix was \['kv=0\.3', .*, is now \['kv=0\.5', 'text=0\.5'\]"):
+    with pytest.raises(ValueError, match=r"task_mix.*\['kv=0\.3',.*,.*\['kv=0\.5', 'text=0\.5'\]"):
         run(base, tmp_path / "killed", resume_from_checkpoint=True, task_mix="kv=0.5,text=0.5")
     run(base, tmp_path / "killed", resume_from_checkpoint=True)
     assert_same_run(tmp_path / "straight", tmp_path / "killed", 10)

@@ -70,7 +70,7 @@ def test_a_tokenizer_without_an_end_says_so(
     assert "no end-of-sequence token" not in caplog.text
     tokenizer.eos_token = None
     finetune(tiny_llama(), tokenizer, documents, dataclasses.replace(small, output_dir=str(tmp_path / "other")))
-    assert "the tokenizer has no end-of-sequence token, so none is put after each document" in caplog.text
+    assert "end-of-sequence" in caplog.text
 
 
 @pytest.mark.parametrize("wrong", [128, 5000, -1])
@@ -91,7 +91,7 @@ def test_a_tokenizer_of_another_model(tmp_path: Path, tiny_llama: Build, tokeniz
         documents=[torch.arange(90)],
     )
     tokenizer.add_special_tokens({"eos_token": "<end>"})
-    with pytest.raises(ValueError, match="eos_token_id is 128, but the model's vocabulary has 128 ids"):
+    with pytest.raises(ValueError, match=r"eos_token_id.*128,.*128"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "run"))
 
 

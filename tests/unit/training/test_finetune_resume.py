@@ -81,15 +81,11 @@ def test_what_may_not_differ_on_resume_is_named(
     first = {"token_budget": 2 * SEQ, "eval_documents": 0}
     finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **first))
     again = {**first, "resume_from_checkpoint": True}
-    with pytest.raises(
-        ValueError, match=r"holds a run already. Pass resume_from_checkpoint=True \(--resume-from-checkpoint\)"
-    ):
+    with pytest.raises(ValueError, match=r"resume_from_checkpoint=True \(--resume-from-checkpoint\)"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **first))
-    with pytest.raises(ValueError, match=r"learning_rate was 0.003, is now 0.001\. Resume"):
+    with pytest.raises(ValueError, match=r"learning_rate.*0.003,.*0.001\."):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **{**again, "learning_rate": 1e-3}))
-    with pytest.raises(
-        ValueError, match=r"eval_lengths was None, is now \[32\]\. Resume"
-    ):  # it can decide what is held out
+    with pytest.raises(ValueError, match=r"eval_lengths.*\[32\]\."):  # it can decide what is held out
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path, **again, eval_lengths=[32]))
     with pytest.raises(ValueError, match="data was '"):
         finetune(tiny_llama(), tokenizer, documents[1:], config(tmp_path, **again))
@@ -110,7 +106,7 @@ def test_a_start_that_failed_can_be_corrected(
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "probe_isolation", refuse)
-        with pytest.raises(RuntimeError, match="see each other"):
+        with pytest.raises(RuntimeError, match="each other"):
             finetune(tiny_llama(), tokenizer, documents, config(tmp_path))
     assert (tmp_path / "finetune.json").is_file()
     small = {"token_budget": SEQ, "per_device_train_batch_size": 1, "eval_documents": 0}
@@ -139,7 +135,7 @@ def test_a_continued_run_counts_on(tmp_path: Path, tiny_llama: Build, tokenizer:
     assert "| extended to 128 tokens, fine-tuned on 512 tokens |" in card
     assert "was not measured: the run began with a model that was extended already" in card
     assert "not yet trained" in (tmp_path / "a/README.md").read_text()
-    with pytest.raises(ValueError, match="tokens_trained_before was 512, is now 0"):
+    with pytest.raises(ValueError, match=r"tokens_trained_before.*512,.*0"):
         finetune(
             load_extended(tmp_path / "a"), tokenizer, documents, config(tmp_path / "b", resume_from_checkpoint=True)
         )

@@ -143,7 +143,7 @@ def test_a_loaded_rule_goes_on_or_is_replaced(
     assert again.tokens_trained == (STEPS + 1) * TARGET
     assert describe(load_extended(tmp_path / "on"))["options"] == {"stage": 32}
     other = staged(tmp_path / "other", method="yarn", options={}, factor=2.0)
-    with pytest.raises(ValueError, match=r"extended already: dynamic_yarn, factor 4.*on_scaled='replace'"):
+    with pytest.raises(ValueError, match=r"dynamic_yarn,.*4.*on_scaled='replace'"):
         extended_by(other, load_extended(tmp_path / "run"))
     replaced = staged(tmp_path / "other", method="yarn", options={}, factor=2.0, on_scaled="replace")
     assert extended_by(replaced, load_extended(tmp_path / "run"))["context_length"] == 128
@@ -170,5 +170,5 @@ def test_the_probe_goes_past_the_original_length(
             monkeypatch.setattr(type(forward.layout), "documents", lambda layout, row: [(0, layout.num_keys)])
 
     monkeypatch.setattr(Pieces, "__init__", leaking)
-    with pytest.raises(RuntimeError, match="packed documents see each other with attn_implementation 'sdpa'"):
+    with pytest.raises(RuntimeError, match="attn_implementation 'sdpa'"):
         probe_isolation(RotaryModel(model), batch_size, schedule)

@@ -135,7 +135,7 @@ def test_a_killed_run_goes_on_in_its_stage_and_ends_the_same(
         with pytest.raises(Killed):
             run("killed")
     first = (tmp_path / "killed" / FOLDERS[0] / "train_log.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"holds a run already. Pass resume_from_checkpoint=True"):
+    with pytest.raises(ValueError, match="resume_from_checkpoint=True"):
         run("killed")
     resumed = run("killed", resume_from_checkpoint=True)
     again = (tmp_path / "killed" / FOLDERS[0] / "train_log.jsonl").read_bytes()
@@ -148,7 +148,7 @@ def test_a_killed_run_goes_on_in_its_stage_and_ends_the_same(
     done = run("killed", resume_from_checkpoint=True)  # all of it is finished
     assert (done.steps, done.tokens_trained) == (12, straight.tokens_trained)
     assert torch.equal(logits_of(done.model), logits_of(straight.model))
-    with pytest.raises(ValueError, match=r"learning_rate was 0\.003, is now 0\.001"):
+    with pytest.raises(ValueError, match=r"learning_rate.*0\.003,.*0\.001"):
         run("killed", resume_from_checkpoint=True, learning_rate=1e-3)
 
 
@@ -178,7 +178,7 @@ def test_stages_as_they_are_written(tmp_path: Path):
     ]
     shared = config(tmp_path, factor=None, stages=["16k", "32k", "64k"], token_budget=3000)
     assert [stage.token_budget for stage in shared.target_stages()] == [1000] * 3
-    with pytest.raises(ValueError, match="stages say the target lengths: leave out factor"):
+    with pytest.raises(ValueError, match="target lengths:"):
         config(tmp_path, stages=["16k"])
 
 
@@ -245,10 +245,10 @@ def test_stages_that_do_not_suit_the_model(
     replaced = config(tmp_path / "run", **{**small, "stages": ["96", "160"], "on_scaled": "replace"})
     result = finetune(patch_model(tiny_llama(), "linear", 2), tokenizer, documents, replaced)
     assert (result.steps, (read_manifest(tmp_path / "run") or {})["method"]) == (2 + 1, "yarn")
-    with pytest.raises(ValueError, match=r"holds a run in stages \(stage-1-96, ...\)"):
+    with pytest.raises(ValueError, match=r"\(stage-1-96, ...\)"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "run", eval_documents=0))
     finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "single", eval_documents=0, token_budget=256))
-    with pytest.raises(ValueError, match="holds a run without stages"):
+    with pytest.raises(ValueError, match="without stages"):
         finetune(tiny_llama(), tokenizer, documents, config(tmp_path / "single", **small))
 
 

@@ -63,9 +63,9 @@ def test_what_is_told_wins_and_another_method_brings_its_own_options() -> None:
     assert (other.method, other.options, other.position_schedule) == ("ntk", {}, "pose")
     preset = FinetuneConfig.from_recipe("yarn-400", output_dir="out", preset="qwen3-yarn-4x")
     assert (preset.method, preset.learning_rate) == (None, 2e-5)
-    with pytest.raises(ValueError, match=r"unknown recipe 'yarn-40'\. Did you mean 'yarn-400'"):
+    with pytest.raises(ValueError, match=r"'yarn-40'\..*'yarn-400'"):
         FinetuneConfig.from_recipe("yarn-40", output_dir="out")
-    with pytest.raises(ValueError, match=r"none of its values is set. FinetuneConfig.from_recipe\('pose'"):
+    with pytest.raises(ValueError, match=r"FinetuneConfig.from_recipe\('pose'"):
         FinetuneConfig("out", recipe="pose")
     with pytest.raises(TypeError):
         get_recipe("pose").values["lora"] = True  # type: ignore[index]  # the mistake
@@ -91,9 +91,9 @@ def test_the_base_is_that_of_the_nearest_published_length(target: int, own: floa
 
 
 def test_a_base_that_nobody_published_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"no base was published for 2000000 tokens .*--option rope_theta="):
+    with pytest.raises(ValueError, match=r"2000000.*--option rope_theta="):
         choose_base(2_000_000, 1e4)
-    with pytest.raises(ValueError, match="a model of base 1e\\+10"):
+    with pytest.raises(ValueError, match=r"1e\+10"):
         choose_base(8192, 1e10)
 
 
@@ -105,7 +105,7 @@ def test_what_recipes_choose_by_the_model(tiny_llama: Build, caplog: pytest.LogC
 
     caplog.set_level("INFO")
     assert fitted("abf", factor=2.0).options == {"rope_theta": 5e5}
-    assert "abf: rope_theta 500000 for 128 tokens, published for 32k (Llama 2 Long" in caplog.text
+    assert "rope_theta 500000" in caplog.text
     assert fitted("abf", options={"rope_theta": 7e5}).options == {"rope_theta": 7e5}
     assert fitted("abf", method="ntk").options == {}
     assert (fitted("drope").seq_len, fitted("drope", seq_len=32).seq_len) == (64, 32)

@@ -63,7 +63,7 @@ def test_context_parallel_trains_as_one_process_does(tmp_path: Path):
     for process in (0, 1):
         assert not Path(right.folder, f"raised-{process}").exists()
         said = Path(wrong.folder, f"raised-{process}").read_text()
-        assert "outside of the trainer the same tokens give" in said
+        assert "same tokens" in said
     assert not list(Path(wrong.folder).glob("checkpoint-*"))
 
 

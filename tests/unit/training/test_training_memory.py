@@ -221,5 +221,5 @@ def test_a_family_that_needs_data_is_refused_by_name() -> None:
         **{name: sizes[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers")}, **experts
     )
     config._experts_implementation = "eager"  # which asks its data what experts have tokens, on every PyTorch
-    with pytest.raises(ValueError, match=r"'mixtral' cannot be run without data.*bf16"):
+    with pytest.raises(ValueError, match=r"'mixtral'.*bf16"):
         predict_training_memory(config, settings(bf16=False).step, 64)

