@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from hf_posenc.attention.attention_kernels import Spans, Tile
 from hf_posenc.attention.inner import REAL, UNWRITTEN
 from hf_posenc.attention.rotation import Tables
+from hf_posenc.attention.spans import Spans
 from hf_posenc.attention.staged import Stages
+from hf_posenc.attention.tiles import Tile
 from hf_posenc.errors import InvalidRequestError
 from hf_posenc.methods.base import Region
 

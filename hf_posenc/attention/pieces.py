@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from hf_posenc.attention.attention_kernels import Extras, attend_to_all_before, can_tile
 from hf_posenc.attention.inner import inner_attention, piece_mask
 from hf_posenc.attention.layout import StagedForward
 from hf_posenc.attention.rotation import RotatedKeys, Rotation, Tables
+from hf_posenc.attention.spans import Extras
+from hf_posenc.attention.tiles import attend_to_all_before, can_tile
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.methods.base import DistanceMethod, StagedMethod
 from hf_posenc.spec import RopeSpec

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from hf_posenc.attention.attention_kernels import Spans, Tile, attend_in_tiles, attend_to_spans
 from hf_posenc.attention.pieces import Output, Pieces
+from hf_posenc.attention.spans import Spans, attend_to_spans
+from hf_posenc.attention.tiles import Tile, attend_in_tiles
 from hf_posenc.methods.base import Region, Regions
 
 # Queries of one block, where the edge of a region moves with the query: each edge costs as many keys in vain.

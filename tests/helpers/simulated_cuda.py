@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc.attention import attention_kernels as kernels
+from hf_posenc.attention import spans, tiles
 
 CUDA = torch.device("cuda", 0)  # with its number: without one PyTorch asks the device that is not there
 _CPU = torch.device("cpu")
@@ -80,14 +80,14 @@ def simulated_cuda() -> Iterator[torch.device]:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(..., device=...) is then a copy from the CPU
     torch.__future__.set_swap_module_params_on_conversion(True)  # parameters become of another class
     torch.cuda._lazy_init = lambda: None
-    bias, why_not_flex = kernels.causal_lower_right, kernels.why_not_flex
-    kernels.causal_lower_right = _causal_mask
-    kernels.why_not_flex = lambda *args: "its kernels are compiled for a device that is there"
+    bias, why_not_flex = tiles.causal_lower_right, spans.why_not_flex
+    tiles.causal_lower_right = _causal_mask
+    spans.why_not_flex = lambda *args: "its kernels are compiled for a device that is there"
     try:
         with _Simulation():
             yield CUDA
     finally:
-        kernels.causal_lower_right, kernels.why_not_flex = bias, why_not_flex
+        tiles.causal_lower_right, spans.why_not_flex = bias, why_not_flex
         torch.cuda._lazy_init = starts
         torch.__future__.set_swap_module_params_on_conversion(swaps)
         torch._C._set_only_lift_cpu_tensors(lifts)

@@ -13,16 +13,12 @@ from torch.nn.attention.flex_attention import flex_attention
 from attention_models import IDS, left_padded, sharp_model
 from distance_rules import RULES, by_hand, patched_model
 from hf_posenc import patch_model, verify_model
-from hf_posenc.attention import attention_kernels as kernels
-from hf_posenc.attention.attention_kernels import (
-    Extras,
-    Spans,
-    attend_to_all_before,
-    attend_to_spans,
-    merged,
-    why_not_flex,
-)
+from hf_posenc.attention import spans as attention_spans
+from hf_posenc.attention import tiles
+from hf_posenc.attention.merging import merged
 from hf_posenc.attention.pieces import Pieces
+from hf_posenc.attention.spans import Extras, Spans, attend_to_spans, why_not_flex
+from hf_posenc.attention.tiles import attend_to_all_before
 from tiny_models import logits, token_ids
 
 N = 331  # a multiple of no chunk, window, group or block
@@ -32,7 +28,7 @@ UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without to
 def use_kernel(name: str, monkeypatch: Any) -> None:
     """Attend by one kernel: tiles, tiles where PyTorch lacks the kernel, PyTorch, FlexAttention's own reference."""
     if name == "tiles without the flash kernel":
-        monkeypatch.setattr(kernels, "_flash_on_cpu", lambda: None)
+        monkeypatch.setattr(tiles, "_flash_on_cpu", lambda: None)
     elif name != "tiles":
         monkeypatch.setattr(Pieces, "can_tile", lambda self: False)
     if name == "flex":
@@ -40,8 +36,8 @@ def use_kernel(name: str, monkeypatch: Any) -> None:
         def uncompiled(query: Any, keys: Any, value: Any, training: bool, **kwargs: Any) -> Any:
             return flex_attention(query, keys, value, **kwargs)
 
-        monkeypatch.setattr(kernels, "why_not_flex", lambda *args: None)
-        monkeypatch.setattr(kernels, "compile_friendly_flex_attention", uncompiled)
+        monkeypatch.setattr(attention_spans, "why_not_flex", lambda *args: None)
+        monkeypatch.setattr(attention_spans, "compile_friendly_flex_attention", uncompiled)
 
 
 def output_of_first_layer(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -222,7 +218,7 @@ def test_why_flex_attention_is_not_used(caplog: pytest.LogCaptureFixture) -> Non
     )
     assert why_not_flex(torch.zeros(1, 4, 200, 16), Extras()) == "the device is cpu"
     assert not caplog.records
-    kernels._log_once.cache_clear()
+    attention_spans._log_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert why_not_flex(query, Extras(dropout=0.1)) == "it has no attention dropout"

@@ -99,7 +99,7 @@ def test_training_sees_no_later_token_and_the_same_gradients_in_pieces(rule: str
     whole = gradient()
     assert whole[0, 151:].abs().max() == 0
     assert whole[0, :151].abs().amax(-1).min() > 0
-    monkeypatch.setattr("hf_posenc.attention.attention_kernels._SCORES", 200 * 7)
+    monkeypatch.setattr("hf_posenc.attention.spans._SCORES", 200 * 7)
     monkeypatch.setattr("hf_posenc.attention.pieces.Pieces.can_tile", lambda self: False)
     torch.testing.assert_close(gradient(), whole, atol=1e-5 * float(whole.abs().max()), rtol=1e-5)
 

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from attention_models import IDS, sharp_model
 from distance_rules import RULES, by_hand, patched_model
 from hf_posenc import patch_model
-from hf_posenc.attention import attention_kernels as kernels
-from hf_posenc.attention import installation
+from hf_posenc.attention import installation, spans, tiles
 from hf_posenc.attention.interface import attention_of
 from hf_posenc.attention.pieces import Pieces
 from hf_posenc.attention.regional import key_ranges, query_blocks
@@ -31,8 +30,8 @@ def calls(monkeypatch: Any) -> list[dict[str, Any]]:
         found.append({"queries": query.shape[2], "keys": keys.shape[2], "tile": tile})
         return kernel(query, keys, value, scaling, tile)
 
-    kernel = kernels._cpu_kernel
-    monkeypatch.setattr(kernels, "_cpu_kernel", attend)
+    kernel = tiles._cpu_kernel
+    monkeypatch.setattr(tiles, "_cpu_kernel", attend)
     monkeypatch.setattr(installation, "check_installed", lambda *args: None)
     return found
 
@@ -66,7 +65,7 @@ def test_each_pair_is_in_one_range_of_its_region(rule: str, block: int, monkeypa
 @pytest.mark.parametrize("rule", RULES)
 def test_tiles_give_the_definition(rule: str, block: int, monkeypatch: Any, calls: list[dict[str, Any]]) -> None:
     monkeypatch.setattr("hf_posenc.attention.regional.BLOCK", block)
-    monkeypatch.delattr(kernels, "_few_at_a_time")
+    monkeypatch.delattr(spans, "_few_at_a_time")
     model, found = patched_model(rule), []
     model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: found.append(output[0]))
     ids = IDS[:, :N]
@@ -143,7 +142,7 @@ def test_tables_are_made_once_a_forward(rule: str, tiled: bool, monkeypatch: Any
     made: list[int] = []
     make, model = Pieces.to_positions, patched_model(rule)
     monkeypatch.setattr(Pieces, "to_positions", lambda self, *args: made.append(args[1].numel()) or make(self, *args))
-    monkeypatch.setattr(kernels, "_SCORES", N * 7)
+    monkeypatch.setattr(spans, "_SCORES", N * 7)
     if not tiled:
         by_the_reference(monkeypatch)
     logits(model, IDS[:, :N])
