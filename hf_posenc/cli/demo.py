@@ -31,7 +31,7 @@ _DETAILS = ("hf_posenc.evaluation", "hf_posenc.training", "hf_posenc.patching.ap
 
 @dataclass
 class DemoArguments:
-    """The training time of the demo, and the folder of its files."""
+    """How long the demo may train, and where its files go."""
 
     output_dir: str = field(default="outputs/demo", metadata={"help": "folder for results, report and trained model"})
     token_budget: TokenCount = field(default=TokenCount("100k"), metadata={"help": "tokens to fine-tune on"})

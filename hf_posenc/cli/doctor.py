@@ -12,7 +12,7 @@ from hf_posenc.utils.units import ContextLength
 
 @dataclass
 class DoctorArguments:
-    """The file of the corrected config, and facts that the config lacks."""
+    """Where the corrected config goes, and facts that the config lacks."""
 
     live: bool = field(
         default=False, metadata={"help": "also load the model, and compare its modules with what the config means"}

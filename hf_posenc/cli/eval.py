@@ -36,7 +36,7 @@ _OUTPUT = ("output", "label", "model_name")
 
 @dataclass
 class EvalArguments(OutputConfig, EvalConfig):
-    """The measurement, and the files of the results."""
+    """What is measured, and where the results go."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = (
         "context_lengths",

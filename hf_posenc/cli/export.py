@@ -18,7 +18,7 @@ SERVER_DTYPES = ("float32", "float16", "bfloat16", "quantised")
 
 @dataclass
 class ExportArguments:
-    """The program that is to run the model."""
+    """Which program is to run the model."""
 
     to: str | None = field(
         default=None, metadata={"help": "the server, or gguf for a file with the rule in it", "choices": STACKS}
@@ -41,7 +41,7 @@ class ExportArguments:
 
 @dataclass
 class VerifyArguments:
-    """The running server that is compared with the model."""
+    """Which running server is compared with the model."""
 
     verify: str | None = field(
         default=None,

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class FinetuneModelArguments(ModelArguments):
-    """The options of loading the model."""
+    """How the model is loaded."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ()
 
@@ -45,7 +45,7 @@ class FinetuneModelArguments(ModelArguments):
 
 @dataclass
 class TrainingDocumentArguments(DocumentArguments):
-    """The source of the texts to train on."""
+    """Where the texts to train on come from."""
 
     streaming: bool = field(
         default=False,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class FitArguments:
-    """The options of a fit: the rule, the way and the time."""
+    """What is fitted, how, and for how long."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ("output",)
 

@@ -22,7 +22,7 @@ _TASKS = ("--tasks", "-t")
 
 @dataclass
 class HarnessArguments:
-    """The extension of the model."""
+    """How the model is extended."""
 
     method: str | None = field(
         default=None,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PatchArguments:
-    """The extension of the model."""
+    """How the model is extended."""
 
     method: str | None = field(
         default=None,

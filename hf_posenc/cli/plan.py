@@ -20,7 +20,7 @@ _SHARED = (
 
 @dataclass
 class PlanArguments:
-    """The target length, the memory and the speed."""
+    """How far, with which memory, and how fast."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = (
         *("context_length", "gpu_memory", "gpus", "training", "token_budget", "server", "recipe", "lora"),

@@ -14,7 +14,7 @@ from hf_posenc.utils.files import writable_folder
 
 @dataclass
 class ReportArguments:
-    """The file of a report."""
+    """Where a report goes."""
 
     output_dir: str = field(default="report", metadata={"help": "folder for report.html, report.md and the plots"})
     title: str = field(

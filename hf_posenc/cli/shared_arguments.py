@@ -36,7 +36,7 @@ MODEL = {"model": "name on the Hub, folder or .gguf file"}
 
 @dataclass
 class ModelArguments:
-    """The options of loading the model."""
+    """How the model is loaded."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ("dtype", "device")
 
@@ -57,7 +57,7 @@ class ModelArguments:
 
 @dataclass
 class OptionArguments:
-    """The extension of the model."""
+    """How the model is extended."""
 
     option: list[str] = field(
         default_factory=list,
@@ -71,7 +71,7 @@ class OptionArguments:
 
 @dataclass
 class DocumentArguments:
-    """The source of the texts."""
+    """Where the texts come from."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ("documents", "text_field")
 
@@ -146,7 +146,7 @@ class DocumentArguments:
 
 @dataclass
 class PublishArguments:
-    """The repository in which the model is published."""
+    """Where the model is published."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = ("push_to_hub",)
 

@@ -23,7 +23,7 @@ _SHARES = 4  # a short context serves a quarter as many tokens
 
 @dataclass
 class EvalConfig:
-    """The settings of a measurement.
+    """What is measured, and how.
 
     The names are those of ``perplexity``. Each help text is the documentation.
     """
@@ -178,7 +178,7 @@ class EvalConfig:
 
 @dataclass
 class OutputConfig:
-    """The files of the results, and their names."""
+    """Where results go, and under which names."""
 
     output: str | None = field(
         default=None, metadata={"help": "append results to this .jsonl file, and skip those that it holds"}

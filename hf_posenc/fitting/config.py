@@ -28,7 +28,7 @@ OBJECTIVES = tuple(sorted(one.name for one in pkgutil.iter_modules([str(_FOLDER)
 
 @dataclass
 class FitConfig:
-    """The settings of a fit: the rule, the way and the time."""
+    """What is fitted, how, and for how long."""
 
     HELP_COMMON: ClassVar[tuple[str, ...]] = (
         "context_length",

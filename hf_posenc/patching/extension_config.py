@@ -14,7 +14,7 @@ NO_METHOD = "none"  # the model as it is
 
 @dataclass
 class ExtensionConfig:
-    """The extension of the model.
+    """How the model is extended.
 
     The names are those of ``patch_model``. The help text of a field is its documentation.
     """

@@ -119,7 +119,7 @@ def test_an_output_folder_that_cannot_be_is_found_first(
     (tmp_path / "results").write_text("")
     paths = {name: tmp_path / name for name in ("file", "results")}
     line = said(capsys, *(word.format(**paths) for word in words))
-    assert line.startswith(f"'{tmp_path / 'file'}' is a file, so ")
+    assert f"cannot be a folder, because '{tmp_path / 'file'}' is a file" in line
 
 
 def test_a_folder_of_others_is_found_first(

@@ -219,11 +219,11 @@ def test_bos_is_a_token_of_the_context(tiny_llama):
 
 def test_texts_need_a_list_a_tokenizer_and_the_right_vocabulary(tiny_llama):
     model = tiny_llama()
-    with pytest.raises(TypeError, match="single one"):
+    with pytest.raises(TypeError, match="single document"):
         measure(model, "one text", [8])
-    with pytest.raises(TypeError, match="single one"):
+    with pytest.raises(TypeError, match="single document"):
         measure(model, torch.arange(10), [8])
-    with pytest.raises(TypeError, match="single one"):
+    with pytest.raises(TypeError, match="single document"):
         measure(model, [1, 2, 3], [2])
     with pytest.raises(TypeError, match="need tokenizer="):
         measure(model, ["one text"], [8])

@@ -337,7 +337,7 @@ def test_a_document_is_read_as_far_as_the_protocol_says(tiny_llama: Make, protoc
             "cut makes pieces of one length, so min_tokens has no meaning",
         ),
         ("longlora", {"stride": 4, "max_tokens": 0}, "max_tokens must be at least 1, got 0"),
-        ("ppl", {}, "unknown protocol 'ppl'. Known: truncated, last_k, sliding_window, same_tokens"),
+        ("ppl", {}, "unknown protocol 'ppl'. Did you mean 'longppl'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tiny_llama: Make, protocol: Any, settings: Any, message: str) -> None:

@@ -65,7 +65,7 @@ def test_runs_are_sorted_unique_and_take_a_stride_that_fits():
     [
         (["truncated"], [], {}, "one or more numbers of tokens"),
         (["truncated"], [1, 8], {}, r"each at least 2, got \[1, 8\]"),
-        (["trunkated"], [8], {}, "unknown protocol 'trunkated'. Known: truncated, last_k, sliding_window"),
+        (["trunkated"], [8], {}, "unknown protocol 'trunkated'. Did you mean 'truncated'"),
         ([], [8], {}, "protocol is empty"),
         (["last_k"], [256, 512], {}, "less than the shortest context length, got 256 and 256"),
         (["last_k"], [8], {"last_k": 0}, "at least 1"),

@@ -294,5 +294,5 @@ def test_rows_with_a_text_and_what_is_no_document() -> None:
         TypeError, match="document 0 must be a text, a row of a dataset or a tensor of token ids, got int"
     ):
         ExampleTokenizer(tokenizer)(3, "document 0")
-    with pytest.raises(TypeError, match="single one"):
+    with pytest.raises(TypeError, match="single document"):
         to_token_ids(tokenizer, CHATS[0])  # type: ignore[arg-type]  # refused
