@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.cli.output_folders import check_folder, check_work_folder
 from hf_posenc.cli.shared_arguments import (
@@ -18,6 +18,7 @@ from hf_posenc.cli.shared_arguments import (
     parse,
     parse_options,
 )
+from hf_posenc.errors import InvalidRequestError
 from hf_posenc.fitting.config import WORK_FILES, FitConfig
 
 if TYPE_CHECKING:
@@ -29,9 +30,21 @@ if TYPE_CHECKING:
 class FitArguments:
     """What is fitted, how, and for how long."""
 
-    HELP_COMMON: ClassVar[tuple[str, ...]] = ("output",)
+    HELP_COMMON: ClassVar[tuple[str, ...]] = ("output", "adapt")
 
     output: str = field(metadata={"help": "folder to write the extended model to"})
+    adapt: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "fit low-rank changes of the query and key projections too, such as --adapt rank=16; also steps, "
+            "queries, learning_rate, short_share",
+            "action": "extend",
+            "metavar": "K=V",
+        },
+    )
+    save_adapter: bool = field(
+        default=False, metadata={"help": "with --adapt: save a LoRA adapter, not the model with changed weights"}
+    )
     teacher_option: list[str] = field(
         default_factory=list,
         metadata={
@@ -43,16 +56,20 @@ class FitArguments:
 
 
 def fit(argv: Sequence[str]) -> None:
-    """Fit a static method to a model, with all weights frozen, and compare it with the published ones.
+    """Fit a static method to a model, with all weights frozen or low-rank changes, and compare it with published ones.
 
     Examples:
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer
+        hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --adapt rank=16
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --budget 30m
         hf-posenc fit MODEL --documents books/ --context-length 32k --output longer --push-to-hub me/longer
     """
     known = (FitArguments, FitConfig, DocumentArguments, ModelArguments, PublishArguments)
     given, where, what, source, loading, publishing = parse("fit", fit.__doc__, argv, known, MODEL)
     what.teacher_options = parse_options(where.teacher_option)
+    what.adapt_options = parse_options(where.adapt) if where.adapt else None
+    if where.save_adapter and not where.adapt:
+        raise InvalidRequestError("--save-adapter is for the changes of --adapt: give --adapt rank=16 too.")
     what.check()
     check_folder(given.model, where.output, may_hold_files=False)
     output = Path(where.output).expanduser()
@@ -78,7 +95,8 @@ def fit(argv: Sequence[str]) -> None:
         raise
     print(_in_words(result))
     del model
-    _save(given.model, output, what, result, document_source(vars(source)).words, repository)
+    documents_in_words = document_source(vars(source)).words
+    _save(given.model, output, what, result, documents_in_words, repository, as_adapter=where.save_adapter)
     shutil.rmtree(work_dir)
     print(
         f"saved: {where.output}, which plain Transformers loads. To serve it: hf-posenc export {where.output} --to vllm"
@@ -110,9 +128,16 @@ def _in_words(result: FitResult) -> str:
 
 
 def _save(
-    name: str, output: Path, config: FitConfig, result: FitResult, documents: str, repository: Repository | None
+    name: str,
+    output: Path,
+    config: FitConfig,
+    result: FitResult,
+    documents: str,
+    repository: Repository | None,
+    *,
+    as_adapter: bool,
 ) -> None:
-    """Save the model with the rule and what was measured, its weights as they are in the checkpoint.
+    """Save the model with the rule and what was measured; without an adapter its weights are those of the checkpoint.
 
     Args:
         name: The model's.
@@ -120,6 +145,7 @@ def _save(
         config, result: The fit.
         documents: What it was fitted on, in words.
         repository: What it is pushed to; None for nothing.
+        as_adapter: Save the changes of the weights as an adapter; without, they are added to the weights.
     """
     from hf_posenc.checkpoint.loading import load_model
     from hf_posenc.checkpoint.manifest import tokens_trained
@@ -132,15 +158,24 @@ def _save(
     model, tokenizer = load_model(name, dtype=CHECKPOINT, device="cpu")
     with quiet(patch_model.__module__):
         patch_model(model, tokenizer=tokenizer, **config.request("fitted", result.options))
+    saved: Any = model
+    if result.adapter is not None:
+        saved = result.adapter.wrap(model)
+        saved = saved if as_adapter else saved.merge_and_unload()
     save_extended(
-        model,
+        saved,
         output,
         tokenizer,
         tokens_trained=trained,
         base_model=name,
         fitted_on={**result.facts, "documents": documents},
         # The file in the work folder has those of requests before this one too.
-        records=[record for row in result.records.values() for record in row],
+        records=[record for name, row in result.records.items() if _is_saved(name, result) for record in row],
         card=True,
         push_to_hub=repository,
     )
+
+
+def _is_saved(row: str, result: FitResult) -> bool:
+    """Return whether a row is kept for the card: all but the fitted rule alone, if weights changed too."""
+    return result.adapter is None or row != "fitted"

@@ -73,6 +73,11 @@ class ExportFolder:
         return int(self.manifest["original_max_position_embeddings"])
 
     @property
+    def is_adapted(self) -> bool:
+        """Whether weights were fitted with the rule, so that it is not for the base model (``fit --adapt``)."""
+        return "adapted" in (self.manifest.get("fitted_on") or {})
+
+    @property
     def base_model(self) -> str:
         return str(self.manifest.get("base_model") or "BASE_MODEL")
 

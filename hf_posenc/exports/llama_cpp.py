@@ -187,11 +187,10 @@ def llama_cpp(folder: ExportFolder) -> list[str]:
             "# no flags say this rule, and the converter drops it: the second command writes it into a copy",
             *notes_on_lists(folder),
         ]
-    return [
-        convert,
-        command(*serve, *_flags(folder)),
-        "# the flags say the whole rule: they serve a .gguf of the unextended base model as well",
-    ]
+    lines = [convert, command(*serve, *_flags(folder))]
+    if not folder.is_adapted:
+        lines.append("# the flags say the whole rule: they serve a .gguf of the unextended base model as well")
+    return lines
 
 
 def ollama(folder: ExportFolder) -> list[str]:

@@ -35,9 +35,12 @@ def _lines(folder: ExportFolder, rope: dict[str, Any], start: list[str], length:
         overrides = json.dumps({**folder.overrides, "rope_parameters": rope})
         return [command(*start, folder.path, length, target, override, overrides)]
     own = [] if rope == folder.rope else [override, json.dumps({"rope_parameters": rope})]
+    first = command(*start, folder.path, length, target, *own)
+    if folder.is_adapted:
+        return [first]
     onto_base = json.dumps({"rope_parameters": rope, **folder.lengths})
     return [
-        command(*start, folder.path, length, target, *own),
+        first,
         "# the same rule on the unextended base model:",
         command(*start, folder.base_model, length, target, override, onto_base),
     ]

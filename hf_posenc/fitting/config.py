@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,10 +20,50 @@ from hf_posenc.utils.units import ContextLength, Duration
 GRID = "grid"
 PUBLISHED = (NO_METHOD, "linear", "ntk", "ntk_rcd", "yarn", "llama3")
 # What a fit keeps in its folder, to go on after it was stopped.
-WORK_FILES = ("teacher-*", "fit_state*", "steps*", "results.jsonl*", "seeds.jsonl*")
+WORK_FILES = ("teacher-*", "fit_state*", "steps*", "results.jsonl*", "seeds.jsonl*", "adapter-*")
 # The files of the folder: importing them would import PyTorch.
 _FOLDER = Path(__file__).with_name("objectives")
 OBJECTIVES = tuple(sorted(one.name for one in pkgutil.iter_modules([str(_FOLDER)]) if one.name != "base"))
+
+
+@dataclass(frozen=True)
+class AdaptConfig:
+    """The low-rank changes of the query and key projections that are fitted after the rule.
+
+    Attributes:
+        rank: Their rank.
+        steps: Steps of Adam in each layer.
+        queries: Queries of a step.
+        learning_rate: Of Adam; it falls to a tenth.
+        short_share: Share of the queries within the original length.
+    """
+
+    rank: int = 16
+    steps: int = 80
+    queries: int = 96
+    learning_rate: float = 3e-3
+    short_share: float = 0.33
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "steps", "queries"):
+            check_length(f"{argument('adapt')} {name}", getattr(self, name))
+        check_number(f"{argument('adapt')} learning_rate", self.learning_rate, above=0)
+        check_number(f"{argument('adapt')} short_share", self.short_share, at_least=0)
+        if self.short_share > 1:
+            raise InvalidRequestError(f"{argument('adapt')} short_share must be from 0 to 1, got {self.short_share}.")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> AdaptConfig:
+        """Return the settings that are given by name.
+
+        Raises:
+            ValueError: A name is unknown, or a value is out of range.
+        """
+        known = [one.name for one in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise UnknownNameError(f"setting of {argument('adapt')}", name, known)
+        return cls(**given)
 
 
 @dataclass
@@ -132,6 +172,8 @@ class FitConfig:
     )
     hide_progress: bool = same_field(OutputConfig, "hide_progress")
     teacher_options: dict[str, Any] = field(default_factory=dict, metadata={"help": argparse.SUPPRESS})
+    # Settings of AdaptConfig by name; None fits the rule alone, and no weight changes.
+    adapt_options: dict[str, Any] | None = field(default=None, metadata={"help": argparse.SUPPRESS})
 
     def request(self, method: str, options: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the keywords of ``patch_model`` for a method at the target."""
@@ -200,6 +242,8 @@ class FitConfig:
                 f"the teacher is the unextended model, which has no options, got {self.teacher_options}: name the "
                 f"{argument('teacher')} they are for."
             )
+        if self.adapt_options is not None:
+            self._check_adapt()
         named: Mapping[str, list[str]] = {"start": [] if self.start == GRID else [self.start], "compare": self.compare}
         for flag, names in named.items():
             for name in names:
@@ -210,3 +254,19 @@ class FitConfig:
                         f"{argument(flag)} takes static methods, got {name!r}: servers run no other, and a list of "
                         "divisors expresses no other."
                     )
+
+    def _check_adapt(self) -> None:
+        """Check the settings of the low-rank changes, and those that do not go with them."""
+        from hf_posenc.methods.base import AttentionMethod
+        from hf_posenc.methods.registry import get_method
+
+        assert self.adapt_options is not None
+        AdaptConfig.of(self.adapt_options)
+        if self.teacher != NO_METHOD and not issubclass(get_method(self.teacher), AttentionMethod):
+            raise InvalidRequestError(
+                f"{argument('adapt')} takes a {argument('teacher')} that leaves the model's frequencies alone, such as "
+                f"'dca', or none; got {self.teacher!r}."
+            )
+        given = {"seeds": self.seeds != 1, "budget": self.budget is not None, "take_best": self.take_best}
+        if others := [argument(name) for name, is_given in given.items() if is_given]:
+            raise InvalidRequestError(f"{argument('adapt')} cannot be used with {' and '.join(others)}: leave one out.")

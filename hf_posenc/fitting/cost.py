@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_posenc.evaluation.memory import MemoryNeed, ModelShape, predict_memory, shape_of
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.objectives import get_objective
 from hf_posenc.fitting.recording import RECORDED_QUERIES
 from hf_posenc.methods.base import Extension
@@ -74,11 +75,18 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, teacher: Exten
     if "full_length" in kinds:
         of_text = target * (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
         step = max(step, layers * of_text + target * shape.vocab_size * 4 * _FLOAT32)
+    texts_at_once = 1
+    if config.adapt_options is not None:  # the teacher reads all texts at once, and a layer is stopped
+        texts_at_once, adapt = texts, AdaptConfig.of(config.adapt_options)
+        of_states = target * (2 * q + 3 * kv) * (2 * number + 2 * _FLOAT32)
+        of_mask = 2 * target * adapt.queries * (shape.num_heads // shape.num_kv_heads) * (1 + number)
+        step = max(step, of_states + of_mask + texts * target * (3 * shape.hidden_size + q) * number)
     recorded = any(kind.needs_teacher for kind in kinds.values())
     read = predict_memory(shape, target)
+    taught = predict_memory(shape, target, batch_size=texts_at_once, extension=teacher)
     asked = 2 * target * kv * layers * number if config.held_out_numbers else 0
     return FitCost(
-        teacher=predict_memory(shape, target, extension=teacher) if recorded else None,
+        teacher=taught if recorded or config.adapt_options is not None else None,
         step=shape.weight_bytes + step,
         measuring=read.peak + asked if config.held_out else 0,
         disk=texts * layers * (2 * target * kv + 2 * RECORDED_QUERIES * q) * number if recorded else 0,
@@ -114,4 +122,7 @@ def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, out
         first = f"{teacher} reads {num_texts} text{'s' * (num_texts > 1)} once, then "
     room = f", {size_name(cost.disk)} on disk in {output}.work" if cost.disk else ""
     steps = f"{config.steps} steps on {', '.join(config.weights())}"
+    if config.adapt_options is not None:
+        adapt = AdaptConfig.of(config.adapt_options)
+        steps += f", and {adapt.steps} steps of rank {adapt.rank} in each layer"
     return f"{first}{steps}: about {size_name(cost.peak)} of memory for weights and tensors{room}"

@@ -30,7 +30,8 @@ from hf_posenc.evaluation.model_facts import hash_json, hash_weights
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import extended_as, try_rows
 from hf_posenc.families.rotary_model import RotaryModel
-from hf_posenc.fitting.config import GRID, FitConfig
+from hf_posenc.fitting.adapting import Adapter, adapt, projections
+from hf_posenc.fitting.config import GRID, AdaptConfig, FitConfig
 from hf_posenc.fitting.descent import Descent, Step
 from hf_posenc.fitting.grid import best_of_grid
 from hf_posenc.fitting.hidden_numbers import HiddenNumber, hide_numbers
@@ -72,6 +73,7 @@ class FitResult:
         steps: What each step measured.
         facts: What was fitted on and how, for the manifest: teacher, objectives, steps, seed, texts, tokens.
         seconds: How long all of it took.
+        adapter: The low-rank changes of the weights that go with the rule; None where no weight changes.
     """
 
     options: dict[str, Any]
@@ -81,6 +83,7 @@ class FitResult:
     steps: list[Step] = field(repr=False)
     facts: dict[str, Any]
     seconds: float
+    adapter: Adapter | None = None
 
     def save(self, file: str | Path) -> Path:
         """Write the rule as a JSON file, which ``patch_model(model, "fitted", source=file)`` reads."""
@@ -99,8 +102,9 @@ def fit_method(
 ) -> FitResult:
     """Fit a divisor for each slow pair of features, and one temperature, to a model; its weights do not change.
 
-    The rule is static: servers run it. It is compared with published rules on held-out documents, and is called better
-    only where the paired interval says so.
+    With ``config.adapt_options``, low-rank changes of the query and key projections are fitted too, and returned
+    beside the rule (``FitResult.adapter``). The rule is static: servers run it. It is compared with published rules on
+    held-out documents, and is called better only where the paired interval says so.
 
     Args:
         model: A loaded model with a rotary embedding, not extended; it is left as it was.
@@ -127,16 +131,17 @@ def fit_method(
         run = FitRun(rotary, tokenizer, texts, spec, rotation, config, folder, model_name, began)
         folder.mkdir(parents=True, exist_ok=True)
         (options, steps, facts), *others = (_fit(run, config.seed + more) for more in range(config.seeds))
-        rows, left_out = measure_rows(run, options)
+        adapter = None if config.adapt_options is None else _adapted(run, options, facts)
+        rows, left_out = measure_rows(run, options, adapter)
         left_out += spread_of_seeds(run, rows, [numbers for numbers, _, _ in others])
         verdict = judge(rows) if rows else None
-        numbers = find_numbers(run, rows, options)
+        numbers = find_numbers(run, rows, options, adapter)
     if verdict is not None and left_out:
         verdict = Verdict(verdict.better, verdict.best, (*verdict.lines, *left_out))
     if config.take_best and verdict is not None and verdict.better is False:
         options = run.options_of(make_method(verdict.best, run.factor))
         facts |= {"instead": verdict.best}
-    return FitResult(options, verdict, rows, numbers, steps, facts, time.perf_counter() - began)
+    return FitResult(options, verdict, rows, numbers, steps, facts, time.perf_counter() - began, adapter)
 
 
 def texts_to_fit(
@@ -165,6 +170,8 @@ def _checked(
         config.held_out,
     )
     _check_start(spec, config)
+    if config.adapt_options is not None:
+        projections(rotary)
     rotation = _rotation(rotary, config)
     with evaluation_mode(rotary.model):
         check_head(rotary.model)
@@ -336,6 +343,36 @@ def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, 
     return run.options(list(numbers.divisors), numbers.attention_factor), descent.history, facts
 
 
+def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any]) -> Adapter:
+    """Return the low-rank changes by which the model attends under the rule as its teacher; they are added to facts."""
+    config = run.config
+    settings = AdaptConfig.of(config.adapt_options or {})
+    texts = run.texts.fitted
+    row = None
+    if config.teacher == NO_METHOD:
+        texts = [ids[: run.original] for ids in texts]  # past there it is no teacher
+    else:
+        row = config.request(config.teacher, config.teacher_options)
+    rule = _parameters(run, make_method("fitted", run.factor, options).frequencies(run.spec)).requires_grad_(False)
+    student = RuleAttention(run.rotary, rule, run.rotation)
+    with warnings.catch_warnings(), quiet("hf_posenc.patching.api"):
+        warnings.simplefilter("ignore")  # said when the rules were tried
+        adapter = adapt(
+            run.rotary,
+            texts,
+            student,
+            extended_as(run.rotary.model, row),
+            settings,
+            original=run.original,
+            seed=config.seed,
+            folder=run.folder,
+            identity=hash_json([facts, options, row]),
+            show_progress=not config.hide_progress,
+        )
+    facts["adapted"] = {"modules": list(adapter.modules), **vars(settings)}
+    return adapter
+
+
 def _hide(run: FitRun) -> tuple[list[torch.Tensor], list[list[HiddenNumber]]]:
     """Return the texts with numbers hidden in them, and these."""
     assert run.tokenizer is not None  # checked before
@@ -365,6 +402,7 @@ def _settings(config: FitConfig) -> dict[str, Any]:
     left_out = (
         "seed",
         "seeds",
+        "adapt_options",
         "compare",
         "held_out",
         "held_out_numbers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -18,9 +18,10 @@ from hf_posenc.evaluation.intervals import wilson_interval
 from hf_posenc.evaluation.measuring_perplexity import perplexity
 from hf_posenc.evaluation.records import Record
 from hf_posenc.evaluation.rows import extended_as
+from hf_posenc.fitting.adapting import Adapter
 from hf_posenc.fitting.hidden_numbers import MEASURED_BY, HiddenNumber, hide_numbers
 from hf_posenc.fitting.run import FitRun
-from hf_posenc.fitting.verdict import FITTED
+from hf_posenc.fitting.verdict import ADAPTED, FITTED
 from hf_posenc.patching.extension_config import NO_METHOD
 from hf_posenc.retrieving.scoring import Asked, replies
 from hf_posenc.utils.console import quiet
@@ -59,7 +60,9 @@ def measured_lengths(original: int, target: int) -> list[int]:
     return sorted(lengths)
 
 
-def measure_rows(run: FitRun, options: Mapping[str, Any]) -> tuple[dict[str, list[Record]], list[str]]:
+def measure_rows(
+    run: FitRun, options: Mapping[str, Any], adapter: Adapter | None = None
+) -> tuple[dict[str, list[Record]], list[str]]:
     """Measure the perplexity of the fitted rule and of those it is compared with, in this order.
 
     The unextended model is measured up to the original length only. With a budget, rows that no longer fit are left
@@ -68,6 +71,7 @@ def measure_rows(run: FitRun, options: Mapping[str, Any]) -> tuple[dict[str, lis
     Args:
         run: The fit.
         options: The rule, as options of the method ``fitted``.
+        adapter: The changes of the weights that go with it, measured as one more row; None if there are none.
 
     Returns:
         The records of each row by its method, and sentences about rows that were left out.
@@ -76,16 +80,17 @@ def measure_rows(run: FitRun, options: Mapping[str, Any]) -> tuple[dict[str, lis
         return {}, []
     lengths = measured_lengths(run.original, run.target)
     rows: dict[str, dict[str, Any] | None] = {FITTED: run.config.request(FITTED, options)}
+    rows |= {} if adapter is None else {ADAPTED: rows[FITTED]}
     rows |= {name: None if name == NO_METHOD else run.config.request(name) for name in run.config.compare}
     records: dict[str, list[Record]] = {}
     left_out = []
     for name, row in rows.items():
         short = row is None
-        rivals = len(records.keys() - {FITTED, NO_METHOD})
+        rivals = len(records.keys() - {FITTED, ADAPTED, NO_METHOD})
         if rivals and not short and run.seconds_left < run.pass_seconds * len(run.texts.held_out):
             left_out.append(name)
             continue
-        with _extended(run, row):
+        with _changed(run, adapter if name == ADAPTED else None), _extended(run, row):
             records[name] = perplexity(
                 run.rotary.model,
                 [ids[: run.original] if short else ids for ids in run.texts.held_out],
@@ -93,6 +98,7 @@ def measure_rows(run: FitRun, options: Mapping[str, Any]) -> tuple[dict[str, lis
                 tokenizer=run.tokenizer,
                 output=run.folder / "results.jsonl",
                 model_name=run.model_name,
+                label=ADAPTED if name == ADAPTED else "",
                 progress=not run.config.hide_progress,
             )
     if not left_out:
@@ -133,7 +139,7 @@ def spread_of_seeds(
 
 
 def find_numbers(
-    run: FitRun, rows: Mapping[str, Sequence[Record]], options: Mapping[str, Any]
+    run: FitRun, rows: Mapping[str, Sequence[Record]], options: Mapping[str, Any], adapter: Adapter | None = None
 ) -> dict[str, NumbersFound]:
     """Ask the fitted rule, and the published one of the lowest perplexity, for numbers hidden in a held-out text.
 
@@ -141,13 +147,15 @@ def find_numbers(
         run: The fit.
         rows: From ``measure_rows``.
         options: The rule, as options of the method ``fitted``.
+        adapter: As for ``measure_rows``.
     """
     count, tokenizer = run.config.held_out_numbers, run.tokenizer
-    rivals = [name for name in rows if name not in (FITTED, NO_METHOD)]
+    rivals = [name for name in rows if name not in (FITTED, ADAPTED, NO_METHOD)]
     if not count or not rows or tokenizer is None:
         return {}
     best = min(rivals, key=lambda name: rows[name][-1].perplexity, default=None)
     asked: dict[str, dict[str, Any]] = {FITTED: run.config.request(FITTED, options)}
+    asked |= {} if adapter is None else {ADAPTED: asked[FITTED]}
     asked |= {} if best is None else {best: run.config.request(best)}
     if run.seconds_left < len(asked) * run.pass_seconds:
         return {}
@@ -160,9 +168,14 @@ def find_numbers(
         return {}
     scores = {}
     for name, row in asked.items():
-        with _extended(run, row):
+        with _changed(run, adapter if name == ADAPTED else None), _extended(run, row):
             scores[name] = NumbersFound(tuple(numbers_found(run.rotary.model, ids, hidden)), len(ids))
     return scores
+
+
+def _changed(run: FitRun, adapter: Adapter | None) -> AbstractContextManager[None]:
+    """Return a context in which the model's weights are changed."""
+    return nullcontext() if adapter is None else adapter.applied(run.rotary.model)
 
 
 @contextmanager

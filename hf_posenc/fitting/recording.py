@@ -104,14 +104,34 @@ def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
         raise OSError(f"{str(file)!r} cannot be written: {error}") from error
 
 
+class OwnAttention:
+    """A model's own attention implementation, called as those of hf_posenc are."""
+
+    def __init__(self, inner: str) -> None:
+        self.inner = inner
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend causally; Transformers makes no causal masks for hf_posenc's implementations."""
+        if mask is None:
+            mask = piece_mask(self.inner, query.shape[2], key.shape[2], None, query)
+        return inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
+
+
 class _Recorded:
     """Stands before what a layer attends by, and writes down what comes in and goes out."""
 
-    def __init__(
-        self, attention: Any, folder: Path, inner: str, query_positions: torch.Tensor, positions: torch.Tensor
-    ) -> None:
-        self.attention = attention  # None for the model's own
-        self.folder, self.inner, self.query_positions = folder, inner, query_positions
+    def __init__(self, attention: Any, folder: Path, query_positions: torch.Tensor, positions: torch.Tensor) -> None:
+        self.attention = attention
+        self.folder, self.query_positions = folder, query_positions
         self.positions = positions  # for layers that get none
 
     def attend(
@@ -125,12 +145,7 @@ class _Recorded:
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend, and write the layer's file."""
-        if self.attention is None:
-            if mask is None:  # Transformers makes no causal masks for hf_posenc's implementations
-                mask = piece_mask(self.inner, query.shape[2], key.shape[2], None, query)
-            output, weights = inner_attention(self.inner, module)(module, query, key, value, mask, **kwargs)
-        else:
-            output, weights = self.attention.attend(module, query, key, value, mask, kind, kwargs)
+        output, weights = self.attention.attend(module, query, key, value, mask, kind, kwargs)
         index: Any = module.layer_idx
         positions = self.query_positions.to(query.device)
         tensors = {
@@ -166,12 +181,13 @@ def record(
     (folder / _DONE).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     rotary = RotaryModel(model)
-    inner = inner_name(str(rotary.text_config._attn_implementation))
+    own = OwnAttention(inner_name(str(rotary.text_config._attn_implementation)))
     positions = torch.arange(len(input_ids), device=rotary.device)[None]
     layers = {}
     for module in attention_layers(rotary.model):
         if (kind := layer_kind(module, rotary.text_config)) != CROSS:
-            layers[module] = _Recorded(attention_of(module), folder, inner, query_positions, positions), kind
+            attention = attention_of(module) or own
+            layers[module] = _Recorded(attention, folder, query_positions, positions), kind
     began = time.perf_counter()
     with attending_by(rotary.text_configs, layers):
         output = decoder_body(rotary.model)(input_ids=input_ids[None].to(rotary.device), use_cache=False)

@@ -100,8 +100,8 @@ class RuleAttention:
             value = torch.cat((values.expand(len(query), -1, -1, -1), value), dim=2)
         seen = None
         if start or kwargs.get("sliding_window"):
-            seen = _seen(positions, start + count, kwargs)
-        return self._call(module, query, key, value, seen, kwargs), None
+            seen = seen_keys(positions, start + count, kwargs)
+        return self.call(module, query, key, value, seen, kwargs), None
 
     def replay(self, module: nn.Module, recording: Recording, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's outputs under the rule, and the recorded ones, ``(num_rows, heads, head_dim)`` each.
@@ -122,7 +122,7 @@ class RuleAttention:
         slots = torch.arange(stop, device=device)
         key = self.rotated(keys[None].to(device), slots, recording)
         kwargs = self.kwargs[index]
-        output = self._call(module, query, key, values[None].to(device), _seen(positions, stop, kwargs), kwargs)
+        output = self.call(module, query, key, values[None].to(device), seen_keys(positions, stop, kwargs), kwargs)
         return output[0], outputs[rows].to(device)
 
     def rotated(
@@ -151,7 +151,7 @@ class RuleAttention:
             self._tables[key] = tables
         return self.rotation.rotate(states, tables)
 
-    def _call(
+    def call(
         self,
         module: nn.Module,
         query: torch.Tensor,
@@ -184,7 +184,7 @@ class RuleAttention:
         return output.reshape(batch, heads, count, -1).transpose(1, 2)
 
 
-def _seen(positions: torch.Tensor, num_keys: int, kwargs: dict[str, Any]) -> torch.Tensor:
+def seen_keys(positions: torch.Tensor, num_keys: int, kwargs: dict[str, Any]) -> torch.Tensor:
     """Return a mask of the keys that queries at ``positions`` may see, bool ``(num_queries, num_keys)``."""
     slots = torch.arange(num_keys, device=positions.device)
     seen = slots <= positions[:, None]

@@ -11,6 +11,7 @@ from hf_posenc.patching.extension_config import NO_METHOD
 from hf_posenc.utils.units import length_name
 
 FITTED = "fitted"
+ADAPTED = "adapted"  # the fitted rule with the changed weights
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Verdict:
 
 
 def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict | None:
-    """Compare the fitted rule with the others by paired intervals on the same tokens.
+    """Compare the fitted rule, or the adapted model if there is one, with the others by paired intervals.
 
     Args:
         rows: The records of each row by its method; ``"none"`` is the unextended model, which need not reach the
@@ -40,9 +41,10 @@ def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict | None:
         The verdict; None where no published rule was measured.
     """
     by_length = {name: {record.context_length: record for record in records} for name, records in rows.items()}
-    ours = by_length[FITTED]
+    subject = "the adapted model" if ADAPTED in rows else "the fitted rule"
+    ours = by_length[ADAPTED if ADAPTED in rows else FITTED]
     target = max(ours)
-    rivals = {name: interval for name, interval in by_length.items() if name not in (FITTED, NO_METHOD)}
+    rivals = {name: interval for name, interval in by_length.items() if name not in (FITTED, ADAPTED, NO_METHOD)}
     if not rivals:
         return None
     target_name = length_name(target)
@@ -53,17 +55,16 @@ def judge(rows: Mapping[str, Sequence[Record]]) -> Verdict | None:
     if lower:
         better, lines = (
             False,
-            [f"{best} is better than the fitted rule at {target_name}: the fitted rule has {ratios[best]}"],
+            [f"{best} is better than {subject} at {target_name}: {subject} has {ratios[best]}"],
         )
     elif ties:
         better = None
         differences = ", ".join(f"{ratios[name]} against {name}" for name in ties)
-        lines = [f"at {target_name} the fitted rule cannot be told apart from {', '.join(ties)}: {differences}"]
+        lines = [f"at {target_name} {subject} cannot be told apart from {', '.join(ties)}: {differences}"]
     else:
         better = True
         lines = [
-            f"the fitted rule is better than every compared rule at {target_name}: {ratios[best]} against {best}, "
-            "the next"
+            f"{subject} is better than every compared rule at {target_name}: {ratios[best]} against {best}, the next"
         ]
     for length in sorted(set(ours) - {target}):
         name = min(rivals, key=lambda one: rivals[one][length].perplexity)

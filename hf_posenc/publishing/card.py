@@ -342,7 +342,11 @@ def _what_was_trained(facts: CardFacts) -> str:
         return ""
     if facts.run is not None:
         return f", then {facts.run.words(tokens)}"
-    return f", and fine-tuned on {tokens:,} tokens" if tokens else ". Its weights are those of the base model"
+    if tokens:
+        return f", and fine-tuned on {tokens:,} tokens"
+    if adapted := (facts.fitted_on or {}).get("adapted"):
+        return f". Its weights are those of the base model but for {' and '.join(adapted['modules'])} ([Fit](#fit))"
+    return ". Its weights are those of the base model"
 
 
 def _rows(facts: CardFacts, rows: Sequence[tuple[str, Sequence[Record]]]) -> str:

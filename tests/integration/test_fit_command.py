@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from eval_runs import CLI, run, start
 from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.checkpoint.extended import load_extended
 from hf_posenc.checkpoint.manifest import read_manifest
 from hf_posenc.cli.main import main
 from hf_posenc.evaluation import read_records
@@ -226,3 +227,29 @@ def test_a_killed_fit_ends_at_the_same_divisors(books: Path, tmp_path: Path) -> 
     assert one["options"] == other["options"]
     assert one["fitted_on"] == other["fitted_on"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["killed", "whole"]
+
+
+@pytest.mark.parametrize("as_adapter", [False, True])
+def test_changed_weights_are_saved_in_the_model_or_as_an_adapter(as_adapter: bool, books: Path, tmp_path: Path) -> None:
+    output = tmp_path / "longer"
+    flags = ["--steps", 2, "--compare", "none", "ntk", "--held-out-numbers", 0, "--adapt", "rank=4", "steps=3"]
+    assert main(words(books, output, *flags, *(["--save-adapter"] if as_adapter else []))) == 0
+    manifest, base = read_manifest(output), AutoModelForCausalLM.from_pretrained(TINY)
+    assert manifest is not None
+    adapted = manifest["fitted_on"]["adapted"]
+    assert (adapted["rank"], adapted["steps"], adapted["modules"]) == (4, 3, ["q_proj", "k_proj"])
+    assert (output / "adapter_model.safetensors").exists() == as_adapter
+    model = load_extended(output)
+    model = model.merge_and_unload() if as_adapter else model
+    changed = [name for name, one in base.state_dict().items() if not torch.equal(one, model.state_dict()[name])]
+    assert changed
+    assert all("q_proj" in name or "k_proj" in name for name in changed)
+    rows = [(record.method, record.label) for record in read_records(output / "results.jsonl")]
+    assert set(rows) == {("fitted", "adapted"), ("none", ""), ("ntk", "")}
+    card = (output / "README.md").read_text()
+    assert "q_proj and k_proj" in card
+    assert "unextended base model" not in card
+
+
+def test_what_an_adapter_is_saved_of(books: Path, tmp_path: Path, capsys: Any) -> None:
+    assert "--adapt" in refused(capsys, *words(books, tmp_path / "longer", "--save-adapter"))

@@ -1,0 +1,310 @@
+"""Low-rank changes of the query and key projections, by which each layer attends under a static rule as its teacher.
+
+While the teacher reads the texts, each attention layer is stopped at once it is computed: its inputs and its output are
+there, and a low-rank change of W_q and W_k (LoRA: Hu et al. 2021, arXiv:2106.09685) is trained until the same layer
+under the rule gives the same output. No gradient passes through the network, one layer is in memory at a time, and no
+token is predicted. The matching of layers is known from the conversion to linear attention (LoLCATs, Zhang et al. 2024,
+arXiv:2410.10254, section 3.1); here it moves a position rule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from hf_posenc.attention.installation import attention_layers, layer_kind
+from hf_posenc.attention.interface import CROSS, FULL, attending_by, attention_of
+from hf_posenc.checkpoint.extended import peft_renamed_attribute
+from hf_posenc.errors import InvalidRequestError, argument
+from hf_posenc.evaluation.lm_head import decoder_body
+from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.fitting.config import AdaptConfig
+from hf_posenc.fitting.recording import OwnAttention
+from hf_posenc.fitting.rule_attention import RuleAttention, rule_kind, seen_keys
+from hf_posenc.utils.console import Progress
+
+logger = logging.getLogger(__name__)
+
+# Names of the projections of queries and keys in Transformers' attention layers; the last ones hold all three at once.
+_SEPARATE = ("q_proj", "k_proj")
+_FUSED = ("qkv_proj", "query_key_value", "Wqkv")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Low-rank changes of a model's weights.
+
+    Attributes:
+        rank: Their rank.
+        modules: Names of the changed projections, such as ``q_proj``.
+        weights: By name, as PEFT has them.
+        errors: For each layer the relative squared error of its output under the rule, before and after.
+    """
+
+    rank: int
+    modules: tuple[str, ...]
+    weights: dict[str, torch.Tensor] = field(repr=False)
+    errors: tuple[tuple[float, float], ...] = ()
+
+    def wrap(self, model: Any) -> Any:
+        """Return a model with the changes as a PEFT adapter, which ``merge_and_unload`` adds to the weights."""
+        from peft import set_peft_model_state_dict
+
+        wrapped = _wrapped(model, self.rank, self.modules)
+        set_peft_model_state_dict(wrapped, self.weights)
+        return wrapped
+
+    @contextmanager
+    def applied(self, model: Any) -> Iterator[None]:
+        """While open, the model has the changes."""
+        wrapped = self.wrap(model)
+        try:
+            yield
+        finally:
+            wrapped.unload()
+
+
+def projections(rotary: RotaryModel) -> tuple[str, ...]:
+    """Return the names of a model's query and key projections.
+
+    Raises:
+        ValueError: Its attention has no such projections (multi-head latent attention), or its weights are quantised.
+    """
+    if getattr(rotary.model, "is_quantized", False):
+        raise InvalidRequestError(
+            f"{argument('adapt')} changes weights, and those of this model are quantised. Fit the model in bfloat16, "
+            "and quantise the result."
+        )
+    layers = [layer for layer in attention_layers(rotary.model) if rule_kind(layer, rotary) == FULL]
+    names = {name for layer in layers for name, module in layer.named_children() if isinstance(module, nn.Linear)}
+    if names >= set(_SEPARATE):
+        return _SEPARATE
+    fused = tuple(name for name in _FUSED if name in names)
+    if not fused:
+        raise InvalidRequestError(
+            f"{argument('adapt')} cannot be used with model_type {rotary.text_config.model_type!r}: the projections of "
+            f"queries and keys are not known among {', '.join(sorted(names)) or 'no linear layers'}."
+        )
+    return fused
+
+
+def _wrapped(model: Any, rank: int, modules: Sequence[str]) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=rank, target_modules=list(modules))
+    with peft_renamed_attribute():
+        return get_peft_model(model, config)
+
+
+class _Read(Exception):
+    """Ends the call of a layer of which only the attention is wanted."""
+
+
+class LayerMatching:
+    """Stands before what each layer attends by; fits the layer's changes as soon as the teacher has computed it."""
+
+    def __init__(
+        self, rotary: RotaryModel, student: RuleAttention, config: AdaptConfig, original: int, seed: int, folder: Path
+    ) -> None:
+        """Make one.
+
+        Args:
+            rotary: The model, with the low-rank changes in place, extended by the teacher's rule or not at all.
+            student: Attention under the static rule.
+            config: The settings.
+            original: The original length, in tokens.
+            seed: Of the drawn queries.
+            folder: Where the changes of each layer are kept as soon as they are fitted.
+        """
+        self.student, self.config, self.original, self.folder = student, config, original, folder
+        self.generator = torch.Generator().manual_seed(seed)
+        self.positions: torch.Tensor | None = None
+        self.errors: dict[int, tuple[float, float]] = {}
+        self._teachers = {layer: attention_of(layer) for layer in attention_layers(rotary.model)}
+        self._output: torch.Tensor | None = None  # of the teacher's attention, (batch, length, heads, head_dim)
+        self._projection: nn.Linear | None = None  # W_o, where it gets that output as it is
+        self._rows: torch.Tensor | None = None  # the queries of the present step; None while the teacher reads
+        self._found: torch.Tensor
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the teacher does, or under the rule for some queries; then the layer's call ends here."""
+        if self._rows is None:
+            teacher = self._teachers[module] or OwnAttention(self.student.inner)
+            output, weights = teacher.attend(module, query, key, value, mask, kind, kwargs)
+            self._output, self._projection = output, None
+            return output, weights
+        rows, slots = self._rows, torch.arange(key.shape[2], device=key.device)
+        found = self.student.rotated(query[:, :, rows], rows, None, of_queries=True)
+        keys = self.student.rotated(key, slots, None)
+        seen = seen_keys(rows, key.shape[2], kwargs)
+        self._found = self.student.call(module, found, keys, value, seen, kwargs)
+        raise _Read
+
+    def look_for_projection(self, linear: nn.Linear, args: tuple[Any, ...]) -> None:
+        """Note W_o: the linear layer that gets the attention output."""
+        output, states = self._output, args[0]
+        may_be = self._rows is None and output is not None and states.numel() == output.numel()
+        if may_be and torch.equal(states.flatten(), output.flatten()):  # type: ignore[union-attr]  # not None there
+            self._projection = linear
+
+    def fit(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Fit the changes of a layer that the teacher has just computed."""
+        if self._rows is not None or self._output is None:
+            return
+        wanted, self._output = self._output, None
+        index: Any = module.layer_idx
+        file = self.folder / f"adapter-layer-{index:03d}.safetensors"
+        weights = {name: weight for name, weight in module.named_parameters() if "lora_" in name}
+        if file.is_file():  # fitted before the run was stopped
+            kept = load_file(file)
+            self.errors[index] = (float(kept["errors"][0]), float(kept["errors"][1]))
+            for name, weight in weights.items():
+                weight.data.copy_(kept[name])
+            return
+        generator = torch.Generator().manual_seed(self.generator.initial_seed() + 1000 * index)
+        errors = []
+        optimizer = torch.optim.Adam(weights.values(), self.config.learning_rate)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, self.config.steps)
+        self.student.begin(None, 0, 0)
+        try:
+            for step in range(self.config.steps):
+                row = step % len(wanted)
+                self._rows = self._draw(wanted.shape[1], generator).to(wanted.device)
+                with torch.enable_grad():
+                    error = self._error(module, args, kwargs, wanted, row)
+                    optimizer.zero_grad()
+                    error.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+                optimizer.step()
+                schedule.step()
+                errors.append(float(error.detach()))
+        finally:
+            self._rows = None
+        few = max(1, min(2 * len(wanted), len(errors) // 4))
+        self.errors[index] = (sum(errors[:few]) / few, sum(errors[-few:]) / few)
+        kept = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+        partial = file.with_suffix(".partial")
+        save_file({**kept, "errors": torch.tensor(self.errors[index], dtype=torch.float64)}, partial)
+        partial.replace(file)
+
+    def _draw(self, length: int, generator: torch.Generator) -> torch.Tensor:
+        """Return positions of queries, rising: a share within the original length, the others anywhere."""
+        count = self.config.queries
+        short = round(self.config.short_share * count)
+        drawn = (
+            torch.randint(min(self.original, length), (short,), generator=generator),
+            torch.randint(length, (count - short,), generator=generator),
+        )
+        return torch.cat(drawn).sort().values
+
+    def _error(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: torch.Tensor, row: int
+    ) -> torch.Tensor:
+        """Return the relative squared error of some outputs of one text, the mean of before and after W_o."""
+        batch = len(wanted)
+        with suppress(_Read):
+            module(*(_of_row(arg, row, batch) for arg in args), **_of_row(kwargs, row, batch))
+        pairs = [(self._found[0].float(), wanted[row, self._rows].float())]
+        if self._projection is not None:
+            weight = self._projection.weight.detach().float()
+            pairs.append(tuple(states.flatten(1) @ weight.T for states in pairs[0]))  # type: ignore[arg-type]  # two
+        errors = [(found - right).square().sum() / right.square().sum() for found, right in pairs]
+        return torch.stack(errors).mean()
+
+
+def _of_row(value: Any, row: int, batch: int) -> Any:
+    """Return the part of a layer's arguments that belongs to one row of the batch."""
+    if isinstance(value, torch.Tensor):
+        return value[row : row + 1] if batch > 1 and value.dim() > 1 and len(value) == batch else value
+    if isinstance(value, tuple):
+        return tuple(_of_row(each, row, batch) for each in value)
+    if isinstance(value, dict):
+        return {name: _of_row(each, row, batch) for name, each in value.items()}
+    return value
+
+
+def adapt(
+    rotary: RotaryModel,
+    texts: Sequence[torch.Tensor],
+    student: RuleAttention,
+    teacher: Any,
+    config: AdaptConfig,
+    *,
+    original: int,
+    seed: int,
+    folder: Path,
+    identity: str,
+    show_progress: bool = True,
+) -> Adapter:
+    """Fit the changes of all layers in one forward of the teacher; the model is left as it was.
+
+    Args:
+        rotary: The model, not extended.
+        texts: int64 ``(num_tokens,)`` each, of one length.
+        student: Attention under the static rule.
+        teacher: A context manager, while which the model is extended by the teacher's rule.
+        config: The settings.
+        original: The original length, in tokens.
+        seed: Of everything random.
+        folder: Where the layers that are fitted are kept, so that a stopped run goes on.
+        identity: What the changes depend on; files of another one are not read.
+        show_progress: Whether to show it.
+    """
+    from peft import get_peft_model_state_dict
+
+    key = json.dumps([identity, vars(config), seed])
+    folder = folder / f"adapter-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    modules = projections(rotary)
+    began = time.perf_counter()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        wrapped = _wrapped(rotary.model, config.rank, modules)
+    hooks = []
+    try:
+        with teacher:
+            matching = LayerMatching(rotary, student, config, original, seed, folder)
+            layers = {}
+            ids = torch.stack(list(texts)).to(rotary.device)
+            matching.positions = torch.arange(ids.shape[1], device=rotary.device)[None]
+            fitted = [layer for layer in attention_layers(rotary.model) if rule_kind(layer, rotary) == FULL]
+            for layer in attention_layers(rotary.model):
+                if (kind := layer_kind(layer, rotary.text_config)) != CROSS:
+                    layers[layer] = matching, kind
+            bar = Progress("adapt", len(fitted), unit="layers", shown=show_progress)
+            for layer in fitted:
+                linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
+                hooks += [linear.register_forward_pre_hook(matching.look_for_projection) for linear in linears]
+                hooks.append(layer.register_forward_hook(matching.fit, with_kwargs=True))
+                hooks.append(layer.register_forward_hook(lambda *args: bar.update()))
+            with bar, torch.no_grad(), attending_by(rotary.text_configs, layers):
+                body = decoder_body(rotary.model)
+                body(input_ids=ids, position_ids=matching.positions, use_cache=False)
+        weights = {name: weight.cpu().clone() for name, weight in get_peft_model_state_dict(wrapped).items()}
+    finally:
+        for hook in hooks:
+            hook.remove()
+        wrapped.unload()
+    errors = tuple(matching.errors[index] for index in sorted(matching.errors))
+    before, after = (sum(pair[which] for pair in errors) / len(errors) for which in (0, 1))
+    logger.info("adapted: error %.4f -> %.4f in %.0f s", before, after, time.perf_counter() - began)
+    return Adapter(config.rank, modules, weights, errors)

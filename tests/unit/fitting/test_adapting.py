@@ -1,0 +1,220 @@
+"""Low-rank changes of W_q and W_k: what they are worth, what they leave alone, how they go on, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from attention_models import ORIGINAL
+from hf_posenc import load_extended, patched, save_extended, verify_model
+from hf_posenc.assets import HELD_OUT_NOVEL, load_novel, tiny_model_path
+from hf_posenc.errors import InvalidRequestError, UnknownNameError
+from hf_posenc.fitting import adapting
+from hf_posenc.fitting.config import FitConfig
+from hf_posenc.fitting.cost import cost_in_words
+from hf_posenc.fitting.fitting import FitResult, fit_method
+from model_types import sharp_model as sharp_type
+from tiny_models import assert_same_state, logits, state, token_ids
+
+TEXTS = [load_novel(name)[20000:25000] for name in ("emma", "mansfieldpark", HELD_OUT_NOVEL)]
+
+
+def config(**changes: Any) -> FitConfig:
+    settings: dict[str, Any] = {
+        "context_length": 1024,
+        "start": "ntk",
+        "steps": 5,
+        "layers": 2,
+        "max_texts": 2,
+        "compare": ["none", "ntk"],
+        "held_out_numbers": 0,
+        "hide_progress": True,
+        "adapt_options": {"steps": 40},
+    }
+    return FitConfig(**{**settings, **changes})
+
+
+def load_tiny() -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def fit() -> dict[str, Any]:
+    model = load_tiny()
+    before = state(model)
+    result = fit_method(model, AutoTokenizer.from_pretrained(tiny_model_path()), TEXTS, config())
+    return {"model": model, "before": before, "result": result}
+
+
+@torch.no_grad()
+def attention_outputs(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """What each layer's W_o gets."""
+    found: list[torch.Tensor] = []
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, args: found.append(args[0][0]))
+        for layer in model.model.layers
+    ]
+    model(ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_layers_attend_more_like_the_teacher_on_a_text_that_was_not_fitted_on(fit: dict[str, Any]) -> None:
+    """The first layer, which gets the same input as the teacher's, under patch_model's own rotary embedding."""
+    result: FitResult = fit["result"]
+    ids = AutoTokenizer.from_pretrained(tiny_model_path())(TEXTS[2], return_tensors="pt").input_ids[:, :1024]
+    model = load_tiny()
+    with patched(model, "dca", 4):
+        teacher = attention_outputs(model, ids)[0]
+
+    def error() -> float:
+        with patched(model, "fitted", context_length=1024, **result.options):
+            found = attention_outputs(model, ids)[0]
+        return float((found - teacher).square().sum() / teacher.square().sum())
+
+    rule_alone = error()
+    assert result.adapter is not None
+    with result.adapter.applied(model):
+        adapted = error()
+    assert adapted < 0.85 * rule_alone
+    before, after = result.adapter.errors[0]
+    assert after < 0.85 * before
+    assert before == pytest.approx(rule_alone, rel=0.5)  # of few queries of other texts
+    assert error() == rule_alone
+
+
+def test_the_adapted_model_reads_better_and_is_judged(fit: dict[str, Any]) -> None:
+    records = fit["result"].records
+    adapted, rule = (records[name][-1].perplexity for name in ("adapted", "fitted"))
+    assert adapted < rule < records["ntk"][-1].perplexity
+    assert records["adapted"][-1].label == "adapted"
+    verdict = fit["result"].verdict
+    assert verdict.better
+    assert "the adapted model" in verdict.lines[0]
+
+
+def test_the_model_is_as_it_was(fit: dict[str, Any]) -> None:
+    assert_same_state(state(fit["model"]), fit["before"])
+    assert not any("lora" in name for name, _ in fit["model"].named_modules())
+
+
+def extended(result: FitResult, *, merged: bool) -> Any:
+    from hf_posenc import patch_model
+
+    assert result.adapter is not None
+    model = patch_model(load_tiny(), "fitted", context_length=1024, **result.options)
+    wrapped = result.adapter.wrap(model)
+    return wrapped.merge_and_unload() if merged else wrapped
+
+
+def test_merged_weights_are_a_checkpoint_of_plain_transformers(fit: dict[str, Any], tmp_path: Path) -> None:
+    model, ids = extended(fit["result"], merged=True), token_ids(600)
+    verify_model(model)
+    save_extended(model, tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(logits(plain, ids), logits(model, ids), rtol=0, atol=1e-5)
+    base = load_tiny()
+    changed = {name for name, weight in base.state_dict().items() if not torch.equal(weight, plain.state_dict()[name])}
+    assert changed == {
+        f"model.layers.{index}.self_attn.{name}.weight"
+        for index in range(base.config.num_hidden_layers)
+        for name in ("q_proj", "k_proj")
+    }
+
+
+def test_an_adapter_is_one_that_peft_reads(fit: dict[str, Any], tmp_path: Path) -> None:
+    model, ids = extended(fit["result"], merged=False), token_ids(600)
+    load_tiny().save_pretrained(tmp_path / "base")
+    model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    save_extended(model, tmp_path / "adapter", base_model=str(tmp_path / "base"))
+    loaded = load_extended(tmp_path / "adapter").eval()
+    torch.testing.assert_close(logits(loaded, ids), logits(model, ids), rtol=0, atol=1e-5)
+
+
+def test_a_stopped_run_goes_on_with_the_layers_that_are_left(
+    fit: dict[str, Any], tmp_path: Path, monkeypatch: Any
+) -> None:
+    matched, error = [], adapting.LayerMatching._error
+
+    def stops(self: Any, module: Any, *args: Any) -> Any:
+        if module.layer_idx == 3:
+            raise KeyboardInterrupt
+        matched.append(module.layer_idx)
+        return error(self, module, *args)
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
+    monkeypatch.setattr(adapting.LayerMatching, "_error", stops)
+    model = load_tiny()
+    with pytest.raises(KeyboardInterrupt):
+        fit_method(model, tokenizer, TEXTS, config(), work_dir=tmp_path)
+    assert set(matched) == {0, 1, 2}
+    assert_same_state(state(model), fit["before"])
+    matched.clear()
+    monkeypatch.setattr(
+        adapting.LayerMatching,
+        "_error",
+        lambda self, module, *args: matched.append(module.layer_idx) or error(self, module, *args),
+    )
+    resumed = fit_method(model, tokenizer, TEXTS, config(), work_dir=tmp_path)
+    assert set(matched) == {3, 4, 5}
+    assert resumed.adapter is not None
+    assert resumed.adapter.errors == fit["result"].adapter.errors
+    for name, weight in fit["result"].adapter.weights.items():
+        assert torch.equal(resumed.adapter.weights[name], weight), name
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "gpt_neox", "glm"])
+def test_families(model_type: str) -> None:
+    """Biases, norms of queries and keys, fused projections, partial and interleaved rotation."""
+    model = sharp_type(model_type)
+    original = model.config.max_position_embeddings
+    texts = [token_ids(2 * original)[0], token_ids(2 * original)[0].flip(0)]
+    result = fit_method(
+        model, None, texts, config(context_length=2 * original, max_texts=1, compare=["none"], keep_rotations=1e9)
+    )
+    assert result.adapter is not None
+    assert all(after < 0.95 * before for before, after in result.adapter.errors)
+
+
+def test_the_unextended_model_is_a_teacher_within_its_length(fit: dict[str, Any]) -> None:
+    texts = [token_ids(1024)[0], token_ids(1024)[0].flip(0)]
+    result = fit_method(load_tiny(), None, texts, config(teacher="none", max_texts=1, steps=2, held_out=0))
+    assert result.adapter is not None
+    assert all(after < before for before, after in result.adapter.errors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "values"),
+    [
+        ({"adapt_options": {"rang": 16}}, UnknownNameError, "'rang'.*'rank'"),
+        ({"adapt_options": {"rank": 0}}, InvalidRequestError, "rank.*0"),
+        ({"adapt_options": {"short_share": 2}}, InvalidRequestError, "short_share.*2"),
+        ({"teacher": "yarn"}, InvalidRequestError, "'yarn'"),
+        ({"seeds": 2, "budget": 60.0}, InvalidRequestError, "seeds and .*budget"),
+    ],
+)
+def test_settings_that_cannot_be(changes: dict[str, Any], kind: type[Exception], values: str) -> None:
+    with pytest.raises(kind, match=values):
+        config(**changes).check()
+
+
+def test_models_that_cannot_be_adapted(monkeypatch: Any) -> None:
+    model = sharp_type("deepseek_v3")
+    texts = [token_ids(2 * ORIGINAL)[0], token_ids(2 * ORIGINAL)[0].flip(0)]
+    with pytest.raises(InvalidRequestError, match="'deepseek_v3'"):
+        fit_method(model, None, texts, config(context_length=2 * ORIGINAL, max_texts=1))
+    model = load_tiny()
+    model.is_quantized = True
+    with pytest.raises(InvalidRequestError, match="quantised"):
+        fit_method(model, None, [token_ids(1024)[0], token_ids(1024)[0].flip(0)], config(max_texts=1))
+
+
+def test_the_cost_names_the_steps() -> None:
+    words = cost_in_words(load_tiny(), config(), 2, "out")
+    assert "40 steps of rank 16" in words
