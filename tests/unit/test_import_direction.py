@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "publishing": "methods families data patching checkpoint exports evaluation reporting",
     "mixtures": "data",
     "training": "methods families data attention encodings patching checkpoint evaluation publishing mixtures",
-    "fitting": "methods families attention patching evaluation retrieving",
+    "fitting": "methods families attention patching checkpoint evaluation retrieving",
     "planning": "methods families attention patching checkpoint evaluation training fitting",
     "explain": "methods families attention patching checkpoint reporting",
     "comparing": "methods families patching evaluation retrieving",
