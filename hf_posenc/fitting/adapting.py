@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,9 +186,10 @@ class LayerMatching:
         optimizer = torch.optim.Adam(weights.values(), self.config.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, self.config.steps)
         self.student.begin(None, 0, 0)
-        try:
+        with _kept_projections(module) as begin_row:
             for step in range(self.config.steps):
                 row = step % len(wanted)
+                begin_row(row)
                 self._rows = self._draw(wanted.shape[1], generator).to(wanted.device)
                 with torch.enable_grad():
                     error = self._error(module, args, kwargs, wanted, row)
@@ -197,8 +198,7 @@ class LayerMatching:
                 optimizer.step()
                 schedule.step()
                 errors.append(float(error.detach()))
-        finally:
-            self._rows = None
+        self._rows = None
         few = max(1, min(2 * len(wanted), len(errors) // 4))
         self.errors[index] = (sum(errors[:few]) / few, sum(errors[-few:]) / few)
         kept = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
@@ -229,6 +229,40 @@ class LayerMatching:
             pairs.append(tuple(states.flatten(1) @ weight.T for states in pairs[0]))  # type: ignore[arg-type]  # two
         errors = [(found - right).square().sum() / right.square().sum() for found, right in pairs]
         return torch.stack(errors).mean()
+
+
+@contextmanager
+def _kept_projections(module: nn.Module) -> Iterator[Callable[[int], None]]:
+    """While open, what a layer's unchanged weights make of its inputs is computed once for each text.
+
+    These are the layers that low-rank changes are added to, and the projection of values; all of them get the layer's
+    inputs, which are the same in every step.
+
+    Yields:
+        Says which text comes next.
+    """
+    kept: dict[tuple[nn.Module, int], torch.Tensor] = {}
+    present = [0]
+    linears = [linear for name, linear in module.named_modules() if name.endswith(("base_layer", "v_proj"))]
+
+    def keep(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
+        compute = linear.forward
+
+        def forward(states: torch.Tensor) -> torch.Tensor:
+            key = (linear, present[0])
+            if key not in kept:
+                kept[key] = compute(states)
+            return kept[key]
+
+        return forward
+
+    for linear in linears:
+        linear.__dict__["forward"] = keep(linear)
+    try:
+        yield lambda row: present.__setitem__(0, row)
+    finally:
+        for linear in linears:
+            del linear.__dict__["forward"]
 
 
 def _of_row(value: Any, row: int, batch: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,22 @@ def test_a_stopped_run_goes_on_with_the_layers_that_are_left(
     assert resumed.adapter.errors == fit["result"].adapter.errors
     for name, weight in fit["result"].adapter.weights.items():
         assert torch.equal(resumed.adapter.weights[name], weight), name
+
+
+def test_projections_that_are_kept_change_nothing(monkeypatch: Any) -> None:
+    @contextmanager
+    def computed_anew(module: Any) -> Iterator[Any]:
+        yield lambda row: None
+
+    texts = [token_ids(512)[0], token_ids(512)[0].flip(0)]
+    request = config(context_length=512, steps=1, held_out=0, adapt_options={"steps": 4})
+    kept = fit_method(load_tiny(), None, texts, request).adapter
+    monkeypatch.setattr(adapting, "_kept_projections", computed_anew)
+    anew = fit_method(load_tiny(), None, texts, request).adapter
+    assert kept is not None
+    assert anew is not None
+    assert kept.errors == anew.errors
+    assert all(torch.equal(weight, anew.weights[name]) for name, weight in kept.weights.items())
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "gpt_neox", "glm"])
