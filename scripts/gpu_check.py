@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
 import json
 import os
 import re
@@ -18,7 +17,7 @@ import sys
 import time
 import tomllib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -46,17 +45,19 @@ if missing := missing_packages():
     sys.exit(f"gpu_check needs packages that {sys.executable} does not have: pip install {' '.join(missing)}")
 
 import torch  # noqa: E402
-from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel  # noqa: E402
+from transformers import AutoTokenizer, DynamicCache, LlamaConfig, PreTrainedModel  # noqa: E402
 from transformers.utils import is_flash_attn_2_available  # noqa: E402
 from transformers.utils.import_utils import is_liger_kernel_available  # noqa: E402
 
+from benchmark import timed  # noqa: E402
 from benchmark_retrieval import benchmark_retrieval  # noqa: E402
 from benchmark_training import WAYS  # noqa: E402
 from hf_posenc import patch_model, perplexity  # noqa: E402
 from hf_posenc.assets import tiny_model_path  # noqa: E402
 from hf_posenc.planning.training_memory import predict_training_memory  # noqa: E402
 from hf_posenc.training import FinetuneConfig  # noqa: E402
-from measured_training import measure_training  # noqa: E402
+from hf_posenc.utils.files import write_whole  # noqa: E402
+from measured_training import measure_training, random_model, tidy  # noqa: E402
 
 Result = dict[str, Any]
 NATIVE = "native"
@@ -114,18 +115,6 @@ def device() -> torch.device:
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def random_model(config: LlamaConfig) -> PreTrainedModel:
-    """Return a model of random weights, made on the device."""
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device():
-            return LlamaForCausalLM(copy.deepcopy(config)).eval()
-    finally:
-        torch.set_default_dtype(before)
-
-
 def variants(model: PreTrainedModel, length: int, methods: tuple[str, ...]) -> dict[str, PreTrainedModel]:
     """Return the model as it is, and extended to ``length`` by each method; all share their weights."""
     made = {}
@@ -137,27 +126,14 @@ def variants(model: PreTrainedModel, length: int, methods: tuple[str, ...]) -> d
     return made
 
 
-def seconds(work: Callable[[], object]) -> float:
-    wait()
-    started = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - started
-
-
-def wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def interleaved(works: dict[str, Callable[[], object]], rounds: int) -> Result:
     """Take the times of all works in turn; return their medians, and the median ratio of each to the first."""
     for work in works.values():  # kernels are compiled, and memory is there
-        work()
+        timed(work)
     times: dict[str, list[float]] = {name: [] for name in works}
     for number in range(rounds):
         for name in sorted(works, reverse=number % 2 == 1):
-            times[name].append(seconds(works[name]))
+            times[name].append(timed(works[name]))
     first, *others = works
 
     def ratio(name: str, to: str) -> float:
@@ -171,14 +147,13 @@ def interleaved(works: dict[str, Callable[[], object]], rounds: int) -> Result:
 
 
 @contextmanager
-def tidy() -> Any:
+def free_memory() -> Iterator[None]:
     """Give memory back before and afterwards."""
-    for _ in range(2):
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if _ == 0:
-            yield
+    tidy()
+    try:
+        yield
+    finally:
+        tidy()
 
 
 # ---- the steps ----
@@ -247,8 +222,8 @@ def sampled_tests(limit: float) -> None:
 
 def ratios(config: LlamaConfig, length: int, rounds: int, methods: tuple[str, ...]) -> Result:
     """Compare each method with native attention: up to the trained length, in a prefill, and decoding after it."""
-    with tidy(), torch.no_grad():
-        models = variants(random_model(config), length, methods)
+    with free_memory(), torch.no_grad():
+        models = variants(random_model(config).eval(), length, methods)
         ids = torch.randint(0, config.vocab_size, (1, length), device=device())
 
         def forward(model: PreTrainedModel, count: int) -> Callable[[], object]:
@@ -277,8 +252,8 @@ def decoding(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], object]:
 
 def step_ratios(config: LlamaConfig, length: int, rounds: int, methods: tuple[str, ...]) -> Result:
     """Compare forward and backward of the layers with gradient checkpointing; the loss is the same for all."""
-    with tidy():
-        models = variants(random_model(config), length, methods)
+    with free_memory():
+        models = variants(random_model(config).eval(), length, methods)
         ids = torch.randint(0, config.vocab_size, (1, length), device=device())
 
         def step(model: PreTrainedModel) -> Callable[[], object]:
@@ -299,7 +274,7 @@ def step_ratios(config: LlamaConfig, length: int, rounds: int, methods: tuple[st
 def lora_memory(config: LlamaConfig, length: int) -> Result:
     """Compare the peak of a LoRA step with what ``hf-posenc plan`` predicts."""
     run = FinetuneConfig("unused", lora=True, gradient_checkpointing=True, bf16=torch.cuda.is_available())
-    with tidy():
+    with free_memory():
         predicted = predict_training_memory(config, run.step, length, packed=False).peak
         started = time.perf_counter()
         measured = measure_training(config, run, length, steps=2)
@@ -317,7 +292,7 @@ def training_speed(config: LlamaConfig, length: int) -> Result:
     """Compare tokens per second and peaks of our training step with plain Trainer's, all weights trained."""
     run, measured = FinetuneConfig("unused", gradient_checkpointing=True, bf16=torch.cuda.is_available()), {}
     for way, train in WAYS.items():
-        with tidy():
+        with free_memory():
             measured[way] = measure_training(config, run, length, steps=3, how=train)
     ours, plain = measured["ours"], measured["plain"]
     return {
@@ -332,11 +307,11 @@ def training_speed(config: LlamaConfig, length: int) -> Result:
 
 def long_evaluation(config: LlamaConfig, length: int, questions: int) -> Result:
     """Take a perplexity curve in one pass, and put many questions to one text that is read once."""
-    with tidy():
-        model = patch_model(random_model(config), "yarn", -(-length // config.max_position_embeddings))
+    with free_memory():
+        model = patch_model(random_model(config).eval(), "yarn", -(-length // config.max_position_embeddings))
         ids = torch.randint(0, config.vocab_size, (length,))
         lengths = [length >> shift for shift in range(4, -1, -1)]
-        took = seconds(lambda: perplexity(model, [ids], lengths, progress=False))
+        took = timed(lambda: perplexity(model, [ids], lengths, progress=False))
         tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
         asked = benchmark_retrieval(model, tokenizer, length, questions, 2)
     return {"curve_seconds": took, "lengths": lengths, "questions": asked}
@@ -386,12 +361,6 @@ def facts() -> Result:
     }
 
 
-def write(records: Result, path: Path) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=9, help="steps that no longer fit are left out")
@@ -404,6 +373,7 @@ def main() -> None:
         return
     if not torch.cuda.is_available() and not args.tiny:
         sys.exit("gpu_check needs a CUDA device, and PyTorch sees none. --tiny tries the program itself on a CPU.")
+    torch.manual_seed(0)
     began = time.monotonic()
     records: Result = {**facts(), "steps": {}, "left_out": [], "failed": []}
     for step in steps(TINY if args.tiny else GPU):
@@ -421,9 +391,9 @@ def main() -> None:
         result["took_seconds"] = round(time.monotonic() - started, 1)
         records["steps"][step.name] = result
         records["took_seconds"] = round(time.monotonic() - began, 1)
-        write(records, args.output)
+        write_whole(args.output, json.dumps(records, indent=1) + "\n")
         print(f"{step.name}: {json.dumps(result)}", flush=True)
-    write(records, args.output)
+    write_whole(args.output, json.dumps(records, indent=1) + "\n")
     print(f"Records: {args.output}")
     if records["failed"] or records["steps"].get("tests", {}).get("failed"):
         sys.exit(1)

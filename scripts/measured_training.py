@@ -166,7 +166,7 @@ def measure_training(
     """
     first = with_layers(config, layer_repeat(config))
     _train(first, run, min(seq_len, 64), 2, packed, load_in_4bit, how)  # imports what training needs, and warms it up
-    _tidy()
+    tidy()
     on_gpu = torch.cuda.is_available()
     before = torch.cuda.memory_allocated() if on_gpu else memory_in_use(meta_model(first).device)
     clock = _train(config, run, seq_len, steps, packed, load_in_4bit, how)
@@ -183,7 +183,7 @@ def _train(
     load_in_4bit: bool,
     how: Trains,
 ) -> Clock:
-    model = _random_model(config, load_in_4bit)
+    model = random_model(config, load_in_4bit)
     hash_weights(model)  # so that all of it is in memory
     with tempfile.TemporaryDirectory() as folder:
         plan, args, blocks = prepare(model, run, seq_len, steps, folder, packed=packed)
@@ -194,7 +194,8 @@ def _train(
     return clock
 
 
-def _random_model(config: PreTrainedConfig, load_in_4bit: bool) -> Any:
+def random_model(config: PreTrainedConfig, load_in_4bit: bool = False) -> Any:
+    """Return a model of random weights in the dtype of its config, made on the GPU where one exists."""
     device, dtype = "cuda" if torch.cuda.is_available() else "cpu", config_dtype(config)
     with torch.device("cpu" if load_in_4bit else device):
         model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype)  # type: ignore[no-untyped-call]  # Transformers leaves it untyped
@@ -207,11 +208,14 @@ def _random_model(config: PreTrainedConfig, load_in_4bit: bool) -> Any:
         if parameter.is_floating_point():
             parameter.data = parameter.data.clone()
     keep_layout(model)
-    _tidy()
+    tidy()
     return model
 
 
-def _tidy() -> None:
+def tidy() -> None:
+    """Give memory that is free back to the system, and to the GPU."""
     gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # what importing has freed would serve the model without being counted

@@ -7,7 +7,6 @@ bounds of each query's keys are given to the kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
@@ -33,41 +32,27 @@ def query_blocks(rule: Regions, first: int, last: int) -> Iterator[tuple[int, in
         first = stop
 
 
-@dataclass(frozen=True)
-class KeyRange:
-    """Keys at positions ``begin <= key < end`` of a region, as a block of queries sees them.
-
-    Attributes:
-        begin: The first.
-        end: One past the last.
-        seen: Bool ``(num_queries, end - begin)``; None for all.
-        is_causal: The keys are the queries themselves, and each sees those up to its own; ``seen`` is None then.
-    """
-
-    begin: int
-    end: int
-    seen: torch.Tensor | None = None
-    is_causal: bool = False
-
-
-def key_ranges(region: Region, first: int, last: int) -> list[KeyRange]:
-    """Return the keys that the queries from ``first`` until ``last`` see of a region, each pair in one range."""
+def region_tiles(region: Region, first: int, last: int, way: int = 0) -> list[Tile]:
+    """Return the tiles of what the queries from ``first`` until ``last`` see of a region, each pair in one of them."""
     here = torch.arange(first, last)
     begins, ends = region.begin(here), region.end(here)
 
-    def banded(low: int, high: int) -> KeyRange:
+    def tile(low: int, high: int, seen: torch.Tensor | None = None, is_causal: bool = False) -> Tile:
+        return Tile(way, first, last, low, high, seen, is_causal)
+
+    def banded(low: int, high: int) -> Tile:
         keys = torch.arange(low, high)
-        return KeyRange(low, high, (keys >= begins[:, None]) & (keys < ends[:, None]))
+        return tile(low, high, (keys >= begins[:, None]) & (keys < ends[:, None]))
 
     low, high = int(begins[0]), int(ends[-1])
     all_from, all_until = int(begins[-1]), int(ends[0])  # these all of the queries see
     if all_from <= first and torch.equal(ends, here + 1):
-        ranges = [banded(low, all_from), KeyRange(all_from, first), KeyRange(first, last, is_causal=True)]
+        tiles = [banded(low, all_from), tile(all_from, first), tile(first, last, is_causal=True)]
     elif all_from < all_until:
-        ranges = [banded(low, all_from), KeyRange(all_from, all_until), banded(all_until, high)]
+        tiles = [banded(low, all_from), tile(all_from, all_until), banded(all_until, high)]
     else:
-        ranges = [banded(low, high)]
-    return [each for each in ranges if each.begin < each.end]
+        tiles = [banded(low, high)]
+    return [each for each in tiles if each.begin < each.end]
 
 
 def attend_by_distance(pieces: Pieces, rule: Regions) -> Output:
@@ -144,12 +129,9 @@ def _tiles(pieces: Pieces, rule: Regions, first: int, last: int) -> list[list[Ti
     """Return the tiles of each block of the queries at these positions, for all layers of the forward."""
     made = pieces.forward.tiles
     if (first, last) not in made:
+        regions = [region for region, _ in pieces.forward.spans]
         made[first, last] = [
-            [
-                Tile(way, low, high, each.begin, each.end, each.seen, each.is_causal)
-                for way, (region, _) in enumerate(pieces.forward.spans)
-                for each in key_ranges(region, low, high)
-            ]
+            [tile for way, region in enumerate(regions) for tile in region_tiles(region, low, high, way)]
             for low, high in query_blocks(rule, first, last)
         ]
     return made[first, last]

@@ -153,8 +153,12 @@ def _states(output: Any) -> torch.Tensor:
 
 def _close(old: torch.Tensor, new: torch.Tensor) -> bool:
     error = (old - new).abs().max()
-    epsilon = max(torch.finfo(dtype).eps for dtype in (old.dtype, torch.float32))  # angles are float32 at best
-    return bool(error <= _ATTENTION_EPSILONS * epsilon * old.abs().max())
+    return bool(error <= _ATTENTION_EPSILONS * _epsilon(old) * old.abs().max())
+
+
+def _epsilon(states: torch.Tensor) -> float:
+    """Return the rounding of rotated states, whose angles are float32 at best."""
+    return max(torch.finfo(dtype).eps for dtype in (states.dtype, torch.float32))
 
 
 @contextmanager
@@ -206,8 +210,7 @@ def _rotates_back(attention: RotatingAttention, rotated: torch.Tensor, unrotated
     zeros = torch.zeros(1, len(attention.plain), device=rotated.device)
     back = attention.rotation_tables(positions, positions, zeros, torch.ones(1, device=rotated.device))
     error = (attention.rotation.rotate(rotated, back) - unrotated).abs().max()
-    epsilon = max(torch.finfo(dtype).eps for dtype in (rotated.dtype, torch.float32))  # angles are float32 at best
-    return bool(error <= _ROTATION_EPSILONS * epsilon * unrotated.abs().max())
+    return bool(error <= _ROTATION_EPSILONS * _epsilon(rotated) * unrotated.abs().max())
 
 
 @torch.no_grad()

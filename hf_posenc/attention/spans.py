@@ -78,19 +78,16 @@ class Spans:
                 seen = seen & real[row, key]
             return seen if dense is None else seen & dense[row, 0, query, key]
 
-        if dense is not None:
-            dense = dense.expand(batch, -1, -1, -1)
         some, every = self._blocks(num_keys)
         if dense is not None:
-            every = torch.zeros_like(every)
+            dense, every = dense.expand(batch, -1, -1, -1), torch.zeros_like(every)
         mask = BlockMask.from_kv_blocks(
             *_indices(some & ~every),
             *_indices(every),
             BLOCK_SIZE=_FLEX_BLOCK,
             mask_mod=is_seen,
             seq_lengths=(self.begins.shape[1], num_keys),
-        )
-        mask = mask.to(device)
+        ).to(device)
         if dense is None:
             self._made[batch, num_keys, device] = mask
         return mask
@@ -164,7 +161,10 @@ def attend_to_spans(
         ``(batch, num_queries, heads, head_dim)``.
     """
     if inner == "eager" or why_not_flex(queries[0], extras) is not None:
-        return _few_at_a_time(queries, keys, value, spans, scaling, extras)
+        count, step = queries[0].shape[2], max(1, _SCORES // value.shape[2])
+        chunks = [slice(first, min(first + step, count)) for first in range(0, count, step)]
+        done = [_few(few, queries, keys, value, spans, scaling, extras) for few in chunks]
+        return done[0] if len(done) == 1 else torch.cat(done, dim=1)
     parts = [
         _flex(query, key, value, each, scaling, extras) for query, key, each in zip(queries, keys, spans, strict=True)
     ]
@@ -223,23 +223,6 @@ def _sink_part(sinks: torch.Tensor, like: Part) -> Part:
     """Return the part of keys whose values are zero and whose logits are learned."""
     output, lse = like
     return torch.zeros_like(output), sinks.to(lse.dtype).view(1, -1, 1).expand(lse.shape)
-
-
-def _few_at_a_time(
-    queries: Sequence[torch.Tensor],
-    keys: Sequence[torch.Tensor],
-    value: torch.Tensor,
-    spans: Sequence[Spans],
-    scaling: float,
-    extras: Extras,
-) -> torch.Tensor:
-    count = queries[0].shape[2]
-    step = max(1, _SCORES // value.shape[2])
-    done = []
-    for first in range(0, count, step):
-        few = slice(first, min(first + step, count))
-        done.append(_few(few, queries, keys, value, spans, scaling, extras))
-    return done[0] if len(done) == 1 else torch.cat(done, dim=1)
 
 
 def _few(

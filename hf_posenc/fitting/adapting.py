@@ -9,8 +9,6 @@ arXiv:2410.10254, section 3.1); here it moves a position rule.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from hf_posenc.attention.installation import attention_layers, layer_kind
-from hf_posenc.attention.interface import CROSS, FULL, attending_by, attention_of
+from hf_posenc.attention.interface import CROSS, attending_by, attention_of
 from hf_posenc.checkpoint.extended import peft_renamed_attribute
 from hf_posenc.errors import InvalidRequestError, argument
 from hf_posenc.evaluation.lm_head import decoder_body
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.config import AdaptConfig
-from hf_posenc.fitting.recording import OwnAttention
-from hf_posenc.fitting.rule_attention import RuleAttention, rule_kind, seen_keys
+from hf_posenc.fitting.recording import OwnAttention, write_tensors
+from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers, seen_keys
 from hf_posenc.utils.console import Progress
 
 logger = logging.getLogger(__name__)
@@ -86,7 +84,7 @@ def projections(rotary: RotaryModel) -> tuple[str, ...]:
             f"{argument('adapt')} changes weights, and those of this model are quantised. Fit the model in bfloat16, "
             "and quantise the result."
         )
-    layers = [layer for layer in attention_layers(rotary.model) if rule_kind(layer, rotary) == FULL]
+    layers = extended_layers(rotary)
     names = {name for layer in layers for name, module in layer.named_children() if isinstance(module, nn.Linear)}
     if names >= set(_SEPARATE):
         return _SEPARATE
@@ -128,7 +126,7 @@ class LayerMatching:
             folder: Where the changes of each layer are kept as soon as they are fitted.
         """
         self.student, self.config, self.original, self.folder = student, config, original, folder
-        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
         self.positions: torch.Tensor | None = None
         self.errors: dict[int, tuple[float, float]] = {}
         self._teachers = {layer: attention_of(layer) for layer in attention_layers(rotary.model)}
@@ -181,7 +179,7 @@ class LayerMatching:
             for name, weight in weights.items():
                 weight.data.copy_(kept[name])
             return
-        generator = torch.Generator().manual_seed(self.generator.initial_seed() + 1000 * index)
+        generator = torch.Generator().manual_seed(self.seed + 1000 * index)
         errors = []
         optimizer = torch.optim.Adam(weights.values(), self.config.learning_rate)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, self.config.steps)
@@ -201,9 +199,8 @@ class LayerMatching:
         self._rows = None
         few = max(1, min(2 * len(wanted), len(errors) // 4))
         self.errors[index] = (sum(errors[:few]) / few, sum(errors[-few:]) / few)
-        kept = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
         partial = file.with_suffix(".partial")
-        save_file({**kept, "errors": torch.tensor(self.errors[index], dtype=torch.float64)}, partial)
+        write_tensors({**weights, "errors": torch.tensor(self.errors[index], dtype=torch.float64)}, partial)
         partial.replace(file)
 
     def _draw(self, length: int, generator: torch.Generator) -> torch.Tensor:
@@ -305,8 +302,7 @@ def adapt(
     """
     from peft import get_peft_model_state_dict
 
-    key = json.dumps([identity, vars(config), seed])
-    folder = folder / f"adapter-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    folder = folder / f"adapter-{identity}"
     folder.mkdir(parents=True, exist_ok=True)
     modules = projections(rotary)
     began = time.perf_counter()
@@ -320,7 +316,7 @@ def adapt(
             layers = {}
             ids = torch.stack(list(texts)).to(rotary.device)
             matching.positions = torch.arange(ids.shape[1], device=rotary.device)[None]
-            fitted = [layer for layer in attention_layers(rotary.model) if rule_kind(layer, rotary) == FULL]
+            fitted = extended_layers(rotary)
             for layer in attention_layers(rotary.model):
                 if (kind := layer_kind(layer, rotary.text_config)) != CROSS:
                     layers[layer] = matching, kind

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 from hf_posenc.errors import InvalidRequestError, UnknownNameError, argument
 from hf_posenc.evaluation.config import OutputConfig
 from hf_posenc.patching.extension_config import NO_METHOD, ExtensionConfig
-from hf_posenc.settings import same_field
+from hf_posenc.settings import check_settings, number, same_field, setting, share, whole
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.utils.units import ContextLength, Duration
 
@@ -28,29 +28,16 @@ OBJECTIVES = tuple(sorted(one.name for one in pkgutil.iter_modules([str(_FOLDER)
 
 @dataclass(frozen=True)
 class AdaptConfig:
-    """The low-rank changes of the query and key projections that are fitted after the rule.
+    """The low-rank changes of the query and key projections that are fitted after the rule."""
 
-    Attributes:
-        rank: Their rank.
-        steps: Steps of Adam in each layer.
-        queries: Queries of a step.
-        learning_rate: Of Adam; it falls to a tenth.
-        short_share: Share of the queries within the original length.
-    """
-
-    rank: int = 16
-    steps: int = 80
-    queries: int = 96
-    learning_rate: float = 3e-3
-    short_share: float = 0.33
+    rank: int = setting(16, whole(1), "rank of the changes")
+    steps: int = setting(80, whole(1), "steps of Adam in each layer")
+    queries: int = setting(96, whole(1), "queries of a step")
+    learning_rate: float = setting(3e-3, number(above=0), "of Adam; it falls to a tenth")
+    short_share: float = setting(0.33, share, "share of the queries within the original length")
 
     def __post_init__(self) -> None:
-        for name in ("rank", "steps", "queries"):
-            check_length(f"{argument('adapt')} {name}", getattr(self, name))
-        check_number(f"{argument('adapt')} learning_rate", self.learning_rate, above=0)
-        check_number(f"{argument('adapt')} short_share", self.short_share, at_least=0)
-        if self.short_share > 1:
-            raise InvalidRequestError(f"{argument('adapt')} short_share must be from 0 to 1, got {self.short_share}.")
+        check_settings(self, lambda name: f"{argument('adapt')} {name}")
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> AdaptConfig:
@@ -184,6 +171,10 @@ class FitConfig:
             "original_max_position_embeddings": None if original is None else int(original),
             **(options or {}),
         }
+
+    def teacher_request(self) -> dict[str, Any] | None:
+        """Return the keywords of ``patch_model`` for the teacher; None for the unextended model."""
+        return None if self.teacher == NO_METHOD else self.request(self.teacher, self.teacher_options)
 
     def weights(self) -> dict[str, float]:
         """Return the weight of each objective.

@@ -99,9 +99,8 @@ def teacher_extension(rotary: RotaryModel, config: FitConfig) -> Extension | Non
     Raises:
         ValueError: The teacher is not for this model.
     """
-    if config.teacher == NO_METHOD:
+    if (request := config.teacher_request()) is None:
         return None
-    request = config.request(config.teacher, config.teacher_options)
     return resolve(rotary.text_config, ExtensionRequest.of(**request))
 
 

@@ -8,7 +8,6 @@ import logging
 import shutil
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from hf_posenc.evaluation.lm_head import check_head, decoder_body
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_json, hash_weights
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.rows import extended_as, try_rows
+from hf_posenc.evaluation.rows import try_rows
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.adapting import Adapter, adapt, projections
 from hf_posenc.fitting.config import GRID, AdaptConfig, FitConfig
@@ -259,8 +258,8 @@ def _try_rules(rotary: RotaryModel, config: FitConfig) -> None:
         ValueError: The family refuses one of them.
     """
     rows = [config.request(name) for name in config.compare if name != NO_METHOD]
-    if config.teacher != NO_METHOD:
-        rows.append(config.request(config.teacher, config.teacher_options))
+    if (teacher := config.teacher_request()) is not None:
+        rows.append(teacher)
     with quiet("hf_posenc.patching.api"):
         try_rows(rotary.model, rows)
 
@@ -347,28 +346,20 @@ def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any]) -> 
     """Return the low-rank changes by which the model attends under the rule as its teacher; they are added to facts."""
     config = run.config
     settings = AdaptConfig.of(config.adapt_options or {})
-    texts = run.texts.fitted
-    row = None
-    if config.teacher == NO_METHOD:
-        texts = [ids[: run.original] for ids in texts]  # past there it is no teacher
-    else:
-        row = config.request(config.teacher, config.teacher_options)
+    row = config.teacher_request()
     rule = _parameters(run, make_method("fitted", run.factor, options).frequencies(run.spec)).requires_grad_(False)
-    student = RuleAttention(run.rotary, rule, run.rotation)
-    with warnings.catch_warnings(), quiet("hf_posenc.patching.api"):
-        warnings.simplefilter("ignore")  # said when the rules were tried
-        adapter = adapt(
-            run.rotary,
-            texts,
-            student,
-            extended_as(run.rotary.model, row),
-            settings,
-            original=run.original,
-            seed=config.seed,
-            folder=run.folder,
-            identity=hash_json([facts, options, row]),
-            show_progress=not config.hide_progress,
-        )
+    adapter = adapt(
+        run.rotary,
+        [run.taught(ids) for ids in run.texts.fitted],
+        RuleAttention(run.rotary, rule, run.rotation),
+        run.extended(row),
+        settings,
+        original=run.original,
+        seed=config.seed,
+        folder=run.folder,
+        identity=hash_json([facts, options, row, vars(settings)]),
+        show_progress=not config.hide_progress,
+    )
     facts["adapted"] = {"modules": list(adapter.modules), **vars(settings)}
     return adapter
 
@@ -418,19 +409,15 @@ def _settings(config: FitConfig) -> dict[str, Any]:
 def _record(run: FitRun, ids: torch.Tensor, at: int, facts: Mapping[str, Any]) -> Recording:
     """Return the recording of the teacher's forward over a text."""
     config = run.config
-    unextended = config.teacher == NO_METHOD
-    ids = ids[: run.original] if unextended else ids  # past there it is no teacher
+    ids = run.taught(ids)
     generator = torch.Generator().manual_seed(config.seed)
     queries = torch.randperm(len(ids), generator=generator)[:RECORDED_QUERIES].sort().values
     teacher = (config.teacher, config.teacher_options, run.original, run.target)
     identity = hash_json([facts["weights"], *teacher, facts["texts"][at], config.seed])
-    row = None if unextended else run.config.request(config.teacher, config.teacher_options)
     folder = run.folder / f"teacher-{at}"
     known = is_recorded(folder, identity)
-    with warnings.catch_warnings(), quiet("hf_posenc.patching.api"):
-        warnings.simplefilter("ignore")  # said when the rules were tried
-        with extended_as(run.rotary.model, row):
-            recording = record(run.rotary.model, ids, folder, queries, identity)
+    with run.extended(config.teacher_request()):
+        recording = record(run.rotary.model, ids, folder, queries, identity)
     if len(ids) == run.target:
         run.pass_seconds = max(run.pass_seconds, recording.facts["seconds"])
     text = f"text {at + 1} of {len(run.texts.fitted)}, {len(ids)} tokens"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -17,14 +15,12 @@ from hf_posenc.errors import InvalidRequestError
 from hf_posenc.evaluation.intervals import wilson_interval
 from hf_posenc.evaluation.measuring_perplexity import perplexity
 from hf_posenc.evaluation.records import Record
-from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.fitting.adapting import Adapter
 from hf_posenc.fitting.hidden_numbers import MEASURED_BY, HiddenNumber, hide_numbers
 from hf_posenc.fitting.run import FitRun
 from hf_posenc.fitting.verdict import ADAPTED, FITTED
 from hf_posenc.patching.extension_config import NO_METHOD
 from hf_posenc.retrieving.scoring import Asked, replies
-from hf_posenc.utils.console import quiet
 from hf_posenc.utils.units import duration_name, length_name
 
 logger = logging.getLogger(__name__)
@@ -90,7 +86,7 @@ def measure_rows(
         if rivals and not short and run.seconds_left < run.pass_seconds * len(run.texts.held_out):
             left_out.append(name)
             continue
-        with _changed(run, adapter if name == ADAPTED else None), _extended(run, row):
+        with run.extended(row, adapter if name == ADAPTED else None):
             records[name] = perplexity(
                 run.rotary.model,
                 [ids[: run.original] if short else ids for ids in run.texts.held_out],
@@ -121,7 +117,7 @@ def spread_of_seeds(
         return []
     perplexities = [rows[FITTED][-1].perplexity]
     for options in others:
-        with _extended(run, run.config.request(FITTED, options)):
+        with run.extended(run.config.request(FITTED, options)):
             [record] = perplexity(
                 run.rotary.model,
                 run.texts.held_out,
@@ -168,23 +164,9 @@ def find_numbers(
         return {}
     scores = {}
     for name, row in asked.items():
-        with _changed(run, adapter if name == ADAPTED else None), _extended(run, row):
+        with run.extended(row, adapter if name == ADAPTED else None):
             scores[name] = NumbersFound(tuple(numbers_found(run.rotary.model, ids, hidden)), len(ids))
     return scores
-
-
-def _changed(run: FitRun, adapter: Adapter | None) -> AbstractContextManager[None]:
-    """Return a context in which the model's weights are changed."""
-    return nullcontext() if adapter is None else adapter.applied(run.rotary.model)
-
-
-@contextmanager
-def _extended(run: FitRun, row: dict[str, Any] | None) -> Iterator[None]:
-    """While open, the model is extended as a row says; what there is to warn of was said when the rules were tried."""
-    with warnings.catch_warnings(), quiet("hf_posenc.patching.api", "hf_posenc.evaluation.memory"):
-        warnings.simplefilter("ignore")
-        with extended_as(run.rotary.model, row):
-            yield
 
 
 def numbers_found(model: PreTrainedModel, ids: torch.Tensor, hidden: Sequence[HiddenNumber]) -> list[float]:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_posenc.attention.installation import attention_layers
-from hf_posenc.attention.interface import FULL
 from hf_posenc.evaluation.lm_head import decoder_body, head_logits
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.hidden_numbers import HiddenNumber
 from hf_posenc.fitting.recording import Recording
-from hf_posenc.fitting.rule_attention import RuleAttention, rule_kind
+from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers
 
 
 @dataclass
@@ -44,7 +42,7 @@ class FitProblem:
     @property
     def layers(self) -> list[nn.Module]:
         """The attention layers whose positions are extended."""
-        return [one for one in attention_layers(self.rotary.model) if rule_kind(one, self.rotary) == FULL]
+        return extended_layers(self.rotary)
 
     def integer(self, low: int, high: int) -> int:
         """Return a random number from ``low`` until ``high``."""

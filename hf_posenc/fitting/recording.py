@@ -97,7 +97,8 @@ def _file(index: int) -> str:
     return f"layer-{index:03d}.safetensors"
 
 
-def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+def write_tensors(tensors: Mapping[str, torch.Tensor], file: Path) -> None:
+    """Write tensors as a safetensors file; a full disk is an OSError."""
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
     except SafetensorError as error:  # a full disk, which is no OSError there
@@ -154,7 +155,7 @@ class _Recorded:
             "queries": query[0].index_select(1, positions),
             "outputs": output[0].index_select(0, positions),
         }
-        _write(tensors, self.folder / _file(index))
+        write_tensors(tensors, self.folder / _file(index))
         return output, weights
 
 
@@ -193,7 +194,7 @@ def record(
         output = decoder_body(rotary.model)(input_ids=input_ids[None].to(rotary.device), use_cache=False)
     seconds = time.perf_counter() - began
     text = {"input_ids": input_ids, "query_positions": query_positions, "hidden": output.last_hidden_state[0]}
-    _write(text, folder / "text.safetensors")
+    write_tensors(text, folder / "text.safetensors")
     module = rotary.rotary_module
     facts = {
         "identity": identity,

@@ -33,6 +33,11 @@ def rule_kind(module: nn.Module, rotary: RotaryModel) -> str:
     return FULL if layer == PASS and rotary.label is None and has_positions(module) else layer
 
 
+def extended_layers(rotary: RotaryModel) -> list[nn.Module]:
+    """Return the attention layers whose positions are extended."""
+    return [layer for layer in attention_layers(rotary.model) if rule_kind(layer, rotary) == FULL]
+
+
 class RuleAttention:
     """The attention of every layer of an unpatched model while its rule is fitted.
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc.attention.rotation import Rotation
+from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.fitting.adapting import Adapter
 from hf_posenc.fitting.config import FitConfig
 from hf_posenc.fitting.splitting import Texts
 from hf_posenc.methods.base import Method, plain_frequencies
+from hf_posenc.patching.extension_config import NO_METHOD
 from hf_posenc.spec import RopeSpec
+from hf_posenc.utils.console import quiet
 
 
 @dataclass
@@ -67,6 +75,22 @@ class FitRun:
         """The rest of the budget in seconds; infinite without one."""
         budget = self.config.budget
         return float("inf") if budget is None else budget - (time.perf_counter() - self.began)
+
+    def taught(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the part of a text on which the teacher is one: the unextended model only within its length."""
+        return ids[: self.original] if self.config.teacher == NO_METHOD else ids
+
+    @contextmanager
+    def extended(self, row: dict[str, Any] | None, adapter: Adapter | None = None) -> Iterator[None]:
+        """While open, the model is extended as a row says, with changed weights if there are any.
+
+        It warns of nothing: what there is to warn of was said when the rules were tried.
+        """
+        with warnings.catch_warnings(), quiet("hf_posenc.patching.api", "hf_posenc.evaluation.memory"):
+            warnings.simplefilter("ignore")
+            changed = nullcontext() if adapter is None else adapter.applied(self.rotary.model)
+            with changed, extended_as(self.rotary.model, row):
+                yield
 
     def options(self, divisors: list[float], attention_factor: float) -> dict[str, Any]:
         """Return a list of divisors and a temperature as options of the method ``fitted``."""

@@ -14,7 +14,7 @@ from hf_posenc import patch_model
 from hf_posenc.attention import installation, spans, tiles
 from hf_posenc.attention.interface import attention_of
 from hf_posenc.attention.pieces import Pieces
-from hf_posenc.attention.regional import key_ranges, query_blocks
+from hf_posenc.attention.regional import query_blocks, region_tiles
 from tiny_models import logits, token_ids
 
 N = 331  # a multiple of no chunk, window, group or block below
@@ -42,7 +42,7 @@ def by_the_reference(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("rule", ["self_extend", "dca"])
-def test_each_pair_is_in_one_range_of_its_region(rule: str, block: int, monkeypatch: Any) -> None:
+def test_each_pair_is_in_one_tile_of_its_region(rule: str, block: int, monkeypatch: Any) -> None:
     monkeypatch.setattr("hf_posenc.attention.regional.BLOCK", block)
     distances = attention_of(patched_model(rule).model.layers[0].self_attn).distances
     for first, last in ((0, N), (11, 200), (163, 164), (95, 330)):
@@ -51,7 +51,7 @@ def test_each_pair_is_in_one_range_of_its_region(rule: str, block: int, monkeypa
         for region in distances.regions:
             count = torch.zeros(last, last, dtype=torch.int64)
             for low, high in blocks:
-                for keys in key_ranges(region, low, high):
+                for keys in region_tiles(region, low, high):
                     seen = torch.ones(high - low, keys.end - keys.begin) if keys.seen is None else keys.seen
                     assert not keys.is_causal or (keys.begin, keys.end, keys.seen) == (low, high, None)
                     count[low:high, keys.begin : keys.end] += (seen.tril() if keys.is_causal else seen).long()
@@ -65,7 +65,7 @@ def test_each_pair_is_in_one_range_of_its_region(rule: str, block: int, monkeypa
 @pytest.mark.parametrize("rule", RULES)
 def test_tiles_give_the_definition(rule: str, block: int, monkeypatch: Any, calls: list[dict[str, Any]]) -> None:
     monkeypatch.setattr("hf_posenc.attention.regional.BLOCK", block)
-    monkeypatch.delattr(spans, "_few_at_a_time")
+    monkeypatch.delattr(spans, "_few")
     model, found = patched_model(rule), []
     model.model.layers[0].self_attn.register_forward_hook(lambda module, args, output: found.append(output[0]))
     ids = IDS[:, :N]
