@@ -52,7 +52,7 @@ from transformers.utils.import_utils import is_liger_kernel_available  # noqa: E
 from benchmark import timed  # noqa: E402
 from benchmark_retrieval import benchmark_retrieval  # noqa: E402
 from benchmark_training import WAYS  # noqa: E402
-from hf_posenc import patch_model, perplexity  # noqa: E402
+from hf_posenc import FitConfig, fit_method, patch_model, perplexity  # noqa: E402
 from hf_posenc.assets import tiny_model_path  # noqa: E402
 from hf_posenc.planning.training_memory import predict_training_memory  # noqa: E402
 from hf_posenc.training import FinetuneConfig  # noqa: E402
@@ -162,13 +162,17 @@ def free_memory() -> Iterator[None]:
 def run_tests(sizes: Sizes, limit: float) -> Result:
     """Run a sample of tests/gpu in which each function meets each value of each of its parameters."""
     command = [sys.executable, str(Path(__file__)), "--tests", str(limit)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # What is not installed may be on the path that this process was started with.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
     if sizes is TINY:
         environment |= {"HF_POSENC_TEST_DEVICE": "cpu", "HF_POSENC_GPU_CHECK_TINY": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
     *output, last = done.stdout.strip().splitlines() or [""]
     print("\n".join(output[-40:]))
-    return dict(json.loads(last)) if last.startswith("{") else {"error": done.stdout[-2000:]}
+    if not last.startswith("{"):
+        raise RuntimeError(f"the tests did not run: {done.stdout[-2000:]}")
+    return dict(json.loads(last))
 
 
 class Sample:
@@ -317,6 +321,22 @@ def long_evaluation(config: LlamaConfig, length: int, questions: int) -> Result:
     return {"curve_seconds": took, "lengths": lengths, "questions": asked}
 
 
+def adapted_layers(config: LlamaConfig, length: int, layers: int = 2) -> Result:
+    """Take the time and the peak of low-rank changes that are fitted in some layers (``hf-posenc fit --adapt``)."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers
+    config.max_position_embeddings = length // FACTOR
+    fit = FitConfig(context_length=length, steps=1, held_out=0, compare=[], adapt_options={}, hide_progress=True)
+    with free_memory():
+        model = random_model(config).eval()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        seconds = timed(lambda: fit_method(model, None, [torch.randint(0, config.vocab_size, (length,))], fit))
+        weights = sum(each.nbytes for each in model.parameters())
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else weights
+    return {"tokens": length, "layers": layers, "seconds": seconds, "peak_gib_beside_weights": (peak - weights) / 2**30}
+
+
 @dataclass(frozen=True)
 class Step:
     """A part of the check.
@@ -340,6 +360,7 @@ def steps(sizes: Sizes) -> list[Step]:
         Step("tests", 60, lambda left: run_tests(sizes, min(150, left - 20))),
         Step(f"1.5B, {long} tokens", 60, lambda left: ratios(small, long, rounds, methods)),
         Step(f"8B, LoRA step of {long} tokens", 40, lambda left: lora_memory(large, long)),
+        Step(f"8B, adapted layers at {longest} tokens", 40, lambda left: adapted_layers(large, longest)),
         Step(f"8B, {long} tokens", 60, lambda left: ratios(large, long, few, methods[:-1])),
         Step(f"1.5B, training step of {long} tokens", 40, lambda left: step_ratios(small, long, few, methods)),
         Step(f"8B, LoRA step of {longest} tokens", 130, lambda left: lora_memory(large, longest)),
