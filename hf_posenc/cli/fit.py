@@ -37,7 +37,7 @@ class FitArguments:
         default_factory=list,
         metadata={
             "help": "fit low-rank changes of the query and key projections too, such as --adapt rank=16; also steps, "
-            "queries, learning_rate, short_share",
+            "queries, learning_rate, short_share, short_steps, short_rate",
             "action": "extend",
             "metavar": "K=V",
         },

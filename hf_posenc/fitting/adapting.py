@@ -4,7 +4,11 @@ While the teacher reads the texts, each attention layer is stopped at once it is
 there, and a low-rank change of W_q and W_k (LoRA: Hu et al. 2021, arXiv:2106.09685) is trained until the same layer
 under the rule gives the same output. No gradient passes through the network, one layer is in memory at a time, and no
 token is predicted. The matching of layers is known from the conversion to linear attention (LoLCATs, Zhang et al. 2024,
-arXiv:2410.10254, section 3.1); here it moves a position rule.
+arXiv:2410.10254, section 3.1); here it moves a position rule. Then all changes are trained together on short texts
+(``short_matching``), because the small errors of many layers add up.
+
+Each text is read twice: as a whole, of which a step takes some queries, and cut into pieces of a quarter of the
+original length, of which it takes every query. Long attention is dear and short attention is what users have most of.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.recording import OwnAttention, write_tensors
 from hf_posenc.fitting.rule_attention import RuleAttention, extended_layers, seen_keys
+from hf_posenc.fitting.short_matching import match_short_texts
 from hf_posenc.utils.console import Progress
 
 logger = logging.getLogger(__name__)
@@ -37,6 +42,7 @@ logger = logging.getLogger(__name__)
 # Names of the projections of queries and keys in Transformers' attention layers; the last ones hold all three at once.
 _SEPARATE = ("q_proj", "k_proj")
 _FUSED = ("qkv_proj", "query_key_value", "Wqkv")
+TOKENS_IN_PIECES = 4096  # of a step that takes every query of some pieces
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,14 @@ class LayerMatching:
     """Stands before what each layer attends by; fits the layer's changes as soon as the teacher has computed it."""
 
     def __init__(
-        self, rotary: RotaryModel, student: RuleAttention, config: AdaptConfig, original: int, seed: int, folder: Path
+        self,
+        rotary: RotaryModel,
+        student: RuleAttention,
+        config: AdaptConfig,
+        num_texts: int,
+        original: int,
+        seed: int,
+        folder: Path,
     ) -> None:
         """Make one.
 
@@ -121,18 +134,20 @@ class LayerMatching:
             rotary: The model, with the low-rank changes in place, extended by the teacher's rule or not at all.
             student: Attention under the static rule.
             config: The settings.
+            num_texts: How many rows of the batch are read as a whole; the others are read in pieces.
             original: The original length, in tokens.
             seed: Of the drawn queries.
             folder: Where the changes of each layer are kept as soon as they are fitted.
         """
         self.student, self.config, self.original, self.folder = student, config, original, folder
-        self.seed = seed
+        self.num_texts, self.piece, self.seed = num_texts, piece_length(original), seed
         self.positions: torch.Tensor | None = None
         self.errors: dict[int, tuple[float, float]] = {}
         self._teachers = {layer: attention_of(layer) for layer in attention_layers(rotary.model)}
         self._output: torch.Tensor | None = None  # of the teacher's attention, (batch, length, heads, head_dim)
         self._projection: nn.Linear | None = None  # W_o, where it gets that output as it is
         self._rows: torch.Tensor | None = None  # the queries of the present step; None while the teacher reads
+        self._in_pieces = False  # whether the present step is on a text in pieces
         self._found: torch.Tensor
 
     def attend(
@@ -147,16 +162,45 @@ class LayerMatching:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend as the teacher does, or under the rule for some queries; then the layer's call ends here."""
         if self._rows is None:
-            teacher = self._teachers[module] or OwnAttention(self.student.inner)
-            output, weights = teacher.attend(module, query, key, value, mask, kind, kwargs)
+            output, weights = self._read(module, query, key, value, mask, kind, kwargs)
             self._output, self._projection = output, None
             return output, weights
-        rows, slots = self._rows, torch.arange(key.shape[2], device=key.device)
-        found = self.student.rotated(query[:, :, rows], rows, None, of_queries=True)
-        keys = self.student.rotated(key, slots, None)
-        seen = seen_keys(rows, key.shape[2], kwargs)
-        self._found = self.student.call(module, found, keys, value, seen, kwargs)
+        if self._in_pieces:
+            found = []
+            for rows in torch.split(self._rows, self.piece):
+                seen = seen_keys(rows - rows[0], self.piece, kwargs) if kwargs.get("sliding_window") else None
+                states = self.student.rotated(query[:, :, rows], rows, None, of_queries=True)
+                keys = self.student.rotated(key[:, :, rows], rows, None)
+                found.append(self.student.call(module, states, keys, value[:, :, rows], seen, kwargs))
+            self._found = torch.cat(found, dim=1)
+        else:
+            rows, slots = self._rows, torch.arange(key.shape[2], device=key.device)
+            states = self.student.rotated(query[:, :, rows], rows, None, of_queries=True)
+            keys = self.student.rotated(key, slots, None)
+            seen = seen_keys(rows, key.shape[2], kwargs)
+            self._found = self.student.call(module, states, keys, value, seen, kwargs)
         raise _Read
+
+    def _read(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        kind: str,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend as the teacher in whole texts, and as the unextended model in pieces: positions are relative."""
+        own = OwnAttention(self.student.inner)
+        teacher = self._teachers[module] or own
+        many = self.num_texts
+        output, weights = teacher.attend(module, query[:many], key[:many], value[:many], mask, kind, kwargs)
+        attended = []
+        for start in range(0, query.shape[2], self.piece):
+            part = slice(many, None), slice(None), slice(start, start + self.piece)
+            attended.append(own.attend(module, query[part], key[part], value[part], None, kind, kwargs)[0])
+        return torch.cat((output, torch.cat(attended, dim=1))), weights
 
     def look_for_projection(self, linear: nn.Linear, args: tuple[Any, ...]) -> None:
         """Note W_o: the linear layer that gets the attention output."""
@@ -188,6 +232,7 @@ class LayerMatching:
             for step in range(self.config.steps):
                 row = step % len(wanted)
                 begin_row(row)
+                self._in_pieces = row >= self.num_texts
                 self._rows = self._draw(wanted.shape[1], generator).to(wanted.device)
                 with torch.enable_grad():
                     error = self._error(module, args, kwargs, wanted, row)
@@ -204,7 +249,11 @@ class LayerMatching:
         partial.replace(file)
 
     def _draw(self, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Return positions of queries, rising: a share within the original length, the others anywhere."""
+        """Return positions of queries, rising: all of some pieces; or some, of which a share is within the original."""
+        if self._in_pieces:
+            number = max(1, min(TOKENS_IN_PIECES, length) // self.piece)
+            first = torch.randperm(length // self.piece, generator=generator)[:number].sort().values * self.piece
+            return (first[:, None] + torch.arange(self.piece)).flatten()
         count = self.config.queries
         short = round(self.config.short_share * count)
         drawn = (
@@ -226,6 +275,11 @@ class LayerMatching:
             pairs.append(tuple(states.flatten(1) @ weight.T for states in pairs[0]))  # type: ignore[arg-type]  # two
         errors = [(found - right).square().sum() / right.square().sum() for found, right in pairs]
         return torch.stack(errors).mean()
+
+
+def piece_length(original: int) -> int:
+    """Return the tokens of a piece of a text, at an original length."""
+    return max(2, original // 4)
 
 
 @contextmanager
@@ -278,6 +332,7 @@ def adapt(
     texts: Sequence[torch.Tensor],
     student: RuleAttention,
     teacher: Any,
+    extended: Callable[[], AbstractContextManager[None]],
     config: AdaptConfig,
     *,
     original: int,
@@ -286,13 +341,14 @@ def adapt(
     identity: str,
     show_progress: bool = True,
 ) -> Adapter:
-    """Fit the changes of all layers in one forward of the teacher; the model is left as it was.
+    """Fit the changes of all layers in one forward of the teacher, then together; the model is left as it was.
 
     Args:
         rotary: The model, not extended.
         texts: int64 ``(num_tokens,)`` each, of one length.
         student: Attention under the static rule.
         teacher: A context manager, while which the model is extended by the teacher's rule.
+        extended: Returns one, while which it is extended by the static rule.
         config: The settings.
         original: The original length, in tokens.
         seed: Of everything random.
@@ -312,9 +368,9 @@ def adapt(
     hooks = []
     try:
         with teacher:
-            matching = LayerMatching(rotary, student, config, original, seed, folder)
+            matching = LayerMatching(rotary, student, config, len(texts), original, seed, folder)
             layers = {}
-            ids = torch.stack(list(texts)).to(rotary.device)
+            ids = torch.stack([*texts, *texts]).to(rotary.device)
             matching.positions = torch.arange(ids.shape[1], device=rotary.device)[None]
             fitted = extended_layers(rotary)
             for layer in attention_layers(rotary.model):
@@ -329,6 +385,9 @@ def adapt(
             with bar, torch.no_grad(), attending_by(rotary.text_configs, layers):
                 body = decoder_body(rotary.model)
                 body(input_ids=ids, position_ids=matching.positions, use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        match_short_texts(wrapped, texts, extended, config, original, seed, folder, show_progress)
         weights = {name: weight.cpu().clone() for name, weight in get_peft_model_state_dict(wrapped).items()}
     finally:
         for hook in hooks:

@@ -7,7 +7,7 @@ import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from hf_posenc.errors import InvalidRequestError, UnknownNameError, argument
 from hf_posenc.evaluation.config import OutputConfig
@@ -15,6 +15,9 @@ from hf_posenc.patching.extension_config import NO_METHOD, ExtensionConfig
 from hf_posenc.settings import check_settings, number, same_field, setting, share, whole
 from hf_posenc.spec import check_length, check_number
 from hf_posenc.utils.units import ContextLength, Duration
+
+if TYPE_CHECKING:
+    from hf_posenc.methods.base import Method
 
 # What a fitted rule has to be better than: the static rules that need no training, and the model as it is.
 GRID = "grid"
@@ -31,10 +34,12 @@ class AdaptConfig:
     """The low-rank changes of the query and key projections that are fitted after the rule."""
 
     rank: int = setting(16, whole(1), "rank of the changes")
-    steps: int = setting(80, whole(1), "steps of Adam in each layer")
-    queries: int = setting(96, whole(1), "queries of a step")
+    steps: int = setting(120, whole(1), "steps of Adam in each layer")
+    queries: int = setting(96, whole(1), "queries of a step on a whole text")
     learning_rate: float = setting(3e-3, number(above=0), "of Adam; it falls to a tenth")
-    short_share: float = setting(0.33, share, "share of the queries within the original length")
+    short_share: float = setting(0.33, share, "share of these queries within the original length")
+    short_steps: int = setting(40, whole(0), "steps of Adam on short texts, with all layers together")
+    short_rate: float = setting(1e-3, number(above=0), "their learning rate; it falls to a tenth")
 
     def __post_init__(self) -> None:
         check_settings(self, lambda name: f"{argument('adapt')} {name}")
@@ -83,9 +88,12 @@ class FitConfig:
     )
     start: str = field(
         default="ntk",
-        metadata={"help": "static method to begin at; grid: the best of a small grid of ntk_rcd and yarn_rcd"},
+        metadata={
+            "help": "static method to begin at, preset, or folder of an earlier fit; grid: the best of a small grid of "
+            "ntk_rcd and yarn_rcd"
+        },
     )
-    steps: int = field(default=100, metadata={"help": "steps of Adam"})
+    steps: int = field(default=100, metadata={"help": "steps of Adam; 0, with --adapt: the rule is that of --start"})
     learning_rate: float = field(default=0.05, metadata={"help": "of Adam, on the logarithms of the divisors"})
     keep_rotations: float = field(
         default=30.0,
@@ -176,6 +184,21 @@ class FitConfig:
         """Return the keywords of ``patch_model`` for the teacher; None for the unextended model."""
         return None if self.teacher == NO_METHOD else self.request(self.teacher, self.teacher_options)
 
+    def start_method(self, factor: float) -> Method:
+        """Return the method to begin at.
+
+        Raises:
+            ValueError, OSError: There is none of this name, and no folder of a fit.
+        """
+        from hf_posenc.methods.registry import make_method
+        from hf_posenc.patching.presets import presets
+
+        if (preset := presets().get(self.start)) is not None:
+            return make_method(preset.method, factor, preset.options)
+        if Path(self.start).expanduser().exists():
+            return make_method("fitted", factor, {"source": self.start})
+        return make_method(self.start, factor)
+
     def weights(self) -> dict[str, float]:
         """Return the weight of each objective.
 
@@ -209,7 +232,13 @@ class FitConfig:
         from hf_posenc.methods.registry import get_method, make_method
 
         self.weights()
-        for name in ("context_length", "steps", "queries", "layers", "block", "questions", "max_texts", "seeds"):
+        if self.steps == 0 and (self.adapt_options is None or self.start == GRID):
+            raise InvalidRequestError(
+                f"{argument('steps', 0)} takes the rule of {argument('start')} as it is, which cannot be {GRID!r}, and "
+                f"leaves nothing to fit without {argument('adapt')}: give that too, or at least 1 step."
+            )
+        counts = ["context_length", "queries", "layers", "block", "questions", "max_texts", "seeds"]
+        for name in [*counts, "steps"] if self.steps else counts:
             check_length(argument(name), getattr(self, name))
             if isinstance(getattr(self, name), float):  # a whole one, as JSON may have it
                 setattr(self, name, int(getattr(self, name)))
@@ -235,16 +264,15 @@ class FitConfig:
             )
         if self.adapt_options is not None:
             self._check_adapt()
-        named: Mapping[str, list[str]] = {"start": [] if self.start == GRID else [self.start], "compare": self.compare}
-        for flag, names in named.items():
-            for name in names:
-                if flag == "compare" and name == NO_METHOD:
-                    continue
-                if not issubclass(get_method(name), StaticMethod):
-                    raise InvalidRequestError(
-                        f"{argument(flag)} takes static methods, got {name!r}: servers run no other, and a list of "
-                        "divisors expresses no other."
-                    )
+        named = [("compare", name, get_method(name)) for name in self.compare if name != NO_METHOD]
+        if self.start != GRID:
+            named.append(("start", self.start, type(self.start_method(1.0))))
+        for flag, name, method in named:
+            if not issubclass(method, StaticMethod):
+                raise InvalidRequestError(
+                    f"{argument(flag)} takes static methods, got {name!r}: servers run no other, and a list of "
+                    "divisors expresses no other."
+                )
 
     def _check_adapt(self) -> None:
         """Check the settings of the low-rank changes, and those that do not go with them."""

@@ -7,10 +7,13 @@ from typing import TYPE_CHECKING
 
 from hf_posenc.evaluation.memory import MemoryNeed, ModelShape, predict_memory, shape_of
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.fitting.adapting import TOKENS_IN_PIECES
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.objectives import get_objective
 from hf_posenc.fitting.recording import RECORDED_QUERIES
+from hf_posenc.fitting.short_matching import ROWS_OF_LOGITS
 from hf_posenc.methods.base import Extension
+from hf_posenc.patching.extension import plain_spec
 from hf_posenc.patching.extension_config import NO_METHOD, ExtensionRequest
 from hf_posenc.patching.request import resolve
 from hf_posenc.utils.units import size_name
@@ -45,7 +48,7 @@ class FitCost:
         return max(self.step, self.measuring, 0 if self.teacher is None else self.teacher.peak)
 
 
-def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, teacher: Extension | None) -> FitCost:
+def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, original: int, teacher: Extension | None) -> FitCost:
     """Predict what a fit needs.
 
     Counted is what a LLaMA-like layer holds. ``attention_matching`` holds one layer's recorded keys and values, the
@@ -57,9 +60,10 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, teacher: Exten
         shape: The model's numbers.
         config: The settings, checked.
         texts: How many are recorded.
+        original: The original length, in tokens.
         teacher: What the teacher's model is patched with; None for the unextended model.
     """
-    kinds = {name: get_objective(name) for name in config.weights()}
+    kinds = {name: get_objective(name) for name in config.weights()} if config.steps else {}
     target, queries, block = int(config.context_length), config.queries, config.block
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     number, layers = shape.number_bytes, shape.num_layers
@@ -76,11 +80,16 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, teacher: Exten
         of_text = target * (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
         step = max(step, layers * of_text + target * shape.vocab_size * 4 * _FLOAT32)
     texts_at_once = 1
-    if config.adapt_options is not None:  # the teacher reads all texts at once, and a layer is stopped
-        texts_at_once, adapt = texts, AdaptConfig.of(config.adapt_options)
-        of_states = target * (2 * q + 3 * kv) * (2 * number + 2 * _FLOAT32)
+    if config.adapt_options is not None:  # the teacher reads all texts at once, each twice, and a layer is stopped
+        texts_at_once, adapt = 2 * texts, AdaptConfig.of(config.adapt_options)
+        # Queries and keys of a whole text, and those of the pieces of a step.
+        of_states = (target + min(TOKENS_IN_PIECES, target)) * (2 * q + 3 * kv) * (2 * number + 2 * _FLOAT32)
         of_mask = 2 * target * adapt.queries * (shape.num_heads // shape.num_kv_heads) * (1 + number)
-        step = max(step, of_states + of_mask + texts * target * (3 * shape.hidden_size + q) * number)
+        step = max(step, of_states + of_mask + texts_at_once * target * (3 * shape.hidden_size + q) * number)
+        of_layer = (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
+        if adapt.short_steps:  # the inputs of all layers, what gradients need of one, and some rows of logits
+            of_logits = ROWS_OF_LOGITS * shape.vocab_size * 4 * _FLOAT32
+            step = max(step, original * (layers * shape.hidden_size * number + of_layer) + of_logits)
     recorded = any(kind.needs_teacher for kind in kinds.values())
     read = predict_memory(shape, target)
     taught = predict_memory(shape, target, batch_size=texts_at_once, extension=teacher)
@@ -114,14 +123,21 @@ def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, out
         output: The folder that the model goes to, beside which the recordings are kept.
     """
     rotary = RotaryModel(model)
-    cost = fit_cost(shape_of(rotary.model), config, texts=num_texts, teacher=teacher_extension(rotary, config))
+    original = int(
+        config.original_max_position_embeddings or plain_spec(rotary.text_config).original_max_position_embeddings
+    )
+    teacher = teacher_extension(rotary, config)
+    cost = fit_cost(shape_of(rotary.model), config, texts=num_texts, original=original, teacher=teacher)
     first = ""
     if cost.teacher is not None:
-        teacher = "the model as it is" if config.teacher == NO_METHOD else config.teacher
-        first = f"{teacher} reads {num_texts} text{'s' * (num_texts > 1)} once, then "
+        reader = "the model as it is" if config.teacher == NO_METHOD else config.teacher
+        first = f"{reader} reads {num_texts} text{'s' * (num_texts > 1)} once, then "
     room = f", {size_name(cost.disk)} on disk in {output}.work" if cost.disk else ""
-    steps = f"{config.steps} steps on {', '.join(config.weights())}"
+    parts = [f"{config.steps} steps on {', '.join(config.weights())}"] if config.steps else []
     if config.adapt_options is not None:
         adapt = AdaptConfig.of(config.adapt_options)
-        steps += f", and {adapt.steps} steps of rank {adapt.rank} in each layer"
+        parts.append(f"{adapt.steps} steps of rank {adapt.rank} in each layer")
+        if adapt.short_steps:
+            parts.append(f"{adapt.short_steps} steps on short texts")
+    steps = ", and ".join(parts)
     return f"{first}{steps}: about {size_name(cost.peak)} of memory for weights and tensors{room}"

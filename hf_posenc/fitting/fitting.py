@@ -203,9 +203,8 @@ def _check_start(spec: RopeSpec, config: FitConfig) -> None:
         ValueError: The rule to begin at needs options or stops pairs, or every number is held.
     """
     if config.start != GRID:
-        inv_freq, _ = make_method(
-            config.start, config.context_length / spec.original_max_position_embeddings
-        ).frequencies(spec)
+        factor = config.context_length / spec.original_max_position_embeddings
+        inv_freq, _ = config.start_method(factor).frequencies(spec)
         if not bool((inv_freq[: spec.rotated_pairs] > 0).all()):
             raise InvalidRequestError(
                 f"{argument('start')} must be a method that rotates every pair of features, got {config.start!r}."
@@ -307,11 +306,13 @@ def _fit(run: FitRun, seed: int) -> tuple[dict[str, Any], list[Step], dict[str, 
         "tokens": sum(map(len, fitted)),
         "weights": hash_weights(run.rotary.model),
     }
+    if config.steps == 0:
+        return run.options_of(config.start_method(run.factor)), [], facts
     recordings = []
     if any(kind.needs_teacher for kind in kinds.values()):
         recordings = [_record(run, ids, at, facts) for at, ids in enumerate(fitted)]
     generator = torch.Generator().manual_seed(seed)
-    start = None if config.start == GRID else make_method(config.start, run.factor).frequencies(spec)
+    start = None if config.start == GRID else config.start_method(run.factor).frequencies(spec)
     rule = _parameters(run, start or make_method("ntk", run.factor).frequencies(spec))
     with rule_attention(run.rotary, rule, run.rotation) as attention:
         attention.note_arguments(run.rotary)
@@ -353,6 +354,7 @@ def _adapted(run: FitRun, options: Mapping[str, Any], facts: dict[str, Any]) -> 
         [run.taught(ids) for ids in run.texts.fitted],
         RuleAttention(run.rotary, rule, run.rotation),
         run.extended(row),
+        lambda: run.extended(config.request("fitted", options)),
         settings,
         original=run.original,
         seed=config.seed,

@@ -69,7 +69,7 @@ def predict_fit(config: PreTrainedConfig, facts: ModelFacts, target: int) -> Pla
         check_attention(rotary, teacher)
     except HfPosencError:
         return None
-    cost = fit_cost(shape_of(model), settings, texts=settings.max_texts, teacher=teacher)
+    cost = fit_cost(shape_of(model), settings, texts=settings.max_texts, original=original or target, teacher=teacher)
     # Causal attention computes half of the square: two products with each key, of every head.
     attention = 4.0 * facts.num_heads * facts.head_dim * target / 2 * target * facts.num_layers
     one_pass = 2.0 * facts.matrix_parameters * target + attention

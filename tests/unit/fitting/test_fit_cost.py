@@ -18,7 +18,9 @@ TARGET = 1024
 
 def cost(**settings: Any) -> FitCost:
     model, config = sharp_model("Llama"), FitConfig(context_length=TARGET, **settings)  # type: ignore[arg-type]  # an int
-    return fit_cost(shape_of(model), config, texts=2, teacher=teacher_extension(RotaryModel(model), config))
+    return fit_cost(
+        shape_of(model), config, texts=2, original=256, teacher=teacher_extension(RotaryModel(model), config)
+    )
 
 
 def test_the_teachers_own_tensors_count() -> None:
@@ -57,7 +59,9 @@ def test_a_plan_has_it() -> None:
     fitting = plan(config, TARGET, dtype="float32").fitting
     assert fitting is not None
     model, settings = make_tiny_llama(), FitConfig(context_length=TARGET)  # type: ignore[arg-type]  # an int
-    wanted = fit_cost(shape_of(model), settings, texts=1, teacher=teacher_extension(RotaryModel(model), settings))
+    wanted = fit_cost(
+        shape_of(model), settings, texts=1, original=256, teacher=teacher_extension(RotaryModel(model), settings)
+    )
     assert (fitting.memory, fitting.disk) == (wanted.peak, wanted.disk)
 
 

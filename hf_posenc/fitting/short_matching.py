@@ -1,0 +1,157 @@
+"""Low-rank changes of all layers trained together, so that short texts are read as the unextended model reads them.
+
+The loss is the Kullback-Leibler divergence of the next-token distributions under the rule, with the changes, from those
+of the unextended model without them. No token of the text is a target, so that nothing of its style is learned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_posenc.errors import InvalidRequestError
+from hf_posenc.evaluation.lm_head import decoder_body, head_logits
+from hf_posenc.fitting.config import AdaptConfig
+from hf_posenc.utils.console import Progress
+
+_SAVE_EVERY = 5
+ROWS_OF_LOGITS = 256  # in memory at a time
+_WARMUP = 5  # steps in which the rate rises
+_LAST_RATE = 0.1  # of the learning rate, at the end
+
+
+def match_short_texts(
+    wrapped: Any,
+    texts: Sequence[torch.Tensor],
+    extended: Callable[[], AbstractContextManager[None]],
+    config: AdaptConfig,
+    original: int,
+    seed: int,
+    folder: Path,
+    show_progress: bool = True,
+) -> None:
+    """Train the low-rank changes of a model in place.
+
+    Args:
+        wrapped: The PEFT model, not extended.
+        texts: int64 ``(num_tokens,)`` each, of at least the original length.
+        extended: Returns a context manager, while which it is extended by the static rule.
+        config: The settings.
+        original: The original length, in tokens.
+        seed: Of what is drawn.
+        folder: Where the state is kept, so that a stopped run goes on.
+        show_progress: Whether to show it.
+
+    Raises:
+        ValueError: The loss is not finite.
+    """
+    model = wrapped.get_base_model()
+    body, device = decoder_body(model), model.device
+    weights = [weight for name, weight in wrapped.named_parameters() if "lora_" in name]
+    optimizer = torch.optim.Adam(weights, config.short_rate)
+    file = folder / "short-texts.pt"
+    done = _load(file, weights, optimizer)
+
+    def states(ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = body(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1)
+
+    with Progress("short texts", config.short_steps, unit="steps", done=done, shown=show_progress) as bar:
+        for step in range(done, config.short_steps):
+            ids = _draw(texts, original, seed, step).to(device)
+            for group in optimizer.param_groups:
+                group["lr"] = config.short_rate * _rate(step, config.short_steps)
+            optimizer.zero_grad()
+            with torch.no_grad(), wrapped.disable_adapter():
+                wanted = states(ids)
+            with extended(), torch.enable_grad(), recomputed_layers(model):
+                loss = divergence(model, states(ids), wanted)
+                loss.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
+            if not math.isfinite(value := float(loss.detach())):
+                raise InvalidRequestError(
+                    f"step {step + 1} on short texts gave a loss of {value}: the model overflows in its dtype, or "
+                    "short_rate is too large. Load it in bfloat16 or float32, or lower short_rate."
+                )
+            optimizer.step()
+            bar.update()
+            if (step + 1) % _SAVE_EVERY == 0 or step + 1 == config.short_steps:
+                _save(file, weights, optimizer, step + 1)
+
+
+def divergence(model: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Return the mean Kullback-Leibler divergence of next-token distributions, in nats, with gradients.
+
+    Args:
+        model: Its head is used.
+        hidden: The body's last hidden states ``(num_tokens, hidden_size)``.
+        wanted: Those of the model whose distributions are wanted, as many.
+    """
+
+    def of_rows(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = head_logits(model, right).log_softmax(-1)
+        return (target.exp() * (target - head_logits(model, found).log_softmax(-1))).sum()
+
+    parts = zip(torch.split(hidden, ROWS_OF_LOGITS), torch.split(wanted, ROWS_OF_LOGITS), strict=True)
+    sums = [checkpoint(of_rows, *part, use_reentrant=False) for part in parts]
+    return torch.stack(sums).sum() / len(hidden)
+
+
+def _rate(step: int, steps: int) -> float:
+    """Return the share of the learning rate: it rises over a few steps, then falls along a cosine."""
+    falling = _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * step / steps))
+    return min(1.0, (step + 1) / _WARMUP) * falling
+
+
+def _draw(texts: Sequence[torch.Tensor], original: int, seed: int, step: int) -> torch.Tensor:
+    """Return stretches of the texts in turn, together as many tokens as the original length, ``(number, length)``.
+
+    They are a sixteenth of it long, a fourth, or all of it. A step draws the same whenever it is taken.
+    """
+    length = max(2, original // (16, 4, 1)[step % 3])
+    generator = torch.Generator().manual_seed(seed + 1_000_003 * (step + 1))
+    drawn = []
+    for at in range(original // length):
+        ids = texts[(step + at) % len(texts)]
+        start = int(torch.randint(len(ids) - length + 1, (), generator=generator))
+        drawn.append(ids[start : start + length])
+    return torch.stack(drawn)
+
+
+@contextmanager
+def recomputed_layers(model: Any) -> Iterator[None]:
+    """While open, a decoder layer keeps only its inputs, and is computed again for the gradients."""
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        layer.__dict__["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["forward"]
+
+
+def _save(file: Path, weights: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, done: int) -> None:
+    partial = file.with_suffix(".partial")
+    torch.save({"weights": list(weights), "optimizer": optimizer.state_dict(), "done": done}, partial)
+    partial.replace(file)
+
+
+@torch.no_grad()
+def _load(file: Path, weights: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> int:
+    """Put a kept state into place; return how many steps were done."""
+    if not file.is_file():
+        return 0
+    state = torch.load(file, weights_only=True, map_location="cpu")
+    for weight, kept in zip(weights, state["weights"], strict=True):
+        weight.copy_(kept)
+    optimizer.load_state_dict(state["optimizer"])
+    return int(state["done"])
