@@ -1,6 +1,6 @@
 """What fitting a rule is worth on the tiny model: objectives, constraints, teachers, seeds and targets, side by side.
 
-    python scripts/study_fit.py --output-dir outputs/study-fit    # about ten minutes on two quiet cores
+    python scripts/study_fit.py --output-dir outputs/study-fit    # about half an hour on two quiet cores
 
 Each row is a fit with other settings on 16 texts of the five training novels; perplexity is that of the held-out novel
 by the protocol of ``study_budget.py``. The table also has published rules and the model as it is. What is in
@@ -47,6 +47,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "smoothness 0.01": {"smoothness": 0.01},
     "no temperature": {"fit_temperature": False},
     "start grid": {"start": "grid"},
+    # Low-rank changes of the query and key projections too.
+    "adapted": {"adapt_options": {}},
+    "adapted, seed 1": {"adapt_options": {}, "seed": 1},
+    "adapted, seed 2": {"adapt_options": {}, "seed": 2},
+    "adapted, rank 4": {"adapt_options": {"rank": 4}},
+    "adapted, rank 64": {"adapt_options": {"rank": 64}},
+    "adapted, no steps on short texts": {"adapt_options": {"short_steps": 0}},
+    "adapted, 2 texts": {"adapt_options": {}, "max_texts": 2},
+    "ntk, adapted": {"adapt_options": {}, "steps": 0, "start": "ntk"},
+    "yarn, adapted": {"adapt_options": {}, "steps": 0, "start": "yarn"},
+    "linear, adapted": {"adapt_options": {}, "steps": 0, "start": "linear"},
 }
 
 
@@ -62,12 +73,14 @@ def main() -> None:
         if (args.rows and name not in args.rows) or done(args.output_dir, name):
             continue
         rule: dict[str, Any] | None = {"method": name}
+        adapter = None
         if name == "none":
             rule = None
         elif name in VARIANTS:
             config = FitConfig(context_length=TARGET, **{**SHARED, **VARIANTS[name]})  # type: ignore[arg-type]  # an int
-            rule = {"method": "fitted", **fit_method(model, tokenizer, documents, config).options}
-        with extended(model, rule):
+            result = fit_method(model, tokenizer, documents, config)
+            rule, adapter = {"method": "fitted", **result.options}, result.adapter
+        with nullcontext() if adapter is None else adapter.applied(model), extended(model, rule):
             perplexity(
                 model,
                 [load_novel(HELD_OUT_NOVEL)],

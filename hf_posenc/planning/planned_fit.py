@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -12,6 +13,7 @@ from hf_posenc.checkpoint.loading import meta_model
 from hf_posenc.errors import HfPosencError
 from hf_posenc.evaluation.memory import shape_of
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.fitting.adapting import projections
 from hf_posenc.fitting.config import FitConfig
 from hf_posenc.fitting.cost import fit_cost, teacher_extension
 from hf_posenc.planning.architecture import ModelFacts
@@ -26,6 +28,7 @@ class PlannedFit:
 
     Attributes:
         memory: Bytes at the peak, the weights included.
+        adapted_memory: The same with low-rank changes of the weights too, on one text; None where they are refused.
         disk: Bytes of the recordings.
         teacher_flops: Operations of the teacher's pass over a text.
         step_flops: Operations of all steps.
@@ -33,6 +36,7 @@ class PlannedFit:
     """
 
     memory: int
+    adapted_memory: int | None
     disk: int
     teacher_flops: float
     step_flops: float
@@ -69,7 +73,12 @@ def predict_fit(config: PreTrainedConfig, facts: ModelFacts, target: int) -> Pla
         check_attention(rotary, teacher)
     except HfPosencError:
         return None
-    cost = fit_cost(shape_of(model), settings, texts=settings.max_texts, original=original or target, teacher=teacher)
+    given: dict[str, Any] = {"texts": settings.max_texts, "original": original or target, "teacher": teacher}
+    cost = fit_cost(shape_of(model), settings, **given)
+    adapted = None
+    with suppress(HfPosencError):
+        projections(rotary)
+        adapted = fit_cost(shape_of(model), replace(settings, adapt_options={}), **given).peak
     # Causal attention computes half of the square: two products with each key, of every head.
     attention = 4.0 * facts.num_heads * facts.head_dim * target / 2 * target * facts.num_layers
     one_pass = 2.0 * facts.matrix_parameters * target + attention
@@ -77,4 +86,4 @@ def predict_fit(config: PreTrainedConfig, facts: ModelFacts, target: int) -> Pla
     steps = settings.steps * min(settings.layers, facts.num_layers) * settings.queries * of_query
     # The fitted rule and all of these but the unextended model, which reads less; and two for the hidden numbers.
     rows = len(settings.compare) + 2
-    return PlannedFit(cost.peak, cost.disk, one_pass * settings.max_texts, steps, one_pass * rows)
+    return PlannedFit(cost.peak, adapted, cost.disk, one_pass * settings.max_texts, steps, one_pass * rows)

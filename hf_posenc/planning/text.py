@@ -63,10 +63,11 @@ def _answer(plan: Plan) -> list[str]:
 
 def _fitting(fit: PlannedFit) -> list[str]:
     steps, measured = (100 * part / fit.flops for part in (fit.step_flops, fit.measuring_flops))
+    adapted = "" if fit.adapted_memory is None else f" ({size_name(fit.adapted_memory)} with --adapt)"
     return [
-        f"fitting a rule to it (hf-posenc fit, default settings): {size_name(fit.memory)} of memory on one device, "
-        f"{size_name(fit.disk)} on disk, {fit.flops:.2e} operations ({steps:.0f} % the steps, {measured:.0f} % the "
-        "comparison with published rules)"
+        f"fitting a rule to it (hf-posenc fit, default settings): {size_name(fit.memory)}{adapted} of memory on one "
+        f"device, {size_name(fit.disk)} on disk, {fit.flops:.2e} operations ({steps:.0f} % the steps, {measured:.0f} % "
+        "the comparison with published rules)"
     ]
 
 

@@ -63,6 +63,11 @@ def test_a_plan_has_it() -> None:
         shape_of(model), settings, texts=1, original=256, teacher=teacher_extension(RotaryModel(model), settings)
     )
     assert (fitting.memory, fitting.disk) == (wanted.peak, wanted.disk)
+    adapted = FitConfig(context_length=TARGET, adapt_options={})  # type: ignore[arg-type]  # an int
+    wanted = fit_cost(
+        shape_of(model), adapted, texts=1, original=256, teacher=teacher_extension(RotaryModel(model), adapted)
+    )
+    assert fitting.adapted_memory == wanted.peak > fitting.memory
 
 
 def test_a_plan_has_none_of_a_family_that_is_refused() -> None:
