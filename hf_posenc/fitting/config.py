@@ -190,12 +190,12 @@ class FitConfig:
         Raises:
             ValueError, OSError: There is none of this name, and no folder of a fit.
         """
-        from hf_posenc.methods.registry import make_method
+        from hf_posenc.methods.registry import make_method, methods
         from hf_posenc.patching.presets import presets
 
         if (preset := presets().get(self.start)) is not None:
             return make_method(preset.method, factor, preset.options)
-        if Path(self.start).expanduser().exists():
+        if self.start not in methods() and Path(self.start).expanduser().exists():
             return make_method("fitted", factor, {"source": self.start})
         return make_method(self.start, factor)
 
