@@ -36,8 +36,8 @@ class FitArguments:
     adapt: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "fit low-rank changes of the query and key projections too, such as --adapt rank=16; also steps, "
-            "queries, learning_rate, short_share, short_steps, short_rate",
+            "help": "fit low-rank changes of the query and key projections too: rank=16; or steps, queries, "
+            "learning_rate, short_share, short_steps, short_rate",
             "action": "extend",
             "metavar": "K=V",
         },
