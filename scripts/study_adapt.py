@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from hf_posenc import FitConfig, fit_method, patched, perplexity, retrieval
+from hf_posenc import FitConfig, fit_method, perplexity, retrieval
 from hf_posenc.checkpoint.loading import load_model
 from hf_posenc.evaluation import read_records
 from hf_posenc.evaluation.intervals import paired_interval
+from hf_posenc.evaluation.rows import extended_as
 from hf_posenc.fitting.adapting import Adapter
 from hf_posenc.patching.extension import plain_spec
 from hf_posenc.utils.files import write_whole
@@ -117,14 +118,13 @@ def measure(
     folder: Path,
 ) -> None:
     """Measure a row on all texts."""
-    extended = nullcontext() if row is None else patched(model, context_length=target, **row)
+    row = None if row is None else {**row, "context_length": target}
     shared: dict[str, Any] = {"tokenizer": tokenizer, "label": name, "progress": False}
-    doublings = [original << shift for shift in range(target.bit_length()) if original << shift <= target]
-    with nullcontext() if adapter is None else adapter.applied(model), extended:
+    doublings = lengths_read(original, original if row is None else target)
+    with nullcontext() if adapter is None else adapter.applied(model), extended_as(model, row):
         if passkeys:
-            lengths = doublings if row is not None else [original]
             retrieval(
-                model, tokenizer, ("passkey",), lengths, questions=passkeys,
+                model, tokenizer, ("passkey",), doublings, questions=passkeys,
                 output=folder / "passkeys.jsonl", label=name, progress=False,
             )  # fmt: skip
         for text, ids in held_out.items():
@@ -133,9 +133,13 @@ def measure(
                     model, [ids], [size], cut=True, max_tokens=size, max_documents=most,
                     output=folder / f"{text}-pieces.jsonl", **shared,
                 )  # fmt: skip
-            lengths = [size for size in doublings if size <= len(ids) and (row is not None or size <= original)]
-            lengths += [original // 16, original // 4]
+            lengths = [original // 16, original // 4, *(size for size in doublings if size <= len(ids))]
             perplexity(model, [ids], lengths, output=folder / f"{text}.jsonl", **shared)
+
+
+def lengths_read(original: int, target: int) -> list[int]:
+    """Return the original length and its doublings up to the target."""
+    return [original << shift for shift in range(target.bit_length()) if original << shift <= target]
 
 
 def is_done(folder: Path, name: str, last_text: str) -> bool:
@@ -163,7 +167,7 @@ def show(folder: Path, texts: list[str], original: int, target: int) -> None:
             cells += [f"{start[name, length]:.2f}" if (name, length) in start else "" for length in lengths]
             lines.append(f"| {name} | {' | '.join(cells)} |")
     if (folder / "passkeys.jsonl").is_file():
-        lengths = [original << shift for shift in range(8) if original << shift <= target]
+        lengths = lengths_read(original, target)
         lines += ["", f"| passkeys | {' | '.join(map(length_name, lengths))} |", "|---|" + "---:|" * len(lengths)]
         for name in (*RULES, *ROWS):
             cells = [passkeys_right(folder / "passkeys.jsonl", size, name) for size in lengths]

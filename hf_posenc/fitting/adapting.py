@@ -8,7 +8,8 @@ arXiv:2410.10254, section 3.1); here it moves a position rule. Then all changes 
 (``short_matching``), because the small errors of many layers add up.
 
 Each text is read twice: as a whole, of which a step takes some queries, and cut into pieces of a quarter of the
-original length, of which it takes every query. Long attention is dear and short attention is what users have most of.
+original length, of which it takes every query. Attention over a whole text costs most of the time, and most requests
+are short.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ class LayerMatching:
             folder: Where the changes of each layer are kept as soon as they are fitted.
         """
         self.student, self.config, self.original, self.folder = student, config, original, folder
-        self.num_texts, self.piece, self.seed = num_texts, piece_length(original), seed
+        self.num_texts, self.piece, self.seed = num_texts, max(2, original // 4), seed
         self.positions: torch.Tensor | None = None
         self.errors: dict[int, tuple[float, float]] = {}
         self._teachers = {layer: attention_of(layer) for layer in attention_layers(rotary.model)}
@@ -160,47 +161,47 @@ class LayerMatching:
         kind: str,
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the teacher does, or under the rule for some queries; then the layer's call ends here."""
-        if self._rows is None:
-            output, weights = self._read(module, query, key, value, mask, kind, kwargs)
-            self._output, self._projection = output, None
-            return output, weights
-        if self._in_pieces:
-            found = []
-            for rows in torch.split(self._rows, self.piece):
-                seen = seen_keys(rows - rows[0], self.piece, kwargs) if kwargs.get("sliding_window") else None
-                states = self.student.rotated(query[:, :, rows], rows, None, of_queries=True)
-                keys = self.student.rotated(key[:, :, rows], rows, None)
-                found.append(self.student.call(module, states, keys, value[:, :, rows], seen, kwargs))
-            self._found = torch.cat(found, dim=1)
-        else:
-            rows, slots = self._rows, torch.arange(key.shape[2], device=key.device)
-            states = self.student.rotated(query[:, :, rows], rows, None, of_queries=True)
-            keys = self.student.rotated(key, slots, None)
-            seen = seen_keys(rows, key.shape[2], kwargs)
-            self._found = self.student.call(module, states, keys, value, seen, kwargs)
-        raise _Read
+        """Attend as the teacher does, or under the rule for some queries; then the layer's call ends here.
 
-    def _read(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: Any,
-        kind: str,
-        kwargs: dict[str, Any],
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend as the teacher in whole texts, and as the unextended model in pieces: positions are relative."""
-        own = OwnAttention(self.student.inner)
+        Whole texts are read by the teacher, and pieces by the unextended model: positions are relative.
+        """
+        if self._rows is not None:
+            self._found = self._under_the_rule(module, query, key, value, kwargs, self._rows)
+            raise _Read
+        own, many = OwnAttention(self.student.inner), self.num_texts
         teacher = self._teachers[module] or own
-        many = self.num_texts
         output, weights = teacher.attend(module, query[:many], key[:many], value[:many], mask, kind, kwargs)
         attended = []
         for start in range(0, query.shape[2], self.piece):
             part = slice(many, None), slice(None), slice(start, start + self.piece)
             attended.append(own.attend(module, query[part], key[part], value[part], None, kind, kwargs)[0])
-        return torch.cat((output, torch.cat(attended, dim=1))), weights
+        self._output, self._projection = torch.cat((output, torch.cat(attended, dim=1))), None
+        return self._output, weights
+
+    def _under_the_rule(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kwargs: dict[str, Any],
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the outputs of some queries, ``(1, num_rows, heads, head_dim)``; in pieces each sees its own piece."""
+        slots = torch.arange(key.shape[2], device=key.device)
+        parts = [(rows, slice(None))]
+        if self._in_pieces:
+            pieces = torch.split(rows, self.piece)
+            parts = [(piece, slice(int(piece[0]), int(piece[-1]) + 1)) for piece in pieces]
+        found = []
+        for queries, part in parts:
+            states = self.student.rotated(query[:, :, queries], queries, None, of_queries=True)
+            keys = self.student.rotated(key[:, :, part], slots[part], None)
+            seen = None  # all that come before, where every key of a piece has its query
+            if not self._in_pieces or kwargs.get("sliding_window"):
+                seen = seen_keys(queries - slots[part][0], keys.shape[2], kwargs)
+            found.append(self.student.call(module, states, keys, value[:, :, part], seen, kwargs))
+        return torch.cat(found, dim=1)
 
     def look_for_projection(self, linear: nn.Linear, args: tuple[Any, ...]) -> None:
         """Note W_o: the linear layer that gets the attention output."""
@@ -275,11 +276,6 @@ class LayerMatching:
             pairs.append(tuple(states.flatten(1) @ weight.T for states in pairs[0]))  # type: ignore[arg-type]  # two
         errors = [(found - right).square().sum() / right.square().sum() for found, right in pairs]
         return torch.stack(errors).mean()
-
-
-def piece_length(original: int) -> int:
-    """Return the tokens of a piece of a text, at an original length."""
-    return max(2, original // 4)
 
 
 @contextmanager
@@ -365,9 +361,8 @@ def adapt(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         wrapped = _wrapped(rotary.model, config.rank, modules)
-    hooks = []
     try:
-        with teacher:
+        with teacher, ExitStack() as hooks:
             matching = LayerMatching(rotary, student, config, len(texts), original, seed, folder)
             layers = {}
             ids = torch.stack([*texts, *texts]).to(rotary.device)
@@ -379,19 +374,17 @@ def adapt(
             bar = Progress("adapt", len(fitted), unit="layers", shown=show_progress)
             for layer in fitted:
                 linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
-                hooks += [linear.register_forward_pre_hook(matching.look_for_projection) for linear in linears]
-                hooks.append(layer.register_forward_hook(matching.fit, with_kwargs=True))
-                hooks.append(layer.register_forward_hook(lambda *args: bar.update()))
+                handles = [linear.register_forward_pre_hook(matching.look_for_projection) for linear in linears]
+                handles.append(layer.register_forward_hook(matching.fit, with_kwargs=True))
+                handles.append(layer.register_forward_hook(lambda *args: bar.update()))
+                for handle in handles:
+                    hooks.callback(handle.remove)
             with bar, torch.no_grad(), attending_by(rotary.text_configs, layers):
                 body = decoder_body(rotary.model)
                 body(input_ids=ids, position_ids=matching.positions, use_cache=False)
-        for hook in hooks:
-            hook.remove()
         match_short_texts(wrapped, texts, extended, config, original, seed, folder, show_progress)
         weights = {name: weight.cpu().clone() for name, weight in get_peft_model_state_dict(wrapped).items()}
     finally:
-        for hook in hooks:
-            hook.remove()
         wrapped.unload()
     errors = tuple(matching.errors[index] for index in sorted(matching.errors))
     before, after = (sum(pair[which] for pair in errors) / len(errors) for which in (0, 1))

@@ -193,11 +193,16 @@ class FitConfig:
         from hf_posenc.methods.registry import make_method, methods
         from hf_posenc.patching.presets import presets
 
-        if (preset := presets().get(self.start)) is not None:
-            return make_method(preset.method, factor, preset.options)
-        if self.start not in methods() and Path(self.start).expanduser().exists():
-            return make_method("fitted", factor, {"source": self.start})
+        if self.start not in methods():
+            if (preset := presets().get(self.start)) is not None:
+                return make_method(preset.method, factor, preset.options)
+            if Path(self.start).expanduser().exists():
+                return make_method("fitted", factor, {"source": self.start})
         return make_method(self.start, factor)
+
+    def original(self, trained: int) -> int:
+        """Return the original length of a model in tokens: as requested, or else the one it was trained with."""
+        return int(self.original_max_position_embeddings or trained)
 
     def weights(self) -> dict[str, float]:
         """Return the weight of each objective.

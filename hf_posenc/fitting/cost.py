@@ -123,9 +123,7 @@ def cost_in_words(model: PreTrainedModel, config: FitConfig, num_texts: int, out
         output: The folder that the model goes to, beside which the recordings are kept.
     """
     rotary = RotaryModel(model)
-    original = int(
-        config.original_max_position_embeddings or plain_spec(rotary.text_config).original_max_position_embeddings
-    )
+    original = config.original(plain_spec(rotary.text_config).original_max_position_embeddings)
     teacher = teacher_extension(rotary, config)
     cost = fit_cost(shape_of(rotary.model), config, texts=num_texts, original=original, teacher=teacher)
     first = ""

@@ -231,7 +231,7 @@ def _spec_to_fit(rotary: RotaryModel, config: FitConfig) -> RopeSpec:
             description["factor"],
         )
     spec = plain_spec(rotary.text_config)
-    original = int(config.original_max_position_embeddings or spec.original_max_position_embeddings)
+    original = config.original(spec.original_max_position_embeddings)
     if config.context_length <= original:
         raise InvalidRequestError(
             f"{argument('context_length')} must be longer than the original length, {original} tokens, got "

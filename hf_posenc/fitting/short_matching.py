@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import kl_div
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -98,7 +99,7 @@ def divergence(model: Any, hidden: torch.Tensor, wanted: torch.Tensor) -> torch.
     def of_rows(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             target = head_logits(model, right).log_softmax(-1)
-        return (target.exp() * (target - head_logits(model, found).log_softmax(-1))).sum()
+        return kl_div(head_logits(model, found).log_softmax(-1), target, log_target=True, reduction="sum")
 
     parts = zip(torch.split(hidden, ROWS_OF_LOGITS), torch.split(wanted, ROWS_OF_LOGITS), strict=True)
     sums = [checkpoint(of_rows, *part, use_reentrant=False) for part in parts]

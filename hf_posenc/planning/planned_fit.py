@@ -73,12 +73,13 @@ def predict_fit(config: PreTrainedConfig, facts: ModelFacts, target: int) -> Pla
         check_attention(rotary, teacher)
     except HfPosencError:
         return None
+    shape = shape_of(model)
     given: dict[str, Any] = {"texts": settings.max_texts, "original": original or target, "teacher": teacher}
-    cost = fit_cost(shape_of(model), settings, **given)
+    cost = fit_cost(shape, settings, **given)
     adapted = None
     with suppress(HfPosencError):
         projections(rotary)
-        adapted = fit_cost(shape_of(model), replace(settings, adapt_options={}), **given).peak
+        adapted = fit_cost(shape, replace(settings, adapt_options={}), **given).peak
     # Causal attention computes half of the square: two products with each key, of every head.
     attention = 4.0 * facts.num_heads * facts.head_dim * target / 2 * target * facts.num_layers
     one_pass = 2.0 * facts.matrix_parameters * target + attention

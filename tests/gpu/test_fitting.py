@@ -14,7 +14,7 @@ from hf_posenc.fitting.fitting import FitResult, fit_method
 from tiny_models import token_ids
 
 pytestmark = pytest.mark.gpu
-ORIGINAL, TARGET = 256, 1024
+TARGET = 1024
 
 
 def fit(device: torch.device, dtype: torch.dtype, **settings: Any) -> FitResult:

@@ -92,9 +92,7 @@ def test_llama_server_runs_every_static_method(
 
 
 @torch.no_grad()
-def test_llama_server_runs_a_model_whose_projections_were_changed(
-    ids: list[int], base: Path, tokenizer, tmp_path: Path
-) -> None:
+def test_llama_server_runs_a_model_whose_projections_were_changed(ids: list[int], tokenizer, tmp_path: Path) -> None:
     """By adapters that were fitted to the rule and merged, as ``hf-posenc fit --adapt`` saves them."""
     config = FitConfig(TARGET, held_out=0, start="ntk", steps=0, adapt_options={"steps": 8}, hide_progress=True)
     result = fit_method(tiny().eval(), tokenizer, [load_novel("emma")[:8000]], config)

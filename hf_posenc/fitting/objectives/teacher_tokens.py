@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
+from torch.nn.functional import kl_div
 
 from hf_posenc.evaluation.lm_head import head_logits
 from hf_posenc.fitting.objectives import register_objective
@@ -33,4 +34,4 @@ class TeacherTokens(Objective):
         with torch.no_grad():
             hidden = recording.hidden[rows].to(problem.rotary.device)
             wanted = head_logits(problem.rotary.model, hidden).log_softmax(-1)
-        yield (wanted.exp() * (wanted - log_probabilities)).sum(-1).mean()
+        yield kl_div(log_probabilities, wanted, log_target=True, reduction="none").sum(-1).mean()
