@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from hf_posenc.attention.installation import attention_layers, layer_kind
 from hf_posenc.attention.interface import CROSS, attending_by, attention_of
@@ -188,18 +189,17 @@ class LayerMatching:
         rows: torch.Tensor,
     ) -> torch.Tensor:
         """Return the outputs of some queries, ``(1, num_rows, heads, head_dim)``; in pieces each sees its own piece."""
-        slots = torch.arange(key.shape[2], device=key.device)
-        parts = [(rows, slice(None))]
-        if self._in_pieces:
-            pieces = torch.split(rows, self.piece)
-            parts = [(piece, slice(int(piece[0]), int(piece[-1]) + 1)) for piece in pieces]
+        if not self._in_pieces:
+            states = self.student.rotated(query[:, :, rows], rows, None, of_queries=True)
+            keys = self.student.rotated(key, torch.arange(key.shape[2], device=key.device), None)
+            return self.student.call(module, states, keys, value, seen_keys(rows, key.shape[2], kwargs), kwargs)
         found = []
-        for queries, part in parts:
-            states = self.student.rotated(query[:, :, queries], queries, None, of_queries=True)
-            keys = self.student.rotated(key[:, :, part], slots[part], None)
-            seen = None  # all that come before, where every key of a piece has its query
-            if not self._in_pieces or kwargs.get("sliding_window"):
-                seen = seen_keys(queries - slots[part][0], keys.shape[2], kwargs)
+        for start in range(0, len(rows), self.piece):  # of which the layer got no other tokens
+            part = slice(start, start + self.piece)
+            states = self.student.rotated(query[:, :, part], rows[part], None, of_queries=True)
+            keys = self.student.rotated(key[:, :, part], rows[part], None)
+            within = rows[part] - rows[start]
+            seen = seen_keys(within, self.piece, kwargs) if kwargs.get("sliding_window") else None  # all before
             found.append(self.student.call(module, states, keys, value[:, :, part], seen, kwargs))
         return torch.cat(found, dim=1)
 
@@ -232,11 +232,12 @@ class LayerMatching:
         with _kept_projections(module) as begin_row:
             for step in range(self.config.steps):
                 row = step % len(wanted)
-                begin_row(row)
                 self._in_pieces = row >= self.num_texts
-                self._rows = self._draw(wanted.shape[1], generator).to(wanted.device)
+                begin_row(None if self._in_pieces else row)
+                drawn = self._draw(wanted.shape[1], step // len(wanted), generator)
+                self._rows, read = (positions.to(wanted.device) for positions in drawn)
                 with torch.enable_grad():
-                    error = self._error(module, args, kwargs, wanted, row)
+                    error = self._error(module, args, kwargs, wanted, row, read)
                     optimizer.zero_grad()
                     error.backward()  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
                 optimizer.step()
@@ -244,32 +245,52 @@ class LayerMatching:
                 errors.append(float(error.detach()))
         self._rows = None
         few = max(1, min(2 * len(wanted), len(errors) // 4))
-        self.errors[index] = (sum(errors[:few]) / few, sum(errors[-few:]) / few)
+        again = (len(errors) - few) // (4 * len(wanted)) * 4 * len(wanted)  # the last steps on the same parts
+        self.errors[index] = (sum(errors[:few]) / few, sum(errors[again : again + few]) / few)
         partial = file.with_suffix(".partial")
         write_tensors({**weights, "errors": torch.tensor(self.errors[index], dtype=torch.float64)}, partial)
         partial.replace(file)
 
-    def _draw(self, length: int, generator: torch.Generator) -> torch.Tensor:
-        """Return positions of queries, rising: all of some pieces; or some, of which a share is within the original."""
+    def _draw(self, length: int, time: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return positions of queries, rising, and of the tokens that the layer gets for them.
+
+        Of a text in pieces these are all tokens of some pieces. Of a whole text a share of the queries is within the
+        original length, and the others are in its last quarter, in the next step in its third, and so on: for those in
+        the first half, half of the text is read.
+
+        Args:
+            length: Of a text.
+            time: How many steps on this text come before.
+            generator: Of what is drawn.
+        """
         if self._in_pieces:
             number = max(1, min(TOKENS_IN_PIECES, length) // self.piece)
             first = torch.randperm(length // self.piece, generator=generator)[:number].sort().values * self.piece
-            return (first[:, None] + torch.arange(self.piece)).flatten()
+            tokens = (first[:, None] + torch.arange(self.piece)).flatten()
+            return tokens, tokens
         count = self.config.queries
         short = round(self.config.short_share * count)
+        end = length * (4 - time % 4) // 4
         drawn = (
-            torch.randint(min(self.original, length), (short,), generator=generator),
-            torch.randint(length, (count - short,), generator=generator),
+            torch.randint(min(self.original, end), (short,), generator=generator),
+            torch.randint(end - length // 4, end, (count - short,), generator=generator),
         )
-        return torch.cat(drawn).sort().values
+        return torch.cat(drawn).sort().values, torch.arange(end)
 
     def _error(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: torch.Tensor, row: int
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        wanted: torch.Tensor,
+        row: int,
+        read: torch.Tensor,
     ) -> torch.Tensor:
         """Return the relative squared error of some outputs of one text, the mean of before and after W_o."""
-        batch = len(wanted)
+        batch, length = wanted.shape[:2]
+        given = _of_tokens(_of_row((args, kwargs), row, batch), read, length)
         with suppress(_Read):
-            module(*(_of_row(arg, row, batch) for arg in args), **_of_row(kwargs, row, batch))
+            module(*given[0], **given[1])
         pairs = [(self._found[0].float(), wanted[row, self._rows].float())]
         if self._projection is not None:
             weight = self._projection.weight.detach().float()
@@ -279,27 +300,28 @@ class LayerMatching:
 
 
 @contextmanager
-def _kept_projections(module: nn.Module) -> Iterator[Callable[[int], None]]:
+def _kept_projections(module: nn.Module) -> Iterator[Callable[[int | None], None]]:
     """While open, what a layer's unchanged weights make of its inputs is computed once for each text.
 
     These are the layers that low-rank changes are added to, and the projection of values; all of them get the layer's
     inputs, which are the same in every step.
 
     Yields:
-        Says which text comes next.
+        Says which text comes next; None for a part of one, of which nothing is kept.
     """
     kept: dict[tuple[nn.Module, int], torch.Tensor] = {}
-    present = [0]
+    present: list[int | None] = [None]
     linears = [linear for name, linear in module.named_modules() if name.endswith(("base_layer", "v_proj"))]
 
     def keep(linear: nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
         compute = linear.forward
 
         def forward(states: torch.Tensor) -> torch.Tensor:
-            key = (linear, present[0])
-            if key not in kept:
-                kept[key] = compute(states)
-            return kept[key]
+            if (row := present[0]) is None:
+                return compute(states)
+            if (linear, row) not in kept:
+                kept[linear, row] = compute(states)
+            return kept[linear, row][:, : states.shape[1]]
 
         return forward
 
@@ -314,13 +336,23 @@ def _kept_projections(module: nn.Module) -> Iterator[Callable[[int], None]]:
 
 def _of_row(value: Any, row: int, batch: int) -> Any:
     """Return the part of a layer's arguments that belongs to one row of the batch."""
-    if isinstance(value, torch.Tensor):
-        return value[row : row + 1] if batch > 1 and value.dim() > 1 and len(value) == batch else value
-    if isinstance(value, tuple):
-        return tuple(_of_row(each, row, batch) for each in value)
-    if isinstance(value, dict):
-        return {name: _of_row(each, row, batch) for name, each in value.items()}
-    return value
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[row : row + 1] if batch > 1 and tensor.dim() > 1 and len(tensor) == batch else tensor
+
+    return tree_map_only(torch.Tensor, part, value)
+
+
+def _of_tokens(value: Any, rows: torch.Tensor, length: int) -> Any:
+    """Return the part of a layer's arguments that belongs to some tokens: of states, positions, cosines and sines."""
+    if len(rows) == length:
+        return value
+
+    def part(tensor: torch.Tensor) -> torch.Tensor:
+        dim = next((dim for dim in (1, 0) if dim < tensor.dim() and tensor.shape[dim] == length), None)
+        return tensor if dim is None else tensor.index_select(dim, rows)
+
+    return tree_map_only(torch.Tensor, part, value)
 
 
 def adapt(

@@ -48,6 +48,7 @@ from hf_posenc.methods.registry import make_method
 from hf_posenc.patching.api import describe, is_patched
 from hf_posenc.patching.extension import declared_scaling, plain_spec
 from hf_posenc.patching.extension_config import NO_METHOD, ExtensionRequest
+from hf_posenc.patching.presets import preset_for, presets
 from hf_posenc.patching.request import resolve
 from hf_posenc.spec import RopeSpec
 from hf_posenc.utils.console import quiet
@@ -168,7 +169,7 @@ def _checked(
         config.max_texts,
         config.held_out,
     )
-    _check_start(spec, config)
+    _check_start(rotary, spec, config)
     if config.adapt_options is not None:
         projections(rotary)
     rotation = _rotation(rotary, config)
@@ -196,12 +197,15 @@ def _check_objectives(rotary: RotaryModel, config: FitConfig) -> None:
         )
 
 
-def _check_start(spec: RopeSpec, config: FitConfig) -> None:
+def _check_start(rotary: RotaryModel, spec: RopeSpec, config: FitConfig) -> None:
     """Raise unless there is something to fit, and a rule to begin at.
 
     Raises:
-        ValueError: The rule to begin at needs options or stops pairs, or every number is held.
+        ValueError: The rule to begin at is a preset for other models, needs options or stops pairs, or every number is
+            held.
     """
+    if config.start in presets():
+        preset_for(config.start, rotary.text_config)
     if config.start != GRID:
         factor = config.context_length / spec.original_max_position_embeddings
         inv_freq, _ = config.start_method(factor).frequencies(spec)

@@ -113,14 +113,15 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _draw(texts: Sequence[torch.Tensor], original: int, seed: int, step: int) -> torch.Tensor:
-    """Return stretches of the texts in turn, together as many tokens as the original length, ``(number, length)``.
+    """Return stretches of the texts in turn, ``(number, length)``.
 
-    They are a sixteenth of it long, a fourth, or all of it. A step draws the same whenever it is taken.
+    They are a sixteenth of the original length long, or a fourth, which is as many tokens as a step takes; every sixth
+    step takes a whole one. A step draws the same whenever it is taken.
     """
-    length = max(2, original // (16, 4, 1)[step % 3])
+    length = max(2, original // (16, 4, 16, 4, 16, 1)[step % 6])
     generator = torch.Generator().manual_seed(seed + 1_000_003 * (step + 1))
     drawn = []
-    for at in range(original // length):
+    for at in range(max(1, original // 4 // length)):
         ids = texts[(step + at) % len(texts)]
         start = int(torch.randint(len(ids) - length + 1, (), generator=generator))
         drawn.append(ids[start : start + length])

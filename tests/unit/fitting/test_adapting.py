@@ -87,9 +87,9 @@ def test_layers_attend_more_like_the_teacher_on_a_text_that_was_not_fitted_on(fi
     with result.adapter.applied(model):
         adapted = error()
     assert adapted < 0.85 * rule_alone
-    before, after = result.adapter.errors[0]
-    assert after < 0.9 * before
-    assert 0.3 * rule_alone < before < 1.5 * rule_alone  # of other texts, half of it in pieces
+    before, after = (sum(errors) for errors in zip(*result.adapter.errors, strict=True))
+    assert after < 0.6 * before
+    assert 0.3 * rule_alone < result.adapter.errors[0][0] < 1.5 * rule_alone  # of other texts, half of it in pieces
     assert error() == rule_alone
 
 
@@ -267,6 +267,11 @@ def test_the_rule_to_begin_at_is_kept_without_steps(
     assert result.steps == []
     with patched(load_tiny(), **wanted) as model, patched(load_tiny(), "fitted", **result.options) as other:
         torch.testing.assert_close(logits(other, token_ids(700)), logits(model, token_ids(700)), rtol=0, atol=1e-3)
+
+
+def test_a_preset_of_another_model_is_no_start() -> None:
+    with pytest.raises(InvalidRequestError, match="trained on 8192 tokens, this one's config says 256"):
+        fit_method(load_tiny(), None, [token_ids(1024)[0]], config(start="smollm2-135m-fitted-4x", held_out=0))
 
 
 def test_projections_that_are_kept_change_nothing(monkeypatch: Any) -> None:
