@@ -29,7 +29,7 @@ from hf_posenc.reporting.plot import Chart, Line, draw_chart
 from hf_posenc.retrieving.measuring_retrieval import retrieval
 from hf_posenc.utils.files import write_whole
 from pretrain_tiny import CONTEXT, build_model, encode, train, train_tokenizer, unfinished_of
-from study_folder import claim, passkeys_right
+from study import claim, passkeys_right
 
 ENCODINGS = ("rope", "xpos", "sinusoidal", "learned", "relative_bias", "t5_bias", "alibi", "nope")
 LENGTHS = (256, 512, 1024, 2048)

@@ -6,35 +6,29 @@
 
 Each row changes the weights for a rule that is there already (``hf-posenc fit --steps 0 --adapt``). It is measured on
 texts that were not fitted on: on pieces of a sixteenth of the trained length and of all of it, as a difference from the
-unpatched model with its paired interval; and on the beginning of each text, up to the target. What is measured is not
-measured again, so an interrupted study goes on, and several processes can share the rows (``--rows``). A row takes
-minutes on a GPU, and most of an hour on two cores for SmolLM2.
+unpatched model with its paired interval; and on the beginning of the first text, up to the target. A row takes minutes
+on a GPU, and one to three hours on two cores for SmolLM2.
 """
 
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from hf_posenc import FitConfig, fit_method, perplexity, retrieval
+from hf_posenc import FitConfig
 from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.evaluation import read_records
 from hf_posenc.evaluation.intervals import paired_interval
-from hf_posenc.evaluation.rows import extended_as
-from hf_posenc.fitting.adapting import Adapter
 from hf_posenc.patching.extension import plain_spec
-from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import length_name
-from study_folder import claim, passkeys_right
+from study import Line, Questions, Row, Study, Texts, passkeys_right, select
 
 SHORT_PIECES, LONG_PIECES = 64, 6  # of each text at most: of a sixteenth of the trained length, and of all of it
 # Changes of FitConfig; those of the weights are under adapt_options. "texts" is how many are fitted on.
-ROWS: dict[str, dict[str, Any]] = {
+ADAPTED: dict[str, dict[str, Any]] = {
     "adapted": {},
     "seed 1": {"seed": 1},
     "seed 2": {"seed": 2},
@@ -47,12 +41,12 @@ ROWS: dict[str, dict[str, Any]] = {
     "rank 32": {"adapt_options": {"rank": 32}},
     "rank 64": {"adapt_options": {"rank": 64}},
     "40 steps in each layer": {"adapt_options": {"steps": 40}},
+    "40 steps in each layer, 18 on short texts": {"adapt_options": {"steps": 40, "short_steps": 18}},
     "360 steps in each layer": {"adapt_options": {"steps": 360}},
     "start yarn": {"start": "yarn"},
     "start ntk": {"start": "ntk"},
     "start linear": {"start": "linear"},
 }
-RULES = ("unpatched", "teacher", "rule")  # whose weights do not change
 
 
 def main() -> None:
@@ -63,118 +57,94 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=4)
     parser.add_argument("--fitted", nargs="+", type=Path, required=True, help="text files to fit on")
     parser.add_argument("--held-out", nargs="+", type=Path, required=True, help="text files to measure on")
-    parser.add_argument("--rows", nargs="+", choices=[*RULES, *ROWS], default=[*RULES, *ROWS], metavar="NAME")
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these")
     parser.add_argument("--passkeys", type=int, default=0, help="asked of each row in one text of each length")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/study-adapt"))
     args = parser.parse_args()
-    claim(
-        args.output_dir, {name: str(getattr(args, name)) for name in ("model", "rule", "teacher", "factor", "fitted")}
-    )
     model, tokenizer = load_model(args.model, dtype=args.dtype, device=args.device)
+    original = plain_spec(model.config.get_text_config(decoder=True)).original_max_position_embeddings
+    target = int(args.factor * original)
 
     def ids(file: Path) -> torch.Tensor:
         found: torch.Tensor = tokenizer(file.read_text("utf-8"), return_tensors="pt", verbose=False).input_ids[0]
         return found
 
-    original = plain_spec(model.config.get_text_config(decoder=True)).original_max_position_embeddings
-    target = int(args.factor * original)
     fitted, held_out = [ids(file)[:target] for file in args.fitted], {file.stem: ids(file) for file in args.held_out}
-    for name in args.rows:
-        if is_done(args.output_dir, name, args.held_out[-1].stem):
-            continue
-        row: dict[str, Any] | None = {"method": args.teacher}
-        adapter = None
-        if name == "unpatched":
-            row = None
-        elif name != "teacher":
-            changes = dict(ROWS.get(name, {}))
-            texts = fitted[: changes.pop("texts", None)]
-            settings = {"start": args.rule, "teacher": args.teacher, "adapt_options": {}, **changes}
-            config = FitConfig(target, steps=0, held_out=0, max_texts=len(texts), **settings)  # type: ignore[arg-type]  # an int
-            if name == "rule":
-                method = config.start_method(args.factor)
-                row = {"method": method.name, **method.changed_options()}
-            else:
-                result = fit_method(model, tokenizer, texts, config, work_dir=args.output_dir / f"{name}.work")
-                row, adapter = {"method": "fitted", **result.options}, result.adapter
-                assert adapter is not None
-                save_file(adapter.weights, args.output_dir / f"adapter, {name}.safetensors")
-        measure(model, tokenizer, name, row, adapter, held_out, original, target, args.passkeys, args.output_dir)
-    show(args.output_dir, list(held_out), original, target)
+    rule = FitConfig(target, start=args.rule).start_method(args.factor)
+    rows = [
+        Row("unpatched"),
+        Row("teacher", {"method": args.teacher, "context_length": target}),
+        Row("rule", {"method": rule.name, "context_length": target, **rule.changed_options()}),
+    ]
+    for name, changes in ADAPTED.items():
+        changed = {"start": args.rule, "teacher": args.teacher, "adapt_options": {}, **changes}
+        texts = fitted[: changed.pop("texts", None)]
+        fit = {"context_length": target, "steps": 0, "max_texts": len(texts), **changed}
+        rows.append(Row(name, fit=fit, documents=texts))
+
+    settings = {name: str(getattr(args, name)) for name in ("model", "rule", "teacher", "factor", "fitted")}
+    study = Study(args.output_dir, args.model, fitted, settings, dtype=args.dtype, device=args.device)
+    pieces = {
+        text: [
+            Texts(
+                args.output_dir / f"{text}-pieces.jsonl",
+                [of_text],
+                [size],
+                {"cut": True, "max_tokens": size, "max_documents": most, "progress": False},
+            )
+            for size, most in {original // 16: SHORT_PIECES, original: LONG_PIECES}.items()
+        ]
+        for text, of_text in held_out.items()
+    }
+    for row in select(rows, args.rows):
+        doublings = [
+            original << n for n in range(20) if original << n <= (target if row.name != "unpatched" else original)
+        ]
+        measured: list[Any] = [each for of_text in pieces.values() for each in of_text]
+        if args.passkeys:
+            measured.insert(0, Questions(args.output_dir / "passkeys.jsonl", ("passkey",), doublings, 1, args.passkeys))
+        first, of_first = next(iter(held_out.items()))
+        lengths = [original // 16, original // 4, *(size for size in doublings if size <= len(of_first))]
+        measured.append(Texts(args.output_dir / f"{first}.jsonl", [of_first], lengths, {"progress": False}))
+        study.run(row, *measured)
+        study.write(tables(study, rows, pieces, original, target))
 
 
-def measure(
-    model: Any,
-    tokenizer: Any,
-    name: str,
-    row: dict[str, Any] | None,
-    adapter: Adapter | None,
-    held_out: dict[str, torch.Tensor],
-    original: int,
-    target: int,
-    passkeys: int,
-    folder: Path,
-) -> None:
-    """Measure a row on all texts."""
-    row = None if row is None else {**row, "context_length": target}
-    shared: dict[str, Any] = {"tokenizer": tokenizer, "label": name, "progress": False}
-    doublings = lengths_read(original, original if row is None else target)
-    with nullcontext() if adapter is None else adapter.applied(model), extended_as(model, row):
-        if passkeys:
-            retrieval(
-                model, tokenizer, ("passkey",), doublings, questions=passkeys,
-                output=folder / "passkeys.jsonl", label=name, progress=False,
-            )  # fmt: skip
-        for text, ids in held_out.items():
-            for size, most in {original // 16: SHORT_PIECES, original: LONG_PIECES}.items():
-                perplexity(
-                    model, [ids], [size], cut=True, max_tokens=size, max_documents=most,
-                    output=folder / f"{text}-pieces.jsonl", **shared,
-                )  # fmt: skip
-            lengths = [original // 16, original // 4, *(size for size in doublings if size <= len(ids))]
-            perplexity(model, [ids], lengths, output=folder / f"{text}.jsonl", **shared)
-
-
-def lengths_read(original: int, target: int) -> list[int]:
-    """Return the original length and its doublings up to the target."""
-    return [original << shift for shift in range(target.bit_length()) if original << shift <= target]
-
-
-def is_done(folder: Path, name: str, last_text: str) -> bool:
-    """Return whether a row has the last of its perplexities; passkeys are asked before them."""
-    file = folder / f"{last_text}.jsonl"
-    return file.is_file() and any(record.label == name for record in read_records(file))
-
-
-def show(folder: Path, texts: list[str], original: int, target: int) -> None:
-    """Write and print, for each text, differences on pieces and perplexities of its beginning."""
-    lines, sizes = [], (original // 16, original)
-    for text in texts:
-        pieces = {(r.label, r.context_length): r for r in read_records(folder / f"{text}-pieces.jsonl")}
-        start = {(r.label, r.context_length): r.perplexity for r in read_records(folder / f"{text}.jsonl")}
-        lengths = sorted({length for _, length in start})
-        headings = [text, *(f"pieces of {length_name(size)}" for size in sizes), *map(length_name, lengths)]
-        lines += ["", f"| {' | '.join(headings)} |", "|---|" + "---:|" * (len(headings) - 1)]
-        for name in (*RULES, *ROWS):
-            if (name, original) not in pieces:
-                continue
-            cells = []
-            for size in sizes:
-                one, other = pieces.get((name, size)), pieces.get(("unpatched", size))
-                cells.append("" if one is None or other is None else str(paired_interval(one, other)))
-            cells += [f"{start[name, length]:.2f}" if (name, length) in start else "" for length in lengths]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
-    if (folder / "passkeys.jsonl").is_file():
-        lengths = lengths_read(original, target)
-        lines += ["", f"| passkeys | {' | '.join(map(length_name, lengths))} |", "|---|" + "---:|" * len(lengths)]
-        for name in (*RULES, *ROWS):
-            cells = [passkeys_right(folder / "passkeys.jsonl", size, name) for size in lengths]
-            if any(cells):
-                lines.append(f"| {name} | {' | '.join(cells)} |")
-    write_whole(folder / "study.md", "\n".join(lines) + "\n")
-    print("\n".join(lines))
+def tables(
+    study: Study, rows: Sequence[Row], pieces: dict[str, list[Texts]], original: int, target: int
+) -> dict[str, list[Line]]:
+    """Return the differences on pieces of each text, and perplexities of the beginning of the first."""
+    found: dict[str, list[Line]] = {}
+    for text, of_text in pieces.items():
+        sizes = {each.lengths[0]: each.records() for each in of_text}
+        found[text] = [
+            {
+                text: row.name,
+                **{
+                    f"pieces of {length_name(size)}": str(paired_interval(of[row.name][size], of["unpatched"][size]))
+                    if size in of.get(row.name, {}) and size in of.get("unpatched", {})
+                    else ""
+                    for size, of in sizes.items()
+                },
+            }
+            for row in rows
+            if any(row.name in of for of in sizes.values())
+        ]
+    lengths = [original // 16, original // 4, *(original << n for n in range(20) if original << n <= target)]
+    first = next(iter(pieces))
+    found["beginning"] = Texts(study.folder / f"{first}.jsonl", [], lengths).lines(rows)
+    passkeys = {
+        row.name: [passkeys_right(study.folder / "passkeys.jsonl", size, row.name) for size in lengths[2:]]
+        for row in rows
+    }
+    found["passkeys"] = [
+        {"passkeys": name, **dict(zip(map(length_name, lengths[2:]), cells, strict=True))}
+        for name, cells in passkeys.items()
+        if any(cells)
+    ]
+    return found
 
 
 if __name__ == "__main__":

@@ -17,28 +17,26 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_posenc import FitConfig, fit_method, patched
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
-from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.evaluation import Record, perplexity, read_records
+from hf_posenc.evaluation import Record
 from hf_posenc.reporting.looks import INK, Look, numbered_look
 from hf_posenc.reporting.plot import Chart, Line, draw_chart
-from hf_posenc.training import FinetuneConfig, finetune
 from hf_posenc.utils.files import write_whole
 from pretrain_tiny import CONTEXT
-from study_folder import claim
+from study import Row, Study, Texts, fitted_rule
 
+Found = dict[str, dict[int, Record]]  # by row and length
 LENGTHS = (256, 512, 1024, 2048)
 BUDGETS = (50_000, 80_000, 200_000, 800_000)  # 0.6, 1, 2.5 and 10 % of the tokens it was made with
 USUAL = (50_000, 200_000, 800_000)  # of most rows
 WITH_ALL = 200_000  # these and more are not in the first hour
 PRETRAINED_ON = 8_000_000
 STEP_TOKENS = 1024  # or one block: 19 steps of 4096 are too few for the small budgets
-UPPER_BOUND = "trained at"
+BASE, UPPER_BOUND = "as it is", "trained at"
 FITTED = "fitted"
 FITTED_TEXTS = 16  # of the target length, of the training novels
 SHOWN = 1.6  # times the perplexity at the original length: the charts' highest
@@ -49,7 +47,7 @@ GENTLE = {"learning_rate": 3e-5}
 
 
 @dataclass(frozen=True)
-class Row:
+class Way:
     """One way to extend: a line of the table.
 
     Attributes:
@@ -68,8 +66,12 @@ class Row:
     def label(self) -> str:
         return f"{self.name} to {self.target}"
 
+    def row(self, budget: int) -> str:
+        """Return the name of its row after so many tokens."""
+        return f"{self.label}, {budget}" if budget else self.label
 
-def rows() -> list[Row]:
+
+def ways() -> list[Way]:
     """Return what is compared, the most telling first."""
     plain = {"method": "abf", "options": {"rope_theta": 10000.01}}  # the base it has; abf wants a larger one
     methods: dict[str, dict[str, Any]] = {
@@ -86,7 +88,7 @@ def rows() -> list[Row]:
         "dynamic": {"method": "dynamic"},
         "abf (base x50)": {"method": "abf", "options": {"rope_theta": 500000.0}},  # as Llama-2-Long raised it
         "nope (DroPE)": {"method": "nope"},
-        FITTED: {"method": "fitted"},  # Study.settings gives its rule
+        FITTED: {"method": "fitted"},  # Budgets.settings gives its rule
         "self_extend": {"method": "self_extend"},
         "leaky_rerope": {"method": "leaky_rerope"},
     }
@@ -95,9 +97,9 @@ def rows() -> list[Row]:
         **dict.fromkeys(("rerope", "dca"), BUDGETS[:3]),  # they train at half the speed
         **dict.fromkeys(("self_extend", "leaky_rerope"), ()),
     }
-    four = [Row(name, 4 * CONTEXT, settings, budgets.get(name, USUAL)) for name, settings in methods.items()]
-    eight = [Row(name, 8 * CONTEXT, methods[name]) for name in ("yarn", "dynamic_yarn", "yarn, PoSE", "ntk", FITTED)]
-    return [*four, *eight, *(Row(name, 8 * CONTEXT, methods[name], ()) for name in ("rerope", "dca"))]
+    four = [Way(name, 4 * CONTEXT, settings, budgets.get(name, USUAL)) for name, settings in methods.items()]
+    eight = [Way(name, 8 * CONTEXT, methods[name]) for name in ("yarn", "dynamic_yarn", "yarn, PoSE", "ntk", FITTED)]
+    return [*four, *eight, *(Way(name, 8 * CONTEXT, methods[name], ()) for name in ("rerope", "dca"))]
 
 
 def main() -> None:
@@ -106,15 +108,16 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these rows, such as yarn ntk")
     parser.add_argument("--all", action="store_true", help="200k and 800k tokens too, and the upper bound at 2048")
     args = parser.parse_args()
-    selected = [row for row in rows() if not args.rows or row.name in args.rows]
+    selected = [way for way in ways() if not args.rows or way.name in args.rows]
     if not selected:
-        raise SystemExit(f"no such row: {args.rows}. Known: {', '.join(sorted({row.name for row in rows()}))}.")
-    study = Study(args.output_dir)
+        raise SystemExit(f"no such row: {args.rows}. Known: {', '.join(sorted({way.name for way in ways()}))}.")
+    study = Budgets(args.output_dir)
     began = time.perf_counter()
-    study.measure_base()
+    study.measure(Row(BASE))
     for budget in (0, *(budget for budget in BUDGETS if args.all or budget < WITH_ALL)):
-        for row in selected:
-            study.run(row, budget)
+        for way in selected:
+            if budget in (0, *way.budgets):
+                study.run(way, budget)
         study.show()
         if not args.rows and budget == 0:
             study.upper_bound(4 * CONTEXT)
@@ -126,157 +129,98 @@ def main() -> None:
     )
 
 
-class Study:
-    """The runs of a study, and the file their numbers are in."""
+class Budgets:
+    """The runs of the study, and the file their numbers are in."""
 
     def __init__(self, folder: Path) -> None:
-        settings = {row.label: {**SHARED, **row.settings} for row in rows()}
-        self.folder, self.results = folder, folder / "results.jsonl"
-        claim(folder, {"step_tokens": STEP_TOKENS, "pretrained_on": PRETRAINED_ON, "rows": settings})
-        self.train_texts = [load_novel(name) for name in TRAIN_NOVELS]
+        settings: dict[str, Any] = {way.label: {**SHARED, **way.settings} for way in ways()}
+        settings |= {"step_tokens": STEP_TOKENS, "pretrained_on": PRETRAINED_ON}
+        novels = [load_novel(name) for name in TRAIN_NOVELS]
+        protocol = {"cut": True, "max_documents": 16, "progress": False}
+        self.folder, self.study = folder, Study(folder, tiny_model_path(), novels, settings)
+        self.texts = Texts(folder / "results.jsonl", [load_novel(HELD_OUT_NOVEL)], LENGTHS, protocol)
 
-    def records(self) -> list[Record]:
-        return read_records(self.results) if self.results.is_file() else []
+    def measure(self, row: Row) -> None:
+        self.study.run(row, self.texts, model_name="tiny")
 
-    def has(self, label: str, tokens_trained: int) -> bool:
-        """Say whether a run is measured; trained tokens come in whole steps."""
-        found = [one for one in self.records() if one.label == label]
-        near = [one for one in found if abs(one.tokens_trained - tokens_trained) <= max(LENGTHS)]
-        return {one.context_length for one in near} >= set(LENGTHS)
-
-    def measure(self, model: Any, tokenizer: Any, label: str, tokens_trained: int = 0) -> None:
-        perplexity(
-            model,
-            [load_novel(HELD_OUT_NOVEL)],
-            LENGTHS,
-            tokenizer=tokenizer,
-            cut=True,
-            max_documents=16,
-            output=self.results,
-            model_name="tiny",
-            label=label,
-            tokens_trained=tokens_trained,
-            progress=False,
-        )
-
-    def measure_base(self) -> None:
-        if not self.has("as it is", 0):
-            self.measure(*load_model(tiny_model_path()), "as it is")
-
-    def settings(self, row: Row) -> dict[str, Any]:
-        """Return a row's settings; a fitted rule is fitted first, on the training novels."""
-        if row.name != FITTED:
-            return row.settings
-        rule = self.folder / f"fitted-{row.target}.json"
-        if not rule.is_file():
-            model, tokenizer = load_model(tiny_model_path())
-            config = FitConfig(context_length=row.target, max_texts=FITTED_TEXTS, held_out=0, steps=150)  # type: ignore[arg-type]  # an int
-            fit_method(model, tokenizer, self.train_texts, config).save(rule)
-        return {**row.settings, "options": {"source": str(rule)}}
-
-    def run(self, row: Row, budget: int) -> None:
-        """Measure a row after a budget, or zero-shot (0); every run starts from the model as it was made."""
-        if self.has(row.label, budget):
+    def run(self, way: Way, budget: int) -> None:
+        """Measure a way after a budget, or zero-shot (0); every run starts from the model as it was made."""
+        row = Row(way.row(budget))
+        if not self.texts.left(row.name):
             return
-        if budget in row.budgets:
-            self._train(row, budget)
-        elif budget == 0:
-            model, tokenizer = load_model(tiny_model_path())
-            settings = self.settings(row)
-            extension = {"context_length": row.target, **settings.get("options", {})}
-            with patched(model, settings["method"], **extension):
-                self.measure(model, tokenizer, row.label)
-
-    def _train(self, row: Row, budget: int) -> None:
-        model, tokenizer = load_model(tiny_model_path())
-        window = CONTEXT if row.settings.get("position_schedule", "full") != "full" else row.target
-        folder = self.folder / "runs" / f"{row.label}, {budget}".replace(" ", "-")
-        config = FinetuneConfig(
-            **{**SHARED, **self.settings(row)},
-            output_dir=str(folder),
-            context_length=row.target,  # type: ignore[arg-type]  # an int becomes a ContextLength
-            seq_len=window,  # type: ignore[arg-type]  # the same
-            per_device_train_batch_size=max(1, STEP_TOKENS // window),
-            token_budget=budget,  # type: ignore[arg-type]  # becomes a TokenCount
-            resume_from_checkpoint="true",
-        )
-        result = finetune(model, tokenizer, self.train_texts, config)
-        self.measure(result.model, tokenizer, row.label, result.tokens_trained)
-        shutil.rmtree(folder)  # the numbers are what is kept
+        settings = dict(way.settings)
+        if way.name == FITTED:
+            rule, fit = self.folder / f"fitted-{way.target}.json", {"max_texts": FITTED_TEXTS, "steps": 150}
+            novels = self.study.documents
+            settings["options"] = fitted_rule(rule, tiny_model_path(), novels, context_length=way.target, **fit)
+        if budget == 0:
+            rule_alone = {"method": settings["method"], "context_length": way.target, **settings.get("options", {})}
+            self.measure(replace(row, rule=rule_alone))
+            return
+        window = CONTEXT if settings.get("position_schedule", "full") != "full" else way.target
+        steps = {"seq_len": window, "per_device_train_batch_size": max(1, STEP_TOKENS // window)}
+        training = {**SHARED, **settings, **steps, "context_length": way.target, "token_budget": budget}
+        self.measure(replace(row, training=training))
+        shutil.rmtree(self.study.run_folder(row.name))  # the numbers are what is kept
 
     def upper_bound(self, target: int) -> None:
-        label = f"{UPPER_BOUND} {target}"
-        if self.has(label, 0):
-            return
         folder = self.folder / f"from-the-start-{target}"
         if not (folder / "training.json").is_file():
             script = Path(__file__).with_name("pretrain_tiny.py")
             words = ["--output-dir", str(folder), "--context-length", str(target)]
             subprocess.run([sys.executable, str(script), *words], check=True)
-        self.measure(*load_model(folder), label)
+        self.measure(Row(f"{UPPER_BOUND} {target}", model=folder))
 
     def show(self) -> None:
-        records = self.records()
-        text = "\n\n".join(table(records, target) for target in sorted({row.target for row in rows()}))
+        records = self.texts.records()
+        targets = sorted({way.target for way in ways()})
+        text = "\n\n".join(table(records, target) for target in targets)
         write_whole(self.folder / "study.md", text + "\n")
         print(f"\n{text}\n", flush=True)
-        for target in sorted({row.target for row in rows()}):
+        for target in targets:
             for length in (CONTEXT, target):
                 drawn = draw_chart(chart(records, target, length))
                 write_whole(self.folder / f"to-{target}-at-{length}.png", drawn.png)
 
 
-def by_tokens(records: list[Record], label: str) -> dict[int, dict[int, float]]:
-    """Return perplexities by tokens trained, then by length."""
-    found: dict[int, dict[int, float]] = {}
-    for record in records:
-        if record.label == label:
-            found.setdefault(record.tokens_trained, {})[record.context_length] = record.perplexity
-    return dict(sorted(found.items()))
-
-
-def table(records: list[Record], target: int) -> str:
+def table(records: Found, target: int) -> str:
     """Return the Markdown table of one target: perplexity at 256 / at the target, by tokens trained."""
+
+    def cell(name: str) -> str:
+        if name not in records:
+            return ""
+        return " / ".join(f"{records[name][length].perplexity:.2f}" for length in (CONTEXT, target))
+
     lines = [
         f"| to {target}: perplexity at {CONTEXT} / {target} | zero-shot | 50k | 80k | 200k | 800k |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for label, shown in (
-        ("as it is", "as it is"),
-        (f"{UPPER_BOUND} {target}", f"{UPPER_BOUND} {target} from the start"),
-    ):
-        for curve in by_tokens(records, label).values():
-            lines.append(f"| {shown} | {curve[CONTEXT]:.2f} / {curve[target]:.2f} | | | | |")
-    for row in rows():
-        curves = by_tokens(records, row.label)
-        if row.target == target and curves:
-            cells = {nearest(tokens): f"{curve[CONTEXT]:.2f} / {curve[target]:.2f}" for tokens, curve in curves.items()}
-            lines.append(f"| {row.name} | " + " | ".join(cells.get(at, "") for at in (0, *BUDGETS)) + " |")
+    for name, shown in ((BASE, BASE), (f"{UPPER_BOUND} {target}", f"{UPPER_BOUND} {target} from the start")):
+        if name in records:
+            lines.append(f"| {shown} | {cell(name)} | | | | |")
+    for way in ways():
+        cells = [cell(way.row(budget)) for budget in (0, *BUDGETS)]
+        if way.target == target and any(cells):
+            lines.append(f"| {way.name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def nearest(tokens: int) -> int:
-    """Return the budget that a run of whole steps was given."""
-    return min((0, *BUDGETS), key=lambda budget: abs(budget - tokens))
-
-
-def chart(records: list[Record], target: int, length: int) -> Chart:
+def chart(records: Found, target: int, length: int) -> Chart:
     """Return the lines of perplexity at a length by tokens trained, of the rows that were extended to a target."""
-    positions = {tokens: index for index, tokens in enumerate((0, *BUDGETS))}
-    most = SHOWN * by_tokens(records, "as it is")[0][CONTEXT]
+    most = SHOWN * records[BASE][CONTEXT].perplexity
     lines = []
-    for number, row in enumerate(one for one in rows() if one.target == target and one.budgets):
-        curves = by_tokens(records, row.label).items()
-        points = [(positions[nearest(tokens)], curve[length]) for tokens, curve in curves]
+    for number, way in enumerate(one for one in ways() if one.target == target and one.budgets):
+        names = [way.row(budget) for budget in (0, *BUDGETS)]
+        points = [(x, records[name][length].perplexity) for x, name in enumerate(names) if name in records]
         points = [point for point in points if point[1] <= most]
-        look = numbered_look(number)
         if points:
-            lines.append(Line(row.name, [x for x, _ in points], [value for _, value in points], look))
+            look = numbered_look(number)
+            lines.append(Line(way.name, [x for x, _ in points], [value for _, value in points], look))
     used = sorted({x for line in lines for x in line.x})
-    for curve in by_tokens(records, f"{UPPER_BOUND} {target}").values():
-        name = f"{UPPER_BOUND} {target} from the start"
-        lines.append(Line(name, used, [curve[length]] * len(used), Look(INK, "", "dashed")))
-    ticks = [(x, f"{tokens // 1000}k" if tokens else "zero-shot") for tokens, x in positions.items()]
+    if (bound := f"{UPPER_BOUND} {target}") in records:
+        values = [records[bound][length].perplexity] * len(used)
+        lines.append(Line(f"{bound} from the start", used, values, Look(INK, "", "dashed")))
+    ticks = [(x, f"{tokens // 1000}k" if tokens else "zero-shot") for x, tokens in enumerate((0, *BUDGETS))]
     title = f"{CONTEXT} to {target}: perplexity at {length} tokens of the held-out novel"
     shown = f"perplexity, those above {most:.0f} are not shown"
     return Chart(title, "tokens trained", shown, lines, [tick for tick in ticks if tick[0] in used], log_x=False)

@@ -10,22 +10,16 @@ by the protocol of ``study_budget.py``. The table also has published rules and t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hf_posenc import FitConfig, fit_method, patched, perplexity
 from hf_posenc.assets import HELD_OUT_NOVEL, TRAIN_NOVELS, load_novel, tiny_model_path
-from hf_posenc.checkpoint.loading import load_model
-from hf_posenc.evaluation import read_records
-from hf_posenc.utils.files import write_whole
-from study_folder import claim
+from study import Row, Study, Texts, select
 
 TARGET = 1024
 LENGTHS = (256, 512, 1024)
 PIECE = 2048  # tokens that the held-out novel is cut into, as in study_budget.py
-SHARED: dict[str, Any] = {"max_texts": 16, "held_out": 0, "steps": 150, "block": 128, "hide_progress": True}
+SHARED: dict[str, Any] = {"context_length": TARGET, "max_texts": 16, "steps": 150, "block": 128}
 PUBLISHED = ("none", "ntk", "yarn", "llama3", "ntk_rcd", "yarn_rcd", "dynamic_yarn", "dca", "rerope")
 VARIANTS: dict[str, dict[str, Any]] = {
     "attention_matching": {},
@@ -61,70 +55,24 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+ROWS = [
+    *(Row(name, None if name == "none" else {"method": name, "context_length": TARGET}) for name in PUBLISHED),
+    *(Row(name, fit={**SHARED, **changes}) for name, changes in VARIANTS.items()),
+]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output-dir", type=Path, default=Path("outputs/study-fit"))
     parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these rows, such as monotone")
     args = parser.parse_args()
-    claim(args.output_dir, {"target": TARGET, "shared": SHARED, "variants": VARIANTS})
-    model, tokenizer = load_model(tiny_model_path())
-    documents = [load_novel(name) for name in TRAIN_NOVELS]
-    for name in (*PUBLISHED, *VARIANTS):
-        if (args.rows and name not in args.rows) or done(args.output_dir, name):
-            continue
-        rule: dict[str, Any] | None = {"method": name}
-        adapter = None
-        if name == "none":
-            rule = None
-        elif name in VARIANTS:
-            config = FitConfig(context_length=TARGET, **{**SHARED, **VARIANTS[name]})  # type: ignore[arg-type]  # an int
-            result = fit_method(model, tokenizer, documents, config)
-            rule, adapter = {"method": "fitted", **result.options}, result.adapter
-        with nullcontext() if adapter is None else adapter.applied(model), extended(model, rule):
-            perplexity(
-                model,
-                [load_novel(HELD_OUT_NOVEL)],
-                LENGTHS,
-                tokenizer=tokenizer,
-                cut=True,
-                max_documents=16,
-                max_tokens=PIECE,
-                output=args.output_dir / "results.jsonl",
-                model_name="tiny",
-                label=name,
-                progress=False,
-            )
-        show(args.output_dir)
-
-
-def extended(model: Any, rule: Mapping[str, Any] | None) -> AbstractContextManager[Any]:
-    """Return a context in which the model is extended to the target; None leaves it as it is."""
-    return nullcontext() if rule is None else patched(model, context_length=TARGET, **rule)
-
-
-def perplexities(folder: Path) -> dict[str, dict[int, float]]:
-    """Return the perplexity at each length, of each row that is measured."""
-    found: dict[str, dict[int, float]] = {}
-    file = folder / "results.jsonl"
-    for record in read_records(file) if file.is_file() else []:
-        found.setdefault(record.label, {})[record.context_length] = record.perplexity
-    return found
-
-
-def done(folder: Path, name: str) -> bool:
-    return set(perplexities(folder).get(name, {})) >= set(LENGTHS)
-
-
-def show(folder: Path) -> None:
-    """Write and print the table, as CSV for the documentation and as text."""
-    found = perplexities(folder)
-    lines = ["name," + ",".join(map(str, LENGTHS))]
-    for name in (*PUBLISHED, *VARIANTS):
-        if name in found:
-            cells = ",".join(f"{found[name][length]:.2f}" for length in LENGTHS)
-            lines.append(f'"{name}",{cells}' if "," in name else f"{name},{cells}")
-    write_whole(folder / "results.csv", "\n".join(lines) + "\n")
-    print(lines[-1] if len(lines) > 2 else "\n".join(lines), flush=True)
+    novels = [load_novel(name) for name in TRAIN_NOVELS]
+    study = Study(args.output_dir, tiny_model_path(), novels, {"shared": SHARED, "variants": VARIANTS})
+    protocol = {"cut": True, "max_documents": 16, "max_tokens": PIECE, "progress": False}
+    texts = Texts(args.output_dir / "results.jsonl", [load_novel(HELD_OUT_NOVEL)], LENGTHS, protocol)
+    for row in select(ROWS, args.rows):
+        study.run(row, texts, model_name="tiny")
+        study.write({"results": texts.lines(ROWS)})
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from hf_posenc.evaluation import read_records
 from hf_posenc.utils.dtypes import computes_natively
 from hf_posenc.utils.files import write_whole
 from hf_posenc.utils.units import length_name
-from study_folder import claim, passkeys_right
+from study import claim, passkeys_right
 
 LENGTHS = (512, 2048, 8192, 16384, 32768)
 ORIGINAL = 8192

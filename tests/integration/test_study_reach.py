@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,9 +43,13 @@ def small(script: ModuleType) -> Any:
     )
 
 
-def test_the_rows_are_known_and_called_differently(script: ModuleType) -> None:
+def test_the_rows_are_known_and_called_differently(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script, "read_tokenizer", lambda path: None)
+    monkeypatch.setattr(script, "check_prompts", lambda *args, **counts: None)
     for plan in (script.tiny_plan(), script.smollm2_plan(Path("model"))):
-        labels = [row.label for row in script.rows(plan)]
+        labels = [row.name for row in script.Reach(tmp_path / plan.name, plan).rows]
         assert len(set(labels)) == len(labels) == 6 + 3 * len(plan.seeds) * (1 + len(plan.read_with))
         assert plan.samples * plan.questions >= 100  # questions of a cell
         assert plan.token_budget <= 1_000_000
@@ -62,33 +67,33 @@ def test_the_rows_are_known_and_called_differently(script: ModuleType) -> None:
 def test_wrong_rows_and_lengths_stop_before_anything_is_loaded(
     script: ModuleType, tmp_path: Path, small: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = script.rows(small)
-    assert [row.label for row in script.select(known, ["both", "ntk"])] == ["ntk", "both, seed 0", "both, seed 0, dca"]
-    assert [row.label for row in script.select(known, ["both, seed 0", "ntk"])] == ["ntk", "both, seed 0"]
+    known = script.Reach(tmp_path / "known", small).rows
+    assert [row.name for row in script.select(known, ["both, seed 0", "ntk"])] == ["ntk", "both, seed 0"]
     assert script.select(known, None) == known
-    with pytest.raises(SystemExit, match=r"no such row: mix, yran\. Known: unpatched, ntk, .*, task mix, both"):
+    with pytest.raises(SystemExit, match=r"no such row: mix, yran\. Known: unpatched, ntk, .*, task mix, seed 0"):
         script.select(known, ["yran", "mix", "dca"])
-    monkeypatch.setattr(script, "load_model", pytest.fail)
+    shutil.rmtree(tmp_path / "known")
+    monkeypatch.setattr("study.load_model", pytest.fail)
     monkeypatch.setattr(sys, "argv", ["study_reach.py", "--output-dir", str(tmp_path / "study"), "--samples", "0"])
     with pytest.raises(ValueError, match=r"1,.*0"):
         script.main()
     with pytest.raises(ValueError, match=r"'passkey'.*32"):
-        script.Study(tmp_path / "study", replace(small, far=(32,)))
+        script.Reach(tmp_path / "study", replace(small, far=(32,)))
     with pytest.raises(ValueError, match=r"2.*'cwe'"):
-        script.Study(tmp_path / "study", replace(small, far=(2000,), tasks=("passkey", "cwe")))
+        script.Reach(tmp_path / "study", replace(small, far=(2000,), tasks=("passkey", "cwe")))
     assert not list(tmp_path.iterdir())
-    study = script.Study(tmp_path / "study", replace(small, token_budget=2 * 512))
-    study.check_trainings(script.select(known, ["ntk", "plain text"]))
+    study = script.Reach(tmp_path / "study", replace(small, token_budget=2 * 512))
+    study.check_trainings(script.select(study.rows, ["ntk", "plain text, seed 0"]))
     with pytest.raises(ValueError, match=r"2.*knots=0\.3:.*token_budget.*1536"):
-        study.check_trainings(script.select(known, ["ntk", "task mix"]))
+        study.check_trainings(script.select(study.rows, ["ntk", "task mix, seed 0"]))
 
 
 @pytest.mark.slow
 def test_what_is_measured_and_trained_is_not_repeated(
     script: ModuleType, small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    study = script.Study(tmp_path, small)
-    wanted = script.select(script.rows(small), ["unpatched", "ntk", "task mix"])
+    study = script.Reach(tmp_path, small)
+    wanted = script.select(study.rows, ["unpatched", "ntk", "task mix, seed 0", "task mix, seed 0, dca"])
     for row in wanted:
         study.run(row)
     study.show()
@@ -123,37 +128,37 @@ def test_what_is_measured_and_trained_is_not_repeated(
     before = [(tmp_path / file).read_bytes() for file in FILES]
     with monkeypatch.context() as patch:
         for name in ("load_model", "finetune", "fit_method"):
-            patch.setattr(script, name, pytest.fail)
+            patch.setattr(f"study.{name}", pytest.fail)
         for row in wanted:
             study.run(row)
-    more = script.Study(tmp_path, replace(small, samples=2))  # more texts are added to those that are there
-    more.run(wanted[1])
+    more = script.Reach(tmp_path, replace(small, samples=2))  # more texts are added to those that are there
+    more.run(more.rows[1])
     assert [(tmp_path / file).read_bytes()[: len(text)] for file, text in zip(FILES, before, strict=True)] == before
     assert len(read_retrieval_records(tmp_path / "retrieval.jsonl")) == len(answers) + 2
-    assert {row["name"] for row in more.retrieval_rows()} == {"ntk"}  # of the others, texts are missing
-    (tmp_path / "runs" / "task-mix-0" / MANIFEST).unlink()
+    assert {row["name"] for row in more.answers()} == {"ntk"}  # of the others, texts are missing
+    (tmp_path / "runs" / "task-mix-seed-0" / MANIFEST).unlink()
     assert more.losses() == []  # as long as the training is not finished
     with pytest.raises(SystemExit, match="other settings"):
-        script.Study(tmp_path, replace(small, token_budget=4 * 512))
+        script.Reach(tmp_path, replace(small, token_budget=4 * 512))
 
 
 def test_of_a_question_that_was_asked_again_the_last_answer_counts(
     script: ModuleType, small: Any, tmp_path: Path
 ) -> None:
     """As after an upgrade of torch in the middle of a cell: records with other run keys are in the same file."""
-    study = script.Study(tmp_path, small)
+    study = script.Reach(tmp_path, small)
 
     def write(question: int, right: bool) -> None:
         record = make_retrieval_record(
             "ntk", 512, None, 0, right, label="ntk", questions_per_text=2, question=question, run_key=f"{right}"
         )
-        append_line(study.answers, record.to_json())
+        append_line(study.questions.file, record.to_json())
 
     write(0, False)
-    assert study.answered() == {}  # the other question is not answered yet
+    assert study.questions.answered() == {}  # the other question is not answered yet
     write(0, True)
     write(1, True)
-    assert [one.score() for one in study.answered()["ntk", "passkey", 512]] == [1, 1]
+    assert [one.score() for one in study.questions.answered()["ntk", "passkey", 512]] == [1, 1]
 
 
 def test_the_measures_by_hand(script: ModuleType) -> None:
