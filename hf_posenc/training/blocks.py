@@ -184,8 +184,10 @@ class MixedBlocks(TrainingBlocks):
         self._of_kind = [next(steps[name]) for name in self.kinds]  # how many steps of the same kind come before
 
     def draw(self, index: int) -> list[MaskedTokens]:
-        step, in_step = divmod(index, self.blocks_per_step)
-        return self._maker(index).block(self._of_kind[step] * self.blocks_per_step + in_step)
+        return self._maker(index).block(self._number(index))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {**super().__getitem__(index), **self._maker(index).targets(self._number(index))}
 
     def is_short(self, index: int) -> bool:
         return self._maker(index).is_short
@@ -217,6 +219,11 @@ class MixedBlocks(TrainingBlocks):
             )
         if wants_distances:
             warn_about_distances(beyond, original, group)
+
+    def _number(self, index: int) -> int:
+        """Return the number of a block among those of its kind."""
+        step, in_step = divmod(index, self.blocks_per_step)
+        return self._of_kind[step] * self.blocks_per_step + in_step
 
     def _maker(self, index: int) -> Kind:
         assert self.kinds is not None

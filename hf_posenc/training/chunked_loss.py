@@ -29,6 +29,8 @@ def chunked_causal_lm_loss(
     num_items: torch.Tensor | int | None = None,
     rows_per_chunk: int = DEFAULT_ROWS_PER_CHUNK,
     shift_labels: torch.Tensor | None = None,
+    likely_ids: torch.Tensor | None = None,
+    likely_log_probs: torch.Tensor | None = None,
     *,
     chunks: Chunks = row_chunks,
 ) -> torch.Tensor:
@@ -47,6 +49,9 @@ def chunked_causal_lm_loss(
         rows_per_chunk: Rows whose logits exist at one time; memory is this x vocabulary x about 8 bytes.
         shift_labels: ``(batch, seq_len)``, what each row predicts, instead of ``labels``: where processes share a
             sequence, the label of a shard's last row is in another shard.
+        likely_ids: The tokens that another model takes for the likeliest after each token, int64 ``(batch, seq_len,
+            number)``; with them, the loss of a row is ``divergence_from_likely`` and not the cross-entropy.
+        likely_log_probs: Their log-probabilities there.
         chunks: Which slices of the rows are computed, by their number and ``rows_per_chunk``. A memory prediction,
             which needs no right loss, computes fewer than all.
     """
@@ -54,24 +59,59 @@ def chunked_causal_lm_loss(
         hidden_states, shift_labels = hidden_states[:, :-1], labels[:, 1:]
     rows = hidden_states.reshape(-1, hidden_states.shape[-1])
     targets = shift_labels.reshape(-1)
+    likely: list[torch.Tensor] = []
+    if likely_ids is not None and likely_log_probs is not None:
+        likely = [of_rows[:, : hidden_states.shape[1]].flatten(0, 1) for of_rows in (likely_ids, likely_log_probs)]
 
     items = torch.as_tensor((targets != IGNORED).sum() if num_items is None else num_items).clamp(min=1)
 
-    def chunk_loss(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def chunk_loss(rows: torch.Tensor, targets: torch.Tensor, *likely: torch.Tensor) -> torch.Tensor:
         logits = head_logits(model, rows)
-        nll = nn.functional.cross_entropy(logits, targets.to(logits.device), ignore_index=IGNORED, reduction="sum")
+        targets = targets.to(logits.device)
+        if likely:
+            nll = (divergence_from_likely(logits, *likely) * (targets != IGNORED)).sum()
+        else:
+            nll = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
         return nll / items.to(nll.device)  # here, so that gradients are rounded as those of a mean are
 
     if torch.is_grad_enabled() and not _gathers_weights_when_called(model):
         trained = [weight for weight in head_parameters(model) if weight.requires_grad]
         return _GradientsAtOnce.apply(  # type: ignore[no-any-return, no-untyped-call]  # torch leaves it untyped
-            chunk_loss, chunks(len(targets), rows_per_chunk), targets, rows, *trained
+            chunk_loss, chunks(len(targets), rows_per_chunk), (targets, *likely), rows, *trained
         )
     losses: list[torch.Tensor] = [
-        checkpoint(chunk_loss, rows[chunk], targets[chunk], use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            chunk_loss,
+            rows[chunk],
+            *(each[chunk] for each in (targets, *likely)),
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
         for chunk in chunks(len(targets), rows_per_chunk)
     ]
     return torch.stack(losses).sum()
+
+
+def divergence_from_likely(
+    logits: torch.Tensor, likely_ids: torch.Tensor, likely_log_probs: torch.Tensor
+) -> torch.Tensor:
+    """Return the Kullback-Leibler divergence from a distribution of which the likeliest tokens are known, in nats.
+
+    All other tokens are taken together as one, so that it is at most the divergence over the whole vocabulary.
+
+    Args:
+        logits: Of the model that is trained, ``(rows, vocabulary)``.
+        likely_ids: int64 ``(rows, number)``.
+        likely_log_probs: ``(rows, number)``.
+
+    Returns:
+        float32 ``(rows,)``.
+    """
+    wanted = likely_log_probs.to(logits.device)
+    found = logits.float().log_softmax(-1).gather(-1, likely_ids.to(logits.device))
+    others = [(1 - known.exp().sum(-1, keepdim=True)).clamp(min=1e-6).log() for known in (wanted, found)]
+    wanted, found = (torch.cat(pair, dim=-1) for pair in zip((wanted, found), others, strict=True))
+    return (wanted.exp() * (wanted - found)).sum(-1)
 
 
 class _GradientsAtOnce(torch.autograd.Function):
@@ -80,9 +120,9 @@ class _GradientsAtOnce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        loss_of: Callable[..., torch.Tensor],
         chunks: Iterable[slice],
-        targets: torch.Tensor,
+        targets: Sequence[torch.Tensor],
         rows: torch.Tensor,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
@@ -90,7 +130,8 @@ class _GradientsAtOnce(torch.autograd.Function):
         of_rows, of_weights = torch.empty_like(rows), [torch.zeros_like(weight) for weight in weights]
         used: set[int] = set()
         for chunk in chunks:
-            of_rows[chunk], loss, here = _add_gradients(loss_of, rows[chunk], targets[chunk], weights, of_weights)
+            given = [each[chunk] for each in targets]
+            of_rows[chunk], loss, here = _add_gradients(loss_of, rows[chunk], given, weights, of_weights)
             total += loss
             used |= here
         # A weight that no logits depend on has no gradient, as without chunks: weight decay would move it.
@@ -105,16 +146,16 @@ class _GradientsAtOnce(torch.autograd.Function):
 
 
 def _add_gradients(
-    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    loss_of: Callable[..., torch.Tensor],
     rows: torch.Tensor,
-    targets: torch.Tensor,
+    targets: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
     sums: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, set[int]]:
     """Return the gradient of the rows of a chunk, its loss, and which weights have gradients; add these to ``sums``."""
     with torch.enable_grad():
         part = rows.detach().requires_grad_()
-        loss = loss_of(part.view_as(part), targets)  # no leaf: on one, the hooks of module trackers would fail here
+        loss = loss_of(part.view_as(part), *targets)  # no leaf: on one, the hooks of module trackers would fail here
     of_rows, *of_weights = torch.autograd.grad(loss, (part, *weights), allow_unused=True)
     used = {at for at, new in enumerate(of_weights) if new is not None}
     for at in used:
@@ -168,6 +209,8 @@ def chunked_lm_loss(
         attention_mask: torch.Tensor | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
         shift_labels: torch.Tensor | None = None,
+        likely_ids: torch.Tensor | None = None,
+        likely_log_probs: torch.Tensor | None = None,
         **unused: Any,
     ) -> CausalLMOutputWithPast:
         if labels is None:
@@ -182,7 +225,9 @@ def chunked_lm_loss(
             masks = finished_masks(config, shape, position_ids)
             given = {} if masks is None else {"attention_mask": masks}
             hidden = body(input_ids=input_ids, position_ids=position_ids, use_cache=False, **given).last_hidden_state
-        output: CausalLMOutputWithPast = compute_loss(hidden, labels, num_items_in_batch, rows_per_chunk, shift_labels)
+        output: CausalLMOutputWithPast = compute_loss(
+            hidden, labels, num_items_in_batch, rows_per_chunk, shift_labels, likely_ids, likely_log_probs
+        )
         return output
 
     with _attributes_kept(base), _attributes_kept(model):

@@ -253,7 +253,8 @@ class FinetuneConfig(ExtensionConfig, TrainingArguments):
         None,
         "kinds of data with their shares of the tokens, each as KIND=SHARE: kv (dictionaries), needles "
         "(sentences hidden in the documents), knots (documents cut, shuffled and tied), text (the documents), "
-        "short_text (the documents in windows of the original length)",
+        "short_text (the documents in windows of the original length), retention (texts that the model wrote before: "
+        "it is to predict there what it predicted)",
         metavar="KIND=SHARE",
     )
     # Chen et al. 2024, LongRoPE and others grow in steps; each stage is a run of its own length and budget.

@@ -23,7 +23,7 @@ from hf_posenc.evaluation.lm_head import decoder_body, head_logits, token_losses
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.families.rotary_model import RotaryModel
 from hf_posenc.patching.api import extension_of, verify_model
-from hf_posenc.training.chunked_loss import chunked_lm_loss
+from hf_posenc.training.chunked_loss import chunked_lm_loss, divergence_from_likely
 from hf_posenc.training.positions import FULL, PositionSchedule
 from hf_posenc.utils.dtypes import is_half
 
@@ -333,13 +333,12 @@ def documents_of(block: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]
     """Cut a block where positions do not rise: a skip ahead within a document (PoSE) is none of its ends."""
     positions = block["position_ids"]
     starts = [0, *((positions.diff() <= 0).nonzero().flatten() + 1).tolist(), len(positions)]
-    names = ("input_ids", "position_ids", "labels")
-    return [{name: block[name][a:b] for name in names} for a, b in itertools.pairwise(starts)]
+    return [{name: values[a:b] for name, values in block.items()} for a, b in itertools.pairwise(starts)]
 
 
 @torch.no_grad()
 def _document_losses(model: PreTrainedModel, piece: dict[str, torch.Tensor], rows_per_chunk: int) -> torch.Tensor:
-    """Return the loss of each label of one document."""
+    """Return the loss of each label of one document, or of what is to be retained there."""
     ids, positions = piece["input_ids"], piece["position_ids"]
     scored = (piece["labels"][1:] != IGNORED).nonzero().flatten()
     if not len(scored):
@@ -350,6 +349,9 @@ def _document_losses(model: PreTrainedModel, piece: dict[str, torch.Tensor], row
         given = {"position_ids": positions[None], "attention_mask": torch.ones_like(ids)[None]}
     fed = {name: value.to(model.device) for name, value in {"input_ids": ids[None], **given}.items()}
     hidden = decoder_body(model)(**fed, use_cache=False).last_hidden_state[0]
+    if "likely_ids" in piece:
+        logits = head_logits(model, hidden[scored.to(hidden.device)])
+        return divergence_from_likely(logits, piece["likely_ids"][scored], piece["likely_log_probs"][scored]).cpu()
     return token_losses(model, hidden[scored.to(hidden.device)], piece["labels"][1:][scored], rows_per_chunk)
 
 

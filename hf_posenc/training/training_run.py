@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from hf_posenc.checkpoint.extended import save_checkpoint
 from hf_posenc.checkpoint.manifest import RESULTS, read_manifest
 from hf_posenc.checkpoint.pretrained import load_weights
 from hf_posenc.checkpoint.quantised import keep_layout, refuse_laid_out
+from hf_posenc.data.own_texts import OwnTexts
 from hf_posenc.errors import HfPosencError, InvalidRequestError
 from hf_posenc.evaluation import Record, perplexity
 from hf_posenc.evaluation.lm_head import check_head
 from hf_posenc.evaluation.losses import evaluation_mode
 from hf_posenc.evaluation.model_facts import hash_weights
 from hf_posenc.families.rotary_model import RotaryModel
+from hf_posenc.mixtures import get_kind
 from hf_posenc.patching.api import is_patched, unpatch_model, unpatched
 from hf_posenc.publishing.card import write_card
 from hf_posenc.publishing.provenance import document_source, source_settings
@@ -39,6 +42,7 @@ from hf_posenc.training.run_folder import LOSS_LOG, open_run, read_log, resumabl
 from hf_posenc.training.run_plan import RunPlan, StagePlan, naming_stage, plan_run
 from hf_posenc.training.train_log import LossLog
 from hf_posenc.training.trainer import train, training_arguments
+from hf_posenc.training.writing_own_texts import own_texts
 from hf_posenc.utils.processes import from_main
 
 logger = logging.getLogger(__name__)
@@ -199,10 +203,21 @@ class Run:
                 check_head(rotary.model)
             if texts is None:
                 texts = read_texts(self.tokenizer, documents, eval_documents, plan.data, vocab_size)
-                self._texts = texts.held_out
+                self._texts, own = texts.held_out, self._own_texts(rotary)
             with naming_stage(stage.positions.target_length if len(plan.stages) > 1 else None):
-                blocks.insert(0, make_blocks(self.tokenizer, texts, plan.data, stage, vocab_size))
+                blocks.insert(0, make_blocks(self.tokenizer, texts, plan.data, stage, vocab_size, own))
         self._blocks = blocks
+
+    def _own_texts(self, rotary: RotaryModel) -> OwnTexts | None:
+        """Return what the model writes without its extension, or with it where it was trained with that."""
+        plan = self.plan
+        shares = [share for name, share in (plan.data.task_mix or {}).items() if get_kind(name).needs_own_texts]
+        if not shares:
+            return None
+        num_tokens = math.ceil(max(shares) * sum(stage.num_tokens for stage in plan.stages))
+        length = min(plan.data.original_length, *(stage.seq_len for stage in plan.stages))
+        with nullcontext() if self.tokens_trained or not is_patched(rotary) else unpatched(self.model):
+            return own_texts(rotary.model, self.tokenizer, num_tokens, length, plan.stages[0].seed)
 
     def train(self, stage: StagePlan) -> bool:
         """Train the model to the length of a stage.

@@ -1,0 +1,57 @@
+"""Texts that a model wrote, with what it took for likely at each token: what it is to go on doing on short texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from hf_posenc.errors import InvalidRequestError, argument
+
+LIKELY = 64  # tokens of each position whose log-probabilities are kept
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the token that a model writes a text after: the one for the beginning of a text, or else for the end.
+
+    Raises:
+        ValueError: The tokenizer has neither.
+    """
+    first: int | None = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if first is None:
+        raise InvalidRequestError(
+            f"{argument('task_mix')}: for 'retention' the model writes texts, and its tokenizer has no token that a "
+            "text begins or ends with: set tokenizer.bos_token to the one that it was trained with."
+        )
+    return first
+
+
+@dataclass(frozen=True)
+class OwnTexts:
+    """Texts of one length, and the model's distributions of the next token after each of their tokens.
+
+    Attributes:
+        ids: int64 ``(num_texts, length)``.
+        likely_ids: The ``LIKELY`` likeliest next tokens, int64 ``(num_texts, length, number)``.
+        likely_log_probs: Their log-probabilities in nats, float32, of the same shape.
+    """
+
+    ids: torch.Tensor
+    likely_ids: torch.Tensor
+    likely_log_probs: torch.Tensor
+
+    def save(self, file: Path) -> None:
+        """Write a safetensors file, whole or not at all."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        save_file({**vars(self), "likely_ids": self.likely_ids.int()}, partial)
+        partial.replace(file)
+
+    @classmethod
+    def load(cls, file: Path) -> OwnTexts:
+        """Read what ``save`` wrote."""
+        tensors = load_file(file)
+        return cls(tensors["ids"], tensors["likely_ids"].long(), tensors["likely_log_probs"])

@@ -1,0 +1,62 @@
+"""Texts that the model wrote before it was extended, on which it is to predict what it predicted then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from hf_posenc.data.own_texts import OwnTexts, first_token
+from hf_posenc.data.tokens import MaskedTokens
+from hf_posenc.mixtures import register_kind
+from hf_posenc.mixtures.base import Kind, Material
+
+
+@register_kind
+class Retention(Kind):
+    """Short texts of the model's own, under its extension; the loss is the divergence from what it predicted before.
+
+    No token is a target, and no text of the user's is needed: the texts are what the model takes for likely. The loss
+    is that of learning without forgetting (Li and Hoiem 2016, arXiv:1606.09282, section 3).
+    """
+
+    name: ClassVar[str] = "retention"
+    is_short: ClassVar[bool] = True
+    needs_own_texts: ClassVar[bool] = True
+
+    def __init__(self, material: Material) -> None:
+        super().__init__(material)
+        first_token(material.tokenizer)
+
+    def block(self, index: int) -> list[MaskedTokens]:
+        return [
+            MaskedTokens(ids, torch.ones_like(ids, dtype=torch.bool))
+            for ids in (self._texts.ids[row, :size] for row, size in self._rows(index))
+        ]
+
+    @property
+    def _texts(self) -> OwnTexts:
+        assert self.material.own_texts is not None  # without them blocks can only be counted
+        return self.material.own_texts
+
+    def targets(self, index: int) -> Mapping[str, torch.Tensor]:
+        texts, rows = self._texts, self._rows(index)
+        return {
+            name: torch.cat([getattr(texts, name)[row, :size] for row, size in rows])
+            for name in ("likely_ids", "likely_log_probs")
+        }
+
+    def _rows(self, index: int) -> list[tuple[int, int]]:
+        """Return the texts of a block, and how many tokens of each; none comes twice before all came once."""
+        count, length = self._texts.ids.shape
+        sizes = [length] * (self.material.seq_len // length)
+        if rest := self.material.seq_len % length:
+            sizes.append(rest)
+        rows = []
+        for at, size in enumerate(sizes, index * len(sizes)):
+            passes, position = divmod(at, count)
+            order = list(range(count))
+            self.material.rng(f"{self.name} pass", passes).shuffle(order)
+            rows.append((order[position], size))
+        return rows

@@ -1,0 +1,151 @@
+"""Texts of the model's own, on which training keeps what it predicts: how they are made, and what they are worth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_posenc import patched
+from hf_posenc.assets import load_novel, tiny_model_path
+from hf_posenc.data.own_texts import LIKELY, OwnTexts
+from hf_posenc.training import FinetuneConfig, finetune, writing_own_texts
+from hf_posenc.training.chunked_loss import chunked_causal_lm_loss, divergence_from_likely
+from hf_posenc.training.run_folder import read_log
+from hf_posenc.training.writing_own_texts import own_texts
+from tiny_runs import assert_same_run, killed_at
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path_factory.getbasetemp() / "cache"  # one for all: the tiny model's texts are always the same
+    monkeypatch.setattr(constants, "HF_HOME", str(folder))
+    return folder
+
+
+def tiny() -> Any:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path()).eval()
+    return model, AutoTokenizer.from_pretrained(tiny_model_path())
+
+
+def run(folder: Path, task_mix: list[str], **changes: Any) -> Any:
+    given: dict[str, Any] = {"token_budget": 16 * 512, "context_length": 512, "learning_rate": 1e-3, "warmup_steps": 1}
+    given |= {"eval_lengths": [128], "eval_documents": 1, "save_steps": 8, "task_mix": task_mix}
+    model, tokenizer = tiny()
+    return finetune(
+        model, tokenizer, [load_novel("emma")[:60_000]], FinetuneConfig(str(folder), **{**given, **changes})
+    )
+
+
+@torch.no_grad()
+def divergence(model: Any, texts: torch.Tensor) -> float:
+    """Of the model's whole distributions from those of the tiny model, over the texts, in float64."""
+    found, wanted = (each(texts).logits.double().log_softmax(-1) for each in (model, tiny()[0]))
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+
+
+@torch.no_grad()
+def test_the_model_writes_what_it_takes_for_likely(cache: Path) -> None:
+    model, tokenizer = tiny()
+    state = torch.random.get_rng_state()
+    texts = own_texts(model, tokenizer, 2000, 256, seed=0)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert texts.ids.shape == (8, 256)
+    assert texts.likely_ids.shape == texts.likely_log_probs.shape == (8, 256, LIKELY)
+    assert (texts.ids[:, 0] == tokenizer.bos_token_id).all()
+    log_probs = model(texts.ids).logits.double().log_softmax(-1)
+    best = log_probs.topk(LIKELY)
+    torch.testing.assert_close(texts.likely_log_probs.double(), best.values, rtol=0, atol=1e-4)
+    loss = -log_probs[:, :-1].gather(-1, texts.ids[:, 1:, None]).mean()
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+    assert float(loss) == pytest.approx(float(entropy), rel=0.05)  # drawn at temperature 1, from all tokens
+
+
+def test_what_the_checkpoint_says_of_generation_changes_no_text() -> None:
+    model, tokenizer = tiny()
+    settings = {"first": tokenizer.bos_token_id, "length": 40, "count": 2, "seed": 3, "likely": 4}
+    plain = writing_own_texts.written(model, settings)
+    model.generation_config.eos_token_id = int(plain.ids[0, 5])
+    model.generation_config.repetition_penalty = 5.0
+    given = model.generation_config
+    assert torch.equal(writing_own_texts.written(model, settings).ids, plain.ids)
+    assert model.generation_config is given
+
+
+def test_texts_are_written_once_for_each_model_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = tiny()
+    calls = []
+    write = writing_own_texts.written
+    monkeypatch.setattr(writing_own_texts, "written", lambda *args: calls.append(args) or write(*args))
+    first, again = (own_texts(model, tokenizer, 64, 32, seed=7) for _ in range(2))
+    assert torch.equal(first.ids, again.ids)
+    assert len(calls) <= 1
+    other = own_texts(model, tokenizer, 64, 32, seed=8)
+    assert not torch.equal(first.ids, other.ids)
+    model.lm_head.weight.data[0, 0] += 1
+    own_texts(model, tokenizer, 64, 32, seed=8)
+    assert len(calls) >= 2
+
+
+def test_the_divergence_takes_all_other_tokens_together() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, wanted = torch.randn(2, 5, 100, generator=generator, dtype=torch.float64) * 3
+    likely = wanted.log_softmax(-1).topk(7)
+    found = divergence_from_likely(logits.float(), likely.indices, likely.values.float())
+    p, q = (each.softmax(-1).gather(-1, likely.indices) for each in (wanted, logits))
+    p, q = (torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1) for each in (p, q))
+    torch.testing.assert_close(found.double(), (p * (p / q).log()).sum(-1), rtol=1e-4, atol=1e-5)
+    whole = (wanted.softmax(-1) * (wanted.log_softmax(-1) - logits.log_softmax(-1))).sum(-1)
+    assert (found.double() <= whole + 1e-5).all()
+    same = divergence_from_likely(wanted.float(), likely.indices, likely.values.float())
+    assert same.abs().max() < 1e-5
+
+
+def test_the_loss_in_chunks_is_the_mean_divergence_of_the_rows_that_count() -> None:
+    model, tokenizer = tiny()
+    texts = own_texts(model, tokenizer, 2000, 256, seed=0)
+    ids = texts.ids[:2, :100]
+    labels = ids.clone()
+    labels[:, :50] = -100
+    with patched(model, "ntk", 4):
+        hidden = model.model(ids).last_hidden_state
+        likely = [texts.likely_ids[:2, :100], texts.likely_log_probs[:2, :100]]
+        loss = chunked_causal_lm_loss(model, hidden, labels, None, 16, None, *likely)
+        logits = model.lm_head(hidden)[:, 49:-1].flatten(0, 1)
+    rows = divergence_from_likely(logits, *(each[:, 49:99].flatten(0, 1) for each in likely))
+    assert float(loss.detach()) == pytest.approx(float(rows.detach().mean()), rel=1e-5)
+    assert float(loss.detach()) > 0.01
+
+
+def test_training_with_retention_keeps_more_and_a_resumed_run_is_the_same(tmp_path: Path) -> None:
+    held_out = own_texts(*tiny(), 1024, 256, seed=99).ids
+    without = run(tmp_path / "without", ["kv=1"])
+    result = run(tmp_path / "with", ["kv=0.5", "retention=0.5"])
+    kept, lost = (divergence(each.model, held_out) for each in (result, without))
+    assert kept < 0.5 * lost
+    lines = [line for line in read_log(tmp_path / "with/train_log.jsonl") if line["kind"] == "retention"]
+    assert len(lines) == 8
+    assert all(line["tokens_in_loss"] == 2 * 255 for line in lines)
+    with killed_at(11):
+        run(tmp_path / "killed", ["kv=0.5", "retention=0.5"])
+    run(tmp_path / "killed", ["kv=0.5", "retention=0.5"], resume_from_checkpoint=True)
+    assert_same_run(tmp_path / "with", tmp_path / "killed", 16)
+
+
+def test_a_file_holds_what_was_saved(tmp_path: Path) -> None:
+    texts = OwnTexts(torch.arange(6).view(2, 3), torch.arange(12).view(2, 3, 2), torch.randn(2, 3, 2))
+    texts.save(tmp_path / "cache/texts.safetensors")
+    for name, value in vars(OwnTexts.load(tmp_path / "cache/texts.safetensors")).items():
+        assert torch.equal(value, getattr(texts, name)), name
+
+
+def test_a_tokenizer_without_ends_is_refused_before_the_weights(tmp_path: Path) -> None:
+    model, tokenizer = tiny()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    config = FinetuneConfig(str(tmp_path / "run"), task_mix=["retention=1"], context_length=512, eval_documents=0)
+    with pytest.raises(ValueError, match="has no token that a text begins or ends with"):
+        finetune(model, tokenizer, [load_novel("emma")[:60_000]], config)
