@@ -11,7 +11,7 @@ from hf_posenc.fitting.adapting import TOKENS_IN_PIECES
 from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.fitting.objectives import get_objective
 from hf_posenc.fitting.recording import RECORDED_QUERIES
-from hf_posenc.fitting.short_matching import ROWS_OF_LOGITS
+from hf_posenc.fitting.short_matching import ROWS_OF_LOGITS, TOKENS_IN_STRETCHES
 from hf_posenc.methods.base import Extension
 from hf_posenc.patching.extension import plain_spec
 from hf_posenc.patching.extension_config import NO_METHOD, ExtensionRequest
@@ -89,7 +89,8 @@ def fit_cost(shape: ModelShape, config: FitConfig, *, texts: int, original: int,
         of_layer = (12 * shape.hidden_size + 4 * shape.intermediate_size + 4 * q) * number
         if adapt.short_steps:  # the inputs of all layers, what gradients need of one, and some rows of logits
             of_logits = ROWS_OF_LOGITS * shape.vocab_size * 4 * _FLOAT32
-            step = max(step, original * (layers * shape.hidden_size * number + of_layer) + of_logits)
+            tokens = max(original, TOKENS_IN_STRETCHES)
+            step = max(step, tokens * (layers * shape.hidden_size * number + of_layer) + of_logits)
     recorded = any(kind.needs_teacher for kind in kinds.values())
     read = predict_memory(shape, target)
     taught = predict_memory(shape, target, batch_size=texts_at_once, extension=teacher)

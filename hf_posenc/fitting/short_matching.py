@@ -24,6 +24,7 @@ from hf_posenc.fitting.config import AdaptConfig
 from hf_posenc.utils.console import Progress
 
 _SAVE_EVERY = 5
+TOKENS_IN_STRETCHES = 2048  # of a step, where a stretch is no longer
 ROWS_OF_LOGITS = 256  # in memory at a time
 _WARMUP = 5  # steps in which the rate rises
 _LAST_RATE = 0.1  # of the learning rate, at the end
@@ -113,15 +114,15 @@ def _rate(step: int, steps: int) -> float:
 
 
 def _draw(texts: Sequence[torch.Tensor], original: int, seed: int, step: int) -> torch.Tensor:
-    """Return stretches of the texts in turn, ``(number, length)``.
+    """Return stretches of the texts in turn, ``(number, length)``: of so many tokens, or one where it is longer.
 
-    They are a sixteenth of the original length long, or a fourth, which is as many tokens as a step takes; every sixth
-    step takes a whole one. A step draws the same whenever it is taken.
+    They are a sixteenth of the original length long, or a fourth; every sixth step takes whole ones. A step draws the
+    same whenever it is taken.
     """
     length = max(2, original // (16, 4, 16, 4, 16, 1)[step % 6])
     generator = torch.Generator().manual_seed(seed + 1_000_003 * (step + 1))
     drawn = []
-    for at in range(max(1, original // 4 // length)):
+    for at in range(max(1, TOKENS_IN_STRETCHES // length)):
         ids = texts[(step + at) % len(texts)]
         start = int(torch.randint(len(ids) - length + 1, (), generator=generator))
         drawn.append(ids[start : start + length])
